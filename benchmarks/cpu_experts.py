@@ -15,7 +15,7 @@ from torch.nn.functional import grouped_mm
 
 from fused_tp import parallelize
 from fused_tp.backends.grouped import grouped_linear, grouped_weight_grad
-from fused_tp.parallelizing.experts import route
+from fused_tp.parallelizing.experts import routing_from_sorted_experts
 
 from .case import DTYPES, EFFICIENCY, OURS, TIME_RATIO, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
@@ -104,7 +104,7 @@ def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple
         with torch.no_grad():
             _, _, index = whole.gate(x[0])
         chosen, order = index.reshape(-1).sort(stable=True)
-        routing = route(chosen, order // TOP_K, EXPERTS)
+        routing = routing_from_sorted_experts(chosen, order // TOP_K, EXPERTS)
         rows, inner = routing.rows_of(x), x.new_ones(len(order), down.shape[2])
         d_up, d_down = x.new_ones(len(order), up.shape[1]), routing.rows_of(d)
 

@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO around models that `parallelize` has made, and fused collectives for its AutoTP.
+"""DeepSpeed's ZeRO for models that `parallelize` has sharded, and fused collectives for DeepSpeed's AutoTP.
 
-ZeRO shards flat buffers of plain tensors, so the model needs plain parameters. Groups that DeepSpeed asks for:
+ZeRO shards flat buffers of plain tensors, so the model needs plain parameters. Groups that DeepSpeed requests:
 
 | DeepSpeed's name                                     | ranks     | for                                              |
 |------------------------------------------------------|-----------|--------------------------------------------------|
@@ -8,9 +8,9 @@ ZeRO shards flat buffers of plain tensors, so the model needs plain parameters. 
 | data parallel: size, rank                            | dp        | size of batches, samplers                        |
 | data parallel: group; sequence data parallel         | dp x cp   | mean of gradients, shards of ZeRO                |
 
-With grad_sync=False, each context parallel rank holds its tokens' share of the gradient, multiplied by the number of
-these ranks. The mean over dp x cp is then the gradient. DeepSpeed would sum over sequence parallel ranks, so the mpu
-reports none.
+With grad_sync=False, each context parallel rank holds the gradient from its tokens, multiplied by the number of these
+ranks. The mean over dp x cp is then the gradient. The mpu reports no sequence parallel ranks to DeepSpeed, which would
+sum over them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ class MeshMPU:
 
     def __init__(self, mesh: DeviceMesh, *, tp_dim: str = "tp", cp_dim: str = "cp") -> None:
         names = mesh.mesh_dim_names or ()
-        for dim, why in (("pp", "DeepSpeed's pipelines take no mpu"), ("ep", "ZeRO would average different experts")):
+        for dim, why in (("pp", "DeepSpeed's pipelines accept no mpu"), ("ep", "ZeRO would average different experts")):
             if dim in names and mesh[dim].size() > 1:
-                raise ValueError(f"mesh has {mesh[dim].size()} ranks along {dim!r}, and {why}; have none there.")
+                raise ValueError(
+                    f"mesh dim {dim!r} has size {mesh[dim].size()}, which is not supported: {why}. Use a mesh without "
+                    "it."
+                )
         batches = tuple(dim for dim in names if dim not in (tp_dim, cp_dim))
         self._tp, self._dp = (_group(mesh, tuple(d for d in dims if d in names)) for dims in ((tp_dim,), batches))
         self._sharding = _group(mesh, tuple(dim for dim in names if dim != tp_dim))
@@ -67,7 +70,7 @@ class MeshMPU:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        return self._sharding  # ZeRO 3 shards over this group; ZeRO 1 and 2 ask for the sequence data parallel one
+        return self._sharding  # ZeRO 3 uses this method; ZeRO 1 and 2 use get_sequence_data_parallel_group
 
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank(self._dp)
@@ -89,17 +92,17 @@ class MeshMPU:
 
 
 def _group(mesh: DeviceMesh, dims: tuple[str, ...]) -> ProcessGroup:
-    """Group of this rank and all ranks that differ from it only along `dims`."""
+    """Return the group of this rank and all ranks that differ from it only along `dims`."""
     if not dims:
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return (mesh[dims[0]] if len(dims) == 1 else mesh[dims]._flatten("_".join(dims))).get_group()
 
 
 def use() -> None:
-    """Overlap the collectives of AutoTP's linear layers with their matmuls, from now on.
+    """Overlap the collectives of AutoTP's linear layers with their matmuls, in all models of this process.
 
-    Use it with `{"tensor_parallel": {"autotp_size": W}}` in DeepSpeed's config. Config, parameters and checkpoints stay
-    as they are. It applies to every model of this process that AutoTP has sharded or will shard. LinearAllreduce runs
+    Use it with `{"tensor_parallel": {"autotp_size": W}}` in DeepSpeed's config. Config, parameters and checkpoints do
+    not change. It applies to models that AutoTP has sharded or will shard. LinearAllreduce runs
     `matmul_all_reduce`, and LinearLayer `column_parallel_matmul`, whose all-reduce in backward overlaps the weight
     gradient.
 

@@ -54,14 +54,15 @@ class _FusedStyle(ParallelStyle):
     ) -> None:
         for name, layout in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
             if layout is not None and not isinstance(layout, Placement):
-                raise TypeError(f"{name} must be a Placement (Replicate(), Shard(dim)), not {type(layout).__name__}.")
+                raise TypeError(f"{name} must be a Placement (Replicate(), Shard(dim)), got {type(layout).__name__}.")
         if isinstance(output_layouts, Partial):
             raise ValueError(
-                "output_layouts cannot be Partial(): the sum over ranks is what runs together with the matmul."
+                "output_layouts=Partial() is not supported: the sum over ranks is fused with the matmul. Use "
+                "Replicate() or Shard(dim)."
             )
         given: dict[str, Any] = {"input_layouts": input_layouts, "output_layouts": output_layouts}
         given["use_local_output"] = use_local_output
-        super().__init__(**given)  # of torch's style, which fills in the defaults
+        super().__init__(**given)  # the __init__ of torch's style sets the defaults
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
@@ -117,11 +118,11 @@ class FusedRowwiseParallel(_FusedStyle, RowwiseParallel):
 
 
 class FusedSequenceParallel(SequenceParallel):
-    """`SequenceParallel` for norms and dropout: the module runs on this rank's part of the sequence, as plain tensors.
+    """`SequenceParallel` for norms and dropout: the module runs on this rank's shard of the sequence, as plain tensors.
 
-    torch runs each step of the norm as DTensor operations; here the norm runs directly on the local part. Its backward
+    torch runs each step of the norm as DTensor operations; here the norm runs directly on the local shard. Its backward
     sums the gradients of the (replicated) parameters over the ranks, so they are Replicate() DTensors. torch's style
-    leaves Partial() gradients of this rank's tokens, which an optimizer over DTensors sums in its step.
+    leaves Partial() gradients from this rank's tokens, which an optimizer over DTensors sums in its step.
 
     Args:
         sequence_dim: sequence dim of the input, default 1.
@@ -142,11 +143,12 @@ class FusedSequenceParallel(SequenceParallel):
         def take_local(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs[0] if inputs else None
             if not isinstance(x, Tensor):
-                raise TypeError(f"the first input of {type(module).__name__} must be a Tensor, not {type(x).__name__}.")
+                raise TypeError(f"the first input of {type(module).__name__} must be a Tensor, got {type(x).__name__}.")
             if isinstance(x, DTensor):
                 whole = x.shape
                 x = x.redistribute(placements=[sharding]).to_local()
-                # Parts may differ in length, so record the shape of x; on a view, as no other DTensor holds it.
+                # Shards may differ in length, so the global shape is recorded for the output. Record it on a view,
+                # because the local tensor itself belongs to the DTensor.
                 x = x.view_as(x)
                 cast(Any, x)._fused_tp_whole = whole
             return (x, *inputs[1:])
@@ -178,8 +180,10 @@ class _Styled(nn.Module):
         return _positive(x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0], x.ndim)
 
     def _take(self, x: Tensor, wanted: Placement, grad: Placement | None = None) -> Tensor:
-        """Return this rank's part of the input in the layout `wanted`. A DTensor's gradient has the layout `grad`,
-        default `wanted`."""
+        """Return this rank's shard of the input in the layout `wanted`.
+
+        The gradient of a DTensor input has the layout `grad`, default `wanted`.
+        """
         if self._layout_of(x) != wanted:
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
@@ -187,7 +191,7 @@ class _Styled(nn.Module):
         return x.to_local(grad_placements=[grad or wanted]) if isinstance(x, DTensor) else x
 
     def _give(self, y: Tensor, layout: Placement, shape: tuple[int, ...]) -> Tensor:
-        """Convert y, this rank's part in `layout` of an output of global `shape`, to the style's output layout."""
+        """Convert `y`, this rank's shard in `layout` of an output of global `shape`, to the style's output layout."""
         wanted = _positive(self._style.output_layouts[0], y.ndim)
         if layout == wanted and self._style.use_local_output:
             return y
@@ -197,7 +201,10 @@ class _Styled(nn.Module):
         return out.to_local() if self._style.use_local_output else out
 
     def _give_sum(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
-        """Output of global `shape` that `sums` reduces over ranks, or reduce-scatters along one of its first `dims`."""
+        """Return the output of global `shape` in the style's output layout.
+
+        `sums(dim)` reduce-scatters it along `dim`, one of its first `dims` dims; `sums(None)` all-reduces it.
+        """
         dim = _shard_dim(_positive(self._style.output_layouts[0], len(shape)), dims)
         return self._give(sums(dim), Replicate() if dim is None else Shard(dim), shape)
 
@@ -213,7 +220,8 @@ class _ColumnLinear(_Styled):
         layout = self._layout_of(x)
         dim = _shard_dim(layout, x.ndim - 1)
         if dim is None and (isinstance(x, DTensor) or layout != Replicate()):
-            # DTensor sums the gradient: once for all layers that read x, and by reduce-scatter if x was gathered.
+            # Leave the sum of the gradient to DTensor, which does it once for all layers that read x, and by
+            # reduce-scatter if x was gathered.
             x = self._take(x, Replicate(), grad=Partial())
             check_width(x, linear.in_features, "in_features")
             y = F.linear(x, weight, bias)
@@ -257,7 +265,7 @@ class _RowEmbedding(_Styled):
         return self._give_sum(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1)
 
 
-# By style and kind of module: the placements of its parameters, and the class with its forward.
+# Maps (style, class of the module) to (placements of its parameters, class that defines its forward).
 MODULES: dict[tuple[str, type[nn.Module]], tuple[dict[str, Placement], type[_Styled]]] = {
     ("column", nn.Linear): ({"weight": Shard(0), "bias": Shard(0)}, _ColumnLinear),
     ("column", nn.Embedding): ({"weight": Shard(1)}, _ColumnEmbedding),
@@ -278,7 +286,7 @@ def _shard_parameters(
             continue
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} of this {type(module).__name__} is a DTensor already ({parameter.placements}); apply one "
+                f"{name} of this {type(module).__name__} is a DTensor already ({parameter.placements}). Apply only one "
                 "tensor parallel style to a module, before fully_shard."
             )
         sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
@@ -291,13 +299,15 @@ def _kind(module: nn.Module, style: str) -> type[nn.Module]:
         if isinstance(module, kind):
             if type(module).forward is not kind.forward and not isinstance(module, _Styled):
                 raise ValueError(
-                    f"{type(module).__name__} is a {kind.__name__} with a forward of its own, which {style} would "
-                    "replace."
+                    f"{style} does not support {type(module).__name__}, a {kind.__name__} with a custom forward, which "
+                    "would be lost. Use torch's style."
                 )
             if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
-                raise ValueError(f"{style} cannot do max_norm, scale_grad_by_freq or sparse of an nn.Embedding.")
+                raise ValueError(
+                    f"{style} does not support max_norm, scale_grad_by_freq or sparse of an nn.Embedding. Unset them."
+                )
             return kind
-    raise TypeError(f"{style} applies to nn.Linear and nn.Embedding, not to {type(module).__name__}.")
+    raise TypeError(f"{style} supports nn.Linear and nn.Embedding, got {type(module).__name__}.")
 
 
 def _positive(layout: Placement, ndim: int) -> Placement:
@@ -305,5 +315,5 @@ def _positive(layout: Placement, ndim: int) -> Placement:
 
 
 def _shard_dim(layout: Placement, dims: int) -> int | None:
-    """The dim of `layout` that the op itself gathers or scatters: one of the first `dims`, else None."""
+    """Return the sharded dim of `layout` if it is one of the first `dims`, which the op gathers or scatters."""
     return layout.dim if isinstance(layout, Shard) and layout.dim < dims else None

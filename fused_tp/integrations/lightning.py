@@ -37,10 +37,10 @@ _OWN_BATCHES = ("dp_replicate", "dp_shard", "ep")
 def parallel_strategy(kind: T) -> T:
     """Extend `kind`, the ModelParallelStrategy of `lightning` or `pytorch_lightning`, to meshes of `make_mesh`.
 
-    Instances take the keywords of `make_mesh` (dp_replicate, dp_shard, ep, cp, tp) instead of Lightning's sizes,
-    besides `process_group_backend` and `timeout`. `self.device_mesh` of the LightningModule is that mesh. Ranks along
-    cp and tp get the same batch; ranks along other dims get different ones. Checkpoints are folders of
-    torch.distributed.checkpoint in the original model's shapes, so they load over a mesh of other sizes.
+    The constructor takes the sizes of `make_mesh` (dp_replicate, dp_shard, ep, cp, tp) instead of Lightning's, and
+    `process_group_backend` and `timeout`. `self.device_mesh` of the LightningModule is the mesh of these sizes. Ranks
+    along cp and tp get the same batch; ranks along other dims get different ones. Checkpoints are folders of
+    torch.distributed.checkpoint in the unsharded model's shapes, so they load over a mesh of other sizes.
 
     Args:
         kind: lightning.pytorch.strategies.ModelParallelStrategy, or a subclass of it.
@@ -78,9 +78,9 @@ class _ParallelStrategy:
         strategy: Any = super()
         strategy.__init__(process_group_backend=process_group_backend, **given)
         if "pp" in sizes:
-            raise ValueError("Lightning calls forward and backward of a whole model, and pp=... needs schedules.")
+            raise ValueError("pp is not supported: Lightning does not run pipeline schedules. Omit pp.")
         if unknown := sorted(sizes.keys() - set(ORDER)):
-            raise TypeError(f"{unknown[0]!r} is no dim of a mesh; give sizes of some of {', '.join(ORDER[1:])}.")
+            raise TypeError(f"{unknown[0]!r} is not a dim of a mesh. Pass sizes of {', '.join(ORDER[1:])}.")
         self._sizes = sizes
 
     def setup_environment(self) -> None:
@@ -95,13 +95,13 @@ class _ParallelStrategy:
         sharded = [dim for dim in ("cp", "tp") if dim in dims and mesh[dim].size() > 1]
         if sharded and not is_parallelized(self.model):
             raise ValueError(
-                f"the mesh has {' and '.join(sharded)}, and configure_model has not called fused_tp.parallelize("
-                "self.model, self.device_mesh), without which these ranks compute the same."
+                f"the mesh has {' and '.join(sharded)}, but configure_model did not shard the model over these ranks. "
+                "Call fused_tp.parallelize(self.model, self.device_mesh) in configure_model."
             )
         replicas = self.distributed_sampler_kwargs["num_replicas"]
         if replicas > 1 and not any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ValueError(
-                f"there are {replicas} groups of ranks with batches of their own, whose gradients nothing averages. "
+                f"there are {replicas} groups of ranks with different batches, whose gradients are not averaged. "
                 "Apply fully_shard over fused_tp.fsdp_mesh(self.device_mesh) to the model in configure_model."
             )
 
@@ -116,7 +116,9 @@ class _ParallelStrategy:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise TypeError("storage_options is not served; a checkpoint is a folder of torch.distributed.checkpoint.")
+            raise TypeError(
+                "storage_options is not supported: a checkpoint is a folder of torch.distributed.checkpoint. Omit it."
+            )
         folder = Path(self.broadcast(filepath))
         state = {"state_dict": checkpoint.pop("state_dict")}
         optimizers = checkpoint.pop("optimizer_states", [])
@@ -127,7 +129,7 @@ class _ParallelStrategy:
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         folder = Path(self.broadcast(checkpoint_path))
-        if not (folder / _METADATA).exists():  # a file written by one process, or no checkpoint
+        if not (folder / _METADATA).exists():  # a checkpoint file written by one process, or no checkpoint at all
             strategy: Any = super()
             found: dict[str, Any] = strategy.load_checkpoint(folder, weights_only)
             return found
@@ -135,7 +137,7 @@ class _ParallelStrategy:
         for number, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         strict = self.lightning_module.strict_loading
-        # Same rule as in torch.load of the metadata below, for which None means True.
+        # None means True, as in the torch.load of the metadata below.
         plain = weights_only is not False
         planner = (PlainPlanner if plain else DefaultLoadPlanner)(allow_partial_load=not strict)
         reader = (PlainReader if plain else dcp.FileSystemReader)(folder)

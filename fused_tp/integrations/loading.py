@@ -1,8 +1,8 @@
 """Fused layers for models that transformers' own loader shards: collectives overlap with the matmuls.
 
-transformers (5.23 and later) makes a model tensor parallel while loading it: parameters become DTensors, and DTensor
-operations enclose the forward of a planned layer. This module replaces only that forward; parameters, loading, saving,
-FSDP2 and generation stay transformers':
+transformers (5.23 and later) shards a model over tensor parallel ranks while loading it: parameters become DTensors,
+and the forward of a planned layer is wrapped in DTensor operations. This module replaces only that forward. Parameters,
+loading, saving, FSDP2 and generation do not change:
 
 | style                                                 | transformers                | here                     |
 |-------------------------------------------------------|-----------------------------|--------------------------|
@@ -33,7 +33,7 @@ ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 @contextmanager
 def fused_styles() -> Iterator[None]:
-    """Context in which transformers' loader makes layers whose collectives overlap with their matmuls.
+    """Context manager in which transformers' loader creates layers whose collectives overlap with their matmuls.
 
     Models loaded outside of the context, before or after, are not changed. Sequence and context parallelism, and one
     all-reduce for the gradients of q, k and v, need `parallelize`. Quantized layers and DTensor inputs run
@@ -82,7 +82,7 @@ def _styles() -> tuple[Any, Any]:
             gathers = self.output_layouts.is_replicate()
 
             def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if not _is_served(module, x):
+                if not _is_supported_call(module, x):
                     return plain(x, *args, **kwargs)
                 check_floating(x)
                 check_width(x, module.in_features, "in_features")
@@ -98,7 +98,7 @@ def _styles() -> tuple[Any, Any]:
             splits = self.input_layouts.is_replicate()
 
             def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if not _is_served(module, x):
+                if not _is_supported_call(module, x):
                     return plain(x, *args, **kwargs)
                 check_floating(x)
                 x_shard = scatter(x, -1, group=mesh) if splits else x
@@ -112,7 +112,7 @@ def _styles() -> tuple[Any, Any]:
     return FusedColumn, FusedRow
 
 
-def _is_served(module: nn.Module, x: Any) -> bool:
-    # Compare the forward, not the class: FSDP2 replaces the class of a module by a subclass.
+def _is_supported_call(module: nn.Module, x: Any) -> bool:
+    # Compare forward methods, not classes: FSDP2 changes a module's class to a subclass.
     linear = type(module).forward is nn.Linear.forward and not getattr(module, "_hf_quantized_needs_local_tp", False)
     return linear and isinstance(x, Tensor) and not isinstance(x, DTensor)

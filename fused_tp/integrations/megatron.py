@@ -60,9 +60,9 @@ __all__ = [
 def layer_spec(config: Any, base: Any = None) -> Any:
     """Copy `base` with fused layers for Megatron's column- and row-parallel linear layers and core attention.
 
-    torch's norms, which Megatron refuses under sequence_parallel, become `SequenceParallelNorm`. Experts made of linear
-    layers are replaced, too; only their token dispatcher communicates. Activations, routers, grouped experts and all
-    other modules of `base` stay.
+    torch's norms, which Megatron does not support under sequence_parallel, become `SequenceParallelNorm`. The linear
+    layers of experts are replaced, too; there only the token dispatcher communicates. Activations, routers, grouped
+    experts and all other modules of `base` are kept.
 
     Args:
         config: the TransformerConfig of the model.
@@ -73,8 +73,8 @@ def layer_spec(config: Any, base: Any = None) -> Any:
         An object of the type of `base`, for `transformer_layer_spec=` (or `mtp_block_spec=`). `base` is not changed.
 
     Raises:
-        ValueError: `base` has no such layers (those of Transformer Engine contain a norm or fp8 weights); `base` is
-            None and the layers of `config` differ; `config` has multi_latent_attention.
+        ValueError: `base` has no such layers (Transformer Engine's layers are not replaced: they contain a norm or fp8
+            weights); `base` is None and the layers of `config` differ; `config` has multi_latent_attention.
 
     Example:
         >>> with fused_layers():
@@ -82,12 +82,13 @@ def layer_spec(config: Any, base: Any = None) -> Any:
     """
     if config.multi_latent_attention:
         raise ValueError(
-            "multi_latent_attention=True is built of Transformer Engine's classes only; use their spec as it is."
+            "multi_latent_attention=True is not supported: Megatron builds it of Transformer Engine's classes only. "
+            "Use their spec without layer_spec."
         )
     if base is None:
         if config.num_moe_experts and config.moe_layer_freq != 1:
             raise ValueError(
-                f"moe_layer_freq is {config.moe_layer_freq}, so that layers differ; pass "
+                f"base=None needs equal layers, got moe_layer_freq={config.moe_layer_freq}. Pass "
                 "base=get_gpt_decoder_block_spec(config, use_transformer_engine=False)."
             )
         base = get_gpt_layer_local_spec(
@@ -101,8 +102,8 @@ def layer_spec(config: Any, base: Any = None) -> Any:
     if not {ColumnParallelLinear, RowParallelLinear, DotProductAttention}.intersection(found):
         named = sorted({kind.__name__ for kind in found if "Linear" in kind.__name__ or "Attention" in kind.__name__})
         raise ValueError(
-            "base has no ColumnParallelLinear, RowParallelLinear or DotProductAttention, but "
-            f"{', '.join(named) or 'no layers'}; make it with a local spec, such as get_gpt_layer_local_spec()."
+            "base must have ColumnParallelLinear, RowParallelLinear or DotProductAttention, got "
+            f"{', '.join(named) or 'no layers'}. Create it by a local spec, such as get_gpt_layer_local_spec()."
         )
     return spec
 
@@ -168,11 +169,11 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
         if keywords.get("embedding_activation_buffer") is not None:
             raise ValueError(
-                "embedding_activation_buffer was given, as with defer_embedding_wgrad_compute=True; weight gradients "
-                "are computed in backward here, so set it to False."
+                "embedding_activation_buffer (defer_embedding_wgrad_compute=True) is not supported: weight gradients "
+                "are computed in backward. Set defer_embedding_wgrad_compute=False."
             )
         _check_config(config)
-        # The parent requires an extension of APEX for this fusion, which the ops do themselves.
+        # The parent requires an APEX extension for this option, which the ops of fused_tp implement without APEX.
         given = copy(config)
         given.gradient_accumulation_fusion = False
         super().__init__(input_size, output_size, config=given, **keywords)
@@ -187,7 +188,7 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         wanted = (self.output_size_per_partition, self.input_size)
         if weight is None or tuple(weight.shape) != wanted:
             given = "None" if weight is None else f"of shape {tuple(weight.shape)}"
-            raise ValueError(f"weight is {given}; it must be {list(wanted)}, this rank's rows.")
+            raise ValueError(f"weight must have shape {list(wanted)}, this rank's rows, got {given}.")
         _check_weight(weight)
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm or (self.disable_grad_reduce and not self.sequence_parallel):
@@ -216,11 +217,16 @@ class FusedRowParallelLinear(RowParallelLinear):
         super().__init__(input_size, output_size, config=config, **keywords)
         _check_unsharded(self)
         if self.explicit_expert_comm and not self.skip_bias_add:
-            raise ValueError("an expert's output is summed by its token dispatcher; set skip_bias_add=True.")
+            raise ValueError(
+                "skip_bias_add=False is not supported for experts, whose output the token dispatcher sums. Set "
+                "skip_bias_add=True."
+            )
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (output, bias if skip_bias_add else None) for `input_` [seq, batch, features], which holds this rank's
-        features if input_is_parallel."""
+        """Return (output, bias if skip_bias_add else None) for `input_` [seq, batch, features].
+
+        If input_is_parallel, `input_` holds this rank's features only.
+        """
         x = input_ if self.input_is_parallel else scatter(input_, -1, group=self.tp_group)
         _check_weight(self.weight)
         bias = None if self.skip_bias_add else self.bias
@@ -228,7 +234,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             output = F.linear(x, into_main_grad(self.weight))
         elif self.sequence_parallel:
             output = matmul_reduce_scatter(x, self.weight, group=self.tp_group)
-            # Not in the op, whose bias gradient is complete: Megatron sums the gradients of each rank's tokens itself.
+            # Add the bias outside of the op: the op would sum its gradient over ranks, and Megatron sums it again.
             output = output if bias is None else output + bias
         else:
             output = matmul_all_reduce(x, self.weight, bias, group=self.tp_group)
@@ -243,12 +249,14 @@ class FusedVocabParallelEmbedding(VocabParallelEmbedding):
         _check_unsharded(self)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Embed `input_` [batch, seq]: to [seq / ranks, batch, embedding_dim] if reduce_scatter_embeddings, else to
-        [batch, seq, embedding_dim]."""
+        """Embed `input_` [batch, seq].
+
+        Returns [seq / ranks, batch, embedding_dim] if reduce_scatter_embeddings, else [batch, seq, embedding_dim].
+        """
         ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_
         elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         rows = (ids - self.vocab_start_index).masked_fill(elsewhere, 0)
-        # Like the parent: on GPUs the gradient of F.embedding is not deterministic.
+        # As in the parent class: indexing has a deterministic gradient on GPUs, F.embedding has not.
         found = self.weight[rows] if self.deterministic_mode else F.embedding(rows, self.weight)
         partial_sum = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
@@ -257,8 +265,10 @@ class FusedVocabParallelEmbedding(VocabParallelEmbedding):
 
 
 class SequenceParallelNorm(WrappedTorchNorm):
-    """Megatron's WrappedTorchNorm (LayerNorm or RMSNorm of torch) that also supports sequence_parallel: it marks its
-    parameters, and Megatron's finalize_model_grads sums the gradients of marked ones over the ranks."""
+    """Megatron's WrappedTorchNorm (LayerNorm or RMSNorm of torch) with support for sequence_parallel.
+
+    It marks its parameters; Megatron's finalize_model_grads sums the gradients of marked parameters over the ranks.
+    """
 
     def __new__(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
         given = copy(config)
@@ -273,25 +283,25 @@ def _check_config(config: Any) -> None:
     for name in ("fp8", "fp4", "delay_wgrad_compute", "cpu_offloading"):
         if getattr(config, name, None):
             raise ValueError(
-                f"{name}={getattr(config, name)!r} needs layers of Transformer Engine; unset it, or leave their spec "
-                "as it is."
+                f"{name}={getattr(config, name)!r} is not supported: it needs layers of Transformer Engine. Unset it, "
+                "or use Transformer Engine's spec."
             )
 
 
 def _check_unsharded(layer: Any) -> None:
-    """Refuse weights that are also sharded over data parallel ranks, as Megatron-Core 0.19 can do."""
+    """Raise ValueError for weights that are also sharded over data parallel ranks, as Megatron-Core 0.19 can do."""
     if getattr(layer, "gtp_remat_size", 1) > 1:
         raise ValueError(
-            f"the weight is sharded over {layer.gtp_remat_size} more ranks (generalized tensor parallelism), which "
-            f"{type(layer).__name__} does not gather; set its size to 1."
+            f"{type(layer).__name__} does not support generalized tensor parallelism, got a weight that is sharded "
+            f"over {layer.gtp_remat_size} more ranks. Set gtp_remat_size to 1."
         )
 
 
 def _check_weight(weight: Tensor) -> None:
     if hasattr(weight, "__fsdp_param__"):
         raise ValueError(
-            "the weight belongs to Megatron-FSDP, in whose main_grad a gradient replaces the one before; fused layers "
-            "add to it. Use Megatron's DistributedDataParallel."
+            "Megatron-FSDP is not supported: it expects each gradient to overwrite main_grad, but fused layers add to "
+            "it. Use Megatron's DistributedDataParallel."
         )
 
 

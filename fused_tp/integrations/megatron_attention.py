@@ -1,9 +1,9 @@
 """Core attention of Megatron-Core, also over context parallel ranks.
 
-Megatron shards a sequence over them in the layout "zigzag", and each packed document in "zigzag_documents"; rotary
-embeddings follow. `cp_comm_type` selects how keys and values reach the queries:
+Megatron shards a sequence over these ranks in the layout "zigzag", or each packed document in "zigzag_documents", and
+applies rotary embeddings in that order. `cp_comm_type` selects the communication:
 
-| cp_comm_type     | runs                                                                                  |
+| cp_comm_type     | op                                                                                    |
 |------------------|---------------------------------------------------------------------------------------|
 | "p2p", None      | `ring_attention`                                                                      |
 | "a2a"            | `ulysses_attention`                                                                   |
@@ -41,11 +41,11 @@ class FusedDotProductAttention(DotProductAttention):
     Shapes on a rank: query [seq, batch, heads, head_dim], key and value the same with fewer heads; for packed documents
     (qkv_format "thd") [tokens, heads, head_dim]. Returns [seq, batch, heads * head_dim] or [tokens, heads * head_dim].
 
-    `cu_seqlens` covers the documents of all ranks, as in Megatron, with lengths that are multiples of 2 cp. If
-    documents are padded, cu_seqlens_q_padded is used: padding follows the tokens of a document, which do not see it.
+    `cu_seqlens` covers the documents of all ranks, as in Megatron; lengths must be multiples of 2 cp. If documents are
+    padded, cu_seqlens_q_padded is used: padding is at the end of a document, so causal attention does not see it.
     Dropout does not depend on the number of ranks if torch's CPU generator has equal states on the ranks of a context
-    parallel group, as Megatron seeds it. Gradients of sinks cover this rank's tokens; Megatron sums them with those of
-    all other parameters.
+    parallel group, as with Megatron's seeds. Gradients of sinks cover this rank's tokens; Megatron sums them over
+    ranks, like those of all other parameters.
 
     Args:
         config, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, pg_collection: as in
@@ -70,11 +70,11 @@ class FusedDotProductAttention(DotProductAttention):
     ) -> None:
         if attention_type != "self":
             raise ValueError(
-                f"attention_type is {attention_type!r}; leave the core attention of these layers as it is."
+                f"attention_type={attention_type!r} is not supported. Keep Megatron's core attention in these layers."
             )
         for name in ("qk_clip", "log_max_attention_logit"):
             if getattr(config, name, False):
-                raise ValueError(f"{name}=True needs the largest score, which is not kept here; set it to False.")
+                raise ValueError(f"{name}=True is not supported: the largest score is not computed. Set it to False.")
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         given = copy(config)
@@ -84,7 +84,8 @@ class FusedDotProductAttention(DotProductAttention):
         self.config = config
         if config.softmax_type == "learnable":  # mark sharded heads for Megatron's gradient norms
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        # Undo the parent's division by layer_number, which its own softmax reverts: it avoids overflows in fp16.
+        # Undo the parent's division by layer_number, which avoids overflows in fp16 and which the parent's softmax
+        # multiplies back.
         self.softmax_scale *= self.layer_number if config.apply_query_key_layer_scaling else 1
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else None
@@ -101,15 +102,15 @@ class FusedDotProductAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """See the class."""
+        """Return the attention output; see the class for shapes and the supported masks."""
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         causal = kind in _CAUSAL
         if attention_bias is not None:
-            raise ValueError("attention_bias was given, of which the whole would have to be on every rank; pass None.")
+            raise ValueError("attention_bias is not supported: every rank would need all of it. Pass None.")
         if kind == AttnMaskType.arbitrary or (kind == AttnMaskType.padding and packed_seq_params is None):
             raise ValueError(
-                f"attn_mask_type is {kind}; it must be causal or no_mask. Pack documents of several lengths, and pass "
-                "packed_seq_params."
+                f"attn_mask_type must be causal or no_mask, got {kind}. For documents of different lengths, pack them "
+                "and pass packed_seq_params."
             )
         keywords: dict[str, Any] = {"causal": causal, "scale": self.softmax_scale, "window": self.window}
         keywords |= {"sinks": self.softmax_offset, "first_head": query.shape[-2] * self.tp_group.rank()}
@@ -121,19 +122,22 @@ class FusedDotProductAttention(DotProductAttention):
         if len(key) != len(query):
             if self.cp_group is not None:
                 raise ValueError(
-                    f"there are {len(query)} queries and {len(key)} keys on a context parallel rank; decode without "
-                    "context parallelism."
+                    f"a context parallel rank must have as many keys as queries, got {len(query)} queries and "
+                    f"{len(key)} keys. Decode without context parallelism."
                 )
             keywords["seq_len_kv"] = len(key)
         if causal:
             self._check_mask(attention_mask, len(query), len(key))
         elif attention_mask is not None and len(query) > 1:
-            raise ValueError(f"attn_mask_type is {kind} and an attention_mask was given; pass None.")
+            raise ValueError(f"attention_mask is not supported with attn_mask_type={kind}. Pass None.")
         q, k, v = (t.transpose(0, 1) for t in (query, key, value))
         return self._attend(q, k, v, **keywords).transpose(0, 1).flatten(2)
 
     def _check_mask(self, mask: Tensor | None, queries: int, keys: int) -> None:
-        """Refuse a mask that is not causal. Megatron-LM makes causal masks by default; each is read here only, once."""
+        """Raise ValueError if `mask` is not the causal mask, which Megatron-LM creates by default.
+
+        Each mask is read once: the result is cached.
+        """
         if mask is None or mask in _CAUSAL_MASKS:
             return
         if self.cp_group is None:
@@ -144,13 +148,13 @@ class FusedDotProductAttention(DotProductAttention):
         hidden = torch.arange(keys, device="cpu") > seen[:, None]
         if mask.shape[-2:] != hidden.shape or not (mask == hidden.to(mask.device)).all():
             raise ValueError(
-                f"attention_mask of shape {tuple(mask.shape)} is not the causal mask, which is all that is computed "
-                "here. Pass None (--no-create-attention-mask-in-dataloader), and documents by packed_seq_params."
+                f"attention_mask of shape {tuple(mask.shape)} is not the causal mask; other masks are not supported. "
+                "Pass None (--no-create-attention-mask-in-dataloader), and documents by packed_seq_params."
             )
         _CAUSAL_MASKS[mask] = True
 
 
-_CAUSAL_MASKS = WeakIdKeyDictionary()  # all layers get the same mask
+_CAUSAL_MASKS = WeakIdKeyDictionary()  # masks found to be causal; all layers get the same one
 
 
 def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> Callable[..., Tensor]:
@@ -165,24 +169,24 @@ def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> C
         # Megatron's destroy_model_parallel leaves these groups behind: they may be stale.
         if not groups or len(groups) != 2 or groups[0].size() * groups[1].size() != cp_group.size():
             raise ValueError(
-                "cp_comm_type is 'a2a+p2p', which needs two hierarchical_context_parallel_sizes whose product is the "
-                f"context parallel size, {cp_group.size()}; give them to initialize_model_parallel and to the config."
+                "cp_comm_type='a2a+p2p' needs two hierarchical_context_parallel_sizes whose product is the context "
+                f"parallel size, {cp_group.size()}. Pass them to initialize_model_parallel and to the config."
             )
         return partial(attention_of_heads_over, inner=groups[0], ring=groups[1])
     raise ValueError(
-        f"cp_comm_type is {cp_comm_type!r}; it must be 'p2p', 'a2a' or 'a2a+p2p'. 'p2p' sends what 'all_gather' would, "
-        "a step at a time."
+        f"cp_comm_type must be 'p2p', 'a2a' or 'a2a+p2p', got {cp_comm_type!r}. 'p2p' sends the same data as "
+        "'all_gather', step by step."
     )
 
 
 def _documents(packed: Any, causal: bool, ranks: int) -> dict[str, Any]:
-    """Keyword arguments of attention over packed documents that are sharded over `ranks` context parallel ranks."""
+    """Return the keyword arguments of attention over packed documents sharded over `ranks` context parallel ranks."""
     if packed.qkv_format != "thd":
-        raise ValueError(f"qkv_format of packed_seq_params is {packed.qkv_format!r}; it must be 'thd'.")
+        raise ValueError(f"qkv_format of packed_seq_params must be 'thd', got {packed.qkv_format!r}.")
     if getattr(packed, "cp_group", None) is not None or getattr(packed, "local_cp_size", None) is not None:
         raise ValueError(
-            "packed_seq_params has a context parallel group of its own; the model's is used for all batches, so set "
-            "cp_group and local_cp_size to None."
+            "cp_group and local_cp_size of packed_seq_params are not supported: the model's context parallel group is "
+            "used for all batches. Set them to None."
         )
     found: dict[str, Any] = {"layout": "zigzag_documents"}
     for name, bounds, padded in (
@@ -190,12 +194,15 @@ def _documents(packed: Any, causal: bool, ranks: int) -> dict[str, Any]:
         ("cu_seqlens_kv", packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded),
     ):
         if padded is not None and not causal and not torch.equal(padded, bounds):
-            raise ValueError("documents are padded and not causal, so that tokens would see padding; do not pad them.")
-        found[name] = (bounds if padded is None else padded).cpu()  # copied once, for the check and the op
+            raise ValueError(
+                "padded documents are not supported without a causal mask: tokens would attend to padding. Do not pad "
+                "them."
+            )
+        found[name] = (bounds if padded is None else padded).cpu()  # one copy, for the check below and for the op
         lengths = found[name].diff()
         if ranks > 1 and bool((lengths % (2 * ranks)).any()):
             raise ValueError(
-                f"documents have {lengths.tolist()} tokens, and Megatron-Core splits each into {2 * ranks} equal "
-                f"chunks; pad documents to a multiple of {2 * ranks}."
+                f"each document must have a multiple of {2 * ranks} tokens, because Megatron-Core splits it into "
+                f"{2 * ranks} equal chunks, got {lengths.tolist()}. Pad the documents."
             )
     return found

@@ -1,7 +1,7 @@
 """Ring attention for ms-swift's sequence parallelism, computed by `ring_attention`.
 
-ms-swift uses a ring if `sequence_parallel_size` exceeds the number of ranks that can share the heads; its function
-needs CUDA and flash-attn. ms-swift (4.6) reads the function from one module; replace it before training starts:
+ms-swift uses a ring if `sequence_parallel_size` exceeds the number of ranks that can share the heads; its function for
+this needs CUDA and flash-attn. ms-swift (4.6) looks up the function in one module; replace it there before training:
 
     import swift.sequence_parallel.sequence_parallel as sequence_parallel
     from fused_tp.integrations.ms_swift import zigzag_ring_flash_attn_varlen_func
@@ -34,12 +34,12 @@ def zigzag_ring_flash_attn_varlen_func(
     """Attention within documents; rank r holds chunks r and 2W-1-r of each. Returns [1, tokens / W, heads, head_dim].
 
     Unlike ring-flash-attention's function of this name, ms-swift's takes a batch of one row, and `cu_seqlens` of the
-    whole documents, whose lengths W divides.
+    unsharded documents, whose lengths must be multiples of W.
 
     Args:
         q, k, v: [1, tokens / W, heads, head_dim].
-        cu_seqlens: int32 or int64 [documents + 1], of the whole documents.
-        window_size: (left, right), or transformers' sliding_window, which ms-swift passes on: n means (n - 1, 0).
+        cu_seqlens: int32 or int64 [documents + 1], of the unsharded documents.
+        window_size: (left, right), or transformers' sliding_window n, which means (n - 1, 0); ms-swift passes either.
 
     The other arguments are those of `fused_tp.integrations.ring_flash_attention`.
     """

@@ -92,12 +92,12 @@ def _attend_packed(
 
 
 def _of_all_ranks(cu_seqlens: Any, q: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Bounds of the documents over all ranks, from `cu_seqlens` of this rank's tokens."""
+    """Return the bounds of the documents over all ranks, from the `cu_seqlens` of this rank's tokens."""
     bounds = cast("Tensor", on_host("cu_seqlens", cu_seqlens))
     if not torch.compiler.is_compiling() and len(bounds) and int(bounds[-1]) != q.shape[0]:
         raise ValueError(
-            f"cu_seqlens ends with {int(bounds[-1])}, and q has {q.shape[0]} tokens on this rank; pass that of this "
-            "rank's parts of the documents, cu_seqlens of the whole divided by the number of ranks."
+            f"cu_seqlens must end with the {q.shape[0]} tokens of q on this rank, got {int(bounds[-1])}. Pass the "
+            "cu_seqlens of the unsharded documents divided by the number of ranks."
         )
     return bounds.long() * group_identity(group)[1]
 
@@ -301,8 +301,8 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
     """
     if not isinstance(local_k_slice, KeySlice):
         raise TypeError(
-            "local_k_slice must be what llama3_flash_attn_prepare_cu_seqlens of fused_tp has returned, which knows the "
-            f"documents of all ranks, not {type(local_k_slice).__name__}; import it from the same module."
+            "local_k_slice must be returned by llama3_flash_attn_prepare_cu_seqlens of fused_tp, got "
+            f"{type(local_k_slice).__name__}. Import that function from the same module."
         )
     return _attend_packed(
         q,

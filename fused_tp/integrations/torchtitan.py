@@ -70,8 +70,8 @@ class _Projections(Module):
         self.sequence_dim = config.sequence_dim
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        # Not read from the mesh of the forward, which only torchtitan's training step sets: other calls would return a
-        # rank's term without the sum over ranks.
+        # Store the mesh here instead of reading the current mesh in forward: only torchtitan's training step sets that,
+        # so other calls would return a rank's partial sum.
         self.tp_mesh = parallel_dims.get_optional_mesh("tp")
         super().parallelize(parallel_dims)
 
@@ -269,13 +269,13 @@ def _varlen_ring(
     **kwargs: Any,
 ) -> Tensor:
     if out_transform is not None:
-        raise NotImplementedError("out_transform is not served over context parallel ranks.")
+        raise NotImplementedError("out_transform is not supported over context parallel ranks. Pass None.")
     bounds, rows = attention_masks.cu_seq_q.cpu().long(), q.shape[0]
     length = int(bounds[-1]) // rows
     if length != q.shape[1] * mesh.size():
         raise ValueError(
-            f"attention_masks is of {rows} rows of {length} tokens, and {mesh.size()} ranks hold {q.shape[1]} of each; "
-            "give the VarlenMetadata of the whole batch, made before its tokens are sharded."
+            f"attention_masks covers {rows} rows of {length} tokens, but {mesh.size()} ranks hold {q.shape[1]} tokens "
+            "of each row. Pass the VarlenMetadata of the full batch, created before its tokens are sharded."
         )
     starts = [row * length for row in range(rows)]
     documents = [bounds[(bounds >= start) & (bounds <= start + length)] - start for start in starts]
@@ -301,9 +301,8 @@ def _documents_at(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> li
     steps = whole.diff(dim=1)
     if not bool(((steps == 1) | (whole[:, 1:] == 0)).all()):
         raise ValueError(
-            f"positions neither count up by one nor begin at 0 where tokens are taken to be sharded in layout "
-            f"{layout!r}; "
-            "ring='zigzag' goes with parallelism.context_parallel_load_balancer='headtail', 'contiguous' with None."
+            f"positions must increase by one or restart at 0, but do not in the layout {layout!r}. Use ring='zigzag' "
+            "with parallelism.context_parallel_load_balancer='headtail', or ring='contiguous' with None."
         )
     for row in whole:
         begins = (row == 0).nonzero().flatten().tolist()
@@ -342,11 +341,14 @@ def _check_linears(what: str, *layers: Any, bias: bool = True) -> None:
     for layer in layers:
         if type(layer) is not Linear.Config:
             raise ValueError(
-                f"{what} has a {type(layer).__qualname__}, whose arithmetic is its own (quantization, adapters); the "
-                "override takes torchtitan's Linear. Leave one of the two out."
+                f"{what} has a {type(layer).__qualname__} (quantization, adapters), but this override supports only "
+                "torchtitan's Linear. Omit this override or the other feature."
             )
         if layer.bias and not bias:
-            raise ValueError(f"{what} has a row-parallel layer with a bias, which torchtitan adds once for each rank.")
+            raise ValueError(
+                f"{what} has a row-parallel layer with a bias; torchtitan would add the bias once per TP rank. Set "
+                "bias=False or omit this override."
+            )
 
 
 @override(
@@ -388,7 +390,7 @@ def attention(cfg: GQAttention.Config, *, ring: str | None = None) -> GQAttentio
         return derive(cfg, GQAttention.Config, **changed)
     window = getattr(cfg.inner_attention, "window_size", (-1, 0))
     if window != (-1, 0):
-        raise ValueError(f"attention has the window {window}, which ring= would drop; leave ring out for this model.")
+        raise ValueError(f"ring= does not support attention windows, got window {window}. Omit ring for this model.")
     inputs = dict.fromkeys(("q_BLNH", "k_BLNH", "v_BLNH"), _HEADS)
     inner = RingAttention.Config(layout=ring, sharding_config=_local_region(None, inputs, _HEADS))
     return derive(cfg, PositionsAttention.Config, inner_attention=inner, **changed)

@@ -16,11 +16,11 @@ from torchtitan.tools import utils
 def on_cpu() -> None:
     """Let torchtitan run on CPU ranks, over gloo. Call it before any other part of torchtitan is imported.
 
-    Without an accelerator torchtitan assumes "cuda". Reductions of FSDP2 become sums, as gloo has no averages;
-    torchtitan divides losses by the number of tokens itself.
+    Without an accelerator torchtitan assumes "cuda". FSDP2 reduces by sums, because gloo does not support averages;
+    torchtitan itself divides losses by the number of tokens.
 
     Raises:
-        ValueError: another part of torchtitan was imported before, and has stored the device found then.
+        ValueError: another module of torchtitan was imported before, and has stored the device that it found.
 
     Example:
         >>> from fused_tp.integrations.torchtitan_cpu import on_cpu
@@ -31,7 +31,10 @@ def on_cpu() -> None:
         return
     early = [name for name, module in sys.modules.items() if _has_device(name, module)]
     if early:
-        raise ValueError(f"{early[0]} was imported before on_cpu(), and has taken the device that torchtitan found.")
+        raise ValueError(
+            f"{early[0]} was imported before on_cpu() and has stored another device. Call on_cpu() before importing "
+            "torchtitan modules."
+        )
     utils.device_type, utils.device_module = "cpu", _Cpu()
     from torchtitan.distributed import fsdp
 

@@ -1,10 +1,10 @@
 """transformers' Trainer, and subclasses such as TRL's SFTTrainer, for models that are parallel already.
 
-Tensor and context parallel ranks get the same batch, as Trainer does for tensor parallel ranks: it is configured with
-the product of both sizes as its tensor parallel size. So accelerate's own context parallelism, which supports no
-windows, packed documents or sinks, is not needed. Trainer then divides losses and counts of targets correctly.
+Trainer gives tensor parallel ranks the same batch. To extend this to context parallel ranks, its tensor parallel size
+is set to the product of both sizes; it then also divides losses and counts of targets correctly. Rejected: accelerate's
+context parallelism, which does not support windows, packed documents and sinks.
 
-Trainer refuses to resume such models; here torch.distributed.checkpoint does it, also at another size.
+Trainer does not resume sharded models; here torch.distributed.checkpoint does, also with another number of ranks.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from fused_tp.parallelizing.sequence_sharding import Parallelism
 
 T = TypeVar("T", bound=type)
 
-FOLDER = "distributed"  # in a checkpoint of Trainer: weights and optimizer, for torch.distributed.checkpoint
-_SCHEDULER = "scheduler.pt"  # Trainer's name
+FOLDER = "distributed"  # folder in Trainer's checkpoint, with weights and optimizer for torch.distributed.checkpoint
+_SCHEDULER = "scheduler.pt"  # file name that transformers' Trainer uses
 
 
 def parallel_trainer(kind: T) -> T:
-    """Extend `kind`, transformers' Trainer or a subclass of it, to models that `parallelize` has made.
+    """Extend `kind`, transformers' Trainer or a subclass of it, to models that `parallelize` has sharded.
 
-    Use it like `kind`. Ranks along `tp` and `cp` get the same batch, ranks along other dims different ones; losses,
-    their scale, gradient norms and accumulation are those of one process. Checkpoints hold the files of the whole
-    model, as `save_pretrained` writes them, beside weights and optimizer for torch.distributed.checkpoint:
+    Use the result like `kind`. Ranks along `tp` and `cp` get the same batch, ranks along other dims different ones.
+    Losses, their scale, gradient norms and accumulation are the same as in one process. Checkpoints contain the files
+    of the full model, as `save_pretrained` writes them, and weights and optimizer for torch.distributed.checkpoint.
     `resume_from_checkpoint` also works with another number of tensor, context or data parallel ranks.
 
     With data parallel ranks, first apply `fully_shard` to the model, over `fsdp_mesh(mesh)`.
 
     Args:
-        kind: such as transformers.Trainer or trl.SFTTrainer.
+        kind: the class to extend, such as transformers.Trainer or trl.SFTTrainer.
 
     Returns:
         A subclass of `kind`. Its constructor raises ValueError if the model is not parallel, or parallel in a way that
@@ -70,11 +70,10 @@ def _made(kind: Any) -> Any:
 
 
 def adopt(model: nn.Module) -> None:
-    """Mark a parallel model like one that transformers has sharded while loading it: Trainer neither moves nor wraps
-    it.
+    """Mark a parallel model like a model that transformers has sharded, so that Trainer neither moves nor wraps it.
 
     Raises:
-        ValueError: it is not parallel, or parallel in a way that Trainer does not handle correctly.
+        ValueError: `model` is not parallel, or parallel in a way that Trainer does not handle correctly.
     """
     base, parallelism = _base_of(model), _parallelism_of(model)
     meshes = [mesh for mesh in (parallelism.cp_mesh, parallelism.tp_mesh) if mesh is not None]
@@ -83,21 +82,25 @@ def adopt(model: nn.Module) -> None:
         same, place = same * mesh.size(), place * mesh.size() + mesh.get_local_rank()
     if dist.get_rank() % same != place:
         raise ValueError(
-            f"rank {dist.get_rank()} is number {place} of {same} ranks that share a batch, and Trainer gives the same "
-            f"batches to {same} ranks in a row; have 'cp' and 'tp' as the last dims of the mesh, as make_mesh does."
+            f"the {same} ranks that share a batch must have consecutive numbers, because Trainer gives the same batch "
+            f"to {same} consecutive ranks; rank {dist.get_rank()} has index {place} among them. Make 'cp' and 'tp' the "
+            "last dims of the mesh, as make_mesh does."
         )
     replicas, sharded = dist.get_world_size() // same, isinstance(base, FSDPModule)
     if replicas > 1 and not sharded:
         raise ValueError(
-            f"there are {replicas} groups of ranks with batches of their own, whose gradients Trainer does not average "
+            f"there are {replicas} groups of ranks with different batches, whose gradients Trainer does not average "
             "for parallel models. Apply fully_shard over fused_tp.fsdp_mesh(mesh) to the model."
         )
     if sharded and parallelism.grad_sync and parallelism.cp_mesh is not None:
-        raise ValueError("the model is under FSDP2; pass grad_sync=False to parallelize.")
+        raise ValueError(
+            "grad_sync=True is not supported with FSDP2, which averages gradients over the context parallel ranks. "
+            "Pass grad_sync=False to parallelize."
+        )
     if any(PLAIN_SHARDINGS in vars(module) for module in base.modules()):
         raise ValueError(
-            "the model was made with parameters='plain', of which Trainer would take each rank's parts for copies of "
-            "one model; leave it out of parallelize."
+            "parameters='plain' is not supported: Trainer would treat each rank's shards as copies of one model. Omit "
+            "it in the call of parallelize."
         )
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -115,7 +118,7 @@ def _base_of(model: nn.Module) -> Any:
 def _parallelism_of(model: nn.Module) -> Parallelism:
     found: Parallelism | None = getattr(_base_of(model), MARK, None)
     if found is None:
-        raise ValueError(f"{type(model).__name__} is not parallel; call fused_tp.parallelize(model, mesh) before.")
+        raise ValueError(f"{type(model).__name__} is not parallel. Call fused_tp.parallelize(model, mesh) first.")
     return found
 
 
@@ -136,7 +139,8 @@ class _ParallelTrainer:
         model = kwargs.get("model", args[0] if args else None)
         if not isinstance(model, nn.Module):
             raise ValueError(
-                "model must be one that fused_tp.parallelize has made; a name, or model_init, is loaded whole."
+                "model must be an nn.Module on which fused_tp.parallelize was called; a model name and model_init are "
+                "not supported."
             )
         adopt(model)
         settings = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -150,7 +154,8 @@ class _ParallelTrainer:
         self._shards_logits = parallelism.cp_mesh is not None or parallelism.loss_parallel
         if settings is not None and settings.load_best_model_at_end and settings.save_only_model:
             raise ValueError(
-                "load_best_model_at_end=True loads from what save_only_model=True leaves out; choose one of them."
+                "load_best_model_at_end=True needs the distributed checkpoint, which save_only_model=True omits. Unset "
+                "one of them."
             )
         with _may_resume(settings), _many_cpus():
             super().__init__(*args, **kwargs)
@@ -176,7 +181,7 @@ class _ParallelTrainer:
             raise
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # otherwise optimizers made now would get parameters that the next forward removes
+                module.reshard()  # an optimizer created now must get sharded parameters, not the temporary full ones
         return found
 
     def prediction_step(
@@ -185,7 +190,7 @@ class _ParallelTrainer:
         trainer: Any = super()
         loss, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         if logits is not None and self._shards_logits and "labels" in inputs:
-            # Beside a loss, logits are a shard: of the tokens or of the vocabulary.
+            # With a loss, the logits cover a shard of the tokens or of the vocabulary: get full ones without labels.
             without = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
             with torch.no_grad():
                 logits = model(**without).logits.detach()
@@ -238,32 +243,32 @@ def _folder_of(checkpoint: str) -> Path:
     if not folder.is_dir():
         raise ValueError(
             f"{checkpoint} has no folder {FOLDER!r}, which a Trainer of parallel_trainer writes unless "
-            "save_only_model=True; to start from its weights alone, load them by from_pretrained before parallelize."
+            "save_only_model=True. To use only its weights, load them by from_pretrained before parallelize."
         )
     return folder
 
 
 def _check_settings(settings: Any, parallelism: Parallelism) -> None:
-    """Refuse settings that Trainer does not handle correctly over ranks that share batches."""
+    """Raise ValueError for settings that Trainer does not handle correctly over ranks that share batches."""
     if not settings.average_tokens_across_devices:
         raise ValueError(
-            "average_tokens_across_devices=False makes Trainer divide the number of targets by the ranks that share a "
-            "batch, as if it had been summed over them; set it to True."
+            "average_tokens_across_devices=False is not supported: Trainer would divide the number of targets by the "
+            "number of ranks that share a batch. Set it to True."
         )
     if settings.eval_use_gather_object:
         raise ValueError(
-            "eval_use_gather_object=True gathers objects of all ranks, also of those that share a batch; set it to "
-            "False."
+            "eval_use_gather_object=True is not supported: it would gather the objects of ranks that share a batch "
+            "several times. Set it to False."
         )
     if settings.neftune_noise_alpha is not None and parallelism.shards_sequence:
         raise ValueError(
-            "neftune_noise_alpha draws noise for a sequence of which each rank has a part here; leave it out, or use "
-            "neither cp nor sequence_parallel."
+            "neftune_noise_alpha is not supported with a sharded sequence: the noise would depend on the sharding. "
+            "Omit it, or use neither cp nor sequence_parallel."
         )
 
 
 def _of_one_of_equal_ranks(accelerator: Any, same: int, gather_for_metrics: Any, tensors: Any) -> Any:
-    """Gather for metrics from one of every `same` consecutive ranks, which have equal batches."""
+    """Gather `tensors` for metrics from one of every `same` consecutive ranks, which have equal batches."""
     gather, world = accelerator.gather, accelerator.num_processes
 
     def one_of(tensors: Any) -> Any:
@@ -275,7 +280,10 @@ def _of_one_of_equal_ranks(accelerator: Any, same: int, gather_for_metrics: Any,
 
 @contextmanager
 def _may_resume(settings: Any) -> Iterator[None]:
-    """Context with save_only_model=True: without it Trainer, which would lose the optimizer, refuses sharded models."""
+    """Context manager with save_only_model=True, without which Trainer raises for sharded models.
+
+    Trainer could not save their optimizer; `_ParallelTrainer` can.
+    """
     if settings is None or settings.save_only_model:
         yield
         return
@@ -288,8 +296,10 @@ def _may_resume(settings: Any) -> Iterator[None]:
 
 @contextmanager
 def _many_cpus() -> Iterator[None]:
-    """Context in which accelerate (1.15) counts several CPU processes as several devices; it refuses tensor parallel
-    ones otherwise."""
+    """Context manager in which accelerate (1.15) counts CPU processes as devices.
+
+    Otherwise it raises for tensor parallelism over CPU processes.
+    """
     from accelerate import Accelerator
 
     if torch.accelerator.is_available():

@@ -1,1 +1,1 @@
-"""`parallelize`: shards a model in place, and proves that it still computes the same."""
+"""Shard a model in place (`parallelize`) and check that its outputs are unchanged."""

@@ -3,9 +3,10 @@
 | ranks of `ep_dim`                    | forward                                       | gradients of experts     |
 |--------------------------------------|-----------------------------------------------|--------------------------|
 | tensor parallel, same tokens         | each runs its experts; outputs are summed     | complete                 |
-| others, different tokens             | all-to-all of rows to their experts, and back | over all ranks' tokens   |
+| not tensor parallel, other tokens    | all-to-all of rows to their experts, and back | over all ranks' tokens   |
 
-If other gradients are averaged over these ranks, those of experts are divided by the number of ranks.
+If the gradients of the other parameters are averaged over the ranks of `ep_dim`, the gradients of experts are divided
+by the number of these ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class ExpertRanks:
     """Placement of the experts of a module on ranks.
 
     Attributes:
-        parts: ranks that each hold a part of the same experts; this rank alone if it holds experts whole.
+        parts: ranks that each hold a shard of the same experts; this rank alone if its experts are unsharded.
         dealt: ranks over which experts are distributed, or None. `parts` itself if these ranks have the same tokens.
-        grad_factor: factor of the gradients of parameters.
+        grad_factor: factor by which the gradients of the experts' parameters are multiplied.
     """
 
     parts: GroupLike
@@ -40,7 +41,7 @@ class ExpertRanks:
 
     @property
     def exchange(self) -> bool:
-        """True if the ranks of `dealt` have different tokens, which they exchange."""
+        """True if the ranks of `dealt` have different tokens, so that rows must be exchanged between them."""
         return self.dealt is not None and self.dealt is not self.parts
 
     def own(self, experts: int) -> range:
@@ -53,13 +54,13 @@ class ExpertRanks:
 
 @dataclass(frozen=True)
 class ExpertDistribution:
-    """Distribution of experts that `parallelize` was asked for.
+    """Distribution of experts over the ranks of `ep_dim`, as requested from `parallelize`.
 
     Attributes:
         names: names of the modules of experts.
         mesh: mesh of the ranks that experts are distributed over.
         tp_mesh: tensor parallel mesh, or None. It is `mesh` itself if experts are distributed over its ranks.
-        parameter_mesh: mesh of both dims, if there are both.
+        parameter_mesh: 2-D mesh of the expert parallel and tensor parallel dims, or None if one of them is missing.
         grad_factor: factor of the gradients of the experts' parameters.
     """
 
@@ -70,7 +71,7 @@ class ExpertDistribution:
     grad_factor: float
 
     def ranks(self, *, sharded: bool) -> ExpertRanks:
-        """Placement of experts that tensor parallel ranks shard (`sharded`), or hold whole."""
+        """Placement of experts. `sharded`: the tensor parallel ranks also shard each expert."""
         if self.mesh is self.tp_mesh:
             return ExpertRanks(self.mesh, self.mesh)
         parts = self.tp_mesh if sharded and self.tp_mesh is not None else self._one_rank
@@ -84,14 +85,14 @@ class ExpertDistribution:
 
 
 class ExpertExchange:
-    """Exchange of rows, sorted by expert, with the ranks that hold the experts: sends rows and returns the outputs.
+    """Exchange of rows with the ranks that hold the experts: sends rows, sorted by expert, and returns the outputs.
 
     Args:
         counts: int64 [experts], number of this rank's rows per expert.
         ranks: placement of the experts.
 
     Attributes:
-        chosen: expert of each received row, ascending, counted from this rank's first expert.
+        chosen: expert of each received row, ascending; an index into this rank's experts.
     """
 
     def __init__(self, counts: Tensor, ranks: ExpertRanks) -> None:
@@ -112,7 +113,8 @@ class ExpertExchange:
     def bring(self, rows: Tensor) -> Tensor:
         """Send `rows` to their experts. Return the rows of all ranks for this rank's experts, sorted by expert."""
         received = exchange_rows(rows, self._send, self._receive, group=self._mesh)
-        # Undoes the factor of `take_back`: only gradients computed between the two calls are scaled.
+        # In backward this undoes the factor that `take_back` applies, so that only the gradients computed between the
+        # two calls, those of the experts' parameters, are scaled.
         return scale_gradient(received.index_select(0, self._order), 1 / self._factor)
 
     def take_back(self, rows: Tensor) -> Tensor:
@@ -121,34 +123,37 @@ class ExpertExchange:
         return exchange_rows(made, self._receive, self._send, group=self._mesh)
 
 
-def check_distributed(name: str, experts: nn.Module, ranks: int, served: bool) -> None:
-    """Refuse experts that cannot be distributed.
+def check_distributed(name: str, experts: nn.Module, ranks: int, supported: bool) -> None:
+    """Raise if `experts` cannot be distributed over `ranks` ranks.
+
+    Args:
+        supported: this package can run the experts on rows received from other ranks.
 
     Raises:
-        ValueError: their number is not a multiple of `ranks`; they run by their own code or contain modules with
-            parameters; or parameters do not have one entry per expert.
+        ValueError: `supported` is False; the number of experts is not a multiple of `ranks`; a submodule of `experts`
+            has parameters; or a parameter does not have one entry per expert in its first dim.
     """
-    of_each = {key: len(p) if p.ndim else 0 for key, p in experts.named_parameters(recurse=False)}
+    first_dims = {key: len(p) if p.ndim else 0 for key, p in experts.named_parameters(recurse=False)}
     inside = [key for key, child in experts.named_children() if next(child.parameters(), None) is not None]
     kind = type(experts).__name__
-    if not served or inside or not of_each or len(set(of_each.values())) > 1:
+    if not supported or inside or not first_dims or len(set(first_dims.values())) > 1:
         why = (
-            f"it has {inside[0]!r} inside"
+            f"its submodule {inside[0]!r} has parameters"
             if inside
-            else "it runs its experts by code of its own, which says of no token where it goes"
-            if not served
-            else f"its parameters have first dims of {of_each}, not one for each expert"
+            else "its forward is custom and does not expose which expert each token is routed to"
+            if not supported
+            else f"the first dim of each parameter must be the number of experts, got {first_dims}"
         )
         raise ValueError(
-            f"{name!r} ({kind}) cannot be distributed over expert parallel ranks: {why}. Leave ep_dim out; where the "
-            "mesh has a tensor parallel dim, each of its ranks holds a part of each expert."
+            f"{name!r} ({kind}) cannot be distributed over expert parallel ranks: {why}. Omit ep_dim; with a tensor "
+            "parallel dim, every rank then holds a shard of each expert."
         )
-    count = next(iter(of_each.values()))
+    count = next(iter(first_dims.values()))
     if count % ranks:
         sizes = [n for n in range(1, count + 1) if count % n == 0]
         raise ValueError(
-            f"{name!r} has {count} experts, which {ranks} expert parallel ranks cannot share evenly. Numbers of ranks "
-            f"that work: {', '.join(map(str, sizes))}."
+            f"{name!r} has {count} experts, which is not a multiple of the {ranks} expert parallel ranks. Use one of "
+            f"these numbers of ranks: {', '.join(map(str, sizes))}."
         )
 
 

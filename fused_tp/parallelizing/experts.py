@@ -1,7 +1,8 @@
-"""Experts of transformers models over ranks: grouped matmuls with their communication.
+"""Run the experts of transformers models over ranks, by grouped matmuls with their communication.
 
-transformers looks up the function that runs the experts of a layer by name (`ExpertsInterface`). There is one row per
-pair of a token and an expert that the token is routed to, sorted by expert. Tensor parallel ranks shard each expert:
+transformers looks up the function that runs the experts of a layer by name (`ExpertsInterface`). The function computes
+one row for each pair of a token and an expert that the token is routed to; rows are sorted by expert. Tensor parallel
+ranks shard each expert:
 
 | step                    | forward                               | backward                                |
 |-------------------------|---------------------------------------|-----------------------------------------|
@@ -11,8 +12,8 @@ pair of a token and an expert that the token is routed to, sorted by expert. Ten
 | routing weights         | factors of the rows                   | sum over ranks                          |
 | bias of down_proj       | routing weights @ bias, after the sum | local                                   |
 
-With sequence parallelism the block around the experts, router included, runs on this rank's part of each sequence if
-`whole_blocks` knows that it can:
+With sequence parallelism, the block around the experts, including the router, runs on this rank's shard of each
+sequence, if `whole_blocks` finds that the block supports it:
 
 | step                    | forward                               | backward                                |
 |-------------------------|---------------------------------------|-----------------------------------------|
@@ -22,8 +23,8 @@ With sequence parallelism the block around the experts, router included, runs on
 | down_proj, rows         | sum per token; reduce-scatter         | all-gather                              |
 | bias of down_proj       | own routing weights @ bias            | sum over ranks                          |
 
-If experts are distributed over ranks with different tokens, rows are exchanged before the first of these steps and
-after the last; routing weights stay on their rank. See `expert_parallel`.
+If experts are distributed over ranks with different tokens, rows are sent to their experts before the first of these
+steps and sent back after the last; routing weights stay on their rank. See `expert_parallel`.
 """
 
 from __future__ import annotations
@@ -52,33 +53,39 @@ _STATE_NOW = "_fused_tp_state_now"
 
 
 def takes_routing(experts: Any) -> bool:
-    """True if transformers looks up the function that runs these experts; it receives the routing of each token."""
+    """True if transformers looks up the function that runs `experts`; that function receives each token's routing."""
     return hasattr(experts, "is_transposed") and hasattr(experts, "_apply_gate")
 
 
 def run_grouped(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
-    """Make experts that take routing run over `ranks`, which shard them. `state_now` describes the tokens of a rank."""
+    """Make `experts`, for which `takes_routing` is true, run over `ranks`.
+
+    `state_now` returns the sharding state of the running forward pass.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     setattr(experts, _RANKS, ranks)
     setattr(experts, _STATE_NOW, state_now)
-    experts.config = copy.copy(experts.config)  # a copy, since other layers that share the config run as before
+    experts.config = copy.copy(experts.config)  # other layers share the config and must keep their implementation
     experts.config._experts_implementation = NAME
 
 
 def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the output [tokens, hidden] for `hidden_states` [tokens, hidden], routed by `top_k_index` and
-    `top_k_weights` [tokens, top_k]. Ranks that shard the same experts all pass the same tokens, or each its part."""
+    """Return the output [tokens, hidden] for `hidden_states` [tokens, hidden].
+
+    `top_k_index` and `top_k_weights` [tokens, top_k] are the routing. Ranks that shard the same experts all pass the
+    same tokens or, with sequence parallelism, each its shard.
+    """
     ranks: ExpertRanks = getattr(experts, _RANKS)
     cast = not torch.is_autocast_enabled(hidden_states.device.type)
     x = hidden_states.to(experts.down_proj.dtype) if cast else hidden_states
-    run = _by_exchange if ranks.exchange else _by_sum
+    run = _run_exchanging_rows if ranks.exchange else _run_summing_outputs
     y: Tensor = run(experts, ranks, x, top_k_index, top_k_weights)
     return y.to(hidden_states.dtype)
 
 
-def _by_sum(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+def _run_summing_outputs(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
     state: LayerState = getattr(experts, _STATE_NOW)()
     group, length = ranks.parts, state.local_len
     up: Callable[..., Tensor]
@@ -100,7 +107,7 @@ def _by_sum(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, we
         ends = torch.tensor([own.start, own.stop], dtype=chosen.dtype, device=chosen.device)
         start, stop = torch.searchsorted(chosen, ends).tolist()
         chosen, order = chosen[start:stop] - own.start, order[start:stop]
-    routing = route(chosen, order // weights.shape[-1], held)
+    routing = routing_from_sorted_experts(chosen, order // weights.shape[-1], held)
     h = _gated(experts, up, x, routing, chosen)
     y = down(h, _down(experts), *routing, scale.reshape(-1)[order]).flatten(0, -2)
     if experts.has_bias:
@@ -115,22 +122,26 @@ def _by_sum(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, we
 def _routing_of_all(
     top_k_index: Tensor, weights: Tensor, shape: tuple[int, int], group: GroupLike
 ) -> tuple[Tensor, Tensor]:
-    """Gather the experts and weights of all ranks' tokens [batch, length] in one message: expert indices are exact in
-    float32. Backward sums the gradients of the weights over the ranks and returns this rank's part."""
+    """Gather the expert indices and weights of all ranks' tokens, `shape` [batch, length].
+
+    Indices are sent as floats (exact in float32) to gather both tensors in one message. Backward reduce-scatters the
+    gradient of the weights.
+    """
     dtype = torch.promote_types(weights.dtype, torch.float32)
     own = torch.cat([top_k_index.to(dtype), weights.to(dtype)], 1).unflatten(0, (shape[0], -1))
     index, scale = all_gather(own, 1, group=group, gather_size=shape[1]).flatten(0, 1).chunk(2, 1)
     return index.long(), scale.to(weights.dtype)
 
 
-def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+def _run_exchanging_rows(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
     assert ranks.dealt is not None
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    all_rows = route(chosen, order // weights.shape[-1], len(experts.down_proj) * ranks.dealt.size())
+    all_experts = len(experts.down_proj) * ranks.dealt.size()
+    all_rows = routing_from_sorted_experts(chosen, order // weights.shape[-1], all_experts)
     exchange = ExpertExchange(offsets_to_counts(all_rows.offsets), ranks)
     rows = exchange.bring(all_rows.rows_of(x))
-    each = torch.arange(len(rows), device=rows.device)  # each of these rows counts as a token of its own
-    routing = route(exchange.chosen, each, len(experts.down_proj))
+    each = torch.arange(len(rows), device=rows.device)  # the grouped matmuls treat each received row as one token
+    routing = routing_from_sorted_experts(exchange.chosen, each, len(experts.down_proj))
     up = partial(column_parallel_grouped_matmul, group=ranks.parts)
     h = _gated(experts, up, rows, routing, exchange.chosen)
     y = grouped_matmul_all_reduce(h, _down(experts), *routing, shape=rows.shape[:1], group=ranks.parts)
@@ -141,8 +152,10 @@ def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tenso
 
 
 def _gated(experts: Any, multiply: Callable[..., Tensor], x: Tensor, routing: Routing, chosen: Tensor) -> Tensor:
-    """Input of down_proj, one row per row of `routing`, with the rows' experts `chosen`. `multiply` is the op of
-    gate_up_proj."""
+    """Return the input of down_proj, one row per row of `routing`.
+
+    `chosen` holds the expert of each row. `multiply` is the op that applies gate_up_proj.
+    """
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     up = getattr(experts, name)
     up = up.transpose(1, 2) if experts.is_transposed else up
@@ -158,8 +171,8 @@ def _down(experts: Any) -> Tensor:
     return down.transpose(1, 2) if experts.is_transposed else down
 
 
-def route(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
-    """Routing of rows with the given `tokens` and sorted experts `chosen`."""
+def routing_from_sorted_experts(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
+    """Return the Routing of rows whose experts are `chosen` (sorted) and whose tokens are `tokens`."""
     # Not bincount, which would synchronize with the GPU.
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device, dtype=chosen.dtype), right=True)
     return Routing(tokens, ends.int())
@@ -171,7 +184,7 @@ def route(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
 
 
 def distribute_rows(experts: nn.Module, ranks: ExpertRanks, *, sums_output: Any, shares_input: Any) -> None:
-    """Hook experts with input rows [experts * tokens, hidden]: the model's own code runs this rank's experts only.
+    """Hook `experts`, whose input is rows [experts * tokens, hidden], so that their forward runs this rank's experts.
 
     `shares_input` and `sums_output` are the hooks for ranks that shard the same experts.
     """

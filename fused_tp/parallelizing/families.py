@@ -1,12 +1,12 @@
-"""Facts about families of transformers models, and plans where transformers has none or a wrong one.
+"""Properties of families of transformers models, and plans where transformers has none or a wrong one.
 
 A family needs an entry only if its configuration class has no correct `base_model_tp_plan`. To add one:
 
-1. `plan`: map names in the base model, with `*` for one part, to styles (see `STYLES` in
+1. `plan`: map names in the base model, where `*` matches one component, to styles (see `STYLES` in
    `fused_tp.parallelizing.shard_plan`). "" is the base model itself. None removes an entry of transformers' plan.
 2. `counts`: list the attributes of attention modules that their forward uses to reshape projections, as in
-   `view(batch, seq, self.num_heads, self.head_dim)`. On a rank they count only its own heads.
-3. `attention`: if its modules compute attention by their own code, the replacement over context parallel ranks.
+   `view(batch, seq, self.num_heads, self.head_dim)`. They are divided by the number of tensor parallel ranks.
+3. `attention`: if the family has custom attention code, the replacement over context parallel ranks.
 4. Run `python -m tests.integrations.sweep --out DIR my_model_type`, which compares every gradient.
    docs/reference/models.md explains how the table of model types is made from the result.
 """
@@ -28,32 +28,35 @@ class Family:
     Attributes:
         plan: styles by names of modules and parameters.
         counts: attributes that are divided by the number of ranks, by names of modules.
-        per_head: the dim [heads] or [batch * heads] of arguments that hold one entry per head, by names of modules and
-            of arguments; a rank's module receives the entries of its heads.
-        unread: parameters that the forward's source reads, but only under an option that is off.
-        embeds: modules without parameters that return one entry per token of the whole sequence, from its positions.
-        before: modules in front of the layers that run on the whole sequence under sequence parallelism, because the
-            base model combines their output with another tensor of all tokens.
-        splits: arguments of layers that hold all tokens for this reason, and are then sharded, by names of modules.
-        parts: arguments of blocks on the whole sequence (`whole_blocks`) that hold a part of it, in addition to the
-            first argument, which always does. All may hold the tokens of all rows in one dim.
-        joins: the last module of the layers, after which the base model gives hidden states the shape of its input.
-            Under sequence parallelism its output is gathered, and all later modules run on the whole sequence.
-        shards_head: True if the output layer is sharded by vocabulary, with a tied embedding; False if it stays whole;
-            None to follow transformers' plan.
+        per_head: arguments with one entry per head: {module name: {argument name: dim of size heads or batch * heads}}.
+            The module on a rank receives the entries of its heads.
+        unread: parameters that the source of a forward reads only under an option that is off.
+        embeds: modules without parameters that return one entry per token of the full sequence, from its positions.
+        before: modules before the layers that run on the full sequence under sequence parallelism, because the base
+            model combines their output with another tensor of all tokens.
+        splits: arguments of layers that hold all tokens because of `before`, by names of modules. They are sharded when
+            the layer receives them.
+        parts: arguments of blocks on the full sequence (`whole_blocks`) that hold a shard of it, besides the first
+            argument, which always holds a shard. An argument may have the tokens of all rows in one dim.
+        joins: the last module of the layers, after which the base model reshapes hidden states to its input's shape.
+            Under sequence parallelism its output is gathered, and all later modules run on the full sequence.
+        shards_head: True if the output layer is sharded by vocabulary, together with a tied embedding; False if it is
+            not sharded; None to follow transformers' plan.
         flattens: the base model passes layers [batch * seq, hidden] instead of [batch, seq, hidden].
-        eager_sequences: it computes attention by its own code, not by the function that its config names. Under
-            sequence parallelism its eager code is known to see the whole sequence, as projections and transformers'
-            masks do; or it has no attention but a state, in blocks that run on the whole sequence.
-        needs_tokens: its own code between layers fails on zero tokens.
-        attention: replacement for its own attention code over context parallel ranks, if there is one.
-        names_attention: it calls the attention function that its config names, although transformers does not declare
+        eager_sequences: sequence parallelism works with the custom attention code of the family, which ignores the
+            attention function of the config: it sees the full sequence, because projections and masks have its length.
+            Also set for models without attention, whose state blocks run on the full sequence.
+        needs_tokens: the model's code between layers fails on zero tokens.
+        attention: replacement for custom attention code over context parallel ranks, or None.
+        names_attention: the model calls the attention function of its config, although transformers does not declare
             this (`_supports_attention_backend`).
-        positions_of_mask: it derives positions by counting the tokens that the attention mask shows; padding gets -1.
-        length_of_mask: it reads the sequence length from the attention mask, or from the embeddings without one.
-        shares_cache: in generation each context parallel rank can hold a part of the key/value cache. False if
-            attention receives other keys than the cache holds, or runs by code that we do not replace.
-        expert_rows: its experts receive one row per pair of expert and token, sorted by expert.
+        positions_of_mask: the model computes positions by counting unmasked tokens in the attention mask; padding gets
+            -1.
+        length_of_mask: the model reads the sequence length from the attention mask, or without a mask from the
+            embeddings.
+        shares_cache: in generation each context parallel rank can hold a shard of the key/value cache. False if
+            attention receives keys that differ from the cached ones, or if custom attention code has no replacement.
+        expert_rows: experts receive one row per pair of expert and token, sorted by expert.
     """
 
     plan: Mapping[str, str | None] = field(default_factory=dict)
@@ -101,7 +104,10 @@ _BLOOM_MLP = _pair("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
 
 
 def _gathered(parent: str, out: str, *leaves: str) -> dict[str, str | None]:
-    """Layers around code that needs all features: a norm over them, or a state whose weights no style shards."""
+    """Plan for layers around code that needs all features: `leaves` gather their outputs, `out` splits its input.
+
+    Such code is a norm over all features, or a recurrent state whose weights no style shards.
+    """
     return _each(parent, "colwise_gather_output", *leaves) | _each(parent, "rowwise_split_input", out)
 
 
@@ -149,12 +155,14 @@ def _gpt_bigcode(config: Any) -> Family:
 def _gemma4(config: Any) -> Family:
     if not config.get_text_config().hidden_size_per_layer_input:
         return Family(unread=("language_model.embed_tokens.weight",))
-    return Family({"language_model.embed_tokens": None}, shards_head=False)  # it reads a row of the tied weight
+    # The model reads a row of the embedding's weight, which is tied to the output layer, so neither can be sharded.
+    return Family({"language_model.embed_tokens": None}, shards_head=False)
 
 
 def _mllama(text: str) -> Family:
     attentions = (f"{text}.layers.*.self_attn", f"{text}.layers.*.cross_attn")
-    plan = _LLAMA | _attention("layers.*.cross_attn") | {"layers.*": "replicate"}  # its gates scale block outputs
+    # A layer's own parameters are gates, which scale the outputs of blocks.
+    plan = _LLAMA | _attention("layers.*.cross_attn") | {"layers.*": "replicate"}
     plan |= _each("layers.*.cross_attn", "replicated_with_grad_allreduce", "q_norm", "k_norm")
     return Family(
         {f"{text}.{name}": style for name, style in plan.items()},
@@ -185,12 +193,12 @@ def _openai_gpt(config: Any) -> Family:
         shards_head=True,
         eager_sequences=True,
         attention=OwnAttention("Attention", own_attention.openai_gpt, "_attn", "attn_dropout"),
-        shares_cache=False,  # it has no cache
+        shares_cache=False,  # the model has no cache
     )
 
 
 def _gemma3n(config: Any) -> Family:
-    # A sparse layer selects by the mean and standard deviation over all features of the gate.
+    # A sparse layer needs all features of the gate: it selects by their mean and standard deviation.
     sparse = [f"layers.{n}.mlp" for n, share in enumerate(config.activation_sparsity_pattern) if share > 0]
     return Family({name: style for mlp in sparse for name, style in _gathered(mlp, *_GATED).items()})
 
@@ -211,11 +219,12 @@ def _zamba2(config: Any) -> Family:
     )
 
 
-# Shards two thirds of a mixer. Its convolution and scan run whole on every rank, since a kernel for the entire mixer
-# reads the weights of its other layers.
+# Shards in_proj, two thirds of a mixer's parameters. Convolution and scan run unsharded on every rank, because a fused
+# kernel for the mixer reads the weights of its other layers directly.
 _MAMBA = Family({"layers.*.mixer.in_proj": "colwise_gather_output"}, shards_head=True, eager_sequences=True)
 
-_STREAMS = _each("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}  # streams of hidden states
+# Modules that mix parallel streams of hidden states.
+_STREAMS = _each("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}
 
 FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "biogpt": Family(_FC, shards_head=True, names_attention=True),
@@ -226,7 +235,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     ),
     "bloom": _bloom,
     "codegen": Family(
-        # The rows of q, k and v form four blocks, each with q, k and v of some heads.
+        # The weight has four blocks of rows, each with the q, k and v of a quarter of the heads.
         _each("h.*.attn", "packed_colwise_12", "qkv_proj")
         | _each("h.*.attn", "packed_rowwise_4", "out_proj")
         | _pair("h.*.mlp", "fc_in", "fc_out"),
@@ -256,9 +265,9 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         shards_head=True,
     ),
     "deepseek_v4": Family(_STREAMS, needs_tokens=True),
-    # Its attention pairs heads of the first half with heads of the second; sharding would separate them.
+    # Attention pairs each head of the first half with one of the second half; sharding would separate them.
     "diffllama": Family(_GATED_MLP, shares_cache=False),
-    # Its attention computes a mask for each head from the values of all heads; its router reads tokens in pairs.
+    # Attention computes a mask for each head from the values of all heads, and the router reads tokens in pairs.
     "doge": Family(
         _each("layers.*.self_attn", None, "q_proj", "k_proj", "v_proj", "dt_proj", "o_proj")
         | _each("layers.*.mlp", None, "router_gate", "down_embed", "up_embed")
@@ -275,7 +284,8 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         splits={"layers.0": ("hidden_states",), "layers.*": ("per_layer_input",)},
         parts={"layers.*.experts": ("top_k_index", "top_k_weights")},
     ),
-    **dict.fromkeys(("glm", "glm4", "phi3"), Family(_PACKED_MLP)),  # transformers' plan gathers their outputs
+    # transformers' plan gathers the outputs of gate_up_proj instead of sharding them.
+    **dict.fromkeys(("glm", "glm4", "phi3"), Family(_PACKED_MLP)),
     "gpt2": Family(_GPT2, {"h.*.attn": ("num_heads", "split_size")}, joins="ln_f", shards_head=True),
     "gpt_bigcode": _gpt_bigcode,
     "gpt_neo": Family(
@@ -288,7 +298,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "gpt_neox_japanese": Family(
         _pair("layers.*.attention", "query_key_value", "dense")
         | _pair("layers.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
-        | {"layers.*.attention": "replicate"},  # its bias is added outside of it
+        | {"layers.*.attention": "replicate"},  # the layer adds this module's bias, after the sum over ranks
         {"layers.*.attention": ("num_attention_heads",)},
         shards_head=True,
         eager_sequences=True,
@@ -318,7 +328,8 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "hy_v4": Family(_STREAMS),
     "inkling2_text": Family(
         {
-            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",  # transformers' plan separates gates from ups
+            # transformers' plan puts gate and up features of the same index on different ranks.
+            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
             **_each("layers.*", "replicate", "attention_input", "mlp_input"),
             "final_input": "replicate",
         },
@@ -329,7 +340,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {
             "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
             "layers.*.mlp.shared_experts": "moe_tp_experts",  # every token is routed to all of them
-            **_each("layers.*", "replicate", "mlp"),  # a dense MLP scales its sum
+            **_each("layers.*", "replicate", "mlp"),  # a dense MLP has a scale, applied after the sum over ranks
             "embed_tokens": "replicate",  # contains a norm
         },
         shards_head=True,
@@ -353,7 +364,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("layers.*.mlp", "rowwise", "fc2"),
         joins="norm",
         shards_head=True,
-        shares_cache=False,  # its cache drops old tokens, its masks keep them
+        shares_cache=False,  # the cache drops old tokens, but the masks still include them
     ),
     "mpt": Family(
         _each("blocks.*.attn", "packed_colwise_3", "Wqkv")
@@ -410,7 +421,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         eager_sequences=True,
         attention=OwnAttention("XGLMAttention", own_attention.xglm, dropout="dropout"),
     ),
-    "xlstm": Family(  # separate or fused layers, by its config
+    "xlstm": Family(  # the config selects separate or fused layers; the plan lists both
         _gathered("blocks.*.mlstm_layer", "out_proj", "q", "k", "v", "ogate_preact", "qkv_opreact")
         | _each("blocks.*.ffn", "colwise", "proj_up_gate", "proj_up")
         | _each("blocks.*.ffn", "packed_colwise", "proj_up_gate_z")
@@ -443,6 +454,6 @@ def is_known(config: Any) -> bool:
 
 
 def family_of(config: Any) -> Family:
-    """Return the entry for the model type of `config`, or an empty one."""
+    """Return the entry for the model type of `config`; an empty Family if there is none."""
     known = FAMILIES.get(getattr(config, "model_type", ""), Family())
     return known if isinstance(known, Family) else known(config)

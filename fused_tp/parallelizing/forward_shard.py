@@ -21,12 +21,13 @@ class CpContext:
     """Context parallel ranks that one forward pass attends over, and the layout of the sequence on them.
 
     Attributes:
-        padded: True if the caller's mask had padding (on the right). Then only causal attention works without the mask.
+        padded: True if the caller's mask had padding on the right and was removed. Causal attention does not need the
+            mask then; non-causal attention would.
         documents: starts of the packed documents of each row, and the end: (0, ..., seq_len); () for one document.
         tp_rank: index of this rank among the tensor parallel ranks that share the heads.
-        ulysses: the ranks of `mesh` that exchange heads, and those that pass keys around a ring; None for one ring of
-            all ranks.
-        last_position: the greatest position of the whole sequence, if the model asks for it.
+        ulysses: (ranks of `mesh` that exchange heads, ranks of `mesh` that pass keys around a ring); None for one ring
+            of all ranks.
+        last_position: the greatest position of the full sequence; None unless `asks_last_position` is set.
     """
 
     mesh: DeviceMesh
@@ -39,8 +40,11 @@ class CpContext:
 
     @property
     def layout(self) -> str:
-        """Layout with equal cost of causal attention on all ranks: each holds an early and a late piece of one
-        document, or an equal share of the work of several documents."""
+        """Layout in which causal attention costs the same on all ranks.
+
+        Each rank holds an early and a late chunk of a single document ("zigzag"), or chunks of packed documents that
+        add up to an equal cost ("balanced").
+        """
         return "balanced" if self.documents else "zigzag"
 
     @property
@@ -52,23 +56,26 @@ class CpContext:
         return {"group": self.mesh, "layout": self.layout, "cu_seqlens": self.cu_seqlens}
 
     def positions(self, device: torch.device) -> Tensor:
-        """Indices of this rank's tokens in the whole sequence."""
+        """Indices of this rank's tokens in the full sequence."""
         return sequence_positions(self.seq_len, device=device, **self._where)
 
     def shard(self, t: Tensor, dim: int) -> Tensor:
-        """Return the part of `t` along `dim` that belongs to this rank's tokens."""
+        """Return the shard of `t` along `dim` that belongs to this rank's tokens."""
         return shard_sequence(t, dim, **self._where)
 
     def unshard(self, t: Tensor, dim: int) -> Tensor:
-        """Gather the tensor that `shard` divided."""
+        """Gather `t`, a shard returned by `shard`, to the full tensor."""
         return unshard_sequence(t, dim, seq_len=self.seq_len, **self._where)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, heads_sharded: bool, **keywords: Any) -> Tensor:
-        """Attention of this rank's tokens over all tokens, with keywords of `ring_attention`.
+        """Attention of this rank's tokens over all tokens.
 
-        q, v and the result: [batch, heads, seq, head_dim]. `heads_sharded`: the TP ranks hold different heads. Dropout
-        is drawn by head: it then differs between these ranks even with equal random states. If all ranks hold all
-        heads, it must not differ.
+        Args:
+            q, k, v: [batch, heads, seq, head_dim], like the result.
+            heads_sharded: the TP ranks hold different heads. Dropout is then drawn by the global index of the head, so
+                that it differs between TP ranks even with equal random states. If all TP ranks hold all heads, they
+                must draw the same dropout.
+            keywords: keyword arguments of `ring_attention`.
         """
         _count_attention()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -87,14 +94,14 @@ class ForwardShard:
 
     Attributes:
         batch: number of rows.
-        seq_len: number of tokens of the whole sequence.
-        local_len: number of these tokens on this CP rank, over all its TP ranks.
+        seq_len: number of tokens of the full sequence.
+        local_len: number of tokens on this CP rank, over all TP ranks that share them.
         cp: set if the sequence is sharded over the context parallel ranks.
         targets: this rank's target tokens [batch, seq], already shifted; set if this package computes the loss.
         target_count: number of targets over all ranks, or the caller's num_items_in_batch.
-        ignore_index: the target that does not count.
-        logits_to_keep: positions of the whole sequence that the caller requests logits for; 0 for all.
-        targets_version: `version_of` the targets when they were counted.
+        ignore_index: value of targets that the loss ignores.
+        logits_to_keep: positions of the full sequence that the caller requests logits for; 0 for all.
+        targets_version: `version_of(targets)` at the time they were counted.
     """
 
     batch: int
@@ -124,7 +131,8 @@ class LayerState:
 
     Attributes:
         tp_sharded: the residual stream is sharded along the sequence over the TP ranks.
-        local_len: number of tokens on this CP rank, over all its TP ranks; None if the forward pass is not sharded.
+        local_len: number of tokens on this CP rank, over all TP ranks that share them; None if the forward pass is not
+            sharded.
         cp: set if the sequence is sharded over the context parallel ranks.
         logits_sharded: the output layer leaves its output sharded by vocabulary, for a loss over the TP ranks.
         batch: number of rows; set together with `local_len`.
@@ -141,23 +149,24 @@ UNSHARDED = LayerState()
 
 
 def unsharded() -> LayerState:
-    """State of modules that no forward pass shards."""
+    """Return `UNSHARDED`: the `state_now` of modules whose forward pass is never sharded."""
     return UNSHARDED
 
 
-_MOST_REMEMBERED = 4096  # changes of state; the lifetime of a graph spans only a few
+_MAX_HISTORY = 4096  # changes of state to keep; an autograd graph rarely lives through more than a few
 
 
 class StateHistory:
-    """States of past forward passes, found by the autograd nodes that they created.
+    """States of past forward passes, looked up by the number of an autograd node that the pass created.
 
-    Activation checkpointing runs layers again in backward, perhaps after another forward pass of another length, and
-    does not report the pass that it repeats. But it runs inside a node of that pass, and nodes are numbered in order of
-    creation: the number of the node, compared with the first number of each pass, identifies the pass.
+    Activation checkpointing reruns layers in backward, perhaps after a later forward pass with another sequence length,
+    and does not report which pass it reruns. But the rerun happens inside a backward node of the original pass, and
+    autograd numbers nodes in order of creation. So comparing the number of the running node with the first number of
+    each pass identifies the pass.
 
     Each thread numbers its own nodes, and the history covers one thread: a forward pass in another thread clears it.
-    Backward may run in any thread. Nested checkpoints create their inner nodes in backward; their pass is known only if
-    backward runs in the thread of the forward passes, as on CPU.
+    Backward may run in any thread. Nested checkpoints create their inner nodes in backward; these can be looked up only
+    if backward runs in the thread of the forward passes, as it does on CPU.
     """
 
     def __init__(self) -> None:
@@ -168,10 +177,10 @@ class StateHistory:
     def note(self, state: LayerState) -> None:
         """Record that nodes created from now on belong to `state`."""
         number, thread = torch.autograd._get_sequence_nr(), threading.get_ident()
-        # Later threads reuse idents, and count from 0.
+        # A lower number in the same thread ident means a new thread: idents are reused, and each thread counts from 0.
         if thread != self._thread or (self._starts and number < self._starts[-1]):
             if running_node() is not None:
-                return  # backward in another thread; its nodes are never looked up
+                return  # backward in another thread: the nodes that it creates are never looked up
             self._thread = thread
             self._starts.clear()
             self._states.clear()
@@ -179,18 +188,18 @@ class StateHistory:
             return
         self._starts.append(number)
         self._states.append(state)
-        if len(self._starts) > _MOST_REMEMBERED:
+        if len(self._starts) > _MAX_HISTORY:
             del self._starts[0], self._states[0]
 
     def at(self, number: int) -> LayerState:
-        """State in which the node with this number was created."""
+        """State in which the autograd node with this `number` was created."""
         return self._states[max(bisect_right(self._starts, number) - 1, 0)] if self._states else UNSHARDED
 
 
 def running_node() -> int | None:
-    """Number of the autograd node that runs this code in backward; None outside of backward."""
+    """Sequence number of the autograd node whose backward is running this code; None outside of backward."""
     if torch.compiler.is_compiling():
-        return None  # backward does not call code that is being traced
+        return None  # code is traced in forward, never inside a backward
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -200,11 +209,13 @@ class RunningForward:
     """A running forward pass of a parallel model.
 
     Attributes:
-        node: the `running_node` in which the pass runs, inside of a backward.
-        outer: the forward pass that it runs inside of.
-        cache: the cache that the CP ranks share, in a forward pass whose sequence is not sharded.
+        owner: the SequenceSharding whose model runs.
+        shard: the shard that it runs on, or None.
+        node: the `running_node` at its start; None outside of backward.
+        outer: the forward pass of another model that called this one.
+        cache: KV cache that is sharded over the CP ranks, in a forward pass whose sequence is not sharded.
         attended: number of calls of attention over the CP ranks.
-        traced: True if a traced program called attention, since such calls are not counted.
+        traced: True if a compiled program called attention; its calls are not counted in `attended`.
     """
 
     owner: object
@@ -228,7 +239,7 @@ def running_forward() -> RunningForward | None:
 
 
 def runs_again() -> bool:
-    """True if backward runs this code for a forward pass that has ended, as activation checkpointing does."""
+    """True while backward recomputes an earlier forward pass (activation checkpointing)."""
     node, frame = running_node(), running_forward()
     return node is not None and (frame is None or frame.node != node)
 
@@ -236,14 +247,15 @@ def runs_again() -> bool:
 def running_shard() -> ForwardShard | None:
     """Shard of the running forward pass; None outside of a forward pass and in one that is not sharded.
 
-    Only the loss and masks use it, as they do not run again in backward. Attention does, and receives its CpContext.
+    For the loss and masks only, which are not recomputed in backward. Attention may be recomputed when no forward pass
+    is running, so it receives its CpContext as an argument.
     """
     frame = running_forward()
     return None if frame is None else frame.shard
 
 
 def _count_attention() -> None:
-    """Count a call of attention over the CP ranks, unless backward runs the layer again."""
+    """Count a call of attention over the CP ranks, unless backward is recomputing the layer."""
     frame = running_forward()
     if frame is None:
         return
@@ -254,22 +266,22 @@ def _count_attention() -> None:
 
 
 def enter_forward(owner: object, shard: ForwardShard | None, cache: object | None = None) -> None:
-    """Begin a forward pass of `owner`. It may run inside a forward pass of another model."""
+    """Begin a forward pass of `owner`, possibly inside a forward pass of another model."""
     node, outer = running_node(), running_forward()
     frame = outer
     while frame is not None:
         if frame.owner is owner and frame.node == node:
-            # A model does not run inside itself, so this pass and all passes inside it were interrupted. Torch skips
-            # the forward hooks, which would have ended them, on KeyboardInterrupt.
+            # A model does not run inside itself, so this frame and all frames inside it are left over from interrupted
+            # passes: on KeyboardInterrupt torch skips the forward hooks that call `leave_forward`.
             outer = frame.outer
         frame = frame.outer
     _current.frame = RunningForward(owner, shard, node, outer, cache)
 
 
 def leave_forward(owner: object) -> RunningForward | None:
-    """End the forward pass of `owner` and make the pass around it the current one.
+    """End the forward pass of `owner`, make the enclosing pass the current one, and return the ended one.
 
-    Returns None if the current pass is not one of `owner`: a refused forward pass has not begun.
+    Returns None if the current pass is not of `owner`: `owner` raised before it called `enter_forward`.
     """
     frame = running_forward()
     if frame is None or frame.owner is not owner:

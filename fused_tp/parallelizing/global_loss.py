@@ -1,8 +1,8 @@
-"""Loss over the tokens of all ranks, each of which computes logits of a part of the tokens or of the vocabulary.
+"""Loss over the tokens of all ranks, where each rank computes logits of some of the tokens or of the vocabulary.
 
-Every rank holds the derivative of the global loss through its own tokens: the gradient is the SUM over the ranks, see
-`fused_tp.parallelizing.grad_sync`. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN instead; for them
-`scale_gradient` multiplies every rank's share by the number of CP ranks.
+Every rank holds the derivative of the global loss through its own tokens. The gradient is the SUM of these over the
+ranks, see `fused_tp.parallelizing.grad_sync`. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN
+instead; for them `scale_gradient` multiplies each rank's derivative by the number of CP ranks.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from fused_tp.parallelizing.forward_shard import ForwardShard, running_shard, ru
 from fused_tp.parallelizing.graph import HeadOutputs, nodes_of
 from fused_tp.parallelizing.outputs import tensors_in
 
-# Keywords of loss functions that change the loss, with the values that leave it unchanged.
+# Keywords of loss functions that are not supported, with the default values that leave the loss unchanged.
 OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
 
 
 def shift(labels: Tensor, ignore_index: int) -> Tensor:
-    """Target of each token: its successor, or `ignore_index` for the last token. Call it before the sequence is
-    sharded, because a rank's last token is followed by a token of another rank."""
+    """Return the target of each token: the next label, or `ignore_index` for the last token.
+
+    Call it before the sequence is sharded, because the successor of a rank's last token is on another rank.
+    """
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 @dataclass(frozen=True, eq=False)
 class ComputedLoss:
-    """Snapshot of a computed loss, since a model may add to the loss in place.
+    """Snapshot of a computed loss, to detect a model that adds to the loss in place.
 
     Attributes:
-        version: `version_of` the loss.
-        value: the loss, or a copy if torch does not count in-place writes to it.
-        node: its autograd node; None if the loss has no gradient or a program is traced.
+        version: `version_of(loss)` when it was computed.
+        value: `loss`, or a copy of it if torch does not count in-place writes to it.
+        node: autograd node of `loss`; None if it has no gradient or torch.compile is tracing.
     """
 
     loss: Tensor
@@ -55,7 +57,7 @@ class ComputedLoss:
         return cls(loss, version_of(loss), loss.clone() if copied else loss, None if traced else loss.grad_fn)
 
     def is_given_as(self, t: Tensor) -> bool:
-        """True if `t` has the value of the loss. Reads nothing from a GPU if `t` is the loss itself."""
+        """True if `t` has the value of the computed loss. Does not synchronize with a GPU if `t` is the loss itself."""
         return self.version in (None, version_of(self.loss)) and same(t, self.value)
 
 
@@ -65,14 +67,14 @@ class GlobalLoss:
 
     Every rank returns the same value: the sum over all ranks' tokens / the count of all ranks' targets. (A mean of the
     ranks' means would weight tokens by the number of targets on their rank.) The model's own function runs if the
-    forward pass is not sharded. Activation checkpointing must not run the loss again.
+    forward pass is not sharded. Activation checkpointing must not recompute the loss.
 
     Args:
         own: the model's function.
         vocab_mesh: the ranks that shard the last dim of the logits, or None.
         cp_mesh: the ranks that shard the sequence, or None.
-        shards_tokens: True if a rank has hidden states of only a part of the sequence.
-        grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
+        shards_tokens: True if a rank has hidden states of only some of the tokens.
+        grad_sync: if False, gradients are scaled by the CP size, for a wrapper that averages over the CP ranks.
         computed: losses of the running forward pass.
     """
 
@@ -86,8 +88,8 @@ class GlobalLoss:
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
         if runs_again():
             raise ValueError(
-                "The model calls its loss_function inside of an activation checkpoint, which runs it again in "
-                "backward, when it is no longer known how the tokens were sharded. Call it outside of the checkpoint."
+                "The model calls its loss_function inside an activation checkpoint. Backward recomputes it there, when "
+                "the sharding of the tokens is no longer known. Call loss_function outside of the checkpoint."
             )
         shard = running_shard()
         if shard is None or shard.targets is None:
@@ -95,53 +97,53 @@ class GlobalLoss:
         ignore_index = kwargs.get("ignore_index", shard.ignore_index)
         if ignore_index != shard.ignore_index:
             raise ValueError(
-                f"The model calls its loss_function with ignore_index={ignore_index}, and targets were counted with "
-                f"{shard.ignore_index}; pass ignore_index to the model's forward, or use -100."
+                f"The model calls its loss_function with ignore_index={ignore_index}, but targets were counted with "
+                f"ignore_index={shard.ignore_index}. Pass ignore_index to the model's forward, or use -100."
             )
         readable = not (torch.compiler.is_compiling() or is_capturing())
         if readable and not (same(labels, shard.targets) and shard.targets_unchanged):
             raise ValueError(
-                "The model calls its loss_function with other labels than it was given; over sharded tokens or a "
-                "sharded vocabulary only those are served. Compute another loss from the logits: call the model "
-                "without labels."
+                "The model calls its loss_function with labels that differ from those passed to forward. This is not "
+                "supported over sharded tokens or a sharded vocabulary. Call the model without labels, and compute "
+                "the loss from its logits."
             )
-        asked = []
+        unsupported = []
         for name, usual in OTHER_LOSSES.items():  # torch.compile does not trace this as a comprehension
             value = kwargs.get(name)
             if value is not None and (isinstance(value, Tensor) or value != usual):
-                asked.append(name)
-        if asked:
+                unsupported.append(name)
+        if unsupported:
             raise ValueError(
-                f"The model calls its loss_function with {', '.join(asked)}; over sharded tokens or a sharded "
-                "vocabulary it is the plain mean cross entropy. Compute another loss from the logits: call the model "
-                "without labels."
+                f"The model calls its loss_function with {', '.join(unsupported)}, which is not supported over sharded "
+                "tokens or a sharded vocabulary: the loss must be the plain mean cross entropy. Call the model "
+                "without labels, and compute the loss from its logits."
             )
         assert shard.target_count is not None  # set together with the targets
         loss = self._sum_of_own_tokens(logits, shard, shard.targets, vocab_size) / shard.target_count
         if self.cp_mesh is not None:
             loss = all_reduce(loss, group=self.cp_mesh)
-            if not self.grad_sync:  # cloned, because a view that a custom function returns cannot be changed in place
+            if not self.grad_sync:  # clone: models may add to the loss in place, which fails on a custom op's view
                 loss = scale_gradient(loss, self.cp_mesh.size()).clone()
         self.computed.append(ComputedLoss.of(loss))
         return loss
 
     def check_returned(self, output: Any, head: HeadOutputs) -> None:
-        """Check that `output`, of a forward pass with labels, holds the computed loss and no scalar of a shard.
+        """Check that `output` of a forward pass with labels holds the computed loss, and no scalar of this rank alone.
 
         Raises:
-            ValueError: the loss is missing, or a scalar has a gradient from a part of the tokens or of the vocabulary.
+            ValueError: the loss is missing, or another scalar has a gradient from some of the tokens or vocabulary.
         """
         computed, self.computed = self.computed, []
         if not computed:
             raise ValueError(
-                "forward was given labels and did not call the model's loss_function, which computes the loss over all "
-                "ranks: a loss of its own is that of this rank's part. Compute it from the logits: call the model "
-                "without labels."
+                "forward was called with labels but did not call the model's loss_function, which computes the loss "
+                "over all ranks. Any other loss covers this rank's tokens or vocabulary only. Call the model without "
+                "labels, and compute the loss from its logits."
             )
         if is_capturing():
             return
         if torch.compiler.is_compiling() and any(_holds(output, found.loss) for found in computed):
-            return  # otherwise a graph break follows, and Python reads the numbers
+            return  # if the loss is not in the output, the checks below break the graph and run eagerly
         numbers = [t for t in tensors_in(output) if t.numel() == 1]
         given = [t for t in numbers if any(found.is_given_as(t) for found in computed)]
         others = [t for t in numbers if t.requires_grad and not any(t is one for one in given)]
@@ -155,16 +157,16 @@ class GlobalLoss:
             given += [t for t in numbers if any(t is found.loss for found in computed)]
         if others or not given:
             raise ValueError(
-                "forward returned no loss that its loss_function computed: what it made of it, or added to it, it took "
-                "from this rank's part of the tokens or of the vocabulary. Add it outside, from the logits of a call "
-                "without labels."
+                "forward did not return the loss that loss_function computed: it changed the loss, or returned another "
+                "scalar, using only this rank's shard of the tokens or of the vocabulary. Call the model without "
+                "labels, and compute such terms from its logits."
             )
 
     def _sum_of_own_tokens(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
         if logits.shape[:-1] != targets.shape:
             raise ValueError(
                 f"The model called its loss_function with logits of shape {tuple(logits.shape)} for "
-                f"{tuple(targets.shape)} tokens; it must pass the logits of all tokens it was given, unshifted."
+                f"{tuple(targets.shape)} tokens. It must pass the unshifted logits of all tokens that it received."
             )
         if self.vocab_mesh is not None:
             return vocab_parallel_cross_entropy(
@@ -183,10 +185,11 @@ class GlobalLoss:
 
 @dataclass(eq=False)
 class ReplacedLoss:
-    """A model's `loss_function` that was set after `parallelize`, in place of `replaced`.
+    """A `loss_function` that the user set after `parallelize`, and that replaced the GlobalLoss `replaced`.
 
     Raises:
-        ValueError: it fails without having called `replaced`: it was given logits of a shard of the vocabulary.
+        ValueError: `function` fails without having called `replaced`, because the logits cover a shard of the
+            vocabulary.
     """
 
     function: Callable[..., Tensor]
@@ -199,14 +202,15 @@ class ReplacedLoss:
             if self.replaced.computed:
                 raise
             raise ValueError(
-                f"The model's loss_function was replaced after parallelize, and fails ({type(error).__name__}: "
-                f"{error}) on logits that cover this rank's shard of the vocabulary. Have it call the function that it "
-                "replaces; or call the model without labels, and compute another loss from the logits."
+                f"The model's loss_function was replaced after parallelize and fails ({type(error).__name__}: "
+                f"{error}), because the logits cover only this rank's shard of the vocabulary. Call the replaced "
+                "loss_function from the new one; or call the model without labels, and compute the loss from its "
+                "logits."
             ) from error
 
 
 def _holds(output: Any, t: Tensor) -> bool:
-    """True if `t` itself is in a nest of tuples, lists and dicts. Written so that torch.compile can trace it."""
+    """True if `t` itself is in `output`, nested tuples, lists and dicts. Written so that torch.compile can trace it."""
     if isinstance(output, Mapping):
         output = [output[name] for name in output]
     if not isinstance(output, (tuple, list)):
@@ -215,7 +219,7 @@ def _holds(output: Any, t: Tensor) -> bool:
 
 
 def same(one: Any, other: Tensor) -> bool:
-    """True if `one` is `other`, or a tensor of equal values in any dtype and on any device."""
+    """True if `one` is `other`, or a tensor with equal values, possibly of another dtype or on another device."""
     if one is other or not isinstance(one, Tensor):
         return one is other
     if one.shape != other.shape:

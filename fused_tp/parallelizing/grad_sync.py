@@ -1,13 +1,14 @@
 """Sum gradients over the context parallel ranks, each of which holds the derivative through its own tokens.
 
-A hook sums each gradient as soon as autograd produces it: hooks registered before the first forward see this rank's
-share, and all later readers see the sum. Rejected: buckets that are reduced during backward, as in DDP. Readers of a
-gradient in the middle of backward (a hook, an optimizer that runs in backward, DDP itself) would see this rank's share.
-Also, ranks that do not run the same layers would start a full bucket at different points of their ring attention.
+A hook sums each gradient as soon as autograd produces it. Hooks that were registered before the first forward see the
+gradient from this rank's tokens ("this rank's share"); hooks registered later, and optimizers, see the sum. Rejected:
+buckets that are reduced during backward, as in DDP. Code that reads a gradient in the middle of backward (a hook, an
+optimizer that runs in backward, DDP itself) would see this rank's share. Also, ranks that do not run the same layers
+would start a full bucket at different points of their ring attention.
 
-A parameter that only some ranks use (an expert that none of a rank's tokens was routed to) is summed at the end of
-backward, because ranks that do not use it never run its hook. When backward ends, the ranks compare the parameters that
-they summed, in order: a sum of two different parameters of one shape would not fail.
+A parameter that only some ranks use (an expert that no token of a rank was routed to) is summed at the end of backward,
+because ranks that do not use it never run its hook. At the end of backward the ranks also compare the names of the
+parameters that they summed, in order: a sum of two different parameters of equal shape would not fail by itself.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class GradientSync:
 
     The hook runs before AccumulateGrad, so it sums only the gradients of one backward, never earlier ones: gradients
     may be accumulated over several backwards. All ranks of `mesh` must compute gradients of the same parameters, except
-    for those that `note_use` has found: their gradients are zeros until backward ends.
+    for the parameters that `note_use` has found to be used by some ranks only. The gradients of the latter are zeros
+    until backward ends.
 
     Args:
         mean: take the mean of the ranks' gradients instead of their sum.
@@ -61,14 +63,16 @@ class GradientSync:
     def __init__(self, mesh: DeviceMesh, *, mean: bool = False) -> None:
         self.mesh, self.mean = mesh, mean
         self._partly_used: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
-        self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
-        self._summed: list[str] = []  # names of the other parameters that this backward has reached
-        self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
+        self._held: dict[int, Tensor] = {}  # gradients of the partly used parameters, until backward ends
+        self._summed: list[str] = []  # names of the parameters whose gradients this backward has already summed
+        self._in_autograd_grad = False  # torch.autograd.grad returns the gradients instead of accumulating them
         self._watched: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
-        # True if gradients stay on this rank for now; the ones that stayed; True if the next backward sums them.
-        self.deferring, self._deferred, self._owes = False, set[int](), False
-        self.is_off = False
-        # Weak reference to the callback at the end of backward, which autograd holds: a backward that raises drops it.
+        self.deferring = False  # inside `defer`: backward leaves gradients unreduced
+        self._deferred = set[int]()  # ids of the parameters with an unreduced gradient
+        self._reduction_pending = False  # the next backward outside of `defer`, or `settle`, must reduce them
+        self.is_off = False  # inside `off`
+        # Weak reference to the callback that runs at the end of backward. Autograd holds the only strong reference, so
+        # a backward that raises drops the callback.
         self._queued: Callable[[], Callable[[], None] | None] = _nothing
 
     def __reduce__(self) -> Any:
@@ -78,32 +82,32 @@ class GradientSync:
         """Hook every trainable parameter of `model` that has no hook yet.
 
         Raises:
-            ValueError: FSDP2 manages a part of the model and removes gradients before any hook sees them; gradients go
-                to `main_grad`; or a parameter was computed from other tensors.
+            ValueError: FSDP2 manages some modules of the model and removes gradients before any hook sees them; a
+                parameter accumulates its gradient in `main_grad`; or a parameter was computed from other tensors.
         """
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        of_its_own = [name for name, p in named if getattr(p, "main_grad", None) is not None]
-        if of_its_own:
+        with_main_grad = [name for name, p in named if getattr(p, "main_grad", None) is not None]
+        if with_main_grad:
             raise ValueError(
-                f"the gradient of {of_its_own[0]!r} goes to its main_grad, which grad_sync=True does not sum over the "
-                "context parallel ranks. Pass grad_sync=False to parallelize, and let what reduces main_grad take the "
-                "mean over these ranks too; or remove main_grad."
+                f"{with_main_grad[0]!r} accumulates its gradient in main_grad, which grad_sync=True does not sum over "
+                "the context parallel ranks. Pass grad_sync=False to parallelize, and average main_grad over these "
+                "ranks in the wrapper that reduces it; or remove main_grad."
             )
         computed = [name for name, p in named if not p.is_leaf]
         if computed:
             raise ValueError(
-                f"{computed[0]!r} was computed from other tensors (torch.func.functional_call and "
-                "FullyShardedDataParallel put such parameters in place), whose gradients grad_sync=True might sum a "
-                "second time. Give parameters that are leaves (detach().requires_grad_()), or pass grad_sync=False to "
-                "parallelize and take the mean over the context parallel ranks."
+                f"{computed[0]!r} is not a leaf: it was computed from other tensors, as torch.func.functional_call and "
+                "FullyShardedDataParallel do. grad_sync=True might sum their gradients twice. Pass leaf parameters "
+                "(detach().requires_grad_()), or pass grad_sync=False to parallelize and average the gradients over "
+                "the context parallel ranks."
             )
         missing = [(name, p) for name, p in named if not self._has_hook(p)]
         if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
             raise ValueError(
                 "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
                 f"parallelize and a mesh that includes {', '.join(self.mesh.mesh_dim_names or ())!r} to fully_shard, "
-                "which then reduces the gradients. (Experts that are distributed over that dim are sharded by "
-                "themselves before, over the other dims, or are given in ignored_params.)"
+                "which then reduces the gradients. (First call fully_shard on experts that are distributed over that "
+                "dim, with a mesh without it, or pass them in ignored_params.)"
             )
         for name, parameter in missing:
             hooks = parameter._backward_hooks
@@ -122,27 +126,36 @@ class GradientSync:
             setattr(parameter, _HOOKED, id(parameter))
 
     def _take_shares(self, name: str, key: int, grad: Tensor) -> Tensor:
-        """Rescale the gradient of distributed experts. It covers all ranks' tokens, but arrives divided by the number
-        of ranks, as a share would. (Terms that a caller adds to the loss are such shares, too.)"""
+        """Rescale the gradient of a parameter of distributed experts, which already covers all ranks' tokens.
+
+        It was divided by the number of ranks, for wrappers that average gradients; this multiplies it back.
+        """
         return grad if self.mean else grad * self.mesh.size()
 
     def _has_hook(self, parameter: nn.Parameter) -> bool:
-        """True if `parameter` runs our hook. Copies and pickles keep attributes but no hooks, and may reuse the id; a
-        tensor that module.to() has put in the parameter's place lists its hooks but does not run them."""
+        """True if `parameter` runs our hook.
+
+        The mark on the parameter is not enough: copies and pickles keep attributes but not hooks, and may reuse the id.
+        The listed hooks are not enough either: a tensor that module.to() has swapped in lists them without running
+        them.
+        """
         hooks = (parameter._backward_hooks or {}).values()
         ours = any(getattr(hook, "func", None) in (self._sum, self._take_shares) for hook in hooks)
         return ours and getattr(parameter, _HOOKED, None) == id(parameter)
 
     @property
     def partly(self) -> bool:
-        """True if only some ranks have used some parameters: then every forward needs `note_use`."""
+        """True if some parameters were used by some ranks only: then every forward needs `note_use`."""
         return bool(self._partly_used)
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Context manager in which each rank keeps its share of the gradients, times the number of ranks. Added to
-        earlier sums, the mean over ranks is the total. The next backward outside, or `settle`, takes this mean."""
-        outer, self.deferring, self._owes = self.deferring, True, True
+        """Context manager in which gradients are not reduced over ranks.
+
+        Each rank keeps its share of the gradients, times the number of ranks, and adds it to gradients that are already
+        summed; the mean over ranks is then the total. The next backward outside, or `settle`, takes this mean.
+        """
+        outer, self.deferring, self._reduction_pending = self.deferring, True, True
         try:
             yield
         finally:
@@ -150,30 +163,30 @@ class GradientSync:
 
     @property
     def defers(self) -> bool:
-        """True if backward leaves gradients to `settle`, which itself finds out which ranks have them."""
-        return self._owes
+        """True if gradients are left to `settle`, which compares which ranks have them; `note_use` is not needed."""
+        return self._reduction_pending
 
     @torch.no_grad()
     def settle(self) -> None:
         """Reduce the deferred gradients over the ranks. A collective call."""
-        if not self._owes:
+        if not self._reduction_pending:
             return
         used = [key in self._deferred for key in self._watched]
-        self._deferred, self._owes = set(), False
+        self._deferred, self._reduction_pending = set(), False
         take_mean(self.mesh, list(self._watched.values()), used)
 
     def note_use(self, model: nn.Module, outputs: Sequence[Tensor], *, routed: bool) -> None:
-        """Find out which parameters only some ranks used for `outputs`. A collective call.
+        """Find the parameters that only some ranks used for `outputs`. A collective call.
 
-        From then on they are summed at the end of every backward, in one order, because their use changes with the
-        batch.
+        The gradients of these parameters are then summed at the end of every backward, in the same order on all ranks,
+        because which ranks use them changes with the batch.
 
         Args:
             routed: True if the model has experts.
 
         Raises:
             ValueError: there are such parameters, and hooks or DDP read their gradients in the middle of backward; or a
-                reentrant checkpoint in a model with experts hides the used parameters.
+                reentrant checkpoint in a model with experts hides which parameters were used.
         """
         parameters = [p for p in model.parameters() if p.requires_grad and not is_distributed(p, self.mesh)]
         nodes = [node for t in outputs for node in nodes_of(t)]
@@ -183,24 +196,24 @@ class GradientSync:
         *counts, hidden = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
         if hidden:
             raise ValueError(
-                "a reentrant checkpoint hides which experts a context parallel rank has used; checkpoint with "
-                "use_reentrant=False."
+                "a reentrant checkpoint hides which experts a context parallel rank has used. Pass "
+                "use_reentrant=False to checkpoint."
             )
         self._partly_used |= {id(p): p for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()}
         if self._partly_used:
-            self._refuse_onlookers()
+            self._check_no_early_readers()
             for t in outputs:
                 t.register_hook(self._queue)
 
-    def _refuse_onlookers(self) -> None:
+    def _check_no_early_readers(self) -> None:
         in_ddp = DistributedDataParallel._get_active_ddp_module() is not None
         held = self._partly_used.values()
         if in_ddp or any(len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks for p in held):
-            what = "DistributedDataParallel looks" if in_ddp else "a hook on them looks"
+            reader = "DistributedDataParallel" if in_ddp else "a hook on them"
             raise ValueError(
-                "only some of the context parallel ranks have used some parameters, whose gradients are summed when "
-                f"backward has ended, and {what} at them before. Pass grad_sync=False to parallelize, and reduce the "
-                "gradients over a mesh that includes the context parallel ranks, by fully_shard or by "
+                "some parameters were used by some of the context parallel ranks only. Their gradients are summed at "
+                f"the end of backward, but {reader} reads them earlier. Pass grad_sync=False to parallelize, and "
+                "reduce the gradients over a mesh that includes the context parallel ranks, by fully_shard or by "
                 "DistributedDataParallel with find_unused_parameters=True."
             )
 
@@ -218,18 +231,18 @@ class GradientSync:
             return grad
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward was called with create_graph=True; gradients that are summed over context parallel ranks "
-                "cannot be differentiated again. Leave create_graph out."
+                "backward was called with create_graph=True, which is not supported: gradients that are summed over "
+                "context parallel ranks cannot be differentiated again. Omit create_graph."
             )
         if not self.deferring:
             self._queue(grad)
-        if self._owes:
+        if self._reduction_pending:
             self._deferred.add(key)
             return grad if self.mean else grad * self.mesh.size()
         if key not in self._partly_used:
             self._summed.append(name)
             return self._over_ranks(grad)
-        self._only_asked |= is_captured(get_gradient_edge(self._partly_used[key]).node)
+        self._in_autograd_grad |= is_captured(get_gradient_edge(self._partly_used[key]).node)
         # The nested backward of a reentrant checkpoint also runs this hook, so add.
         self._held[key] = self._held[key] + grad if key in self._held else grad
         return torch.zeros_like(grad)
@@ -242,22 +255,22 @@ class GradientSync:
         if self._queued() is None:
             end = partial(self._end)
             self._queued = weakref.ref(end)
-            self._held, self._summed, self._only_asked = {}, [], False
+            self._held, self._summed, self._in_autograd_grad = {}, [], False
             Variable._execution_engine.queue_callback(end)
 
     @torch.no_grad()
     def _end(self) -> None:
-        held, summed, asked = self._held, self._summed, self._only_asked
+        held, summed, in_autograd_grad = self._held, self._summed, self._in_autograd_grad
         self._held, self._queued = {}, _nothing
-        if self._owes:
+        if self._reduction_pending:
             self.settle()
             return
         self._compare(summed)
         if self._partly_used:
-            self._sum_held(held, asked)
+            self._sum_held(held, in_autograd_grad)
 
     def _compare(self, summed: list[str]) -> None:
-        """Compare the summed parameters over the ranks.
+        """Compare the names of the summed parameters over the ranks.
 
         Raises:
             RankMismatchError: on all ranks, if gradients of different parameters were added to each other.
@@ -272,22 +285,23 @@ class GradientSync:
         other = next(i for i, theirs in enumerate(lists) if theirs != lists[0])
         first, second = next(pair for pair in zip_longest(lists[0], lists[other]) if pair[0] != pair[1])
         raise RankMismatchError(
-            f"in one backward the context parallel ranks came to gradients of different parameters (rank 0 to {first!r}"
-            f" where rank {other} came to {second!r}), so their sums are mixed up: do not take an optimizer step. "
-            "Which parameters this model uses depends on a rank's tokens. Set FUSED_TP_CHECK_BATCH=1, and the ranks "
-            "ask each other at every forward pass which they use, as they do for models with 'expert' in a module's "
-            "name; use_reentrant=False in checkpoints lets them see it."
+            f"the context parallel ranks summed gradients of different parameters with each other (rank 0: {first!r}, "
+            f"rank {other}: {second!r}), so the gradients are wrong: do not take an optimizer step. In this model, "
+            "which parameters are used depends on a rank's tokens. Set FUSED_TP_CHECK_BATCH=1: the ranks then compare "
+            "the used parameters at every forward pass, as for models with 'expert' in a module's name. Pass "
+            "use_reentrant=False to checkpoint, because reentrant checkpoints hide the used parameters."
         )
 
-    def _sum_held(self, held: dict[int, Tensor], asked: bool) -> None:
-        here = [*(key in held for key in self._partly_used), asked]
-        *counts, asked = all_reduce(
+    def _sum_held(self, held: dict[int, Tensor], in_autograd_grad: bool) -> None:
+        here = [*(key in held for key in self._partly_used), in_autograd_grad]
+        *counts, in_autograd_grad = all_reduce(
             torch.tensor(here, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
         )
-        if asked:
+        if in_autograd_grad:
             raise ValueError(
-                "torch.autograd.grad asked for gradients of parameters that only some of the context parallel ranks "
-                "have used. Their sums are known when backward() has ended, in the parameters' grad."
+                "torch.autograd.grad is not supported for parameters that only some of the context parallel ranks have "
+                "used: their gradients are summed at the end of backward. Call backward() and read the parameters' "
+                "grad."
             )
         for (key, parameter), count in zip(self._partly_used.items(), counts, strict=True):
             if not count:
@@ -310,7 +324,9 @@ def is_distributed(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 @torch.no_grad()
 def take_mean(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
-    """Replace gradients that some ranks of `mesh` have by their mean over all its ranks. A collective call.
+    """Replace each gradient that a rank of `mesh` contributes to by its mean over all ranks of `mesh`.
+
+    A collective call. A gradient to which no rank contributes is not changed.
 
     Args:
         parameters: the same on all ranks, in the same order.
@@ -325,6 +341,7 @@ def take_mean(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequen
 
 
 def syncs_of(model: nn.Module) -> list[GradientSync]:
+    """Return the GradientSync objects of `model` and its submodules, each once."""
     found = (sync for module in model.modules() for sync in getattr(module, GRADIENT_SYNCS, ()))
     return list({id(sync): sync for sync in found}.values())
 
@@ -333,13 +350,13 @@ def syncs_of(model: nn.Module) -> list[GradientSync]:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager in which backward communicates no gradients; the first backward after it sums all of them.
 
-    Use it for all steps of a gradient accumulation but the last. It covers the context parallel ranks (and expert
-    parallel ranks with their own dim) of a model that `parallelize` has made with grad_sync=True, and FSDP2. Until the
-    sum, `grad` holds no valid gradient: clip and step after it. `model.no_sync()`, which accelerate and transformers'
-    Trainer call, does the same.
+    Use it for all steps of a gradient accumulation but the last. It covers FSDP2 and, for a model that was parallelized
+    with grad_sync=True, context parallel ranks and the ranks of an expert parallel dim with different batches. Until
+    the sum, `grad` is not a valid gradient: clip and step after it. `model.no_sync()`, which accelerate and
+    transformers' Trainer call, does the same.
 
     Raises:
-        TypeError: `model` was made neither by `parallelize` nor by FSDP2's fully_shard.
+        TypeError: neither `parallelize` nor FSDP2's fully_shard was applied to `model`.
 
     Example:
         >>> for i, batch in enumerate(batches):
@@ -348,7 +365,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded and not any(hasattr(module, MARK) for module in model.modules()):
-        raise TypeError(f"{type(model).__name__} has not been made parallel by parallelize or fully_shard.")
+        raise TypeError(
+            f"{type(model).__name__} is not parallel: call parallelize or fully_shard on the model before no_sync."
+        )
     with ExitStack() as stack:
         for sync in syncs_of(model):
             stack.enter_context(sync.defer())
@@ -362,9 +381,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def sync_gradients(model: nn.Module) -> None:
-    """Sum the gradients of backwards inside `no_sync` over the ranks, if no later backward does.
+    """Sum the gradients of backwards inside `no_sync` over the ranks, when no later backward outside sums them.
 
-    All ranks must call it. FSDP2 has no equivalent: its last backward must be outside of `no_sync`.
+    All ranks must call it. FSDP2 has no equivalent: with FSDP2 the last backward must be outside of `no_sync`.
 
     Example:
         >>> with fused_tp.no_sync(model):
@@ -373,7 +392,7 @@ def sync_gradients(model: nn.Module) -> None:
         >>> fused_tp.sync_gradients(model)
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError("FSDP2 reduces gradients in backward only; leave the last backward outside of no_sync.")
+        raise ValueError("FSDP2 reduces gradients in backward only. Run the last backward outside of no_sync.")
     for sync in syncs_of(model):
         sync.settle()
 
@@ -382,8 +401,8 @@ def sync_gradients(model: nn.Module) -> None:
 def _sum_over(mesh: DeviceMesh, grad: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         raise ValueError(
-            f"backward found a gradient of layout {grad.layout} for a parameter of shape {tuple(grad.shape)}; "
-            "grad_sync=True sums dense ones only. Make the embedding with sparse=False."
+            f"grad_sync=True supports dense gradients only, got layout {grad.layout} for a parameter of shape "
+            f"{tuple(grad.shape)}. Create the embedding with sparse=False."
         )
     own = grad.to_local() if isinstance(grad, DTensor) else grad
     own = own.contiguous()

@@ -1,4 +1,4 @@
-"""Autograd graph of a forward pass: the nodes that a backward from a tensor reaches, and the paths to them."""
+"""Search the autograd graph of a forward pass for the nodes and leaves that a backward from a tensor reaches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which hides the nodes inside
+REENTRANT = "CheckpointFunctionBackward"  # name of the node of a reentrant checkpoint; the nodes inside are invisible
 
 
 def nodes_of(t: Tensor, *, behind: Collection[Any] = ()) -> set[Any]:
-    """Nodes that a backward from `t` reaches without passing through `behind`, and the reached nodes of `behind`."""
+    """Return the nodes that a backward from `t` reaches, with the search stopped at the nodes in `behind`.
+
+    Reached nodes of `behind` are included.
+    """
     first = get_gradient_edge(t).node
     found, nodes = {first}, [first]
     while nodes:
@@ -37,11 +40,12 @@ def _is_leaf(node: Any) -> bool:
 class HeadOutputs:
     """Outputs of the output layer (head) in the running forward pass, as nodes of the autograd graph.
 
-    Layers before the head may hold a part of the tokens, and the head a part of the vocabulary. A scalar that the model
-    computes from such a part differs between the ranks.
+    Layers before the head may hold a shard of the tokens, and the head a shard of the vocabulary. A scalar that the
+    model computes from such a shard differs between the ranks.
 
     Attributes:
-        known: False if the graph is not available: in a traced program, or for a head inside a reentrant checkpoint.
+        known: False if the graph is not available: while torch.compile traces, or for a head inside a reentrant
+            checkpoint.
         nodes: nodes of the head's outputs, and of other tensors that are equal on all ranks.
     """
 
@@ -67,13 +71,15 @@ class HeadOutputs:
             self._last = torch.autograd._get_sequence_nr()
 
     def note_whole(self, tensors: Iterable[Tensor]) -> None:
-        """Record that `tensors`, unlike their inputs, are equal on all ranks, like the head's outputs."""
+        """Record that `tensors` are equal on all ranks, as the head's outputs are, although their inputs are not."""
         if self.known:
             self.nodes.extend(t.grad_fn for t in tensors if t.grad_fn is not None)
 
-    def gave(self, t: Tensor) -> bool:
-        """True if `t` depends on nodes of this forward pass that precede the head's outputs only through these outputs,
-        or if that is not known."""
+    def determine(self, t: Tensor) -> bool:
+        """True if `t` depends on the hidden states of this forward pass only through the recorded outputs.
+
+        Also True if the graph is not available.
+        """
         if not (self.known and t.requires_grad):
             return True
         others = nodes_of(t, behind=self.nodes).difference(self.nodes)

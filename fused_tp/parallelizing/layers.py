@@ -1,7 +1,7 @@
 """Replace a model's layers by fused_tp's according to a plan, and make every other parameter a replicated DTensor.
 
 A replaced module keeps its name and the names of its parameters, so state_dict keys do not change. `check_layers`
-refuses an unusable plan before the first module is replaced.
+raises for an unusable plan before the first module is replaced.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class Sharding:
 
     Attributes:
         plan: plan with concrete names.
-        mesh: mesh of the tensor parallel ranks; without any, of the ranks over which experts are distributed.
+        mesh: mesh of the tensor parallel ranks; without tensor parallelism, of the ranks that experts are distributed
+            over.
         meshes: meshes of all ranks that share the model, see `of_all_ranks`.
         sequence: shards the sequence of each forward pass.
-        config: the model's config, if it has one.
-        distribution: distribution of experts over the ranks of `ep_dim`, if any.
-        plain: parameters end up as plain tensors, see `plain_parameters_`.
+        config: the model's config, or None.
+        distribution: distribution of experts over the ranks of `ep_dim`, or None.
+        plain: parameters are converted to plain tensors at the end, see `plain_parameters_`.
     """
 
     plan: ShardingPlan
@@ -74,12 +75,12 @@ class Sharding:
 
 
 def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
-    """Refuse a plan that `shard_layers` could not carry out over `ranks` ranks, before any layer is replaced.
+    """Raise for a plan that `shard_layers` cannot apply over `ranks` ranks, before any layer is replaced.
 
     Raises:
         TypeError: a parameter is a DTensor already.
-        ValueError: the plan shards tied weights differently; a module other than its owner reads a sharded weight;
-            ranks cannot share a dim evenly; hooks would be lost.
+        ValueError: the plan shards tied weights differently; a module other than its owner reads a sharded weight; a
+            dim is not a multiple of `ranks`; hooks would be lost.
     """
     dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
@@ -88,18 +89,18 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
                 raise TypeError(
-                    f"model has the DTensor parameter {f'{name}.{key}'!r}; parallelize takes a whole model, before "
-                    "fully_shard or any other sharding."
+                    f"parameter {f'{name}.{key}'!r} is a DTensor already. Call parallelize on the unsharded model, "
+                    "before fully_shard or any other sharding."
                 )
             if ranks > 1 and (why := why_not_plain(type(parameter))) is not None:
                 raise ValueError(
-                    f"{_path(name, key)!r} cannot become a DTensor: {why}. Parallelize the model before it is "
-                    "quantized or its parameters are wrapped."
+                    f"{_path(name, key)!r} cannot be converted to a DTensor: {why}. Call parallelize before "
+                    "the model is quantized or its parameters are wrapped."
                 )
             if ranks > 1 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
                 raise ValueError(
-                    f"{_path(name, key)!r} has gradient hooks, and parallelize puts a DTensor in its place, which "
-                    "would not have them. Register them after parallelize."
+                    f"{_path(name, key)!r} has gradient hooks, which would be lost: parallelize replaces the parameter "
+                    "by a DTensor. Register the hooks after parallelize."
                 )
             if not isinstance(style, ParallelStyle):
                 dims_of[id(parameter)][name] = (
@@ -107,9 +108,9 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                 )
             if key in specs and (size := parameter.shape[specs[key].dim_of(parameter)] // specs[key].parts) % ranks:
                 raise ValueError(
-                    f"{_path(name, key)!r} {tuple(parameter.shape)} is to be sharded along dim "
-                    f"{specs[key].dim_of(parameter)}, where it has {specs[key].parts} times {size} elements, which "
-                    f"{ranks} tensor parallel ranks cannot share evenly."
+                    f"{_path(name, key)!r} {tuple(parameter.shape)} cannot be sharded along dim "
+                    f"{specs[key].dim_of(parameter)}, which has {specs[key].parts} chunks of {size} elements: {size} "
+                    f"is not a multiple of the {ranks} tensor parallel ranks. Use another tensor parallel size."
                 )
         _check_parts(name, module, spec_of(style), ranks)
         if ranks > 1:
@@ -122,15 +123,18 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
         if len(set(dims.values())) > 1:
             first, second = list(dims)[:2]
             raise ValueError(
-                f"{first!r} and {second!r} share a weight, and the plan gives them the styles "
-                f"{plan.modules.get(first)!r} and {plan.modules.get(second)!r}; tied weights must be sharded alike "
-                "('embedding_rowwise' goes with 'colwise_gather_output')."
+                f"{first!r} and {second!r} share a weight, but their styles in the plan, {plan.modules.get(first)!r} "
+                f"and {plan.modules.get(second)!r}, shard it differently. Use styles that shard the same dim, such as "
+                "'embedding_rowwise' and 'colwise_gather_output'."
             )
 
 
 def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
-    """Refuse a packed layer whose parts the ranks cannot share evenly, and a layer that is planned as multi-query but
-    does not have its widths."""
+    """Check that a packed layer has a multiple of `ranks` features per chunk, and a multi-query layer the right widths.
+
+    Raises:
+        ValueError: the layer has other widths.
+    """
     if spec.parts > 1 and spec.shard_dim is not None:
         dim = 1 - spec.shard_dim if is_conv1d(module) else spec.shard_dim
         check_parts(_path(name, "weight"), module.weight, PartsShard(dim, spec.parts), ranks)
@@ -138,8 +142,8 @@ def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
         taken, returned = features_of(module)
         if is_conv1d(module) or returned <= taken:
             raise ValueError(
-                f"{name!r} returns {returned} features of {taken}; 'multi_query_colwise' needs an nn.Linear that makes "
-                "as many of queries as it is given, and besides these those of one head's keys and values."
+                f"{name!r} has {taken} input and {returned} output features. 'multi_query_colwise' needs an nn.Linear "
+                "whose outputs are as many query features as inputs, then one head of keys and of values."
             )
 
 
@@ -148,16 +152,21 @@ def _path(module: str, name: str) -> str:
 
 
 def _check_nothing_lost(name: str, module: nn.Module, replaced: bool) -> None:
-    """Refuse to replace a module with a patched forward or hooks, and refuse embeddings that write to the values of
-    their weight (max_norm) or have sparse gradients."""
+    """Check that sharding or replacing a module loses neither hooks nor options.
+
+    Raises:
+        ValueError: the module to replace has hooks or a patched forward; or an embedding writes to its weight
+            (max_norm) or has sparse gradients.
+    """
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         raise ValueError(
-            f"{name!r} is an nn.Embedding with max_norm or sparse=True, which tensor parallel ranks do not serve."
+            f"{name!r} is an nn.Embedding with max_norm or sparse=True, which tensor parallelism does not support. "
+            f"Unset them or leave {name!r} out of the plan."
         )
     if replaced and (attached := attachments(module)):
         raise ValueError(
-            f"{name!r} has {', '.join(attached)} of its own, and parallelize puts another layer in its place, which "
-            f"would not have them. Attach them after parallelize, or leave {name!r} out of the plan."
+            f"{name!r} has {', '.join(attached)} set on the instance, which would be lost: parallelize replaces the "
+            f"layer. Set them after parallelize, or remove {name!r} from the plan."
         )
 
 
@@ -167,13 +176,14 @@ def attachments(module: nn.Module) -> list[str]:
 
 
 def _check_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
-    """Refuse a plan that shards a parameter which the code of `module` reads as a whole one."""
+    """Raise ValueError if the plan shards a submodule's parameter that the forward of `module` reads directly."""
     for parameter in parameters_read(module, by_forward=True):
         owner = _path(name, parameter.rpartition(".")[0])
         if spec_of(plan.modules.get(owner)).shard_dim is not None and _path(name, parameter) not in plan.unread:
             raise ValueError(
-                f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, and the plan shards it: {owner!r} has "
-                f"the style {plan.modules[owner]!r}. Leave {owner!r} out of the plan, and what is tied to it."
+                f"The forward of {type(module).__name__} ({name!r}) reads {parameter!r} directly, but the plan shards "
+                f"it: {owner!r} has the style {plan.modules[owner]!r}. Remove {owner!r}, and modules whose weights are "
+                "tied to it, from the plan."
             )
 
 
@@ -181,7 +191,7 @@ def _rotary_width(config: Any, layer: nn.Module) -> int:
     config = getattr(layer, "config", None) or config
     width = getattr(config.get_text_config(), "qk_rope_head_dim", None)
     if not isinstance(width, int):
-        raise ValueError("The style 'mla_kv_a_proj' needs qk_rope_head_dim in the model's config; it has none.")
+        raise ValueError("The style 'mla_kv_a_proj' needs qk_rope_head_dim in the model's config. Set it.")
     return width
 
 
@@ -195,8 +205,8 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
         for key, child in parent._modules.items():
             places[id(child)].append((parent, key))
     for name, style in plan.modules.items():
-        # `check_style` has checked its type. Nothing else may refer to it: keeping the whole weights of all layers
-        # beside the shards would take half as much memory again.
+        # `check_style` has checked the type of the module. Keep no other reference to it: its full weight must be freed
+        # before the next layer is sharded.
         module: Any = model.get_submodule(name)
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
@@ -217,11 +227,13 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             _swap(module, layer, places[id(layer)])
     attentions = {name for name in map(attention_of, plan.modules) if name is not None and not sequence.is_whole(name)}
     for name in sorted(attentions):
-        model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
-        left_whole = [inner for inner, style in plan.modules.items() if within(inner, name) and spec_of(style) is WHOLE]
-        for layer in map(model.get_submodule, left_whole):
+        model.get_submodule(name).register_forward_pre_hook(partial(_pass_stand_in, sequence), with_kwargs=True)
+        unsharded_layers = [
+            inner for inner, style in plan.modules.items() if within(inner, name) and spec_of(style) is WHOLE
+        ]
+        for layer in map(model.get_submodule, unsharded_layers):
             if isinstance(layer, nn.Linear):
-                layer.register_forward_pre_hook(_see_part)
+                layer.register_forward_pre_hook(_replace_stand_ins)
     _share_gathers(model, plan.modules)
     for name, arguments in plan.per_head.items():
         attention: Any = model.get_submodule(name)
@@ -243,8 +255,10 @@ def _take_heads(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments:
-    """Narrow per-head arguments of an attention module to this rank's heads. `dims` maps their names to the dim of size
-    heads or batch * heads."""
+    """Narrow per-head arguments of an attention module to this rank's heads.
+
+    `dims` maps the names of these arguments to their dim of size heads or batch * heads.
+    """
     start, stop = shard_rows(heads, mesh)
 
     def own(name: str, t: Any) -> Any:
@@ -257,8 +271,10 @@ def _take_heads(
 
 
 def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Memo) -> nn.Module:
-    """Return the parallel counterpart of `module`, called `name`, or `module` itself if its style leaves it whole; with
-    hooks for its input and output."""
+    """Return the parallel counterpart of `module`, which is called `name`, with hooks for its input and output.
+
+    Returns `module` itself if `style` does not shard it.
+    """
     spec, mesh, sequence = STYLES[style], sharding.mesh, sharding.sequence
     if spec.shares_rotary:
         module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(sharding.config, module)))
@@ -277,13 +293,14 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     ):
         layer.register_forward_pre_hook(partial(_row_by_row, sequence), with_kwargs=True)
     if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
-        take_part = partial(_take_part, sequence, name if attention_of(name) is not None else "")
-        layer.register_forward_pre_hook(take_part, with_kwargs=True)
+        hook = partial(_replace_stand_in_by_shard, sequence, name if attention_of(name) is not None else "")
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
     return layer
 
 
 def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * torch.tensor(scale, dtype=output.dtype, device="cpu").item()  # rounded as transformers rounds it
+    # transformers rounds the scale to the dtype of the output.
+    return output * torch.tensor(scale, dtype=output.dtype, device="cpu").item()
 
 
 def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -310,7 +327,7 @@ def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], Layer
 
 
 def _share_input(mesh: GroupLike, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
-    """Make backward sum over ranks the gradients of hidden states and routing weights from each rank's experts."""
+    """Make backward sum the gradients of the experts' floating-point inputs over the ranks."""
 
     def shared(value: Any) -> Any:
         return copy_to_group(value, group=mesh) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -323,7 +340,8 @@ def _sum_output(mesh: GroupLike, experts: nn.Module, args: Any, output: Tensor) 
 
 
 def _keep_on_one_rank(mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    # A product, not zeros: the backward of every rank must reach the sum of `_share_input`.
+    # Multiply by 0 instead of returning new zeros: the backward of every rank must run the all-reduce of
+    # `_share_input`.
     return output if mesh.get_local_rank() == 0 else 0 * output
 
 
@@ -333,8 +351,10 @@ def holds_sharded_heads(attention: nn.Module) -> bool:
 
 
 def _swap(old: nn.Module, new: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
-    """Put `new` at `places`, and move the parameters of `old` to the meta device: this frees the full weight before the
-    next layer is sharded, and code that still computes with `old` fails."""
+    """Put `new` at `places` in the model, and move the parameters of `old` to the meta device.
+
+    This frees the full weight before the next layer is sharded, and makes code that still computes with `old` fail.
+    """
     for parent, key in places:
         parent._modules[key] = new
     for key, parameter in old._parameters.items():
@@ -345,48 +365,49 @@ def _swap(old: nn.Module, new: nn.Module, places: Sequence[tuple[nn.Module, str]
 def _row_by_row(
     sequence: SequenceSharding, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments | None:
-    """Pass the batch size to a layer whose input is [batch * seq, n], so that it gathers or scatters row by row."""
+    """Pass the batch size to a layer whose input is [batch * seq, n], so that it gathers or scatters each sequence."""
     state = sequence.state_now()
     return (args, {"batch": state.batch, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
 
 
-_PART = "_fused_tp_part"
+_SHARD = "_fused_tp_part"  # attribute of a stand-in: the shard of the sequence that it replaces
 
 
-def _show_whole_length(
+def _pass_stand_in(
     sequence: SequenceSharding, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments | None:
     """Replace the input of an attention module by a stand-in of the whole sequence's shape that refers to the shard.
 
-    Attention modules reshape the output of q_proj, which is the whole sequence, by the shape of their own input.
-    Rejected: gathering that input here, which would undo the fused gather and matmul of the projections. The stand-in
-    is one NaN, expanded: a module that computes with it instead of passing it on returns NaN everywhere.
+    Attention modules reshape the output of q_proj, which covers the full sequence, by the shape of their own input,
+    which is a shard. Rejected: gathering that input here, because the projections gather it fused with their matmuls.
+    The stand-in is one NaN, expanded: a module that computes with it, instead of passing it to a projection, returns
+    NaN everywhere.
     """
     state = sequence.state_now()
     if not state.tp_sharded:
         return None
     x = args[0] if args else next(iter(kwargs.values()))
     stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], state.local_len, x.shape[-1])
-    setattr(stand_in, _PART, x)
+    setattr(stand_in, _SHARD, x)
 
-    def shown(value: Any) -> Any:  # also where the same tensor is passed again, for keys and values
+    def replaced(value: Any) -> Any:  # some modules pass the same tensor again, for keys and values
         return stand_in if value is x else value
 
-    return tuple(map(shown, args)), {name: shown(value) for name, value in kwargs.items()}
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
 
-def part_of(x: Tensor) -> Tensor:
-    """Shard that the stand-in `x` refers to (see `_show_whole_length`), or `x` itself."""
-    part: Tensor = getattr(x, _PART, x)
-    return part
+def shard_behind(x: Tensor) -> Tensor:
+    """Return the shard that the stand-in `x` replaces (see `_pass_stand_in`); `x` itself if it is not a stand-in."""
+    shard: Tensor = getattr(x, _SHARD, x)
+    return shard
 
 
-def _see_part(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Pass the shard to a layer that stays whole, instead of the stand-in of the attention module around it."""
-    return tuple(map(part_of, args))
+def _replace_stand_ins(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pass the shard to an unsharded layer, instead of the stand-in of the attention module around it."""
+    return tuple(map(shard_behind, args))
 
 
-def _take_part(
+def _replace_stand_in_by_shard(
     sequence: SequenceSharding,
     attention_projection: str,
     layer: nn.Module,
@@ -397,19 +418,19 @@ def _take_part(
     if not state.tp_sharded:
         return None
     x = args[0]
-    part = getattr(x, _PART, None)  # gates in attention get the stand-in, too
-    if part is None and attention_projection:
+    shard = getattr(x, _SHARD, None)  # layers that are not attention projections (gates) may get a stand-in, too
+    if shard is None and attention_projection:
         raise ValueError(
-            "sequence_parallel=True needs attention modules that hand their first argument to their projections "
-            f"as it is; {attention_projection!r} was given another tensor. Pass sequence_parallel=False."
+            "sequence_parallel=True needs attention modules that pass their first argument unchanged to their "
+            f"projections; {attention_projection!r} received another tensor. Pass sequence_parallel=False."
         )
-    x = x if part is None else part
-    # The length of a shard does not determine that of the whole sequence: the last rank's shard may be shorter.
+    x = x if shard is None else shard
+    # The layer cannot derive the length of the full sequence from its shard: the last rank's shard may be shorter.
     return (x, *args[1:]), {"gather_size": state.local_len, **kwargs}
 
 
 def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
-    """Gather the common input of q, k and v, and of gate and up, in one op."""
+    """Make q, k and v, and gate and up, gather their common input in one op."""
     families: dict[tuple[Any, ...], list[ColumnParallelLinear]] = defaultdict(list)
     modules = dict(model.named_modules())
     for name in plan:
@@ -426,10 +447,10 @@ def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
 
 
 def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
-    """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
+    """Make every unsharded parameter a replicated DTensor, with a complete gradient on every rank.
 
     FSDP2, clip_grad_norm_ and checkpoints need all parameters of a model on the same mesh. The forward of a module
-    still computes on plain tensors, also for parameters that it reads from other modules. If a rank's gradient covers
+    still computes on plain tensors, including parameters that it reads from submodules. If a rank's gradient covers
     only its heads (style "replicated_with_grad_allreduce") or its shard of the sequence, backward sums it over ranks.
     """
     modules = dict(model.named_modules())
@@ -438,13 +459,14 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
 
     def sums(name: str) -> Callable[[], bool]:
         embedded = any(within(name, embedding) for embedding in embeddings)
-        return _question(name, spec_of(plan.modules.get(name)), sharding.sequence, embedded=embedded)
+        return _gradient_predicate(name, spec_of(plan.modules.get(name)), sharding.sequence, embedded=embedded)
 
     for name, module in modules.items():
         own = plan.parameters_of(name, module).items()
         shards = {key: PartsShard(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in own}
         read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
-        # Not sharded ones: the code would take a plain shard for the whole parameter; for a DTensor torch raises.
+        # Do not convert sharded parameters that the code reads: it would treat a plain shard as the full parameter.
+        # Left as DTensors, torch raises an error.
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
         distribution = sharding.distribution
         over = distribution.parameter_mesh if distribution and name in distribution.names else None
@@ -452,21 +474,24 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
             module, sharding.mesh, memo, sums=sums(name), shards=shards, read=asks, parameter_mesh=over
         )
         if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)):
-            module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))
+            module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 
 def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
-    """Replicate the own parameters of one module, called `name` in the model, like `replicate_parameters`."""
+    """Apply `replicate_parameters` to `module` alone, which is called `name` in the model, without its submodules."""
     embedded = isinstance(module, nn.Embedding)
-    sums = _question(name, spec, sharding.sequence, embedded=embedded)
+    sums = _gradient_predicate(name, spec, sharding.sequence, embedded=embedded)
     held = replicate_own(module, sharding.mesh, memo, sums=sums)
     if held and embedded:
-        module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))
+        module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 
-def _question(name: str, spec: StyleSpec, sequence: SequenceSharding, *, embedded: bool) -> Callable[[], bool]:
-    # Every rank has all token ids: an embedding and its submodules compute the whole sequence, and the rank then takes
-    # its shard.
+def _gradient_predicate(
+    name: str, spec: StyleSpec, sequence: SequenceSharding, *, embedded: bool
+) -> Callable[[], bool]:
+    """Return a function that is true while backward must sum the gradients of the module called `name` over ranks."""
+    # An embedding and its submodules run on the full sequence, because every rank has all token ids. So their gradients
+    # are complete; the rank takes its shard of the output.
     return partial(_sums_gradient, sequence, spec.sums_gradient, embedded or sequence.is_whole(name))
 
 
@@ -474,5 +499,7 @@ def _sums_gradient(sequence: SequenceSharding, always: bool, whole: bool) -> boo
     return always or (not whole and sequence.state_now().tp_sharded)
 
 
-def _own_part(sequence: SequenceSharding, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _scatter_embeddings(
+    sequence: SequenceSharding, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor
+) -> Tensor:
     return scatter(output, -2, group=mesh) if sequence.state_now().tp_sharded else output

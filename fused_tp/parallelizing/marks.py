@@ -1,4 +1,5 @@
-"""Attributes that `parallelize` sets: the Parallelism of each module; the model's Sharding, None without TP ranks."""
+"""Names of the attributes that `parallelize` sets: `MARK`, on each module with parameters, holds its Parallelism;
+`SHARDING`, on the model, holds its Sharding, or None without TP ranks."""
 
 from __future__ import annotations
 

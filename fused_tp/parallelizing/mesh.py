@@ -1,4 +1,4 @@
-"""Meshes over all kinds of parallelism, with the order of dims that torchtitan, accelerate and Megatron use."""
+"""Make meshes with a dim for each kind of parallelism, in the order that torchtitan, accelerate and Megatron use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fused_tp.ops.arguments import check_int
 
-# From the outermost to the innermost: the dim that communicates most has the nearest ranks.
+# Outermost dim first: the more a dim communicates, the nearer its ranks are, so tp is the innermost.
 ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
@@ -31,8 +31,8 @@ def make_mesh(
 
     Args:
         device_type: "cpu", "cuda", ...; None: the type of this machine's accelerator, or "cpu".
-        pp, dp_replicate, dp_shard, ep, cp, tp: sizes; -1 for one of them: as many as the ranks allow. A dim of size 1
-            is kept, so that code for all sizes can name it.
+        pp, dp_replicate, dp_shard, ep, cp, tp: sizes. One of them may be -1: it is computed from the number of ranks. A
+            dim of size 1 is kept, so that code can refer to it by name whatever its size.
 
     Raises:
         TypeError, ValueError: a size is not a positive int, or the product of the sizes is not the number of ranks.
@@ -43,22 +43,26 @@ def make_mesh(
     given = dict(zip(ORDER, (pp, dp_replicate, dp_shard, ep, cp, tp), strict=True))
     sizes = {name: size for name, size in given.items() if size is not None}
     if not sizes:
-        raise ValueError(f"make_mesh was given no dim; give sizes of some of {', '.join(ORDER)}.")
+        raise ValueError(f"make_mesh got no dims. Pass the size of at least one of {', '.join(ORDER)}.")
     for name, size in sizes.items():
         check_int(name, size)
         if size < 1 and size != -1:
-            raise ValueError(f"{name}={size}; a size is at least 1, or -1 for as many as the ranks allow.")
+            raise ValueError(f"{name} must be at least 1, or -1 to compute it from the number of ranks; got {size}.")
     if not dist.is_initialized():
-        raise ValueError("make_mesh needs a process group; call torch.distributed.init_process_group() before.")
+        raise ValueError("make_mesh needs a process group. Call torch.distributed.init_process_group() first.")
     world, known = dist.get_world_size(), prod(size for size in sizes.values() if size > 0)
     open_dims = [name for name, size in sizes.items() if size == -1]
     if len(open_dims) > 1:
-        raise ValueError(f"{' and '.join(open_dims)} are both -1; the number of ranks determines one of them only.")
+        raise ValueError(f"Only one dim can be -1, got {' and '.join(open_dims)}. Pass the sizes of the others.")
     if world % known if open_dims else world != known:
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 0) or "1"
         raise ValueError(
-            f"{shown} is {known}, and there are {world} ranks"
-            + (f", which leaves no whole number for {open_dims[0]}." if open_dims else "; the product must be equal.")
+            f"{shown} is {known}, but there are {world} ranks"
+            + (
+                f", which is not a multiple, so {open_dims[0]}=-1 cannot be computed. Change the sizes."
+                if open_dims
+                else ". The product of the sizes must equal the number of ranks."
+            )
         )
     for name in open_dims:
         sizes[name] = world // known
@@ -68,8 +72,8 @@ def make_mesh(
     usable = getattr(getattr(torch, device_type, None), "is_available", None)
     if usable is None or not usable():
         raise ValueError(
-            f"device_type is {device_type!r}, and torch {torch.__version__} finds no such device here. Pass 'cpu', or "
-            "leave device_type out for the devices that this machine has."
+            f"device_type is {device_type!r}, but torch {torch.__version__} finds no such device on this machine. Pass "
+            "'cpu', or omit device_type to use this machine's accelerator."
         )
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
@@ -77,15 +81,15 @@ def make_mesh(
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh for `fully_shard` of a model over `mesh`: parameters are sharded over dp_shard and cp.
 
-    Like data parallel ranks, context parallel ranks hold the same parameters and gradients of different tokens. A
-    dp_replicate dim in front makes it HSDP. Pass grad_sync=False to `parallelize`, which leaves the mean over these
-    ranks to FSDP2.
+    Like data parallel ranks, context parallel ranks hold the same parameters and gradients of different tokens. With a
+    dp_replicate dim the mesh is 2-D, for HSDP. Pass grad_sync=False to `parallelize`, so that FSDP2 takes the mean over
+    these ranks.
 
     Args:
-        mesh: a mesh of `make_mesh`, or one with dims of these names.
+        mesh: a mesh from `make_mesh`, or another one with the same names of dims.
 
     Raises:
-        ValueError: `mesh` has neither dp_shard nor cp; or expert parallel ranks, whose experts differ.
+        ValueError: `mesh` has neither dp_shard nor cp; or it has expert parallel ranks, whose experts differ.
 
     Example:
         >>> mesh = fused_tp.make_mesh(dp_shard=-1, cp=2, tp=4)
@@ -97,16 +101,19 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if "ep" in names and mesh["ep"].size() > 1:
         raise ValueError(
-            "mesh has expert parallel ranks, which hold other experts: shard these over the data parallel dims alone, "
-            "and the rest of the model over all of them."
+            "fsdp_mesh does not support a mesh with expert parallel ranks, which hold different experts. Call "
+            "fully_shard on the experts over the data parallel dims alone, and on the rest of the model over the data "
+            "parallel dims and 'ep'."
         )
     sharded = tuple(name for name in ("dp_shard", "cp") if name in names)
     if not sharded:
-        raise ValueError(f"mesh has the dims {names or 'without names'}; fully_shard needs 'dp_shard' or 'cp'.")
+        raise ValueError(
+            f"mesh must have a dim 'dp_shard' or 'cp' for fully_shard, got {names or 'dims without names'}."
+        )
     over = mesh[sharded]._flatten("fsdp") if len(sharded) > 1 else mesh[sharded[0]]
     if "dp_replicate" not in names or mesh["dp_replicate"].size() == 1:
         return over
     if len(sharded) == 1:
         return mesh["dp_replicate", sharded[0]]
-    # Not mesh["dp_replicate", "fsdp"]: torch warns of slices by the name of a flattened dim.
+    # Rejected: mesh["dp_replicate", "fsdp"]. torch warns about slicing by the name of a flattened dim.
     return DeviceMesh._concatenate([mesh["dp_replicate"], over])

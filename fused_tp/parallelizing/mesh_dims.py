@@ -1,4 +1,4 @@
-"""Dims of the mesh that `parallelize` shards over: found by name, checked, and split for Ulysses attention."""
+"""Find and check the dims of the mesh that `parallelize` shards over, and split them for Ulysses attention."""
 
 from __future__ import annotations
 
@@ -13,49 +13,55 @@ from fused_tp.core.group import check_mesh_order, resolve_group
 from fused_tp.ops.arguments import check_int
 from fused_tp.parallelizing.shard_plan import head_counts, is_of_keys
 
-_HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # in configs whose layers have different numbers of heads
+_HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # config attribute of models whose layers differ in number of heads
 
 
 def find_dims(
     mesh: DeviceMesh, tp_dim: str, cp_dim: str, ep_dim: str | None
 ) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
-    """1-D meshes of these dims; None for a dim that is missing or has one rank. The mesh of `ep_dim` is one of the
-    others if it names the same dim."""
+    """Return the 1-D meshes of `tp_dim`, `cp_dim` and `ep_dim`; None for a dim that is missing or has one rank.
+
+    If `ep_dim` equals `tp_dim` or `cp_dim`, its mesh is the same object.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh must be a DeviceMesh, not {type(mesh).__name__}; see torch.distributed.init_device_mesh."
+            f"mesh must be a DeviceMesh, got {type(mesh).__name__}. Use torch.distributed.init_device_mesh."
         )
     names = mesh.mesh_dim_names or ()
     if tp_dim == cp_dim:
-        raise ValueError(f"tp_dim and cp_dim are both {tp_dim!r}; they must be different dims of the mesh.")
+        raise ValueError(f"tp_dim and cp_dim must be different dims of the mesh, got {tp_dim!r} for both.")
     if ep_dim is not None and ep_dim not in names:
-        raise ValueError(f"ep_dim is {ep_dim!r}, and mesh has the dims {names or 'without names'}; name one of them.")
+        raise ValueError(f"ep_dim must be a dim of the mesh, {names or 'which has no dim names'}, got {ep_dim!r}.")
     if tp_dim not in names and cp_dim not in names and ep_dim is None:
         raise ValueError(
-            f"mesh has the dims {names or 'without names'}, and neither {tp_dim!r} nor {cp_dim!r} is one of them; make "
-            f"it with init_device_mesh(device_type, sizes, mesh_dim_names=({cp_dim!r}, {tp_dim!r})) or pass tp_dim= "
-            "and cp_dim=."
+            f"mesh must have a dim {tp_dim!r} or {cp_dim!r}, got {names or 'dims without names'}. Create it by "
+            f"init_device_mesh(device_type, sizes, mesh_dim_names=({cp_dim!r}, {tp_dim!r})), or pass tp_dim= and "
+            "cp_dim= with the names of its dims."
         )
     if mesh.get_coordinate() is None:
-        raise ValueError("mesh does not contain this rank; only its members can hold a part of the model.")
+        raise ValueError("mesh does not contain this rank. Call parallelize on the ranks of the mesh only.")
     dims = dict.fromkeys(dim for dim in (ep_dim, cp_dim, tp_dim) if dim in names)
     check_mesh_order(mesh, tuple(names.index(dim) for dim in dims if dim is not None))
     meshes = {dim: mesh[dim] for dim in dims if dim is not None and mesh[dim].size() > 1}
     if ep_dim in meshes and ep_dim not in (cp_dim, tp_dim) and cp_dim in meshes:
         raise ValueError(
-            f"ep_dim={ep_dim!r} next to context parallel ranks is not served; distribute experts over these, "
-            f"ep_dim={cp_dim!r}, or over the tensor parallel ones."
+            f"ep_dim={ep_dim!r} is not supported with context parallel ranks. Use ep_dim={cp_dim!r} to distribute "
+            f"experts over these, or ep_dim={tp_dim!r} to distribute them over tensor parallel ranks."
         )
     return meshes.get(tp_dim), meshes.get(cp_dim), None if ep_dim is None else meshes.get(ep_dim)
 
 
 def check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> None:
-    """Refuse an `ulysses_size` that divides neither the ranks nor the heads, and name the sizes that work."""
+    """Check that `size`, the `ulysses_size`, divides the context parallel ranks and each TP rank's heads.
+
+    Raises:
+        ValueError: it does not; the message lists the supported sizes.
+    """
     check_int("ulysses_size", size, 1)
     if cp_size % size:
         sizes = [n for n in range(1, cp_size + 1) if cp_size % n == 0]
         raise ValueError(
-            f"ulysses_size is {size}, which does not divide the {cp_size} context parallel ranks. Sizes that work: "
+            f"ulysses_size must divide the {cp_size} context parallel ranks, got {size}. Use one of "
             f"{', '.join(map(str, sizes))}."
         )
     config: Any = getattr(model, "config", None)
@@ -66,22 +72,25 @@ def check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> No
     if size > 1 and uneven is not None:
         shares = (n for n in range(2, cp_size + 1) if cp_size % n == 0)
         shared = [n for n in shares if all(heads % (n * tp_size) == 0 for _, heads in counts)]
-        sizes = [1, *shared]  # a ring takes any number of heads
+        sizes = [1, *shared]  # a ring without Ulysses supports any number of heads
         raise ValueError(
-            f"{type(model).__name__} has {uneven}, which {tp_size} tensor parallel ranks times ulysses_size={size} "
-            f"cannot share evenly. Values of ulysses_size that work: {', '.join(map(str, sizes))}."
+            f"{type(model).__name__} has {uneven}, which is not a multiple of {tp_size} tensor parallel ranks times "
+            f"ulysses_size={size}. Use one of these values of ulysses_size: {', '.join(map(str, sizes))}."
         )
 
 
 def split_for_ulysses(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Split a 1-D mesh: return this rank's group of `ulysses_size` consecutive ranks, and the ring of ranks at the same
-    place in each group, None for one group. These are meshes, which can be copied with the model."""
+    """Split a 1-D mesh into groups of `ulysses_size` consecutive ranks, and rings across these groups.
+
+    Returns this rank's group, and the ring of ranks with the same index in each group (None for one group), as meshes:
+    unlike process groups, meshes can be copied with the model.
+    """
     if ulysses_size == mesh.size():
         return mesh, None
     groups = split(resolve_group(mesh), ulysses_size)
     if isinstance(groups, Availability):
         raise ValueError(
-            f"ulysses_size={ulysses_size} needs parts of the group of {mesh.size()} context parallel ranks, and "
+            f"ulysses_size={ulysses_size} needs subgroups of the {mesh.size()} context parallel ranks, but "
             f"{groups.reason}. Pass ulysses_size={mesh.size()} or 1."
         )
     inner, ring = (
@@ -93,10 +102,11 @@ def split_for_ulysses(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, 
 
 
 def mesh_of_both(mesh: DeviceMesh, ep_dim: str, tp_mesh: DeviceMesh) -> DeviceMesh:
-    """2-D mesh of the expert parallel and the tensor parallel ranks."""
+    """Return the 2-D mesh of the expert parallel and tensor parallel ranks."""
     names, (tp_dim,) = mesh.mesh_dim_names or (), tp_mesh.mesh_dim_names or ("",)
     if names.index(ep_dim) > names.index(tp_dim):
         raise ValueError(
-            f"mesh has the dims {names}; put {ep_dim!r} before {tp_dim!r}, whose ranks hold parts of the same experts."
+            f"mesh must have {ep_dim!r} before {tp_dim!r}, got {names}: tensor parallel ranks hold shards of the same "
+            "experts. Reorder the dims."
         )
     return mesh[ep_dim, tp_dim]

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-_HOLD_NONE = (str, bytes, int, float, complex, torch.dtype, torch.device, type(None))
+_WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.dtype, torch.device, type(None))
 _NOT_SEARCHED = (nn.Module, ModuleType, FunctionType, type)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Tensors in nested containers and other objects, each once, in a fixed order."""
+    """Return the tensors in `output`, nested containers and other objects, each once, in a fixed order."""
     return list(_search(output, set()))
 
 
 def _search(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(value) in seen or isinstance(value, (*_HOLD_NONE, *_NOT_SEARCHED)):
+    if id(value) in seen or isinstance(value, (*_WITHOUT_TENSORS, *_NOT_SEARCHED)):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
@@ -32,7 +32,7 @@ def _search(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        return dict(value).values()  # a key of transformers' ModelOutput may be named "values"
+        return dict(value).values()  # dict(): a field of transformers' ModelOutput may hide the method "values"
     leaves = tree_leaves(value)
     if not (len(leaves) == 1 and leaves[0] is value):
         return leaves
@@ -43,14 +43,14 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], output: Any, *, caches: tuple[type, ...] = ()) -> Any:
-    """Return `output`, nested tuples, lists and dicts, with every tensor replaced by function(tensor).
+    """Return `output`, nested tuples, lists and dicts, with every tensor replaced by `function(tensor)`.
 
     Args:
-        caches: classes whose objects are not changed.
+        caches: classes whose objects are returned unchanged.
 
     Raises:
-        TypeError: `output` holds another object with tensors, such as a dataclass or a subclass of dict, whose tensors
-            would not be replaced.
+        TypeError: `output` holds an object of another type with tensors, such as a dataclass or a subclass of dict;
+            its tensors cannot be replaced.
     """
 
     def one(value: Any) -> Any:
@@ -59,8 +59,8 @@ def map_tensors(function: Callable[[Tensor], Any], output: Any, *, caches: tuple
         if isinstance(value, caches) or not tensors_in(value):
             return value
         raise TypeError(
-            f"forward returned a {type(value).__name__}, which cannot be searched for tensors of a part of the "
-            "sequence; return a NamedTuple, tuple, list or dict, or register it by torch.utils._pytree."
+            f"forward returned a {type(value).__name__}, whose tensors cannot be replaced by the full sequence's. "
+            "Return a NamedTuple, tuple, list or dict, or register the class with torch.utils._pytree."
         )
 
     return tree_map(one, output)

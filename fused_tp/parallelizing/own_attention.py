@@ -1,13 +1,14 @@
-"""Replacements for attention that families of transformers models compute by code of their own.
+"""Replacements for the custom attention code of some families of transformers models.
 
 Most models pass queries, keys and values to a function that transformers looks up (see `hf_attention`). In the families
-here a method attends, and builds scores of seq x seq. In forward passes whose tokens, or cache, are sharded over ranks,
-a function of this file replaces the method. It computes the same as the method, but calls `attend` for the attention:
-`attend(query, key, value, scaling=None, sliding_window=None, alibi_slopes=None)`, on [batch, heads, seq, head_dim],
-returns [batch, seq, heads, head_dim], causal and with the module's dropout. No mask is needed.
+below, a method of the attention module computes attention itself, with seq x seq scores. In forward passes whose tokens
+or KV cache are sharded over ranks, a function of this file replaces that method. It computes the same, but calls
+`attend(query, key, value, scaling=None, sliding_window=None, alibi_slopes=None)` for the attention. `attend` takes
+[batch, heads, seq, head_dim] and returns [batch, seq, heads, head_dim]. It is causal, applies the module's dropout and
+needs no mask.
 
-ALiBi adds slope * position to scores. Softmax depends on their differences only, so attention over ranks needs just the
-slopes. It adds biases in fp32, whereas transformers rounds those of Bloom to the dtype of the model. Not supported:
+ALiBi adds slope * position to scores. Softmax depends only on differences of scores, so attention over ranks needs only
+the slopes. It adds biases in fp32, whereas transformers rounds Bloom's biases to the dtype of the model. Not supported:
 Falcon with ALiBi (transformers always rounds its biases to bfloat16, which slopes alone cannot reproduce).
 """
 
@@ -30,10 +31,11 @@ class OwnAttention:
     """The attention method of one model family, and its replacement.
 
     Attributes:
-        kind: name of the class of the modules that attend.
+        kind: class name of the attention modules.
         ours: the replacement, called as ours(module, attend, ...) with the method's arguments.
-        method: name of the method.
-        dropout: attribute of the module, a number or nn.Dropout, with the dropout probability; "" for no dropout.
+        method: name of the method that `ours` replaces.
+        dropout: name of the module's attribute (a number or nn.Dropout) that holds the dropout probability; "" for no
+            dropout.
     """
 
     kind: str
@@ -42,13 +44,12 @@ class OwnAttention:
     dropout: str = ""
 
     def modules_of(self, model: nn.Module) -> list[nn.Module]:
-        """Modules of `model` whose method is the one that `ours` replaces: all of them or none."""
+        """Return the attention modules of `model`, or [] if `ours` cannot replace the method of one of them."""
         found = [module for module in model.modules() if type(module).__name__ == self.kind]
         return found if all(map(self._is_known, found)) else []
 
     def _is_known(self, module: nn.Module) -> bool:
-        """True if the method attends and has the arguments that `ours` reads, which depends on the version of
-        transformers."""
+        """True if this version of transformers calls the method in `module`, with the arguments that `ours` reads."""
         theirs, forward = getattr(type(module), self.method, None), inspect.unwrap(type(module).forward)
         if theirs is None or {self.method, "forward"} & vars(module).keys():
             return False
@@ -63,7 +64,7 @@ class OwnAttention:
         return float(p.p if isinstance(p, nn.Dropout) else p)
 
 
-# ---- methods of queries, keys and values: (output [batch, heads, seq, head_dim], weights) ---------------------------
+# ---- replacements for methods that take queries, keys and values: return (output [batch, heads, seq, head_dim], None)
 
 
 def of_heads(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Any]:
@@ -80,7 +81,7 @@ def gpt_neo(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tens
     return [attend(query, key, value, scaling=1.0, sliding_window=window).transpose(1, 2), None]
 
 
-# ---- forwards: (output [batch, seq, hidden], weights) ---------------------------------------------------------------
+# ---- replacements for forward: return (output [batch, seq, hidden], None) -------------------------------------------
 
 
 def _by_head(module: Any, features: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def _in_file_of(module: nn.Module, name: str) -> Any:
 
 
 def _heads_of_all_ranks(module: Any) -> int:
-    heads: int = module.hidden_size // module.head_dim  # num_heads counts a tensor parallel rank's own
+    heads: int = module.hidden_size // module.head_dim  # num_heads was divided by the number of tensor parallel ranks
     return heads
 
 
@@ -128,9 +129,8 @@ def bloom(
     module: Any, attend: Attend, hidden_states: Tensor, residual: Tensor, layer_past: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     query, key, value = module._reshape(module.query_key_value(hidden_states))
-    two = torch.ones(
-        1, 2, dtype=torch.int64, device=value.device
-    )  # two tokens: the biases of the second are the slopes
+    # A mask of two tokens: the bias of the second token is the slope of its head.
+    two = torch.ones(1, 2, dtype=torch.int64, device=value.device)
     biases = _in_file_of(module, "build_alibi_tensor")(two, _heads_of_all_ranks(module), torch.float32)
     out = attend(query, *_cached(module, layer_past, key, value), alibi_slopes=biases[:, 0, 1])
     add = _in_file_of(module, "dropout_add")
@@ -145,7 +145,7 @@ def mpt(
         mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = (_by_head(module, features) for features in mixed.chunk(3, dim=2))
     build = _in_file_of(module, "build_mpt_alibi_tensor")
-    biases = build(_heads_of_all_ranks(module), 2, device=value.device)  # -slope and 0
+    biases = build(_heads_of_all_ranks(module), 2, device=value.device)  # of two tokens: -slope and 0
     key, value = _cached(module, past_key_values, key, value)
     out = attend(query, key, value, scaling=module.softmax_scale, alibi_slopes=-biases[:, 0, 0])
     return module.out_proj(out.flatten(2)), None

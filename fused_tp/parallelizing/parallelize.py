@@ -63,7 +63,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Keywords:
-    """Keywords of `parallelize`, which documents them and has their defaults."""
+    """Keyword arguments of `parallelize`, as passed; see its docstring."""
 
     tp_dim: str
     cp_dim: str
@@ -79,12 +79,14 @@ class Keywords:
 
 @dataclass(frozen=True)
 class _Options:
-    """Request that `_check` has accepted.
+    """Arguments of `parallelize` that `_check` has accepted.
 
     Attributes:
+        keywords: the arguments.
         mesh: mesh of the caller.
-        parallelism: its TP and CP dims, and the options that forward passes read.
-        ep_mesh: the dim over which whole experts are distributed: one of the TP and CP meshes, or a dim of its own.
+        parallelism: TP and CP meshes, and the options that forward passes read.
+        ep_mesh: mesh over which unsharded experts are distributed: `parallelism.tp_mesh`, `parallelism.cp_mesh` or the
+            mesh of a separate dim; None without distribution.
         from_meta: the model has parameters on the meta device.
     """
 
@@ -96,27 +98,27 @@ class _Options:
 
     @property
     def meshes(self) -> list[DeviceMesh]:
-        """TP and CP meshes: their ranks share one batch."""
+        """TP and CP meshes, whose ranks share one batch."""
         return [mesh for mesh in (self.parallelism.tp_mesh, self.parallelism.cp_mesh) if mesh is not None]
 
     @property
     def own_ep_mesh(self) -> DeviceMesh | None:
-        """Mesh of expert parallel ranks with different batches."""
+        """Mesh of a separate expert parallel dim, whose ranks have different batches, or None."""
         return None if any(self.ep_mesh is one for one in self.meshes) else self.ep_mesh
 
     @property
     def sharing(self) -> list[DeviceMesh]:
-        """Meshes whose ranks share the model."""
+        """Meshes whose ranks share the model: TP, CP and a separate expert parallel dim."""
         return [*([] if self.own_ep_mesh is None else [self.own_ep_mesh]), *self.meshes]
 
 
 @dataclass
 class _Planned:
-    """Plan of one model, made without changing it.
+    """Complete plan for one model, made before the model is changed.
 
     Attributes:
         modules: style of each module and parameter.
-        experts: experts to distribute, None for none.
+        experts: experts to distribute, or None.
         sequence: sharding of each forward pass.
         adapters: LoRA adapters in the model, None without PEFT.
     """
@@ -127,7 +129,7 @@ class _Planned:
     adapters: Any
 
     def without_adapters(self) -> AbstractContextManager[Any]:
-        """Context manager in which modules have the names that the plan contains."""
+        """Context manager in which LoRA wrappers are removed, so that modules have the names in the plan."""
         return self.adapters.taken_out() if self.adapters else nullcontext()
 
 
@@ -146,60 +148,62 @@ def parallelize(
     parameters: str = "dtensor",
     verify: str | bool | Mapping[str, Any] = "auto",
 ) -> Model:
-    """Shard `model` over the ranks of `mesh`, in place; its callers need not change.
+    """Shard `model` over the ranks of `mesh`, in place; code that calls the model need not change.
 
     Every rank calls the model with the same full batch and full labels. The ranks compare these at the first calls and
     periodically (`FUSED_TP_CHECK_BATCH`; not under torch.compile), and RankMismatchError names any difference.
     `tp_dim` shards linear layers and heads (Megatron-LM, arXiv:1909.08053), `sequence_parallel` shards the activations
     between them along the sequence over the same ranks (arXiv:2205.05198), and `cp_dim` shards the tokens, with ring
     attention (arXiv:2310.01889) between the ranks.
-    `ep_dim` distributes whole experts over ranks, to which tokens are sent.
-    The loss is the mean over all tokens, the same value on every rank, and its gradients are those of the whole model.
+    `ep_dim` distributes experts over ranks and sends tokens to them.
+    The loss is the mean over all tokens, the same value on every rank. Its gradients equal those of the unsharded
+    model.
 
     A call returns (tokens [batch, seq]):
 
-    - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: if all ranks
-      compute the same loss from them, its gradients are right.
-    - with labels: the global loss. Under `cp_dim` the logits beside it cover this rank's tokens, in the order of
-      `sequence_positions(seq, group=cp)`, for packed documents `(seq, group=cp, layout="balanced", cu_seqlens=...)`;
-      under `loss_parallel` they cover this rank's shard of the vocabulary.
-    - with a KV cache (transformers: past_key_values or use_cache=True, so `generate()`; others: see
+    - without labels: logits [batch, seq, vocab] of the full sequence on every rank. They are differentiable: if all
+      ranks compute the same loss from them, the gradients are correct.
+    - with labels: the global loss. With `cp_dim`, the logits that are returned with it cover this rank's tokens, in the
+      order of `sequence_positions(seq, group=cp)`, for packed documents
+      `(seq, group=cp, layout="balanced", cu_seqlens=...)`. With `loss_parallel` they cover this rank's shard of the
+      vocabulary.
+    - with a KV cache (transformers: past_key_values or use_cache=True, as in `generate()`; other models: see
       `fused_tp.parallelizing.plain_model`), or with fewer tokens than CP ranks: only `tp_dim` shards, and every CP rank
       computes the same. Exception: an empty transformers `DynamicCache`, passed in eval mode under torch.no_grad(), is
-      sharded over the CP ranks, which share the attention over it.
+      sharded over the CP ranks, which then also share the work of attention.
 
-    Packed documents (transformers): `position_ids` [1 or batch, seq] that do not count up by one, with use_cache=False
-    and no attention_mask, or `cu_seq_lens_q`, delimit documents that do not see each other.
+    Packed documents (transformers) are delimited by `cu_seq_lens_q`, or by `position_ids` [1 or batch, seq] that do not
+    increase by one everywhere, with use_cache=False and no attention_mask. Documents do not attend to each other.
 
     Parameters become DTensors on mesh[tp_dim] under their old names, sharded from their current values, which the ranks
-    compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, filled with
-    NaN: then call `load_full_state_dict`, torch.distributed.checkpoint or, with equal random states on all ranks,
-    `init_weights()` or `apply(init)`, which set the same values as in one process. Tied weights stay one parameter.
-    `gather_state_dict(model)` returns the original's state. `save_pretrained(folder)` of a transformers model, which
-    all ranks must call, writes the original's files on global rank 0.
+    compare. They move to the mesh's device. For a model on the meta device, memory is allocated for the shards only and
+    filled with NaN. Then call `load_full_state_dict`, torch.distributed.checkpoint or, with equal random states on all
+    ranks, `init_weights()` or `apply(init)`, which set the same values as in one process. Tied weights stay one
+    parameter. `gather_state_dict(model)` returns the unsharded model's state. `save_pretrained(folder)` of a
+    transformers model writes the unsharded model's files on global rank 0; all ranks must call it.
 
     Gradients: over the TP ranks they are always complete after backward. After the first backward passes and
     periodically (`FUSED_TP_CHECK_BATCH`) the TP ranks compare the gradients of replicated parameters, and ValueError
-    names any difference. Over the CP ranks each rank's gradients are its own tokens' share of the global loss.
-    `grad_sync=True` SUMS the shares in backward; so divide loss terms that do not depend on tokens, such as a penalty
-    on parameters, by the CP size. `grad_sync=False` leaves the shares, each times the CP size, to FSDP2 or DDP over a
-    mesh that includes the CP ranks, which takes the MEAN.
+    names any difference. On each CP rank, gradients come from the rank's own tokens. `grad_sync=True` SUMS them over
+    the CP ranks in backward; so divide loss terms that do not depend on tokens, such as a penalty on parameters, by the
+    CP size. `grad_sync=False` multiplies them by the CP size and leaves the reduction to FSDP2 or DDP over a mesh that
+    includes the CP ranks, which takes the MEAN.
 
     With `grad_sync` backward sums a gradient as soon as it is computed, before DistributedDataParallel, optimizers and
     hooks registered after the first forward see it. The CP ranks compare which parameters they have used, at the same
-    forward passes as above, and at every one of a model that has modules named "expert". Gradients of parameters that
-    only some ranks used are summed at the end of backward, in this and all later steps; under DistributedDataParallel
-    and with hooks on them this is refused. When backward ends, the ranks compare which gradients they have summed
-    (RankMismatchError).
+    forward passes at which they compare batches, or at every forward pass if a module's name contains "expert".
+    Gradients of parameters that only some ranks used are summed at the end of backward, in this and all later steps;
+    under DistributedDataParallel, or with hooks on them, ValueError is raised. When backward ends, the ranks compare
+    which gradients they have summed (RankMismatchError).
 
     Dropout and noise on activations that all TP ranks hold (the residual stream without `sequence_parallel`, routers)
-    must be the same on them: seed the TP ranks equally. Activation checkpointing supports forward passes of different
-    lengths before one backward. Submodules may be called by themselves; under `cp_dim` only in torch.no_grad().
+    must be the same on all TP ranks: seed them equally. Activation checkpointing supports forward passes of different
+    lengths before one backward. Submodules may be called directly; with `cp_dim` only under torch.no_grad().
 
-    A PeftModel, or a model with LoRA adapters of PEFT, keeps its adapters: see `fused_tp.parallelizing.peft`, also for
+    A PeftModel, or a model with LoRA adapters of PEFT, keeps its adapters. See `fused_tp.parallelizing.peft`, also for
     adding adapters to a model that is parallel already.
 
-    `torch.compile(model)` traces a plain model as one graph if the model before `parallelize` is one. With `cp_dim` and
+    `torch.compile(model)` traces a plain model as one graph if it could do so before `parallelize`. With `cp_dim` and
     `grad_sync`, sharding of inputs and gathering of outputs run eagerly, outside of the graph.
 
     Args:
@@ -207,46 +211,48 @@ def parallelize(
             `fused_tp.parallelizing.plain_model`.
         mesh: DeviceMesh with named dims, at least one of `tp_dim`, `cp_dim` and `ep_dim`. Other dims, such as "dp", are
             not used.
-        tp_dim, cp_dim: names of the dims; one that the mesh does not have counts as size 1. A dim of size 1 shards
+        tp_dim, cp_dim: names of the dims; a dim that the mesh does not have counts as size 1. A dim of size 1 shards
             nothing and needs no plan.
-        ep_dim: the dim over whose ranks whole experts are distributed: `tp_dim`, `cp_dim`, or another one, along which
-            ranks have different batches, such as a data parallel dim. None: tensor parallel ranks hold a shard of each
+        ep_dim: dim over which unsharded experts are distributed: `tp_dim`, `cp_dim`, or another dim along which ranks
+            have different batches, such as a data parallel dim. None: tensor parallel ranks hold a shard of each
             expert.
         ulysses_size: number of consecutive ranks of `cp_dim` that share the heads of a TP rank (DeepSpeed Ulysses,
             arXiv:2309.14509). These groups form a ring. The size of `cp_dim`: no ring; 1: a ring of all ranks.
-        plan: "auto" reads the model's `tp_plan`; else a dict {module name: style}, where `*` matches one part of a
+        plan: "auto" reads the model's `tp_plan`; else a dict {module name: style}, where `*` matches one component of a
             name. A style is one of transformers' names ("colwise", "rowwise", "colwise_gather_output",
-            "embedding_rowwise", "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays
-            whole and sees only this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce". A
-            parameter of one dim (attention sinks) takes "colwise"; parameters of experts take "packed_colwise",
-            "colwise" or "rowwise", with "moe_tp_experts" for their module. Packed layers of two or three consecutive
-            parts (gate and up; q, k and v) take "packed_colwise" and "packed_colwise_3".
-        sequence_parallel: also shard the residual stream and the norms, which saves their memory; any sequence length.
-            Blocks that need the whole sequence, or may need it (state spaces, latent attention, experts that are not
-            transformers' own), get the tokens of all TP ranks and return this rank's.
+            "embedding_rowwise", "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. Use
+            "replicated_with_grad_allreduce" for an unsharded module that sees only this rank's heads (a norm of q and
+            k), "colwise" for a 1-D parameter (attention sinks), "moe_tp_experts" for a module of experts with
+            "packed_colwise", "colwise" or "rowwise" for its parameters, and "packed_colwise" or "packed_colwise_3" for
+            layers that pack two or three projections one after the other (gate and up; q, k and v).
+        sequence_parallel: also shard the residual stream and the norms, which saves memory. Any sequence length is
+            supported. Blocks that need the full sequence, or may need it (state spaces, latent attention, experts of
+            classes outside transformers), get the tokens of all TP ranks and return this rank's.
         loss_parallel: leave the logits sharded by vocabulary and compute the loss over the ranks.
         grad_sync: see above.
         parameters: "dtensor" as above; "plain": each is a plain tensor with this rank's shard, for code that does not
             support DTensors (DeepSpeed, Megatron-Core, DistributedDataParallel). See `fused_tp.nn.plain_parameters_`.
-            Sum a norm over all gradients over the TP ranks then: see `fused_tp.nn.clip_grad_norm_`. Optimizers must be
+            A gradient norm must then be summed over the TP ranks: use `fused_tp.nn.clip_grad_norm_`. Optimizers must be
             elementwise, and DistributedDataParallel must be over the data parallel ranks only; else ValueError is
-            raised before the first step. A penalty on norms of weights covers each rank's shard only, undetected.
-        verify: compare the sharded model with the whole one: both compute a few pseudo-random tokens without gradients,
-            in the model's current mode, or without dropout or in eval mode if it draws random numbers. "auto": if the
-            whole model has values, accepts such tokens, and computes them within two seconds; else a log line gives the
-            reason. True: raise if it cannot be compared. A dict: keyword arguments of forward to compare on. Then
-            the first calls with gradients are compared, on their own arguments: each rank gathers the weights
-            temporarily, and computes outputs and gradients as before sharding, with later changes of the model. This
-            costs about a step of the whole model; a log line gives the reason if it is left out. Both comparisons leave
-            random states, modes, buffers and gradients unchanged. False: compare neither.
+            raised before the first step. Not detected: a loss term with norms of weights, which covers each rank's
+            shard only.
+        verify: compare the sharded model with the unsharded one, in two ways. First, both compute a few pseudo-random
+            tokens without gradients, in the model's current mode, or without dropout or in eval mode if the model draws
+            random numbers. Second, the first calls with gradients are compared on their own arguments: each rank
+            temporarily gathers the weights, and computes outputs and gradients as before sharding, with later changes
+            of the model. This costs about one step of the unsharded model. Both comparisons leave random states, modes,
+            buffers and gradients unchanged. "auto": make the first comparison if the unsharded model has values,
+            accepts such tokens, and computes them within two seconds. If a comparison is skipped, a log line states the
+            reason. True: raise if the first comparison is not possible. A dict: keyword arguments of forward for the
+            first comparison. False: skip both.
 
     Raises:
         TypeError: an argument has the wrong type; the model is sharded already.
-        RankMismatchError: the ranks have made different models, or initialised them from different random states.
-        ValueError: an unsupported request, before anything is changed: a mesh without these dims, TP sizes that do not
-            divide the heads, a style or module that the plan cannot contain, sequence sharding that the model does not
-            support. Or the sharded model differs from the whole one (`verify`), also in the first calls with
-            gradients; do not use it then.
+        RankMismatchError: the ranks have created different models, or initialised them from different random states.
+        ValueError: an unsupported argument, before anything is changed: a mesh without these dims, TP sizes that do not
+            divide the heads, an unsupported style or module in the plan, sequence sharding that the model does not
+            support. Or the sharded model differs from the unsharded one (`verify`), also in the first calls with
+            gradients; do not use the model then.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp"))
@@ -267,12 +273,12 @@ def parallelize(
         verify=verify,
     )
     peft = _peft()
-    # The layers of a PeftModel, with their adapters, are in the model inside.
+    # A PeftModel wraps the model that has the layers and their adapters.
     base: nn.Module = peft.base_model(model) if peft and isinstance(model, peft.PeftModel) else model
     options = _check(base, mesh, keywords)
     tp_mesh, cp_mesh = options.parallelism.tp_mesh, options.parallelism.cp_mesh
     with compared(base, verify, options.sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
-        # Expert parallel ranks of their own have other batches, so that no rank can compute the whole step.
+        # Along a separate expert parallel dim ranks have different batches, so no rank can compute the full step alone.
         can_replay = verify is not False and options.meshes and options.own_ep_mesh is None
         unsharded = UnshardedModel(base) if can_replay else None
         planned = _plan(base, options)
@@ -288,69 +294,72 @@ def parallelize(
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, keywords: Keywords) -> _Options:
-    """Check the request without changing anything, except what depends on names in the model (`_plan`)."""
+    """Check the arguments of `parallelize` without changing anything; `_plan` checks those that refer to names."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
-    asked = {key: getattr(keywords, key) for key in ("sequence_parallel", "loss_parallel")}
-    check_bool(**asked, grad_sync=keywords.grad_sync)
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+    requested = {key: getattr(keywords, key) for key in ("sequence_parallel", "loss_parallel")}
+    check_bool(**requested, grad_sync=keywords.grad_sync)
     if keywords.parameters not in ("dtensor", "plain"):
-        raise ValueError(f"parameters is {keywords.parameters!r}; it must be 'dtensor' or 'plain'.")
+        raise ValueError(f"parameters must be 'dtensor' or 'plain', got {keywords.parameters!r}.")
     check_verify(keywords.verify)
     tp_mesh, cp_mesh, ep_mesh = find_dims(mesh, keywords.tp_dim, keywords.cp_dim, keywords.ep_dim)
     if keywords.parameters == "plain" and ep_mesh is not None and ep_mesh is not tp_mesh:
         raise ValueError(
-            f"parameters='plain' with experts distributed over ep_dim={keywords.ep_dim!r}: what averages gradients "
-            "over these ranks would average those of different experts. Distribute them over tensor parallel ranks, or "
-            "have DTensors."
+            f"parameters='plain' is not supported with experts distributed over ep_dim={keywords.ep_dim!r}: a wrapper "
+            "that averages gradients over these ranks would average those of different experts. Use "
+            f"ep_dim={keywords.tp_dim!r}, or parameters='dtensor'."
         )
     from_meta = any(parameter.is_meta for parameter in model.parameters())
     parallelism = Parallelism(tp_mesh, cp_mesh, False, False, keywords.grad_sync)
     options = _Options(keywords, mesh, parallelism, ep_mesh, from_meta)
     check_equal_models(model, options.sharing)  # first, as later checks may raise on some ranks only
-    if tp_mesh is None and any(asked.values()):
+    if tp_mesh is None and any(requested.values()):
         if keywords.tp_dim not in (mesh.mesh_dim_names or ()):
-            first = next(key for key, value in asked.items() if value)
-            raise ValueError(f"{first}=True needs tensor parallel ranks, and mesh has no dim {keywords.tp_dim!r}.")
-        asked = dict.fromkeys(asked, False)  # nothing to shard over one rank
+            first = next(key for key, value in requested.items() if value)
+            raise ValueError(
+                f"{first}=True needs tensor parallel ranks, but mesh has no dim {keywords.tp_dim!r}. Add it, or pass "
+                "tp_dim=."
+            )
+        requested = dict.fromkeys(requested, False)  # nothing to shard over one rank
     _check_unwrapped(model)
     size = keywords.ulysses_size
     check_ulysses(model, size, *(1 if one is None else one.size() for one in (cp_mesh, tp_mesh)))
     ulysses = None if cp_mesh is None or size == 1 else split_for_ulysses(cp_mesh, size)
-    return replace(options, parallelism=replace(parallelism, **asked, ulysses=ulysses))
+    return replace(options, parallelism=replace(parallelism, **requested, ulysses=ulysses))
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    """Refuse a model that wrappers hold, or that is parallel already."""
-    compiled = sys.modules.get("torch._dynamo.eval_frame")  # before its import nothing has been compiled
+    """Raise TypeError if `model` is wrapped by DistributedDataParallel or torch.compile, or parallel already."""
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # if it was never imported, nothing has been compiled
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError(
-                "model is in a DistributedDataParallel, which holds the parameters that parallelize replaces; "
-                "parallelize the model inside, and wrap that."
+                "model is wrapped by DistributedDataParallel, which holds the parameters that parallelize replaces. "
+                "Call parallelize on the model inside, then wrap the result."
             )
         if compiled is not None and isinstance(module, compiled.OptimizedModule):
             raise TypeError(
-                "model is, or holds, what torch.compile has returned, in which names differ from the plan's. "
-                "Parallelize the model first, and compile it after: torch.compile(parallelize(model, mesh))."
+                "model is, or contains, a module returned by torch.compile, whose names differ from those in the plan. "
+                "Call parallelize before torch.compile: torch.compile(parallelize(model, mesh))."
             )
     if is_parallelized(model):
-        raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
+        raise TypeError("model, or a submodule of it, is parallel already. Pass an unsharded model.")
 
 
 def _plan(model: nn.Module, options: _Options) -> _Planned:
-    """Plan the sharding of `model`, and check the plan in full, before the first module is changed."""
-    parallelism, asked = options.parallelism, options.keywords.plan
+    """Plan the sharding of `model`, and check the plan completely, before the first module is changed."""
+    parallelism, given_plan = options.parallelism, options.keywords.plan
     tp_mesh = parallelism.tp_mesh
     peft = _peft()
     adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
-    # Without TP ranks the model's own plan is used to locate the attention of a plain model; a transformers model does
-    # not need it.
-    has_plan = asked != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
+    # Without TP ranks, the plan is only used to locate the attention modules of a plain model; a transformers model
+    # does not need it.
+    has_plan = given_plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     ranks = 1 if tp_mesh is None else tp_mesh.size()
     sequence: SequenceSharding
     with adapters.taken_out() if adapters else nullcontext():
-        plan = resolve_plan(model, asked) if tp_mesh is not None or has_plan else ShardingPlan()
+        plan = resolve_plan(model, given_plan) if tp_mesh is not None or has_plan else ShardingPlan()
         experts = _plan_experts(model, options, plan)
         if tp_mesh is not None:
             plan = settle_between(model, plan, shards_logits=parallelism.loss_parallel)
@@ -359,7 +368,7 @@ def _plan(model: nn.Module, options: _Options) -> _Planned:
         with without_input_hooks(model):
             check_layers(model, plan, ranks)
         check_buffers(model, hf=hf)
-        if hf:  # before `find_blocks`, which may ask for a style that would not help
+        if hf:  # before `find_blocks`, whose message may request a style for a model that is not supported at all
             check_transformers_model(model, plan.modules, parallelism)
         rows_travel = experts is not None and experts.mesh is not tp_mesh
         blocks = find_blocks(model, plan, rows_travel=rows_travel) if parallelism.sequence_parallel else ([], [])
@@ -380,7 +389,7 @@ def _plan(model: nn.Module, options: _Options) -> _Planned:
 
 
 def _plan_experts(model: nn.Module, options: _Options, plan: ShardingPlan) -> ExpertDistribution | None:
-    """Distribution of whole experts over `ep_mesh`, for which `plan` is adapted; None without these ranks."""
+    """Return the distribution of experts over `ep_mesh`, and adapt `plan` to it; None without an `ep_mesh`."""
     ep_dim, ep_mesh, tp_mesh = options.keywords.ep_dim, options.ep_mesh, options.parallelism.tp_mesh
     if ep_mesh is None:
         if ep_dim is None or tp_mesh is not None:
@@ -394,7 +403,7 @@ def _plan_experts(model: nn.Module, options: _Options, plan: ShardingPlan) -> Ex
 
 
 def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding | None:
-    """Replace layers and parameters as planned. Return the sharding over TP ranks, None without such ranks."""
+    """Replace layers and parameters as planned. Return the sharding over TP ranks, or None without TP ranks."""
     plan, experts, sequence, adapters = planned.modules, planned.experts, planned.sequence, planned.adapters
     tp_mesh, plain = options.parallelism.tp_mesh, options.keywords.parameters == "plain"
     sequence.prepare(model)
@@ -420,9 +429,9 @@ def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding |
             adapters.shard(sharding, memo)
     elif experts is not None:
         distribute_experts(model, experts)
-        # Make all parameters DTensors on one mesh: clipping and optimizers do not accept two kinds at once. But with
-        # grad_sync=False, FSDP2 shards the other parameters over these ranks itself, and needs plain ones.
-        # Plan entries of other modules apply to tensor parallel ranks only.
+        # Clipping and optimizers do not accept a mix of DTensors and plain tensors, so convert all parameters, the
+        # experts first. Exception: with grad_sync=False, FSDP2 shards the other parameters over these ranks itself, and
+        # needs plain tensors. `plan` is not used here: its entries apply to tensor parallel ranks.
         for name in experts.names:
             module = model.get_submodule(name)
             whole = ShardingPlan(parameters=dict.fromkeys(module._parameters, "grouped_gemm"))
@@ -449,8 +458,8 @@ def _add_hooks(
 ) -> None:
     """Register the hooks that shard each forward pass, check it, and sum gradients.
 
-    Hooks that are registered later with `prepend` run earlier: changed parameters are refused first, then batches are
-    compared, then steps replayed, then the sequence is sharded.
+    Hooks that are registered later with `prepend` run earlier. So the order in a forward pass is: check for changed
+    parameters, compare batches, replay the step on the unsharded model, shard the sequence.
     """
     parallelism, meshes = options.parallelism, options.meshes
     if parallelism.shards_sequence or parallelism.computes_loss:
@@ -482,7 +491,8 @@ def _add_hooks(
     users: Any = model
     users.no_sync = partial(no_sync, model)
     for module in model.modules():
-        if next(module.parameters(), None) is not None:  # models may share others, such as OpenAI GPT's activations
+        # Do not mark modules without parameters: several models may share one, such as OpenAI GPT's activation.
+        if next(module.parameters(), None) is not None:
             setattr(module, MARK, parallelism)
     setattr(model, SHARDING, sharding)
     if unsharded is not None:
@@ -490,7 +500,7 @@ def _add_hooks(
 
 
 def _peft() -> ModuleType | None:
-    """The integration of PEFT, or None if PEFT has not been imported: then no model has adapters."""
+    """Return our module for PEFT, or None if PEFT has not been imported, so that no model has adapters."""
     if "peft" not in sys.modules:
         return None
     from fused_tp.parallelizing import peft

@@ -5,13 +5,13 @@ tensors are communicated:
 
 | base layer | A [r, in]        | B [out, r]        | communicated                         | with sequence parallelism |
 |------------|------------------|-------------------|--------------------------------------|---------------------------|
-| column     | whole            | sharded along out | backward: the sum of A(x)'s gradient | A(x), gathered            |
-| row        | sharded along in | whole             | the sum of A(x)                      | A(x), reduce-scattered    |
-| whole      | whole            | whole             | nothing                              | nothing                   |
+| column     | replicated       | sharded along out | backward: the sum of A(x)'s gradient | A(x), gathered            |
+| row        | sharded along in | replicated        | the sum of A(x)                      | A(x), reduce-scattered    |
+| replicated | replicated       | replicated        | nothing                              | nothing                   |
 
 PEFT's own code adds, scales, merges, switches and loads adapters; parameters have the same names and shapes as in a
-model on one rank. LoRA layers, and copies in `modules_to_save`, are taken out of the model while it is checked and
-sharded, so that plans contain the names of the model alone.
+model on one rank. LoRA layers, and copies in `modules_to_save`, are removed from the model while it is checked and
+sharded, so that plans contain the names of the model without adapters.
 
     # before: with adapters from get_peft_model, PeftModel.from_pretrained or model.add_adapter
     parallelize(peft_model, mesh)
@@ -42,7 +42,7 @@ from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.parallelizing.checks.model_check import check_equal_models
-from fused_tp.parallelizing.layers import Sharding, part_of, replicate_module, shard_layer
+from fused_tp.parallelizing.layers import Sharding, replicate_module, shard_behind, shard_layer
 from fused_tp.parallelizing.marks import MARK, SHARDING
 from fused_tp.parallelizing.readers import parameters_read
 from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, spec_of, unread_of
@@ -55,23 +55,22 @@ Config = TypeVar("Config", bound=LoraConfig)
 # Attribute of a PEFT wrapper that holds the model's own module.
 _BASE = {BaseTunerLayer: "base_layer", AuxiliaryTrainingWrapper: "original_module"}
 _WRAPPERS = tuple(_BASE)
-# Fields of a LoraConfig that ask for more than LoRA on linear layers.
-_MORE = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
+# Fields of a LoraConfig that request more than LoRA on linear layers.
+_UNSUPPORTED_FIELDS = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
 
 
 def base_model(model: PeftModel) -> nn.Module:
     """Return the model inside a PeftModel, to be parallelized.
 
     Raises:
-        ValueError: the PeftModel has more than LoRA adapters, such as a learned prompt.
+        ValueError: the PeftModel has other adapters than LoRA, such as a learned prompt.
     """
     kinds = {name: str(config.peft_type.value) for name, config in model.peft_config.items()}
     other = next((name for name, kind in kinds.items() if kind != "LORA"), None)
     if other is not None:
         raise ValueError(
-            f"The adapter {other!r} is of the kind {kinds[other]}, of which parallelize does not know what tensor and "
-            "context parallel ranks compute; it serves LoRA. Parallelize the model without it: see unload(), and "
-            "get_base_model() for prompts."
+            f"The adapter {other!r} has the type {kinds[other]}; parallelize supports LORA only. Remove the adapter "
+            "before parallelize: use unload(), or get_base_model() for prompts."
         )
     inner: nn.Module = model.get_base_model()
     return inner
@@ -92,7 +91,10 @@ class Adapters:
 
     @contextmanager
     def taken_out(self) -> Iterator[None]:
-        """Context in which the model has its own modules; afterwards the wrappers hold their replacements."""
+        """Context manager in which the wrapped modules take the place of the wrappers in the model.
+
+        On exit the wrappers are put back, around the modules that have replaced the wrapped ones meanwhile.
+        """
         places = [
             (parent, key, child)
             for parent in self.model.modules()
@@ -111,11 +113,11 @@ class Adapters:
                 parent._modules[key] = wrapper
 
     def check(self, whole_blocks: Collection[str]) -> None:
-        """Refuse wrappers of modules that are used other than by a call. Call it inside `taken_out`.
+        """Check that wrapped modules are used by calls only. Call it inside `taken_out`.
 
         Raises:
-            ValueError: a module reads the parameters of a wrapped one by itself; a wrapped one is a block that runs on
-                the whole sequence.
+            ValueError: another module's forward reads the parameters of a wrapped module; or a wrapped module is a
+                block that runs on the full sequence.
         """
         for name in self.wrappers:
             _check_no_block(name, whole_blocks)
@@ -126,12 +128,12 @@ class Adapters:
                 owner = path.rpartition(".")[0]
                 if owner in self.wrappers and path not in unread:
                     raise ValueError(
-                        f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, so what PEFT has put around "
-                        f"{owner!r} would not be used. Leave {owner!r} out of the LoraConfig."
+                        f"{type(module).__name__} ({name!r}) reads {parameter!r} directly, so the PEFT adapter of "
+                        f"{owner!r} would not be used. Remove {owner!r} from the LoraConfig."
                     )
 
     def plan(self, plan: ShardingPlan) -> ShardingPlan:
-        """Plan for the modules that the wrappers add to a model with `plan`.
+        """Return the plan for the modules that the wrappers add to a model with `plan`.
 
         Raises:
             ValueError: a wrapped module has a torch ParallelStyle, which does not define how to shard adapters.
@@ -141,8 +143,8 @@ class Adapters:
             style = plan.modules.get(name)
             if isinstance(style, ParallelStyle):
                 raise ValueError(
-                    f"The plan gives {name!r} a ParallelStyle, and PEFT has put an adapter on it: how that is to be "
-                    "sharding is not known. Give it the name of a style, such as 'colwise'."
+                    f"{name!r} has a PEFT adapter and a ParallelStyle in the plan, which does not specify how to shard "
+                    "the adapter. Use the name of a style, such as 'colwise'."
                 )
             for key, _ in _added(wrapper):
                 own = _style_of(key, style)
@@ -169,9 +171,9 @@ class WrapperPlace:
     sharding: Sharding
 
     def shard(self, key: str, module: nn.Module, memo: Memo) -> nn.Module:
-        """Return `module`, sharded or replicated, for `key` of the wrapper."""
+        """Return the sharded or replicated counterpart of `module`, which the wrapper adds at `key`."""
         style = _style_of(key, self.sharding.plan.modules.get(self.name))
-        # A copy of the model's own module has the same input, so it is sharded under the name of that module.
+        # A copy in modules_to_save has the same input as the wrapped module, so it is sharded under that module's name.
         name = f"{self.name}.{key}" if key.startswith("lora_") else self.name
         if isinstance(style, str):
             module = shard_layer(name, module, style, self.sharding, memo)
@@ -180,7 +182,10 @@ class WrapperPlace:
 
 
 class ParallelLoraLinear(Linear):
-    """PEFT's LoRA layer around a sharded or whole layer of a parallel model. (PEFT looks for "Linear" in the name.)"""
+    """PEFT's LoRA layer around a sharded or replicated layer of a parallel model.
+
+    PEFT checks that the class name contains "Linear".
+    """
 
     place: WrapperPlace
 
@@ -188,14 +193,14 @@ class ParallelLoraLinear(Linear):
         """Add an adapter, as PEFT does, and shard it.
 
         Raises:
-            ValueError: the config asks for more than LoRA on linear layers; low_cpu_mem_usage=True.
+            ValueError: the config requests more than LoRA on linear layers; low_cpu_mem_usage=True.
             RankMismatchError: the ranks have drawn different initial values.
         """
         check_config(config)
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **keywords)
         sharding = self.place.sharding
         if any(p.is_meta for p in self.lora_A[adapter_name].parameters()):
-            raise ValueError("Adapters cannot be sharded on the meta device; leave low_cpu_mem_usage=True out.")
+            raise ValueError("Adapters on the meta device are not supported. Omit low_cpu_mem_usage=True.")
         made = {key: module for key, module in _added(self) if key.endswith(f".{adapter_name}")}
         check_equal_models(nn.ModuleList(made.values()), sharding.meshes)
         memo: Memo = WeakIdKeyDictionary()
@@ -211,21 +216,21 @@ class ParallelLoraLinear(Linear):
             sharding.sequence.set_head(self)
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
-        return module.in_features, module.out_features  # of the whole layer
+        return module.in_features, module.out_features  # sizes of the unsharded layer
 
     def _cast_input_dtype(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        # In attention, x is a stand-in for a shard of the sequence; the base layer resolves it by itself.
-        cast: Tensor = super()._cast_input_dtype(part_of(x), dtype)
+        # In attention modules, x may be a stand-in for the shard. The base layer replaces it in a hook; A needs this.
+        cast: Tensor = super()._cast_input_dtype(shard_behind(x), dtype)
         return cast
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **keywords: Any) -> Tensor:
-        """Apply to each row its adapter, in the same order on all ranks; PEFT uses the order of a set."""
+        """Apply each row's adapter. Adapters run in sorted order, because PEFT's order of a set differs over ranks."""
         result: Tensor = self.base_layer(x, *args)
         for name in sorted(set(adapter_names) & self.lora_A.keys()):
             rows = torch.tensor(
                 [i for i, one in enumerate(adapter_names) if one == name], dtype=torch.int64, device=x.device
             )
-            given = self.lora_dropout[name](part_of(x)[rows].to(self.lora_A[name].weight.dtype))
+            given = self.lora_dropout[name](shard_behind(x)[rows].to(self.lora_A[name].weight.dtype))
             added = self.lora_B[name](self.lora_A[name](given)) * self.scaling[name]
             result = result.index_add(0, rows, added.to(result.dtype))
         return result
@@ -238,7 +243,7 @@ def parallel_config(model: nn.Module, config: Config) -> Config:
 
     Raises:
         TypeError: `model` is not parallel.
-        ValueError: the config asks for more than LoRA on linear layers.
+        ValueError: the config requests more than LoRA on linear layers.
 
     Example:
         >>> parallelize(model, mesh)
@@ -248,18 +253,18 @@ def parallel_config(model: nn.Module, config: Config) -> Config:
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not hasattr(inner, SHARDING):
-        raise TypeError("model has not been parallelized, so PEFT's own get_peft_model(model, config) is right for it.")
+        raise TypeError("model is not parallel. Use PEFT's get_peft_model(model, config) directly.")
     check_config(config)
     sharding: Sharding | None = getattr(inner, SHARDING)
     if sharding is not None:
         if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
             config.target_modules = _linear_layers(inner)
-        config._register_custom_module({nn.Module: _Maker(sharding)})
+        config._register_custom_module({nn.Module: _LoraLayerFactory(sharding)})
     return config
 
 
 def _linear_layers(model: Any) -> set[str]:
-    """Names of all linear layers but the output layer, including those that have adapters already."""
+    """Return the names of all linear layers but the output layer, including layers that have adapters already."""
     kinds = (nn.Linear, Linear)
     wrappers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _WRAPPERS))
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and not name.startswith(wrappers)]
@@ -267,8 +272,8 @@ def _linear_layers(model: Any) -> set[str]:
     return {name for name, module in named if module is not head}
 
 
-class _Maker:
-    """Makes LoRA layers of a parallel model; PEFT calls it."""
+class _LoraLayerFactory:
+    """Function object that creates the LoRA layers of a parallel model; PEFT calls it."""
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
@@ -277,7 +282,7 @@ class _Maker:
         name: str = keywords["target_name"]
         whole = isinstance(base, nn.Linear) and type(base).__name__ == "Linear"
         if not (whole or type(base) in (ColumnParallelLinear, RowParallelLinear)):
-            raise ValueError(f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Leave it out of target_modules.")
+            raise ValueError(f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Remove it from target_modules.")
         _check_no_block(name, self.sharding.sequence.whole_blocks)
         layer = ParallelLoraLinear.__new__(ParallelLoraLinear)
         layer.place = WrapperPlace(name, self.sharding)  # read by `update_layer`, which __init__ calls
@@ -286,10 +291,10 @@ class _Maker:
 
 
 def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keywords: Any) -> None:
-    """Save a PeftModel on a parallel model, to the same files as on one rank.
+    """Save a PeftModel of a parallel model to the same files as on one rank.
 
-    All ranks must call it; global rank 0 gathers the adapters on the CPU, and writes. `parallelize` makes it the
-    `save_pretrained` of a PeftModel.
+    All ranks must call it; global rank 0 gathers the adapters on the CPU and writes them. `parallelize` makes this
+    function the `save_pretrained` of a PeftModel.
     """
     call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
     given = call.arguments.setdefault("kwargs", {})
@@ -312,31 +317,31 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
 
 # ---- unsupported adapters -------------------------------------------------------------------------------------------
 
-_ONLY_LINEAR = "a parallel model serves LoRA on nn.Linear only."
+_ONLY_LINEAR = "a parallel model supports LoRA on nn.Linear only."
 
 
 def check_config(config: LoraConfig) -> None:
-    """Refuse a config that asks for more than LoRA on the linear layers of a parallel model.
+    """Check that `config` requests only LoRA on the linear layers of a parallel model.
 
     Raises:
         TypeError: `config` is not a LoraConfig.
-        ValueError: names the unsupported field.
+        ValueError: a field is not supported; the message names it.
     """
     if type(config) is not LoraConfig:
-        raise TypeError(f"config is a {type(config).__name__}; a parallel model serves LoraConfig only.")
+        raise TypeError(f"A parallel model supports LoraConfig only, got {type(config).__name__}.")
     variants = [one.name for one in fields(config) if one.metadata.get("is_lora_variant")]
-    asked = next((name for name in (*variants, *_MORE) if getattr(config, name, None)), None)
-    if asked is not None:
-        before = " Or give modules_to_save to PEFT before parallelize." if asked == "modules_to_save" else ""
+    unsupported = next((name for name in (*variants, *_UNSUPPORTED_FIELDS) if getattr(config, name, None)), None)
+    if unsupported is not None:
+        before = ", or apply the config before parallelize" if unsupported == "modules_to_save" else ""
         raise ValueError(
-            f"The LoraConfig has {asked}={getattr(config, asked)!r}, which is not served on a model that has been "
-            f"parallelized. Leave it out.{before}"
+            f"The LoraConfig has {unsupported}={getattr(config, unsupported)!r}, which is not supported on a model "
+            f"that is parallel already. Omit it{before}."
         )
     how = config.init_lora_weights
     if not (isinstance(how, bool) or how == "gaussian"):
         raise ValueError(
-            f"The LoraConfig has init_lora_weights={how!r}, which looks at weights that have been sharded. Give "
-            "adapters to the model before parallelize, or pass init_lora_weights=True."
+            f"The LoraConfig has init_lora_weights={how!r}, which reads full weights and is not supported on a sharded "
+            "model. Add the adapters before parallelize, or pass init_lora_weights=True."
         )
 
 
@@ -345,25 +350,25 @@ def _check_wrapper(name: str, wrapper: Any) -> None:
     if isinstance(wrapper, BaseTunerLayer):
         variants = [type(one).__name__ for one in getattr(wrapper, "lora_variant", {}).values()]
         if type(wrapper) is not Linear or variants:
-            what = f"{kind} ({variants[0]})" if variants else kind
+            shown = f"{kind} ({variants[0]})" if variants else kind
             raise ValueError(
-                f"PEFT has made a {what} of {name!r}; {_ONLY_LINEAR} Leave {name!r} and its like out of the config, or "
-                "bring the adapters into the weights: see merge_and_unload()."
+                f"PEFT has wrapped {name!r} in a {shown}; {_ONLY_LINEAR} Remove {name!r} and similar modules from the "
+                "config, or merge the adapters into the weights by merge_and_unload()."
             )
     elif type(wrapper) is not ModulesToSaveWrapper or next(wrapper.original_module.children(), None) is not None:
         raise ValueError(
-            f"PEFT has made a {kind} of {name!r} ({type(wrapper._modules[_base_key(wrapper)]).__name__}); a parallel "
-            "model serves modules_to_save that have no modules inside, such as 'lm_head', and no trainable tokens. "
-            "Name the modules inside of it."
+            f"PEFT has wrapped {name!r} ({type(wrapper._modules[_base_key(wrapper)]).__name__}) in a {kind}. A "
+            "parallel model supports only modules_to_save without submodules, such as 'lm_head', and no trainable "
+            f"tokens. Pass the names of the submodules of {name!r} instead."
         )
 
 
 def _check_no_block(name: str, whole_blocks: Collection[str]) -> None:
-    # The block's hooks would have to be on the wrapper, which merging removes, and not on the layer.
+    # The hooks of a full-sequence block would have to be on the wrapper, but unloading an adapter removes the wrapper.
     if name in whole_blocks:
         raise ValueError(
-            f"sequence_parallel=True: {name!r} runs on the whole sequence, and an adapter on it would be given a part. "
-            f"Leave {name!r} out of the LoraConfig, or pass sequence_parallel=False."
+            f"sequence_parallel=True does not support an adapter on {name!r}, which runs on the full sequence: the "
+            f"adapter would get a shard. Remove {name!r} from the LoraConfig, or pass sequence_parallel=False."
         )
 
 
@@ -372,13 +377,13 @@ def _base_key(wrapper: nn.Module) -> str:
 
 
 def _added(wrapper: Any) -> list[tuple[str, nn.Module]]:
-    """Modules that a wrapper adds to the one that it holds, with their paths in the wrapper."""
+    """Return (path in the wrapper, module) for each module that `wrapper` adds to the wrapped one."""
     kinds = ("lora_A", "lora_B") if isinstance(wrapper, Linear) else ("modules_to_save",)
     return [(f"{kind}.{name}", module) for kind in kinds for name, module in getattr(wrapper, kind).items()]
 
 
 def _style_of(key: str, base: Style | None) -> Style | None:
-    """Style of the module that a wrapper adds at `key` to a module of the style `base`."""
+    """Return the style of the module that a wrapper adds at `key` to a module with the style `base`."""
     spec = spec_of(base)
     if key.startswith("lora_A") and (spec.shard_dim == 0 or spec.shares_rotary):
         return None

@@ -1,23 +1,25 @@
 """Models in plain torch: the contract of their forward, and their attention over a ring of ranks.
 
-Tensor parallelism requires two things, since a rank has some of the heads and features, consecutive rows of the weight:
+Under tensor parallelism each rank holds consecutive rows of a weight: some of the heads and features. So the model must
+do two things:
 
-- `forward` takes head counts from the width of a projection's output, as in
+- `forward` computes the number of heads from the width of a projection's output, as in
   `q_proj(x).unflatten(-1, (-1, head_dim))`.
-- Between two sharded layers it treats heads and features independently. A norm over all features computes something
-  else on a shard; so does `chunk` of one layer for q, k and v, or for gate and up. Split such a layer into several.
+- Between two sharded layers it treats heads and features independently. A norm over all features gives another result
+  on a shard; so does `chunk` of one layer for q, k and v, or for gate and up. Split such a layer into several.
 
 Sequence and context parallelism also require:
 
 - forward(tokens [batch, seq], ..., positions [seq] or [batch, seq]) -> tensors [batch, seq, ...], in any nesting.
-  Other outputs, such as a mean over tokens, are refused, except a scalar loss without context parallelism. The argument
-  is called `positions` or `position_ids`, and is the only source of a token's place in the sequence.
+  Other outputs, such as a mean over tokens, raise ValueError, except a scalar loss without context parallelism. The
+  argument is called `positions` or `position_ids`; forward must derive the position of a token only from it.
 - Attention is `torch.nn.functional.scaled_dot_product_attention` of q, k, v [batch, heads, seq, head_dim] with
-  is_causal=True, or with neither a mask nor is_causal, called inside the parent modules of planned layers.
+  is_causal=True, or with neither a mask nor is_causal. It is called inside the parent modules of planned layers.
 - With sequence parallelism, a module that owns `q_proj` (`wq`, ...) passes its first argument to it unchanged.
 - A KV cache, if any, is the argument `cache`, `kv_cache` or `past_key_values`; a forward pass with one is not sharded.
 - For `labels` with context parallelism or loss_parallel: `self.loss_function(logits, labels, vocab_size, ...)` is the
-  mean cross entropy of token i's logits against label i + 1, as in transformers. A loss over all ranks replaces it.
+  mean cross entropy of token i's logits against label i + 1, as in transformers. `parallelize` replaces it by a loss
+  over all ranks.
 """
 
 from __future__ import annotations
@@ -47,56 +49,61 @@ CACHES = ("cache", "kv_cache", "past_key_values")
 
 
 def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
-    """Refuse a model that visibly breaks the contract above.
+    """Check, as far as the code of `model` shows, that it keeps the contract above.
 
     Raises:
-        ValueError: names the missing part.
+        ValueError: it does not; the message names the requirement.
     """
     kind = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
     if parallelism.shards_sequence and not any(name in parameters for name in POSITIONS):
-        asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
+        requested = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
         raise ValueError(
-            f"{kind}.forward has no argument `positions` or `position_ids`, which {asked} needs: a rank holds a part "
-            "of the sequence and must be told where in the sequence it lies."
+            f"{kind}.forward must have an argument `positions` or `position_ids` for {requested}: each rank passes the "
+            "positions of its shard of the sequence. Add the argument."
         )
     mixes = next((name for name, m in model.named_modules() if _mixes_tokens(m)), None)
     if parallelism.shards_sequence and mixes is not None:
         raise ValueError(
-            f"{mixes!r} ({type(model.get_submodule(mixes)).__name__}) mixes tokens by other means than attention, "
-            "which a rank that holds a part of the sequence cannot; use neither cp_dim nor sequence_parallel."
+            f"{mixes!r} ({type(model.get_submodule(mixes)).__name__}) combines tokens by other means than attention, "
+            "which is not supported on a shard of the sequence. Use neither cp_dim nor sequence_parallel."
         )
     for name, style in plan.items():
         _check_not_split(model, name, spec_of(style))
     heads = _heads(plan)
-    for asked in ("sequence_parallel", "loss_parallel"):
-        if getattr(parallelism, asked) and len(heads) != 1 and not hasattr(model, PASSES_ON):
+    for requested in ("sequence_parallel", "loss_parallel"):
+        if getattr(parallelism, requested) and len(heads) != 1 and not hasattr(model, PASSES_ON):
             raise ValueError(
-                f"{asked}=True needs one output layer with the style 'colwise_gather_output' in the plan; it has "
-                f"{len(heads)}."
+                f"{requested}=True needs exactly one module (the output layer) with the style 'colwise_gather_output' "
+                f"in the plan, got {len(heads)}."
             )
     if parallelism.loss_parallel and not callable(getattr(model, "loss_function", None)):
         raise ValueError(
             f"loss_parallel=True needs {kind}.loss_function(logits, labels, vocab_size), which parallelize replaces by "
-            "the cross entropy over all ranks' vocabulary; it has none."
+            "the cross entropy over all ranks' vocabulary. Define it and call it in forward."
         )
 
 
 def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
-    """Refuse to shard a packed column layer (q, k and v) as one layer, and code that splits its output by the widths of
-    the whole model."""
+    """Check how the parent module splits the output of the column layer `name`.
+
+    Raises:
+        ValueError: the layer is packed (q, k and v) but sharded as one layer; or its output is split by the widths of
+            the unsharded model.
+    """
     parent, _, leaf = name.rpartition(".")
     if spec.shard_dim != 0 or spec.gathers_output or spec.needs is not nn.Linear:
         return
     owner = type(model.get_submodule(parent))
-    taken_apart = splits_output(owner, leaf)
-    if taken_apart is None or (spec.parts > 1 and taken_apart == "chunk"):
+    splitter = splits_output(owner, leaf)
+    if splitter is None or (spec.parts > 1 and splitter == "chunk"):
         return
     raise ValueError(
-        f"{owner.__name__} takes what {name!r} returns apart by {taken_apart}(), and the plan shards {name!r} "
-        + ("into parts, of which a rank has a share each" if spec.parts > 1 else "as one layer, of consecutive rows")
-        + ". Take it apart by .chunk(3, dim=-1) (or 2, of gate and up), which goes by the width that a rank has, and "
-        f"give {name!r} the style 'packed_colwise_3' (or 'packed_colwise'); or make it a layer for each part."
+        f"{owner.__name__} splits the output of {name!r} by {splitter}(), which is not supported: the plan shards "
+        f"{name!r} "
+        + ("by chunks, so the widths on a rank are smaller" if spec.parts > 1 else "as one layer, by consecutive rows")
+        + ". Split by .chunk(3, dim=-1) for q, k and v, or .chunk(2, dim=-1) for gate and up, which use the width on "
+        f"the rank, and give {name!r} the style 'packed_colwise_3' or 'packed_colwise'; or use separate layers."
     )
 
 
@@ -120,12 +127,13 @@ class PlainSequence(SequenceSharding):
         self.has_loss = callable(getattr(model, "loss_function", None))
 
     def adapt(self, model: nn.Module) -> None:
-        """Replace the model's attention and loss. Its layers have been replaced already."""
+        """Replace the attention and loss of `model`, whose layers have been replaced already."""
         parallelism = self.parallelism
         heads = _heads(self.plan)
         self.head = sharded_head(model.get_submodule(heads[0]) if len(heads) == 1 else None)
         if parallelism.cp_mesh is not None:
-            # Not one mode around the whole model: activation checkpointing reruns layers in backward, outside of it.
+            # A mode around each module that calls attention, not one around the model's forward: activation
+            # checkpointing reruns layers in backward, when the model's forward has returned.
             for module in _modules_around_attention(model, self.plan):
                 forward = module.forward
                 # A partial, unlike a closure, survives copy.deepcopy.
@@ -133,21 +141,22 @@ class PlainSequence(SequenceSharding):
                 wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
                 module.forward = wrapped
         if parallelism.computes_loss and self.has_loss:
-            users = cast(Any, model)  # nn.Module does not declare the attribute
-            users.loss_function = self.global_loss(users.loss_function)
+            users_model = cast(Any, model)  # nn.Module does not declare loss_function
+            users_model.loss_function = self.global_loss(users_model.loss_function)
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         if targets is not None and not self.has_loss:
             raise ValueError(
-                "labels were given, but the model has no loss_function attribute to compute a loss over all ranks "
-                "with. Give it one (see fused_tp.parallelizing.plain_model), or compute the loss from the logits: "
-                "call the model without labels."
+                "forward was called with labels, but the model has no loss_function to replace by a loss over all "
+                "ranks. Add one (see fused_tp.parallelizing.plain_model), or call the model without labels and compute "
+                "the loss from its logits."
             )
         given = None if self.positions is None else arguments.get(self.positions)
         if self.parallelism.cp_mesh is not None and given is not None and bool((given.diff(dim=-1) != 1).any()):
             raise ValueError(
-                f"{self.positions} does not count up by one: several documents in one row would attend to each other "
-                "across the context parallel ranks. Give each document its own row, or use no cp_dim."
+                f"{self.positions} must increase by one along each row: packed documents in one row are not supported "
+                "over context parallel ranks, where they would attend to each other. Pass one document per row, or "
+                "use no cp_dim."
             )
         return RowMasks()
 
@@ -162,7 +171,7 @@ def _heads(plan: Mapping[str, Style]) -> list[str]:
 
 
 def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> list[nn.Module]:
-    """Parents of sharded layers; without a plan, every module that has submodules."""
+    """Return the parents of sharded layers; without a plan, all modules that have a forward and submodules."""
     specs = {name: spec_of(style) for name, style in plan.items()}
     parents = {
         name.rpartition(".")[0]
@@ -182,10 +191,11 @@ def _with_ring_attention(
     # One mode at a time: an outer mode would intercept the ring's own attention calls.
     if cp is None or getattr(_inside, "mode", False):
         return forward(*args, **kwargs)
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # before its import nothing has been compiled
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # if it was never imported, nothing has been compiled
     if dynamo is not None and not torch.compiler.is_compiling():
-        # If torch.compile cannot trace the model's own frame, it would trace the mode's, and treat all functions like
-        # the first one. Skip it on each call: torch._dynamo.reset() forgets skips.
+        # If torch.compile cannot trace the model's frame, it traces the mode's __torch_function__ instead, and then
+        # handles every `func` like the first one. So make dynamo skip it, on each call: torch._dynamo.reset() drops
+        # the skip.
         dynamo.skip_code(RingAttentionMode.__torch_function__.__code__)
     _inside.mode = True
     try:
@@ -195,15 +205,15 @@ def _with_ring_attention(
         _inside.mode = False
 
 
-WHOLE_ATTENTIONS = (
+_ATTENTION_BLOCKS = (  # functions that call scaled_dot_product_attention inside, where the mode cannot intercept it
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )
 
-PYTHON_METHODS = {name for name, method in vars(Tensor).items() if isinstance(method, FunctionType)}
+_PYTHON_METHODS = {name for name, method in vars(Tensor).items() if isinstance(method, FunctionType)}
 
-_inside = threading.local()  # .mode: True while this thread is in a RingAttentionMode
+_inside = threading.local()  # attribute `mode`: True while this thread is in a RingAttentionMode
 
 
 class RingAttentionMode(TorchFunctionMode):
@@ -219,20 +229,20 @@ class RingAttentionMode(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
-        if func in WHOLE_ATTENTIONS:
-            # torch disables the mode while these functions run, so their inner attention would not be intercepted: a
-            # rank's tokens would attend to each other only.
+        if func in _ATTENTION_BLOCKS:
+            # torch disables the mode while these functions run, so the attention inside would not be intercepted, and
+            # a rank's tokens would attend only to each other.
             raise ValueError(
-                "nn.MultiheadAttention (or an nn.Transformer layer) was called; over context parallel ranks attention "
-                "must be F.scaled_dot_product_attention, called by the model's own modules."
+                "nn.MultiheadAttention (or an nn.Transformer layer) is not supported over context parallel ranks. Call "
+                "F.scaled_dot_product_attention in the model's modules instead."
             )
         if torch.compiler.is_compiling():
-            # torch.compile can trace these as attributes of a tensor, but not as functions. (Look them up by name: in
-            # a generator, torch.compile does not find functions in a set.)
+            # torch.compile can trace getattr and Python methods of Tensor only if they are called on the tensor, not
+            # as the function `func`. Compare by name: torch.compile does not find functions in a set.
             if func is getattr:
                 return getattr(*args)
             name = getattr(func, "__name__", "")
-            if name in PYTHON_METHODS and getattr(Tensor, name) is func:
+            if name in _PYTHON_METHODS and getattr(Tensor, name) is func:
                 return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -249,13 +259,13 @@ class RingAttentionMode(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None:
             raise ValueError(
-                f"scaled_dot_product_attention was called with attn_mask {tuple(attn_mask.shape)}; over context "
-                "parallel ranks only is_causal=True, or no mask at all, is served."
+                f"scaled_dot_product_attention was called with attn_mask {tuple(attn_mask.shape)}, which is not "
+                "supported over context parallel ranks. Pass is_causal=True, or no mask."
             )
         if query.ndim != 4:
             raise ValueError(
-                f"scaled_dot_product_attention was called with q of shape {tuple(query.shape)}; over context parallel "
-                "ranks it must be [batch, heads, seq, head_dim]."
+                "over context parallel ranks, q of scaled_dot_product_attention must be [batch, heads, seq, head_dim], "
+                f"got shape {tuple(query.shape)}."
             )
         return self.cp.attention(
             query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p, heads_sharded=self.heads_sharded

@@ -1,8 +1,8 @@
 """Find the parameters that a module's own code reads from its submodules, as in `F.conv1d(x, self.conv1d.weight)`.
 
-Such code reads the parameter without calling its owner, so the conversion around the owner's forward (a DTensor becomes
-a plain tensor, see `replicate_own`) must also be around the reader's forward. Only the source of a class shows such
-reads, as attribute chains that begin at `self`. Without source nothing is found.
+Such code reads the parameter without calling the submodule that owns it. So the hooks around the owner's forward, which
+convert a DTensor to a plain tensor (see `replicate_own`), must also be around the reader's forward. Reads are found in
+the source of the reader's class, as attribute chains that begin at `self`. Without source nothing is found.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
-_BASES = ("torch.", "transformers.modeling_utils")  # modules of base classes, which read no submodule's parameters
-# Methods that prepare weights, and attributes that need no values.
+_BASES = ("torch.", "transformers.modeling_utils")  # modules of base classes; these read no submodule's parameters
+# Methods that do not run in forward, and attributes of parameters that do not depend on the values.
 _PREPARE = ("__init__", "_init_weights", "extra_repr", "reset_parameters", "tie_weights", "_tie_weights")
 _DESCRIBE = {"dtype", "device", "shape", "ndim", "requires_grad", "is_meta", "is_cuda"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -28,10 +28,13 @@ _HOLD_CLASSES = (ast.ClassDef, *_FUNCTIONS, *_BRANCHES)
 
 
 def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]:
-    """Names, relative to `module`, of the submodule parameters that its code reads; also those that the code of
-    submodules reads, if it calls their methods other than forward.
+    """Return the names, relative to `module`, of the submodule parameters that the code of `module` reads.
 
-    `by_forward`: only those that its own method `forward` reads; other methods may never be called.
+    If the code calls a method of a submodule other than forward, parameters that this submodule's code reads are
+    included.
+
+    Args:
+        by_forward: include only parameters that the method `forward` reads; other methods may never be called.
     """
     kind: Any = type(module)
     found: set[str] = set()
@@ -48,7 +51,7 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
             continue
         held = owner._modules.get(last)
         if owner is not module and not by_forward and inspect.isfunction(getattr(type(owner), last, None)):
-            # The code calls a method of the submodule, which has no hooks around it.
+            # The code calls a method of the submodule other than forward, around which no hooks run.
             found.update(".".join((*owners, name)) for name in parameters_read(owner))
         elif isinstance(held, (nn.ParameterList, nn.ParameterDict)):
             found.update(f"{chain}.{name}" for name in held._parameters)
@@ -59,7 +62,7 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
 
 @cache  # by class
 def _chains(kind: Any, by_forward: bool, patches: tuple[tuple[Any, str, FunctionType], ...]) -> frozenset[str]:
-    """Every `a.b.c` of a `self.a.b.c` in the methods of a class and its bases."""
+    """Return the chain `a.b.c` for every `self.a.b.c` in the methods of a class and its bases."""
     found: set[str] = set()
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and (not base.__module__.startswith(_BASES) or base is nn.MultiheadAttention):
@@ -72,8 +75,10 @@ def _chains(kind: Any, by_forward: bool, patches: tuple[tuple[Any, str, Function
 
 
 def _patches(kind: Any) -> tuple[tuple[Any, str, FunctionType], ...]:
-    """Return (class, name, function) of the methods of a class and its bases that come from another file, as after
-    `LlamaForCausalLM.forward = lce_forward`."""
+    """Return (class, name, function) of each method of a class and its bases that is defined in another file.
+
+    `LlamaForCausalLM.forward = lce_forward` makes such a method.
+    """
     found = []
     for base in kind.__mro__:
         if not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
@@ -95,7 +100,7 @@ def _chains_of_function(function: FunctionType) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """Current source of a module. Not cached: the module may be reloaded, or replaced under the same name."""
+    """Return the current source of a module. Not cached: the module may be reloaded or replaced."""
     try:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
@@ -103,7 +108,7 @@ def _source(module: str) -> str:
 
 
 def _chains_in(definition: ast.AST) -> dict[str, frozenset[str]]:
-    """Attribute chains that begin at `self`, without it, by the name of the function that reads them."""
+    """Return the attribute chains that begin at `self`, without `self`, by the name of the function that reads them."""
     found: dict[str, frozenset[str]] = {}
     for method in ast.walk(definition):
         if isinstance(method, ast.FunctionDef) and method.name not in _PREPARE:
@@ -124,15 +129,16 @@ def _chains_in(definition: ast.AST) -> dict[str, frozenset[str]]:
 
 
 def _definitions(kind: type) -> list[ast.ClassDef]:
-    """Definitions of a class in the source of its module; several if branches define it."""
+    """Return the definitions of a class in the source of its module; several if `if` branches define it."""
     return _classes_in(_source(kind.__module__)).get(kind.__qualname__, [])
 
 
-@lru_cache(maxsize=16)  # the classes of a model are in few files
+@lru_cache(maxsize=16)  # the classes of one model are in a few files
 def _classes_in(source: str) -> dict[str, list[ast.ClassDef]]:
-    """Classes defined in a source, by qualified name.
+    """Return the classes defined in `source`, by qualified name.
 
-    inspect.getsource of a class parses the whole file each time, which took most of the time of `parallelize`.
+    Rejected: inspect.getsource of each class, which parses the file each time and took most of the time of
+    `parallelize`.
     """
     found: dict[str, list[ast.ClassDef]] = {}
     try:
@@ -154,8 +160,10 @@ def _classes_in(source: str) -> dict[str, list[ast.ClassDef]]:
 
 
 def attentions_named(module: nn.Module) -> set[str]:
-    """Names of attention implementations for which code of `module` behaves differently: it compares its config's with
-    them. A comparison with "eager" alone does not count: it only decides whether to look the attention up."""
+    """Return the names of attention implementations that the code of `module` compares its config's with.
+
+    A comparison with "eager" alone is ignored: it only decides whether to look up the attention function.
+    """
     found: set[str] = set()
     for kind in type(module).__mro__:
         of_model = issubclass(kind, nn.Module) and not kind.__module__.startswith(_BASES)
@@ -177,12 +185,14 @@ def _compared(definition: ast.ClassDef) -> Iterator[str]:
 
 
 _SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
-_SAME = {"contiguous", "float", "to", "clone"}  # methods that keep a tensor's dims; others may add one of heads
+_KEEP_DIMS = {"contiguous", "float", "to", "clone"}  # methods that keep a tensor's dims; others may split off heads
 
 
 def splits_output(kind: Any, layer: str) -> str | None:
-    """Name of the function by which methods of class `kind` unpack the output of `self.<layer>`, directly or through a
-    variable; None if they do not unpack it, or without source."""
+    """Return the name of the function by which methods of class `kind` split the output of `self.<layer>`.
+
+    The output may be split directly or through a variable. Returns None if it is not split, or without source.
+    """
     for definition in [definition for base in kind.__mro__ for definition in _definitions(base)]:
         for method in (node for node in ast.walk(definition) if isinstance(node, ast.FunctionDef)):
             called = f"{method.args.args[0].arg if method.args.args else 'self'}.{layer}"
@@ -191,8 +201,8 @@ def splits_output(kind: Any, layer: str) -> str | None:
             for one in sorted(assignments, key=lambda node: node.lineno):
                 target = one.targets[0]
                 if isinstance(target, ast.Name):
-                    made = _made_of(one.value, called, named)
-                    named = named | {target.id} if made else named - {target.id}
+                    is_output = _is_output_of(one.value, called, named)
+                    named = named | {target.id} if is_output else named - {target.id}
                 if not isinstance(target, ast.Tuple):
                     continue
                 for node in ast.walk(one.value):
@@ -203,25 +213,27 @@ def splits_output(kind: Any, layer: str) -> str | None:
                     ):
                         of_torch = ast.unparse(node.func.value) == "torch"
                         whole = node.args[0] if of_torch and node.args else node.func.value
-                        if _made_of(whole, called, named):
+                        if _is_output_of(whole, called, named):
                             return node.func.attr
     return None
 
 
-def _made_of(node: ast.expr, called: str, named: set[str]) -> bool:
-    """True if an expression is a call of the layer `called` or a name in `named`, also behind methods in _SAME."""
+def _is_output_of(node: ast.expr, called: str, named: set[str]) -> bool:
+    """True if an expression is a call of the layer `called` or a name in `named`, followed by methods in _KEEP_DIMS."""
     while isinstance(node, ast.Call):
         if ast.unparse(node.func) == called:
             return True
-        if not isinstance(node.func, ast.Attribute) or node.func.attr not in _SAME:
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in _KEEP_DIMS:
             return False
         node = node.func.value
     return isinstance(node, ast.Name) and node.id in named
 
 
 def forward_mentions(module: nn.Module, words: str, *, unknown: bool) -> bool:
-    """True if the source of the class's forward, or of a base's that it calls by super(), contains `words`; `unknown`
-    without source."""
+    """True if the source of the forward of `module`, or of a base's forward called by super(), contains `words`.
+
+    Returns `unknown` without source.
+    """
     for kind in type(module).__mro__:
         if "forward" not in vars(kind):
             continue

@@ -1,4 +1,4 @@
-"""Hooks around a parallel model's forward: they shard inputs along the sequence, and gather outputs."""
+"""Hooks around a parallel model's forward that shard its inputs along the sequence and gather its outputs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ from fused_tp.parallelizing.grad_sync import GradientSync
 from fused_tp.parallelizing.graph import HeadOutputs, leaves, nodes_of
 from fused_tp.parallelizing.outputs import map_tensors, tensors_in
 
-# Mark of a model whose output is not for the caller: a pipeline stage that is not the last.
+# Attribute of a model whose output is not returned to the caller: a pipeline stage other than the last.
 PASSES_ON = "_fused_tp_passes_on"
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Arguments of `parallelize`. Meshes are 1-D; None for a dim that is missing or has one rank.
+    """Meshes and options of `parallelize` that forward passes read.
+
+    Meshes are 1-D; None for a dim that is missing or has one rank.
 
     Attributes:
         ulysses: see `CpContext`.
@@ -68,7 +70,7 @@ class RowMasks:
 
     Attributes:
         padded: a mask with padding was removed from the arguments.
-        documents: bounds of packed documents: where each begins, and the end; () for one document. See `CpContext`.
+        documents: start of each packed document, and the end of the last one; () for one document. See `CpContext`.
     """
 
     padded: bool = False
@@ -76,41 +78,42 @@ class RowMasks:
 
 
 class SequenceSharding:
-    """Shards one forward pass at a time, unless it has a KV cache. Subclasses know argument names of a kind of model.
+    """Shards one forward pass at a time, unless it has a KV cache. Subclasses define the argument names of the model.
 
-    Layers read `state_now()`: the state of the running forward pass, or of one that activation checkpointing reruns.
+    Layers call `state_now()` for the state of the running forward pass, or of the one that activation checkpointing
+    reruns.
     """
 
     tokens: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
     positions: str | None  # [seq] or [batch, seq]
     labels: str | None  # [batch, seq], not shifted
-    asks_last_position = False  # True if part of the model depends on the length of the whole sequence
+    asks_last_position = False  # True if a module depends on the greatest position of the full sequence
     caches: tuple[str, ...]
-    known: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})  # tensors that need no sharding here
+    known: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})  # tensor arguments that are not sharded
 
     def __init__(self, model: nn.Module, parallelism: Parallelism) -> None:
         self.parallelism = parallelism
         self.head: nn.Module | None = None  # the output layer, if it is sharded, with its adapters
         self._head_outputs = HeadOutputs()
         self._history = StateHistory()
-        self._noted = True  # the running, or last, forward pass is in the history
+        self._in_history = True  # `_history` has the latest forward pass; False while torch.compile traces
         self._state = UNSHARDED  # state of the running forward pass
-        self._switched_to = UNSHARDED  # state that the layers are set to
+        self._layers_state = UNSHARDED  # state that the attributes of the layers are set to
         cp_mesh = parallelism.cp_mesh
         self.sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
         parameters = inspect.signature(model.forward).parameters.values()
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
-        self._computed_alike = False
-        # With experts, the parameters that a forward pass uses depend on its tokens.
-        self._routes = any("expert" in name for name, _ in model.named_modules())
-        self._calls = 0  # number of calls that backward may follow
+        self._replicated_over_cp = False  # the running forward pass computes the same on every CP rank
+        # With experts, which parameters a forward pass uses depends on its tokens.
+        self._has_experts = any("expert" in name for name, _ in model.named_modules())
+        self._calls = 0  # forward passes with gradients
         self._layers: list[Any] = []
         self._head_layers: list[ColumnParallelLinear] = []
-        self._noting: list[Any] = []  # handles of hooks
-        self.whole_blocks: list[str] = []  # names of blocks that run on the whole sequence, see `whole_blocks`
+        self._head_hooks: list[Any] = []  # handles of the hooks of `set_head`
+        self.whole_blocks: list[str] = []  # names of blocks that run on the full sequence, see `whole_blocks`
         self.expert_blocks: list[str] = []  # names of blocks with experts that run on this rank's tokens
-        # Modules in front of the layers and behind them that see the whole sequence, and where it is split and joined:
-        # see `ShardingPlan`.
+        # Modules before and after the layers that see the full sequence, and where it is split and joined: see
+        # `before`, `splits`, `joins` and `behind` of `ShardingPlan`.
         self.in_front: frozenset[str] = frozenset()
         self.splits = False
         self.joins = ""
@@ -121,7 +124,7 @@ class SequenceSharding:
         self._known_ids = _known_ids(model)
 
     def prepare(self, model: nn.Module) -> None:
-        """Change layers of `model` that stay in it, before others are replaced."""
+        """Change modules of `model` that are not replaced, before the layers are replaced."""
 
     def adapt(self, model: Any) -> None:
         """Change attention, masks and loss of `model`, after its layers were replaced."""
@@ -131,11 +134,11 @@ class SequenceSharding:
         for name, module in model.named_modules():
             self.add_layer(name, module)
         for module in self.entrances(model):
-            self._have_ask(module)
+            self._update_before(module)
         if self.head is not None:
             self.set_head(self.head)
-        # A traced program cannot register hooks on parameters, for example. The untraced hooks run before and after all
-        # of the model's own code, which is then traced by itself.
+        # torch.compile cannot trace the registration of hooks on parameters, which gradient sync needs. Then these two
+        # hooks run eagerly, before and after the model's code, which is traced without them.
         traced = self.sync is None
         model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
         model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
@@ -146,39 +149,39 @@ class SequenceSharding:
         return () if self._state.cp is None else self._state.cp.documents
 
     def add_layer(self, name: str, module: Any) -> None:
-        """Register `module`, called `name` in the model, for the state of each forward pass, if it depends on it."""
+        """Register `module`, called `name` in the model, if its `sequence_parallel` must follow each forward pass."""
         if hasattr(module, "sequence_parallel") and hasattr(module, "mesh") and not self.is_whole(name):
             self._layers.append(module)
-            self._have_ask(module)
+            self._update_before(module)
 
     def set_head(self, head: nn.Module) -> None:
         """Set the output layer to `head`, and find the layers of fused_tp in it."""
-        for handle in self._noting:
+        for handle in self._head_hooks:
             handle.remove()
         self.head = head
         self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
-        # Hook each of its layers, too: one may become the output layer itself again (merged adapters).
-        self._noting = [one.register_forward_hook(self._note_head) for one in {head, *self._head_layers}]
+        # Hook the layers inside, too: when adapters are merged, a layer inside becomes the output layer again.
+        self._head_hooks = [one.register_forward_hook(self._note_head) for one in {head, *self._head_layers}]
 
-    def _have_ask(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._ask, prepend=True)
+    def _update_before(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._update_state, prepend=True)
         in_one_order(module._forward_pre_hooks)
 
     def is_whole(self, name: str) -> bool:
-        """True if the module of that name is, or is inside, one that runs on the whole sequence."""
+        """True if the module called `name` is, or is inside, a module that runs on the full sequence."""
         return _is_in(name, (*self.whole_blocks, *self.in_front, *self.behind))
 
     def flattens(self, name: str) -> bool:
-        """True if the module of that name is in a block that may pass it the tokens of all rows in one dim."""
+        """True if the module called `name` is in a block that may pass it the tokens of all rows in one dim."""
         return _is_in(name, self.expert_blocks)
 
     def state_of(self, name: str) -> Callable[[], LayerState]:
-        """Return the function from which experts of that name get the state of the running forward pass."""
+        """Return the function that returns the state of the running forward pass, for the experts called `name`."""
         asks = self.parallelism.sequence_parallel and not self.is_whole(name)
         return self.state_now if asks else unsharded
 
     def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
-        """Loss over all ranks that replaces a model's `own`."""
+        """Return the loss over all ranks that replaces `own`, the model's loss function."""
         parallelism = self.parallelism
         vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
         self._loss = GlobalLoss(
@@ -193,48 +196,54 @@ class SequenceSharding:
     # ---- overridden by subclasses ----
 
     def entrances(self, model: nn.Module) -> list[nn.Module]:
-        """Modules that a caller may call instead of the model, and that do not call `state_now` themselves."""
+        """Return the modules that a caller may call instead of the model, and that do not call `state_now`."""
         return []
 
     def attention_layers(self, model: nn.Module) -> int:
-        """Number of layers that call attention over the CP ranks, as far as known without a forward pass."""
+        """Return the number of layers that call attention over the CP ranks, as known without a forward pass."""
         return 0
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
-        """True if this forward pass reads or fills a KV cache. Every CP rank then computes all of it, except perhaps
-        attention: see `open_cache`."""
+        """True if this forward pass reads or fills a KV cache.
+
+        Every CP rank then computes the full forward pass, except that `open_cache` may shard attention.
+        """
         return any(arguments.get(name) is not None for name in self.caches)
 
     def cache_types(self, arguments: dict[str, Any]) -> tuple[type, ...]:
-        """Classes of KV caches that a forward pass with these arguments may return."""
+        """Return the classes of the KV caches that a forward pass with these arguments may return."""
         return tuple(type(arguments[name]) for name in self.caches if arguments.get(name) is not None)
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
-        """Refuse, or remove, arguments that a forward pass on a shard of the sequence cannot honour."""
+        """Check `arguments` of a sharded forward pass, remove masks that it does not need, and return their content.
+
+        Raises:
+            ValueError: an argument is not supported on a shard of the sequence.
+        """
         return RowMasks()
 
     def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
-        """Give arguments the same meaning in a forward pass that is too short to be sharded as in a sharded one."""
+        """Change arguments of a forward pass that is too short to shard to mean the same as in a sharded one."""
 
     def is_too_short(self, seq_len: int) -> bool:
-        """True if a forward pass of so many tokens is not sharded."""
-        # With fewer tokens than ranks some rank would have none, which the code of few models supports.
+        """True if a sequence of `seq_len` tokens is too short to shard."""
+        # With fewer tokens than ranks, some ranks would have no tokens, which the code of most models does not support.
         return self.parallelism.cp_mesh is not None and seq_len < self.parallelism.cp_mesh.size()
 
     def default_positions(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Positions that the model uses for `tokens`, the whole sequence, if the caller passes none."""
+        """Return the positions that the model uses for `tokens`, the full sequence, if the caller passes none."""
         return torch.arange(tokens.shape[1], device=tokens.device)
 
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> object | None:
-        """Return the cache of this unsharded forward pass of `new` tokens if it is sharded over the CP ranks."""
+        """Return the cache of this unsharded forward pass of `new` tokens if the cache is sharded over the CP ranks."""
         return None
 
     def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
-        """More keyword arguments for the model's forward."""
+        """Return keyword arguments to add to the call of the model's forward."""
         return {}
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
-        """Return the model's output for the whole sequence."""
+        """Gather `output`, the model's output for this rank's shard, to the output for the full sequence."""
         raise TypeError(f"{type(self).__name__} must define unshard_output.")
 
     # ---- before forward ----
@@ -253,10 +262,11 @@ class SequenceSharding:
             self.check_unsharded(arguments, tokens.shape[1])
         shard = None if cached or too_short else self._shard(model, arguments, source, tokens, own)
         cache = self.open_cache(model, arguments, tokens.shape[1]) if shard is None and cp_mesh is not None else None
-        self._computed_alike = shard is None and cp_mesh is not None
-        if self._computed_alike and grad_sync and tokens.is_floating_point() and not own:
+        self._replicated_over_cp = shard is None and cp_mesh is not None
+        if self._replicated_over_cp and grad_sync and tokens.is_floating_point() and not own:
             assert cp_mesh is not None
-            arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
+            # `after` scales gradients by 1 / ranks for the sum over parameters; undo that for the caller's embeddings.
+            arguments[source] = scale_gradient(tokens, cp_mesh.size())
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
         if self._loss is not None:
@@ -269,26 +279,26 @@ class SequenceSharding:
             if logits_sharded and self._loss and not isinstance(users.loss_function, (GlobalLoss, ReplacedLoss)):
                 users.loss_function = ReplacedLoss(users.loss_function, self._loss)
             self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
-        self._noted = not torch.compiler.is_compiling()
-        if self._noted:
+        self._in_history = not torch.compiler.is_compiling()
+        if self._in_history:
             self._history.note(self._state)
         self._switch_layers(self._state)
         enter_forward(self, shard, cache)
         return (), {**arguments, **self.extra_arguments(shard)}
 
     def find_tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
-        """Name of the argument that holds the tokens, or their embeddings, and that tensor."""
+        """Return (name of the argument that holds the tokens or their embeddings, that tensor)."""
         source = next((name for name in self.tokens if arguments.get(name) is not None), None)
         if source is None:
-            raise ValueError(f"forward needs {' or '.join(self.tokens)}: the tokens of the whole batch.")
+            raise ValueError(f"forward needs the tokens of the full batch. Pass {' or '.join(self.tokens)}.")
         tokens = arguments[source]
         if not isinstance(tokens, Tensor) or tokens.ndim < 2:
             given = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"type {type(tokens).__name__}"
-            raise ValueError(f"{source} has {given}; it must be a tensor [batch, seq, ...].")
+            raise ValueError(f"{source} must be a tensor [batch, seq, ...], got {given}.")
         return source, tokens
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name."""
+        """Return all arguments of a call of forward by name."""
         names = self._positional
         if len(args) > len(names):
             raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
@@ -313,19 +323,20 @@ class SequenceSharding:
             count = arguments.get("num_items_in_batch")
             count = (targets != ignore_index).sum() if count is None else count
         if cp is not None:
-            self._refuse_other_tensors(arguments, source)
+            self._check_no_other_tensors(arguments, source)
             tokens = self._shard_tokens(tokens, cp, own)
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.splits:
-            tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; ids are sharded once embedded
+            # These are embeddings. Token ids are not sharded over TP ranks here, but after they are embedded.
+            tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)
         arguments[source] = tokens
         if targets is not None and self.labels is not None:
             arguments[self.labels] = targets
             arguments.pop("shift_labels", None)
         keep: int | Tensor = 0
         if self.parallelism.shards_sequence and "logits_to_keep" in arguments:
-            keep = arguments["logits_to_keep"]  # refers to the whole sequence
+            keep = arguments["logits_to_keep"]  # indexes the full sequence, so it is applied after gathering
             arguments["logits_to_keep"] = 0
             if targets is None:
                 self._whole_labels(arguments, seq_len, keep)
@@ -344,8 +355,11 @@ class SequenceSharding:
     def _check_range(
         self, model: nn.Module, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int
     ) -> None:
-        """Refuse invalid ids on all ranks: otherwise only the rank that holds them would raise, and its peers would
-        wait for it. Not on a GPU, where this check would block the host."""
+        """Raise ValueError on all ranks for invalid ids in the batch.
+
+        Otherwise only the rank that holds them would raise, and its peers would wait for it. Skipped for tensors on a
+        GPU, where reading the values would block the host.
+        """
         if torch.compiler.is_compiling():
             return
         for name, ids, at in ((source, tokens, 0), (self.labels, targets, 1)):
@@ -359,13 +373,15 @@ class SequenceSharding:
                 known = self._known_ids[at]
             if known is not None and not 0 <= least <= most < known:
                 raise ValueError(
-                    f"{name} holds {least if least < 0 else most}; ids are 0 to {known - 1}"
+                    f"{name} contains {least if least < 0 else most}; ids must be 0 to {known - 1}"
                     + (f", or ignore_index={ignore_index}." if at else ".")
                 )
 
     def _whole_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:
-        """Extend labels of the last logits_to_keep tokens to labels of all, with the others ignored: here the model
-        computes its loss from the logits of all tokens."""
+        """Extend labels of the last `keep` tokens to labels of all tokens; the added labels are ignored.
+
+        Needed because a sharded forward pass computes the logits of all tokens, whatever logits_to_keep is.
+        """
         ignore_index = arguments.get("ignore_index", -100)
         for name in (self.labels, "shift_labels"):
             labels = None if name is None else arguments.get(name)
@@ -373,8 +389,8 @@ class SequenceSharding:
                 continue
             if not isinstance(keep, int) or labels.shape[1] != keep:
                 raise ValueError(
-                    f"{name} has shape {tuple(labels.shape)}, of {seq_len} tokens and logits_to_keep={keep}; pass "
-                    "labels of all tokens, or of the last logits_to_keep ones."
+                    f"{name} has shape {tuple(labels.shape)}, with {seq_len} tokens and logits_to_keep={keep}. Pass "
+                    "labels of all tokens, or of the last logits_to_keep tokens."
                 )
             whole = labels.new_full((len(labels), seq_len), ignore_index)
             first = 0 if name == "shift_labels" else 1  # no kept logits precede the first label
@@ -389,7 +405,7 @@ class SequenceSharding:
         return CpContext(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank, self.parallelism.ulysses)
 
     def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
-        """Shifted labels of the whole sequence, if the loss is computed over ranks and there are labels."""
+        """Return the shifted labels of the full sequence; None if the loss is not computed over ranks or no labels."""
         if not self.parallelism.computes_loss or self.labels is None:
             return None
         labels = arguments.get(self.labels)
@@ -400,39 +416,42 @@ class SequenceSharding:
             targets = shift(labels, ignore_index)
         if targets.shape != tokens.shape[:2]:
             raise ValueError(
-                f"{self.labels} has shape {tuple(targets.shape)} and the tokens {tuple(tokens.shape[:2])}; they must "
-                "be equal: every rank gets the full batch and its full labels."
+                f"{self.labels} must have the shape of the tokens, {tuple(tokens.shape[:2])}, got "
+                f"{tuple(targets.shape)}. Pass the full batch and its full labels on every rank."
             )
         return targets
 
     def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str, cp: CpContext | None) -> Tensor:
-        """Pass to forward the positions of this CP rank's tokens, and return all positions. A model's default would
-        count its shard from 0."""
+        """Set the argument `name` to the positions of this CP rank's tokens, and return the full sequence's positions.
+
+        Without it, the model would count positions from 0 on each rank's shard.
+        """
         seq_len = tokens.shape[1]
         given = arguments.get(name)
         if given is None:
             given = self.default_positions(tokens, arguments)
         if given.shape[-1] != seq_len:
-            raise ValueError(f"{name} has shape {tuple(given.shape)}; its last dim must be the {seq_len} tokens.")
+            raise ValueError(f"the last dim of {name} must be the {seq_len} tokens, got shape {tuple(given.shape)}.")
         arguments[name] = given if cp is None else cp.shard(given, given.ndim - 1)
         return given
 
     def _shard_tokens(self, tokens: Tensor, cp: CpContext, own: bool) -> Tensor:
         if own:
-            # Backward sums gradients of the parameters behind these embeddings over the ranks: each keeps its tokens'.
+            # Backward sums the gradients of the parameters that computed these embeddings over the ranks. So select
+            # this rank's tokens, without gathering the gradient.
             return tokens.index_select(1, cp.positions(tokens.device))
         if tokens.is_floating_point() and not self.parallelism.grad_sync:
             # Embeddings computed by the caller: their gradient is gathered, so it is complete on every rank already.
             tokens = scale_gradient(tokens, 1 / cp.mesh.size())
         return cp.shard(tokens, 1)
 
-    def _refuse_other_tensors(self, arguments: dict[str, Any], source: str) -> None:
-        served = {source, self.positions, self.labels, *self.known}
+    def _check_no_other_tensors(self, arguments: dict[str, Any], source: str) -> None:
+        supported = {source, self.positions, self.labels, *self.known}
         for name, value in arguments.items():
-            if isinstance(value, Tensor) and value.ndim > 0 and name not in served:
+            if isinstance(value, Tensor) and value.ndim > 0 and name not in supported:
                 raise ValueError(
-                    f"forward was given the tensor {name} {tuple(value.shape)}; how to shard it over the context "
-                    "parallel ranks is not known. Leave it out, or use no cp_dim."
+                    f"forward got the tensor argument {name} {tuple(value.shape)}, which is not supported over context "
+                    "parallel ranks: how to shard it is unknown. Omit it, or use no cp_dim."
                 )
 
     @torch.compiler.disable
@@ -450,42 +469,43 @@ class SequenceSharding:
         if not (self.parallelism.shards_sequence or self.parallelism.loss_parallel):
             return UNSHARDED
         if torch.compiler.is_compiling():
-            return self._state  # recomputation is then part of the compiled program
+            return self._state  # a compiled program includes its recomputation, which is traced with the forward
         frame, node = running_forward(), running_node()
         if frame is not None and frame.owner is self and frame.node == node:
             state = self._state
         elif node is not None:
-            # A traced program cannot record that it begins: use the last state.
-            state = self._history.at(node) if self._noted else self._state
+            # A compiled forward pass is not in the history: use the latest state.
+            state = self._history.at(node) if self._in_history else self._state
         else:
-            state = self._called_apart()
-        if self._noted:
-            self._history.note(state)  # new nodes follow, perhaps of a checkpoint inside of this one
-        if state is not self._switched_to:
+            state = self._state_of_direct_call()
+        if self._in_history:
+            # The layer creates new nodes: if it contains a nested checkpoint, that will be looked up by these.
+            self._history.note(state)
+        if state is not self._layers_state:
             self._switch_layers(state)
         return state
 
-    def _called_apart(self) -> LayerState:
-        """State for a submodule that the caller has called itself: it runs whole on this rank, on unchanged input."""
+    def _state_of_direct_call(self) -> LayerState:
+        """Return the state for a submodule that the caller calls directly: this rank runs it on the unsharded input."""
         if self.parallelism.cp_mesh is not None and torch.is_grad_enabled():
             raise ValueError(
-                "A module inside of a model over context parallel ranks was called by itself; what shards its input "
-                "and sums its gradients is the model that parallelize returned. Call that one; or parallelize the "
-                "inner module instead, where nothing outside uses its parameters (a tied output layer does); or call "
-                "it under torch.no_grad(), where each rank computes all of it."
+                "A submodule of a model over context parallel ranks was called directly. Only the model that "
+                "parallelize returned shards inputs and sums gradients. Call that model; or call parallelize on the "
+                "submodule instead, if no module outside uses its parameters (a tied output layer does); or call the "
+                "submodule under torch.no_grad(), where each rank computes the full output."
             )
         return UNSHARDED
 
-    def _ask(self, layer: nn.Module, args: Any) -> None:
+    def _update_state(self, layer: nn.Module, args: Any) -> None:
         self.state_now()
 
     def _note_head(self, head: nn.Module, args: Any, output: Tensor) -> None:
         frame = running_forward()
-        if frame is not None and frame.owner is self and frame.node == running_node():  # not if rerun in backward
+        if frame is not None and frame.owner is self and frame.node == running_node():  # False if backward reruns it
             self._head_outputs.note(output)
 
     def _switch_layers(self, state: LayerState) -> None:
-        self._switched_to = state
+        self._layers_state = state
         for layer in self._layers:
             layer.sequence_parallel = state.tp_sharded
         if self.parallelism.loss_parallel:
@@ -501,36 +521,36 @@ class SequenceSharding:
                 return None
             if frame is not None:
                 self._check_attended(model, frame)
-            return self._whole_output(model, args, kwargs, output, None if frame is None else frame.shard)
+            return self._finish_output(model, args, kwargs, output, None if frame is None else frame.shard)
         finally:
-            self._head_outputs.begin()  # drops the outputs, which hold a graph
+            self._head_outputs.begin()  # drop the outputs, which keep the autograd graph alive
 
     def _check_attended(self, model: nn.Module, frame: RunningForward) -> None:
-        """Refuse a forward pass in which a layer has attended to this rank's tokens alone."""
+        """Raise ValueError if a layer of this forward pass has attended to this rank's tokens only."""
         if frame.shard is None or frame.shard.cp is None or frame.traced or torch.compiler.is_compiling():
             return
         self.attended = frame.attended
         if frame.attended < self.attends:
             raise ValueError(
-                f"{type(model).__name__} has called attention over the context parallel ranks {frame.attended} times "
-                f"in this forward pass, and {self.attends} of its layers should: others have attended to this rank's "
-                "tokens alone. Something has replaced their forward or attention function, or they were taken out, "
-                "after parallelize. Do that before it, or use no cp_dim."
+                f"{type(model).__name__} called attention over the context parallel ranks {frame.attended} times in "
+                f"this forward pass, but {self.attends} layers should call it. The other layers attended to this "
+                "rank's tokens only: their forward or attention function was replaced, or they were removed, after "
+                "parallelize. Make such changes before parallelize, or use no cp_dim."
             )
 
-    def _whole_output(
+    def _finish_output(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, shard: ForwardShard | None
     ) -> Any:
         if shard is not None and shard.targets is not None and self._loss is not None:
             self._loss.check_returned(output, self._head_outputs)
         with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_off
         self._calls += with_gradients
-        asks = self._routes or (self.sync is not None and self.sync.partly) or is_due(self._calls)
-        if self.sync is not None and with_gradients and asks and not self.sync.defers:
+        due = self._has_experts or (self.sync is not None and self.sync.partly) or is_due(self._calls)
+        if self.sync is not None and with_gradients and due and not self.sync.defers:
             outputs = [t for t in tensors_in(output) if t.requires_grad]
-            self.sync.note_use(model, outputs, routed=self._routes)
-        if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
-            # Every CP rank has computed the same, and backward will sum their gradients.
+            self.sync.note_use(model, outputs, routed=self._has_experts)
+        if self._replicated_over_cp and self.parallelism.grad_sync and torch.is_grad_enabled():
+            # Every CP rank has computed the same, but backward sums the gradients of parameters: scale by 1 / ranks.
             assert self.parallelism.cp_mesh is not None
             share = 1 / self.parallelism.cp_mesh.size()
             caches = self.cache_types(self.by_name(args, kwargs))
@@ -540,36 +560,37 @@ class SequenceSharding:
         return self.unshard_output(output, shard)
 
     def whole_of_tokens(self, t: Tensor, shard: ForwardShard) -> Tensor:
-        """Gather `t` [batch, seq, ...], computed from this rank's shard of the sequence, to the whole sequence.
+        """Gather `t` [batch, seq, ...], computed from this rank's shard of the sequence, to the full sequence.
 
         Raises:
             ValueError: `t` has another shape.
         """
-        if t.ndim == 0 and shard.cp is None:  # a loss over the whole sequence, which the head has gathered
-            if not self._head_outputs.gave(t):
+        if t.ndim == 0 and shard.cp is None:  # probably a loss, computed from logits that the head has gathered
+            if not self._head_outputs.determine(t):
                 raise ValueError(
-                    "The model returns a number that it made of hidden states, of which each tensor parallel rank has "
-                    "those of other tokens (sequence_parallel=True); it would be another one on every rank. Make it of "
-                    "what the output layer gives, or use no sequence_parallel."
+                    "The model returns a scalar computed from hidden states, which is not supported with "
+                    "sequence_parallel=True: each tensor parallel rank has other tokens, so the scalar would differ "
+                    "between ranks. Compute it from the output layer's output, or pass sequence_parallel=False."
                 )
             return t
         if t.ndim < 2 or t.shape[1] != shard.local_len:
             raise ValueError(
-                f"The model returns a tensor {tuple(t.shape)} that is not [batch, seq, ...]; made of this rank's "
-                "part of the sequence, it would be another one on every rank. Return what is made of single "
-                "tokens, behind the output layer, and compute the rest (a mean, a pooled token) from it outside."
+                f"The model must return tensors [batch, seq, ...], got {tuple(t.shape)}: a tensor computed from this "
+                "rank's shard of the sequence would differ between ranks. Return one entry per token, computed after "
+                "the output layer, and compute reductions (a mean, a pooled token) outside of the model."
             )
         return self.whole(t, shard)
 
     def whole(self, t: Tensor, shard: ForwardShard, *, tp_sharded: bool = False) -> Tensor:
-        """Gather `t`, a shard of the sequence along dim 1, to the whole sequence on every rank; differentiable."""
+        """Gather `t`, a shard of the sequence along dim 1, to the full sequence on every rank; differentiable."""
         parallelism = self.parallelism
         if tp_sharded:
             t = gather(t, 1, group=parallelism.tp_mesh, gather_size=shard.local_len)
         if shard.cp is None:
             return t
         t = shard.cp.unshard(t, 1)
-        # Every rank computes the same from the whole output, so its gradient is counted once.
+        # All ranks compute the same loss from the full output. With grad_sync the gradient of the gather counts it
+        # once; a wrapper that averages over the CP ranks needs the gradient times their number.
         return t if parallelism.grad_sync else scale_gradient(t, shard.cp.mesh.size())
 
 
@@ -578,16 +599,17 @@ def _is_in(name: str, blocks: Iterable[str]) -> bool:
 
 
 def sharded_head(head: nn.Module | None) -> nn.Module | None:
-    """Return `head` if it is, or contains (as with an adapter), a ColumnParallelLinear; else None."""
+    """Return `head` if it is a ColumnParallelLinear or contains one (in an adapter's wrapper); else None."""
     is_sharded = head is not None and any(isinstance(module, ColumnParallelLinear) for module in head.modules())
     return head if is_sharded else None
 
 
 def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
-    """True if `tokens` are embeddings computed from trainable parameters of `model`, and not by the caller.
+    """True if `tokens` are embeddings computed from trainable parameters of `model`, not from the caller's tensors.
 
     Raises:
-        ValueError: they come from both: one needs gradients of all tokens on every rank, the other of the rank's own.
+        ValueError: they are computed from both. The caller's tensors need gradients of all tokens on every rank, but
+            the model's parameters only of the rank's tokens.
     """
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
@@ -595,22 +617,24 @@ def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool
     own = {id(leaf) in parameters for leaf in leaves(nodes_of(tokens))}
     if len(own) > 1:
         raise ValueError(
-            f"{source} was computed from parameters of the model and from other tensors that require grad; over "
-            "context parallel ranks only one of them would get the right gradient. Detach one of them, or pass the "
-            "token ids and let the model embed them."
+            f"{source} was computed from parameters of the model and from other tensors that require grad, which is "
+            "not supported over context parallel ranks: only one of the two would get a correct gradient. Detach one "
+            "of them, or pass token ids, which the model embeds."
         )
     return own == {True}
 
 
 def in_one_order(hooks: dict[int, Any]) -> None:
-    """Give the plain dict of a reordered OrderedDict the same order: torch.compile of torch 2.11 looks a hook up in the
-    plain dict by its index in the OrderedDict."""
+    """Make the insertion order of `hooks`, an OrderedDict, equal to its order after `move_to_end`.
+
+    torch.compile of torch 2.11 looks up a hook by its index in the OrderedDict, but in the underlying dict.
+    """
     for key in list(hooks):
         hooks[key] = hooks.pop(key)
 
 
 def _known_ids(model: Any) -> tuple[int | None, int | None]:
-    """Numbers of token ids and of target ids that a model accepts; None where unknown."""
+    """Return (number of token ids, number of target ids) that `model` accepts; None for an unknown number."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
         return None, None  # ids beyond the vocabulary may denote images

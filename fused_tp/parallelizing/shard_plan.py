@@ -1,8 +1,8 @@
-"""Plans: how each module of a model is sharded, by name and style; checked in full before the first module is changed.
+"""Plans, which map the names of modules to styles of sharding. They are checked before the first module is changed.
 
-A plan maps names of modules, and of parameters of one dim, to styles. `*` in a name matches one part between dots
-("model.layers.*.mlp.up_proj"), as in transformers' `tp_plan` and in `parallelize_module`. Styles are transformers'
-names, or torch's `ParallelStyle` objects.
+A plan also maps names of 1-D parameters, and of parameters of experts, to styles. `*` in a name matches one component
+between dots ("model.layers.*.mlp.up_proj"), as in transformers' `tp_plan` and in `parallelize_module`. Styles are
+transformers' names, or torch's `ParallelStyle` objects.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ class StyleSpec:
 
     Attributes:
         needs: class of the modules that it applies to.
-        convert: makes the parallel layer that replaces the module, called as convert(module, mesh=, memo=); None for
-            modules that stay whole.
+        convert: function that returns the parallel layer to replace the module, called as
+            convert(module, mesh=, memo=); None if the module is not replaced.
         shard_dim: sharded dim of the weight [out, in]; None: replicated.
-        parts: number of consecutive parts along that dim, each sharded: 2 for gate and up, 3 n for q, k and v in n
-            blocks.
+        parts: number of consecutive chunks along that dim, each of which is sharded: 2 for gate and up, 3 n for q, k
+            and v in n blocks.
         gathers_output: every rank gets all output features.
-        splits_input: the module gets all input features, and with them the whole sequence.
-        sums_gradient: the module sees only this rank's heads, so its gradient is one term of a sum over ranks.
-        sums_output: the module holds a shard of its experts, and gets the same input on all ranks; its output is one
-            term of a sum over ranks, and so are the gradients of its input.
-        adds_once: the output of the module is added to such a sum, and equal on all ranks: only one rank adds it.
-        shares_keys: the layer makes queries and one head of keys and values, which all ranks compute.
+        splits_input: the module gets all input features, and therefore the full sequence.
+        sums_gradient: the module sees only this rank's heads, so its gradient is summed over ranks.
+        sums_output: the module holds a shard of its experts, and gets the same input on all ranks. Its output, and the
+            gradients of its input, are summed over ranks.
+        adds_once: the output of the module is equal on all ranks and is added to a sum over ranks, so only one rank
+            adds it.
+        shares_keys: the layer computes queries, which are sharded, and one head of keys and values, which all ranks
+            compute.
         shares_rotary: all heads read the last qk_rope_head_dim output features directly, not through the layer that is
-            sharded by heads: each rank's gradient covers its own heads, and is summed.
+            sharded by heads. Each rank's gradient of these features covers its own heads, so it is summed over ranks.
     """
 
     needs: type[nn.Module] = nn.Module
@@ -73,11 +75,11 @@ STYLES = {
     "colwise_gather_output": _GATHERED,
     "colwise_rep": _GATHERED,
     "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
-    "ep_dispatch_experts": StyleSpec(sums_output=True),  # whole experts, distributed over the ranks of `ep_dim`
-    "local_params": WHOLE,  # together with entries for the module's own parameters
+    "ep_dispatch_experts": StyleSpec(sums_output=True),  # unsharded experts, distributed over the ranks of `ep_dim`
+    "local_params": WHOLE,  # used with entries for the module's own parameters
     "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
     "moe_identity_expert": StyleSpec(adds_once=True),
-    "moe_tp_experts": StyleSpec(sums_output=True),  # together with entries for the module's own parameters
+    "moe_tp_experts": StyleSpec(sums_output=True),  # used with entries for the module's own parameters
     "multi_query_colwise": StyleSpec(nn.Linear, MultiQueryLinear.from_linear, 0, shares_keys=True),
     "packed_colwise": _packed(ColumnParallelLinear, 0, 2),
     "packed_colwise_3": _packed(ColumnParallelLinear, 0, 3),
@@ -94,18 +96,18 @@ STYLES = {
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Effect of a style on a parameter: of experts [experts, out, in], or of one dim.
+    """Effect of a style on a 1-D parameter, or on a parameter of experts [experts, out, in].
 
     Attributes:
         dim: sharded dim, counted from the end.
-        parts: number of consecutive parts along it, each sharded (gate and up).
+        parts: number of consecutive chunks along it, each of which is sharded (gate and up).
     """
 
     dim: int
     parts: int = 1
 
     def dim_of(self, parameter: Tensor) -> int:
-        """`dim` counted from the front; 0 for a parameter of one dim."""
+        """Return `dim` counted from the front; 0 for a 1-D parameter."""
         return max(0, parameter.ndim + self.dim)
 
 
@@ -114,7 +116,7 @@ PARAMETER_STYLES = {
     "rowwise": ParameterSpec(-1),
     "packed_colwise": ParameterSpec(-2, parts=2),
     "packed_rowwise": ParameterSpec(-1, parts=2),
-    "grouped_gemm": ParameterSpec(-3),  # whole experts of [experts, ...]
+    "grouped_gemm": ParameterSpec(-3),  # sharded along the dim of experts: each rank holds some experts
 }
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
@@ -125,18 +127,18 @@ class ShardingPlan:
 
     Attributes:
         modules: styles of modules.
-        parameters: styles of parameters, for modules that no layer of fused_tp replaces.
-        counts: attributes that count heads, of which a rank has some; by module name.
-        per_head: arguments with one entry for each head, and their dim of heads; by module name.
-        unread: names of parameters that no forward reads, although its source does.
-        embeds: names of modules whose output covers the whole sequence, whatever their input.
-        before: names of modules in front of the layers, which see the whole sequence even if ranks have shards of it.
-        splits: arguments behind these modules that hold the whole sequence, of which a rank takes its shard; by module
-            name.
-        parts: arguments, besides the first, of blocks that run on the whole sequence, of which a rank has its shard; by
-            module name.
-        joins: name of the module whose output is gathered if ranks have shards of the sequence, "" for none.
-        behind: names of the modules behind it, which get the whole sequence: those outside of the base model.
+        parameters: styles of parameters of modules that are not replaced.
+        counts: attributes that count heads, and are divided by the number of ranks; by module name.
+        per_head: arguments with one entry per head, and their dim of heads; by module name.
+        unread: names of parameters that the source of a forward reads only under an option that is off.
+        embeds: names of modules whose output covers the full sequence, even if their input is a shard.
+        before: names of modules before the layers, which see the full sequence even under sequence parallelism.
+        splits: arguments that hold the full sequence because of `before`, and are sharded when a layer receives them;
+            by module name.
+        parts: arguments, besides the first, of blocks that run on the full sequence (`whole_blocks`) that hold a shard
+            of it; by module name.
+        joins: name of the module whose output is gathered under sequence parallelism, "" for none.
+        behind: names of the modules after `joins`, outside of the base model, which get the full sequence.
         flattens: layers get the tokens of all rows in one dim.
     """
 
@@ -160,7 +162,7 @@ class ShardingPlan:
         return name in self.modules or name in self.parameters
 
     def parameters_of(self, name: str, module: nn.Module) -> dict[str, ParameterSpec]:
-        """Specs of the planned parameters of `module`, called `name`, by their names in it."""
+        """Return the specs of the planned parameters of `module`, called `name`, by the names of the parameters."""
         if not self.parameters:
             return {}
         prefix = f"{name}." if name else ""
@@ -169,21 +171,22 @@ class ShardingPlan:
 
 
 def spec_of(style: Style | None) -> StyleSpec:
-    """Spec of a style; `WHOLE` for None and for a `ParallelStyle`."""
+    """Return the spec of a style; `WHOLE` for None and for a `ParallelStyle`."""
     return STYLES[style] if isinstance(style, str) else WHOLE
 
 
-# Common names of projections whose output is split into heads, and (HEAD_COUNTS) of attributes with numbers of heads.
+# Common names of projections whose output is split into heads.
 HEAD_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"),
     *("Wq", "Wk", "Wv", "project_q", "project_k", "project_v"),
-    *("query_key_value", "c_attn", "qkv_proj", "Wqkv"),  # all three in one
+    *("query_key_value", "c_attn", "qkv_proj", "Wqkv"),  # q, k and v packed in one layer
 }
-# Norms of the outputs of these projections, of which a rank has its own heads.
+# Common names of norms of the outputs of HEAD_PROJECTIONS; they see this rank's heads only.
 HEAD_NORMS = {
     *("q_norm", "k_norm", "query_norm", "key_norm"),
     *("q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
 }
+# Common names of attributes with numbers of heads.
 HEAD_COUNTS = (
     *("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads"),
     *("n_heads", "n_kv_heads", "n_head", "n_kv_head"),
@@ -191,15 +194,19 @@ HEAD_COUNTS = (
 
 
 def attention_of(name: str) -> str | None:
-    """Name of the attention module for which layer `name` computes queries, keys or values, by itself or in a wrapper
-    (`q_proj.linear`); None for other layers."""
+    """Return the name of the attention module for which layer `name` computes queries, keys or values.
+
+    The layer may be inside a wrapper (`q_proj.linear`). Returns None for other layers.
+    """
     attention, _, leaf = name.removesuffix(".linear").rpartition(".")
     return attention if leaf in HEAD_PROJECTIONS else None
 
 
 def _family(model: nn.Module) -> tuple[str, Family]:
-    """Return (name prefix of a transformers model's base, its family); for an unknown family, those of the text model
-    inside."""
+    """Return (name prefix of a transformers model's base model, its family).
+
+    For an unknown family with a known text model inside, returns the prefix and family of the text model.
+    """
     config: Any = getattr(model, "config", None)
     part: Any = model
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -213,15 +220,15 @@ def _family(model: nn.Module) -> tuple[str, Family]:
 
 
 def _own_plan(model: Any) -> dict[str, Style]:
-    """transformers' plan for a model, overridden by that of its family in FAMILIES, by the names in `model`."""
+    """Return transformers' plan for `model`, overridden by the plan of its family in FAMILIES."""
     prefix, family = _family(model)
-    # Only newer versions of transformers have the property.
+    # Older versions of transformers have `_tp_plan` instead of the property `tp_plan`.
     plan: dict[str, Style] = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
-    of_family = {(prefix + pattern).removesuffix("."): style for pattern, style in family.plan.items()}
+    overrides = {(prefix + pattern).removesuffix("."): style for pattern, style in family.plan.items()}
     if family.shards_head is not None:
         head, style = model.get_output_embeddings(), "colwise_gather_output" if family.shards_head else None
-        of_family |= {name: style for name, module in model.named_modules() if module is head}
-    for name, style in of_family.items():
+        overrides |= {name: style for name, module in model.named_modules() if module is head}
+    for name, style in overrides.items():
         plan.pop(name, None)
         if style is not None:
             plan[name] = style
@@ -229,7 +236,7 @@ def _own_plan(model: Any) -> dict[str, Style]:
 
 
 def unread_of(model: nn.Module) -> set[str]:
-    """Names of parameters that no forward reads by itself, although its source does, under an option that is off."""
+    """Return the names of parameters that the source of a forward reads only under an option that is off."""
     prefix, family = _family(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return set(_matching(list(names), *(prefix + one for one in family.unread)))
@@ -240,24 +247,23 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
 
     Raises:
         TypeError: `plan` is neither "auto" nor a dict, or a style is neither a string nor a `ParallelStyle`.
-        ValueError: no plan found, a pattern that matches no module, an unknown style, or one that does not suit its
+        ValueError: no plan is found, a pattern matches no module, or a style is unknown or does not apply to its
             module.
     """
     own_plan = _own_plan(model)
     patterns: Mapping[str, Style]
     if isinstance(plan, str):
         if plan != "auto":
-            raise ValueError(f"plan is {plan!r}; pass 'auto' or a dict from module names to styles.")
+            raise ValueError(f"plan must be 'auto' or a dict from module names to styles, got {plan!r}.")
         patterns = own_plan
         if not patterns:
             raise ValueError(
-                f"{type(model).__name__} has no tp_plan of its own, so plan='auto' has nothing to read; "
-                + _instead_of_auto(model)
+                f"{type(model).__name__} has no tp_plan, which plan='auto' needs; " + _instead_of_auto(model)
             )
     elif isinstance(plan, Mapping):
         patterns = plan
     else:
-        raise TypeError(f"plan must be 'auto' or a dict from module names to styles, not {type(plan).__name__}.")
+        raise TypeError(f"plan must be 'auto' or a dict from module names to styles, got {type(plan).__name__}.")
 
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -266,34 +272,35 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     if family.joins and prefix + family.joins in modules:
         behind = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
         resolved = replace(resolved, joins=prefix + family.joins, behind=behind)
-    unserved: dict[str, Style] = {}
+    unsupported: dict[str, Style] = {}
     for pattern, style in patterns.items():
         matching = _matching(modules, pattern)
         names = matching
         if style != "moe_identity_expert":
             names = [name for name in names if not isinstance(modules[name], nn.Identity)]
         sharded = _matching(parameters, pattern)
-        # A model's own plan may name layers that only some of its configurations have; an entry of the caller's that
+        # The model's own plan may name layers that only some configurations have. An entry of the caller's plan that
         # matches nothing is a mistake.
         known = own_plan.get(pattern) == style or bool(matching)
         if not (names or sharded or known):
-            raise ValueError(f"plan names {pattern!r}, but {type(model).__name__} has no such module.")
-        served = [_is_served(style, parameters[name], _own_styles(name, patterns)) for name in sharded]
-        if False in served or (isinstance(style, str) and names and style not in STYLES):
-            unserved[pattern] = style
+            raise ValueError(
+                f"plan has the entry {pattern!r}, but {type(model).__name__} has no such module. Remove it."
+            )
+        supported = [_is_supported(style, parameters[name], _own_styles(name, patterns)) for name in sharded]
+        if False in supported or (isinstance(style, str) and names and style not in STYLES):
+            unsupported[pattern] = style
             continue
         for name in names:
             check_style(name, modules[name], style)
         resolved.modules.update(dict.fromkeys(names, style))
         resolved.parameters.update({name: style for name in sharded if isinstance(style, str)})
-    if unserved:
+    if unsupported:
         raise ValueError(
-            f"The plan has styles that fused_tp does not serve: {unserved}. Modules are served as "
-            f"{', '.join(sorted(STYLES))}, parameters of one dim as 'colwise', those of modules that are "
-            f"'moe_tp_experts' as {', '.join(sorted(PARAMETER_STYLES))}. Leave these names out of the plan, and what "
-            "they stand for stays whole on every rank"
+            f"Unsupported styles in the plan: {unsupported}. Supported for modules: {', '.join(sorted(STYLES))}; for "
+            "1-D parameters: 'colwise'; for parameters of 'moe_tp_experts' modules: "
+            f"{', '.join(sorted(PARAMETER_STYLES))}. Remove these entries to replicate their modules on every rank"
             + (
-                f": plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unserved)}}}."
+                f": plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unsupported)}}}."
                 if own_plan
                 else "."
             )
@@ -316,11 +323,11 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
         first = ", ".join(list(patterns)[:2])
-        found = f"has {len(patterns)} entries ({first}, ...), of which {type(model).__name__} has none"
+        found = f"has {len(patterns)} entries ({first}, ...), none of which {type(model).__name__} has"
         raise ValueError(
             f"The plan {found if patterns else 'is empty'}, so nothing would be sharded. "
             + (
-                "Give parallelize the PeftModel, or the model without adapters: see merge_and_unload()."
+                "Pass the PeftModel to parallelize, or the model without adapters (use merge_and_unload())."
                 if adapters
                 else "Pass plan=."
             )
@@ -329,7 +336,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
 
 
 def _instead_of_auto(model: nn.Module) -> str:
-    """Advice for a model without a plan: to write one, if a plan can shard most of its parameters."""
+    """Return advice for a model without a plan: to write a plan, if one can shard most of the model's parameters."""
     others, size = {}, sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
         own = sum(p.numel() for p in module.parameters(recurse=False))
@@ -340,8 +347,8 @@ def _instead_of_auto(model: nn.Module) -> str:
     name = max(others, key=lambda one: others[one])
     return (
         f"{sum(others.values()) / size:.0%} of its parameters are in modules like {name!r} "
-        f"({type(model.get_submodule(name)).__name__}), which are neither nn.Linear nor nn.Embedding. Use a cp_dim "
-        "instead, or FSDP2."
+        f"({type(model.get_submodule(name)).__name__}), which are neither nn.Linear nor nn.Embedding and cannot be "
+        "sharded by a plan. Use a cp_dim instead, or FSDP2."
     )
 
 
@@ -350,50 +357,55 @@ def plan_experts(
 ) -> list[str]:
     """Return the names of the modules of experts to distribute over `ep_ranks` ranks, and adapt `plan` to it.
 
-    `whole`: experts are not also sharded over other, tensor parallel ranks.
+    `whole`: experts are not also sharded over tensor parallel ranks of another dim.
 
     Raises:
-        ValueError: there are no experts, or some that cannot be distributed.
+        ValueError: there are no experts, or a module of experts cannot be distributed.
     """
     patterns = {**_own_plan(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(asked, str) else asked
     modules = dict(model.named_modules())
     found = _matching(modules, *(pattern for pattern, style in patterns.items() if style in EXPERTS))
     if not found:
         raise ValueError(
-            f"ep_dim is given, and the plan of {type(model).__name__} names no experts, as 'moe_tp_experts' or "
-            "'ep_dispatch_experts'. Leave ep_dim out, or name them in plan."
+            f"ep_dim needs experts, but the plan of {type(model).__name__} has no module with the style "
+            "'moe_tp_experts' or 'ep_dispatch_experts'. Omit ep_dim, or add the modules of experts to plan."
         )
     rows = _family(model)[1].expert_rows
     for name in found:
-        check_distributed(name, modules[name], ep_ranks, served=takes_routing(modules[name]) or rows)
+        check_distributed(name, modules[name], ep_ranks, supported=takes_routing(modules[name]) or rows)
         keys = [f"{name}.{key}" for key in modules[name]._parameters]
         if whole:
             plan.modules[name] = "ep_dispatch_experts"
             plan.parameters.update(dict.fromkeys(keys, "grouped_gemm"))
         else:
             plan.modules.setdefault(name, "ep_dispatch_experts")
-            for key in keys:  # whole experts, distributed over another mesh dim
+            for key in keys:  # the mesh dim of experts is not the one that `plan` applies to
                 if plan.parameters.get(key) == "grouped_gemm":
                     del plan.parameters[key]
     return found
 
 
 def check_none_distributed(plan: ShardingPlan, ep_dim: str | None) -> None:
-    """Refuse 'ep_dispatch_experts' without `ep_dim`; drop its entries if `ep_dim` has one rank."""
-    dealt = [name for name, style in plan.modules.items() if style == "ep_dispatch_experts"]
-    if dealt and ep_dim is None:
+    """Remove entries for distributed experts from `plan`, because `ep_dim` has one rank.
+
+    Raises:
+        ValueError: `plan` has 'ep_dispatch_experts', but `ep_dim` is None.
+    """
+    distributed = [name for name, style in plan.modules.items() if style == "ep_dispatch_experts"]
+    if distributed and ep_dim is None:
         raise ValueError(
-            f"The plan gives {dealt[0]!r} the style 'ep_dispatch_experts', whole experts distributed over ranks; pass "
-            "ep_dim=, the mesh dim of these ranks. Tensor parallel ranks hold parts of each expert as 'moe_tp_experts'."
+            f"{distributed[0]!r} has the style 'ep_dispatch_experts' in the plan, which needs ep_dim. Pass ep_dim=, "
+            "the mesh dim to distribute experts over; or use 'moe_tp_experts' to shard each expert over tensor "
+            "parallel ranks."
         )
-    for name in dealt:
+    for name in distributed:
         del plan.modules[name]
     for name in [name for name, style in plan.parameters.items() if style == "grouped_gemm"]:
         del plan.parameters[name]
 
 
 def _shard_tied_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
-    """Shard an embedding that is tied to a sharded output layer like that layer, by vocabulary."""
+    """Add embeddings that are tied to a sharded output layer to `plan`, sharded by vocabulary like that layer."""
     heads = [name for name, style in plan.modules.items() if spec_of(style).gathers_output]
     weights = {id(model.get_submodule(name).weight) for name in heads}
     for name, module in model.named_modules():
@@ -402,45 +414,54 @@ def _shard_tied_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _own_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
-    """Styles of the module that owns a parameter."""
+    """Return the styles that `patterns` give to the module that owns the parameter `name`."""
     owner = name.rpartition(".")[0]
     return {style for pattern, style in patterns.items() if _matching([owner], pattern)}
 
 
-def _is_served(style: Style, parameter: Tensor, own: set[Style]) -> bool:
+def _is_supported(style: Style, parameter: Tensor, own: set[Style]) -> bool:
     if parameter.ndim == 1:
         return style == "colwise"
     return style in PARAMETER_STYLES and not own.isdisjoint(EXPERTS)
 
 
 def check_experts(model: nn.Module, plan: ShardingPlan) -> None:
-    """Refuse experts of which a tensor parallel rank would compute more than its shard."""
+    """Check that each tensor parallel rank computes only its shard of the 'moe_tp_experts' modules.
+
+    Raises:
+        ValueError: a parameter of such a module is not in the plan, so that all ranks would compute it.
+    """
     for name, style in plan.modules.items():
         if style == "moe_tp_experts":
             _check_experts(name, model.get_submodule(name), plan)
 
 
 def _check_experts(name: str, module: nn.Module, plan: ShardingPlan) -> None:
-    """Refuse experts of which a rank would compute more than its shard: the sum over ranks would count it again."""
+    """Apply `check_experts` to one module: the sum over ranks would count an unsharded parameter several times."""
     inside = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module)}
     inside -= {"down_proj_bias"} if takes_routing(module) else set()  # added after the sum
     inside |= {"post_expert_norm"} if getattr(module, "has_post_expert_norm", False) else set()
     inside |= {key for key, child in module.named_children() if isinstance(child, nn.Identity)}
     inside = {key for key in inside if f"{name}.{key}" not in plan}
     if inside or not module._parameters:
-        what = f"has {sorted(inside)[0]!r}, which is not" if inside else "has no parameters of its own"
+        problem = f"its {sorted(inside)[0]!r} is not in the plan" if inside else "it has no direct parameters"
         raise ValueError(
-            f"The plan gives {name!r} ({type(module).__name__}) the style 'moe_tp_experts', and it {what} in the plan: "
-            "each rank must hold a part of every expert. Give its parameters 'packed_colwise' (gate and up), "
-            f"'colwise' or 'rowwise', or leave {name!r} and what is in it out of the plan."
+            f"{name!r} ({type(module).__name__}) has the style 'moe_tp_experts' in the plan, but {problem}: each rank "
+            "must hold a shard of every expert. Add its parameters to the plan as 'packed_colwise' (gate and up), "
+            f"'colwise' or 'rowwise', or remove {name!r} and the names inside it from the plan."
         )
-    parts = 2 if getattr(module, "is_concatenated", True) else 1  # as transformers marks classes of experts
+    parts = 2 if getattr(module, "is_concatenated", True) else 1  # transformers sets this on classes of experts
     for key, spec in plan.parameters_of(name, module).items():
         if key == "gate_up_proj" and hasattr(module, "is_concatenated") and spec.parts != parts:
             raise ValueError(
-                f"The plan gives '{name}.{key}' the style {plan.parameters[f'{name}.{key}']!r}, and gate and up "
-                + ("lie one after the other in it: 'packed_colwise'" if parts == 2 else "take turns in it: 'colwise'")
-                + " (or row, where the experts are [in, out]) keeps what belongs together on one rank."
+                f"'{name}.{key}' has the style {plan.parameters[f'{name}.{key}']!r} in the plan, which would separate "
+                "gate and up features: "
+                + (
+                    "gate and up are concatenated. Use 'packed_colwise' ('packed_rowwise'"
+                    if parts == 2
+                    else "gate and up features alternate. Use 'colwise' ('rowwise'"
+                )
+                + " for experts [in, out])."
             )
 
 
@@ -448,7 +469,7 @@ def warn_of_small_share(model: nn.Module, plan: ShardingPlan) -> None:
     """Warn if the plan shards less than a quarter of the model: each TP rank would then compute most of it."""
     sizes = {id(p): p.numel() for p in model.parameters()}
     if any(isinstance(style, ParallelStyle) for style in plan.modules.values()):
-        return  # unknown which parameters it shards
+        return  # a ParallelStyle does not show which parameters it shards
     specs = {name: spec_of(style) for name, style in plan.modules.items()}
     named = (name for name, spec in specs.items() if spec.shard_dim is not None and not spec.shares_keys)
     layers = map(model.get_submodule, named)
@@ -458,13 +479,14 @@ def warn_of_small_share(model: nn.Module, plan: ShardingPlan) -> None:
     if share < 0.25:
         warnings.warn(
             f"The plan shards {len(sharded)} of the {len(sizes)} parameters of {type(model).__name__}, {share:.0%} of "
-            "their elements; each tensor parallel rank holds and computes all of the others.",
+            "their elements. The other parameters are replicated: each tensor parallel rank holds them and computes "
+            "with them.",
             stacklevel=3,
         )
 
 
 def _matching(names: Iterable[str], *patterns: str) -> list[str]:
-    """Names that match one of `patterns`, part by part between dots."""
+    """Return the names that match one of `patterns`, compared component by component between dots."""
     wanted, found = [pattern.split(".") for pattern in patterns], []
     for name in names:
         parts = name.split(".")
@@ -476,44 +498,52 @@ def _matching(names: Iterable[str], *patterns: str) -> list[str]:
 
 
 def _check_not_by_head(name: str, module: nn.Module) -> None:
-    """Refuse a module with a list of submodules for single heads, of which each rank would use the first ones."""
+    """Raise ValueError if a module has a list of submodules, perhaps one per head: ranks would use the first ones."""
     if any(isinstance(child, nn.ModuleList) for child in module.children()):
         raise ValueError(
-            f"{name!r} ({type(module).__name__}) has modules in a list, perhaps one for each head; a tensor parallel "
-            "rank would use the first of them for its own heads. Leave the layers near it out of the plan."
+            f"{name!r} ({type(module).__name__}) contains an nn.ModuleList, perhaps with one module per head, which is "
+            "not supported: every tensor parallel rank would use the first modules for its heads. Remove the layers "
+            "next to it from the plan."
         )
 
 
-SAME_AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)  # except for one extra rounding
+# Subclasses of nn.Linear that can be replaced. FalconLinear differs by one extra rounding only.
+SAME_AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
 def check_style(name: str, module: nn.Module, style: Style) -> None:
-    """Refuse a style that does not suit `module`."""
+    """Check that `style` can be applied to `module`.
+
+    Raises:
+        TypeError: `style` is neither a string nor a ParallelStyle.
+        ValueError: the class or the weights of `module` are not supported.
+    """
     if isinstance(style, ParallelStyle):
         return
     if not isinstance(style, str):
-        raise TypeError(f"The style of {name!r} must be a string or a ParallelStyle, not {type(style).__name__}.")
+        raise TypeError(f"The style of {name!r} must be a string or a ParallelStyle, got {type(style).__name__}.")
     if STYLES[style].sums_gradient:
         _check_not_by_head(name, module)
     kind = f"{type(module).__module__}.{type(module).__name__}"
     wanted = STYLES[style].needs
-    # A subclass has its own forward (quantized, with adapters), which the replacement would silently drop.
+    # Exact types: a subclass may have another forward (quantized, with adapters), which the replacement would drop.
     alike = {nn.Linear: is_conv1d(module) or kind in SAME_AS_LINEAR, nn.Embedding: embedding_scale(module) is not None}
-    served = type(module) is wanted or alike.get(wanted, False)
-    if wanted is not nn.Module and not served:
+    supported = type(module) is wanted or alike.get(wanted, False)
+    if wanted is not nn.Module and not supported:
         raise ValueError(
-            f"The plan gives {name!r} the style {style!r}, which needs a plain nn.{wanted.__name__}; it is a {kind}."
+            f"The style {style!r} of {name!r} needs a plain nn.{wanted.__name__}, got {kind}. Remove {name!r} from the "
+            "plan, or replace the module by a plain one."
         )
     for key, parameter in module.named_parameters(recurse=False):
         if STYLES[style].shard_dim is not None and not parameter.is_floating_point():
             raise ValueError(
-                f"{name}.{key} holds {parameter.dtype}; only layers of floating-point weights can be sharded. "
-                f"Parallelize the model before it is quantized, or leave {name!r} out of the plan."
+                f"{name}.{key} must have a floating-point dtype to be sharded, got {parameter.dtype}. Call parallelize "
+                f"before the model is quantized, or remove {name!r} from the plan."
             )
 
 
 def embedding_scale(module: nn.Module) -> float | None:
-    """Factor by which a scaled embedding of transformers (Gemma family) multiplies its rows; None for other modules."""
+    """Return the factor by which a scaled embedding of transformers (Gemma) multiplies its rows; None for others."""
     if not (isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")):
         return None
     scale: Any = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
@@ -521,9 +551,12 @@ def embedding_scale(module: nn.Module) -> float | None:
 
 
 def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:
-    """Refuse a TP size that would split an attention head, and name the sizes that work.
+    """Check that no attention head is split over TP ranks.
 
     Head counts are read from the attention module, its `config` or the model's `config`; the first one found is used.
+
+    Raises:
+        ValueError: `world_size` does not divide a head count; the message lists the supported sizes.
     """
     checked: set[tuple[str, StyleSpec]] = set()  # q_proj, k_proj and v_proj share their module's counts
     for name, style in plan.items():
@@ -542,19 +575,21 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
             sizes = [w for w in range(1, smallest + 1) if all(c % (blocks * w) == 0 for c in counts.values())]
             heads = " and ".join(f"{key}={count}" for key, count in counts.items())
             raise ValueError(
-                f"{type(model).__name__} has {heads}, which {world_size} tensor-parallel ranks cannot share evenly "
-                f"({name!r}). TP sizes that work: {', '.join(map(str, sizes))}."
+                f"{type(model).__name__} has {heads} ({name!r}), which {world_size} tensor parallel ranks cannot share "
+                f"evenly. Use one of these TP sizes: {', '.join(map(str, sizes))}."
             )
 
 
 def is_of_keys(count: str) -> bool:
-    """True if `count`, a name in HEAD_COUNTS, counts heads of keys and values."""
+    """True if the attribute `count`, a name in HEAD_COUNTS, is the number of heads of keys and values."""
     return "kv" in count or "key_value" in count
 
 
 def value_of(config: object, name: str) -> Any:
-    """Attribute of a module or of a transformers config; None if it is missing, or if transformers raises because it
-    differs between layers."""
+    """Return the attribute `name` of a module or of a transformers config.
+
+    Returns None if it is missing, or if transformers raises because it differs between layers.
+    """
     try:
         return getattr(config, name, None)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
@@ -562,7 +597,7 @@ def value_of(config: object, name: str) -> Any:
 
 
 def head_counts(*sources: object) -> dict[str, int]:
-    """Numbers of heads by attribute name, each from the first of `sources` that has the attribute."""
+    """Return the numbers of heads by attribute name, each from the first of `sources` that has the attribute."""
     counts: dict[str, int] = {}
     for source in sources:
         text = getattr(source, "get_text_config", None)
@@ -574,19 +609,20 @@ def head_counts(*sources: object) -> dict[str, int]:
 
 # ---- modules that see a shard of the features -----------------------------------------------------------------------
 #
-# A column layer's backward sums the gradient of its input, so modules before it get complete gradients. A module behind
-# it sees this rank's features, and gets one term of a sum. The widths of a module's parameters show its place.
+# A column layer's backward sums the gradient of its input over ranks, so modules before it get complete gradients. A
+# module after it sees this rank's features only, so its gradient must be summed over ranks. Whether a module is before
+# or after is inferred from the widths of its parameters.
 
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool = False) -> ShardingPlan:
-    """Return `plan`, with a style for each module that has parameters and must be between two sharded ones.
+    """Return `plan` with styles added for modules with parameters that are between sharded layers.
 
     `shards_logits`: the output layer leaves its features sharded, too.
 
     Raises:
-        ValueError: a module is not in the plan, and its widths do not show its place.
+        ValueError: a module is not in the plan, and its widths do not show whether it sees sharded features.
     """
     settled = replace(plan, modules=dict(plan.modules))
     modules = dict(model.named_modules())
@@ -598,10 +634,10 @@ def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool 
             for key, parameter in parent.named_parameters(recurse=False):
                 if prefix + key not in plan and (parameter.ndim == 0 or parameter.shape[-1] not in whole):
                     raise ValueError(
-                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, and {column[0]!r} is sharded: "
-                        "whether a rank uses all of it is not known. Add it to the plan as 'colwise' if each rank is "
-                        f"to have its part; or {name!r} as 'replicated_with_grad_allreduce' if each rank adds one term "
-                        "to its gradient, or as 'replicate' if all ranks find the same."
+                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, but {column[0]!r} is sharded: "
+                        "it is unknown whether a rank uses all of the parameter. Add it to the plan as 'colwise' if "
+                        f"each rank must hold a shard; or add {name!r} as 'replicated_with_grad_allreduce' if its "
+                        "gradient must be summed over ranks, or as 'replicate' if its gradient is equal on all ranks."
                     )
         for leaf, child in parent.named_children():
             path = prefix + leaf
@@ -614,9 +650,9 @@ def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool 
             _check_not_by_head(path, child)
             style = "mla_kv_a_proj" if leaf == LATENT else "replicated_with_grad_allreduce"
             raise ValueError(
-                f"{path!r} ({type(child).__name__}) is not in the plan, and {column[0]!r} near it is sharded: if it "
-                "sees this rank's features, each rank would find the gradient of these only. Add it to the plan as "
-                f"{style!r}, or as 'replicate' if it sees what all ranks have."
+                f"{path!r} ({type(child).__name__}) is not in the plan, but {column[0]!r} next to it is sharded: if it "
+                "sees only this rank's features, its gradient must be summed over ranks. Add it to the plan as "
+                f"{style!r} in this case, or as 'replicate' if its input is equal on all ranks."
             )
     return settled
 
@@ -624,13 +660,16 @@ def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool 
 def _around_parts(
     modules: Mapping[str, Any], plan: Mapping[str, Style], head: nn.Module | None
 ) -> dict[str, tuple[list[str], set[int]]]:
-    """Modules whose own code may see a rank's features: by name, the column layers that compute these, and the widths
-    of features that all ranks have.
+    """Find the modules whose code may see sharded features.
 
-    These are the parent of a column layer and, if it contains no row layer, the modules around it up to the first one
-    that does; and from there down to the parents of row layers. `head` leaves its features sharded, whatever its style.
+    These are the parent of each column layer and, if the parent contains no row layer, the modules around it up to the
+    first one that does; and from there down to the parents of row layers. `head` leaves its features sharded, whatever
+    its style.
+
+    Returns:
+        By module name: (the column layers whose features it may see, the widths of features that all ranks have).
     """
-    rows: dict[str, list[str]] = {}  # row layers by each module around them
+    rows: dict[str, list[str]] = {}  # names of row layers, by the name of each module that contains them
     for name, style in plan.items():
         if spec_of(style).shard_dim == 1:
             for scope in _scopes(name):
@@ -653,7 +692,7 @@ def _around_parts(
 
 
 def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | None:
-    """Layer that computes the logits: transformers' models name it; in others it is the only one of its style."""
+    """Return the layer that computes the logits: the output embeddings, or the only layer that gathers its output."""
     known: Any = getattr(model, "get_output_embeddings", None)
     if callable(known):
         head: nn.Module | None = known()
@@ -663,7 +702,7 @@ def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | No
 
 
 def _scopes(name: str) -> list[str]:
-    """Names of the modules around `name`, from its parent to the model itself, ""."""
+    """Return the names of the modules that contain `name`, from its parent to the model itself, ""."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
 
@@ -677,13 +716,13 @@ LATENT = "kv_a_proj_with_mqa"
 
 
 def _sees_all(module: nn.Module, whole: set[int], leaf: str, column: list[str]) -> bool:
-    """True if the widths of the parameters in `module` are those of features that all ranks have."""
+    """True if the widths of the parameters in `module` show that it sees unsharded features."""
     leaves = {name.rpartition(".")[2] for name in column}
     if leaf == LATENT or (leaf in HEAD_NORMS and not HEAD_PROJECTIONS.isdisjoint(leaves)):
         return False
     inside = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
     linears = [m for m in inside if isinstance(m, nn.Linear) or is_conv1d(m)]
-    if linears:  # other modules inside see their outputs
+    if linears:  # check these only: other modules inside `module` see their outputs
         return any(features_of(m)[0] in whole for m in linears)
     return all(
         isinstance(m, nn.Embedding) or all(p.ndim == 1 and p.numel() in whole for p in m.parameters(recurse=False))

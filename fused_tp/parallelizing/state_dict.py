@@ -1,4 +1,4 @@
-"""Load the whole model's state into a parallel model, of which each rank keeps its shard, and save it to files."""
+"""Load a full state dict into a parallel model, where each rank keeps its shard, and save the full model to files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from fused_tp.nn.sharding import as_dtensors, copy_full_, no_values_, parts_dims
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_OF_RANKS = "distributed_config"  # attribute of a transformers config
+_DISTRIBUTED_CONFIG = "distributed_config"  # attribute of a transformers config
 
 
 @torch.no_grad()
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
 ) -> None:
-    """Load the state of the original, whole model into one that `parallelize` returned (or into any DTensor model).
+    """Load the state of the unsharded model into a model that `parallelize` returned, or into any DTensor model.
 
-    There is no communication: every rank reads the full tensors and copies its shard, so an iterator that reads a file
-    tensor by tensor never holds more than one. Use it for models that were built on the meta device.
+    There is no communication: every rank reads the full tensors and copies its shard. With an iterator that reads a
+    file tensor by tensor, only one full tensor is in memory at a time. Use it for models built on the meta device.
 
     Args:
         model: the parallel model.
-        state_dict: full tensors by the original model's names, as a dict or an iterable of pairs.
-        strict: raise when a name is missing or unknown. Tied weights need only one of their names.
+        state_dict: full tensors by their names in the unsharded model, as a dict or an iterable of pairs.
+        strict: raise if a name is missing or unknown. For tied weights one of their names is enough.
 
     Raises:
-        ValueError: a shape that does not fit; with `strict`, missing or unknown names.
+        ValueError: a tensor has another shape than in the model; with `strict`, a name is missing or unknown.
 
     Example:
         >>> with torch.device("meta"):
@@ -55,30 +55,33 @@ def load_full_state_dict(
             unknown.append(name)
             continue
         shape = list(own[name].shape)
-        if (dim := parts.get(id(own[name]))) is not None:  # has one dim more than the original
+        if (dim := parts.get(id(own[name]))) is not None:  # packed: has one dim more than the unsharded parameter
             shape[dim : dim + 2] = [prod(shape[dim : dim + 2])]
         if list(full.shape) != shape:
-            raise ValueError(f"{name!r} has shape {tuple(full.shape)}; the model's has {tuple(shape)}.")
+            raise ValueError(f"{name!r} must have shape {tuple(shape)} as in the model, got {tuple(full.shape)}.")
         full = full.reshape(own[name].shape)
         if any(type(placement) not in (Shard, Replicate) for placement in getattr(own[name], "placements", ())):
-            raise ValueError(f"Cannot load into a parameter placed as {own[name].placements}; load before fully_shard.")
+            raise ValueError(
+                f"Loading into {name!r} with placements {own[name].placements} is not supported. Load before "
+                "fully_shard."
+            )
         copy_full_(own[name], full.to(own[name].device), broadcast=False)
         loaded.add(id(own[name]))
     missing = [name for name, tensor in own.items() if id(tensor) not in loaded]
     if strict and (missing or unknown):
         problems = [
             f"{what} {names[:5]}{'...' if len(names) > 5 else ''}"
-            for what, names in (("does not have", missing), ("has unknown", unknown))
+            for what, names in (("lacks", missing), ("has unknown", unknown))
             if names
         ]
-        raise ValueError(f"state_dict {' and '.join(problems)}; pass strict=False to load what fits.")
+        raise ValueError(f"state_dict {' and '.join(problems)}. Pass strict=False to load the other tensors.")
 
 
 def check_buffers(model: nn.Module, *, hf: bool) -> None:
-    """Refuse a meta model with buffers that no checkpoint holds and no code computes.
+    """Check that all buffers of a model on the meta device can be set.
 
     Raises:
-        ValueError: such a buffer.
+        ValueError: a buffer is on the meta device, not in checkpoints, and not computed by any method.
     """
     for name, module in model.named_modules():
         for key in module._non_persistent_buffers_set:
@@ -86,14 +89,14 @@ def check_buffers(model: nn.Module, *, hf: bool) -> None:
             if buffer is not None and buffer.is_meta and not hf and not hasattr(module, "reset_buffers"):
                 raise ValueError(
                     f"The buffer {f'{name}.{key}'.lstrip('.')!r} is on the meta device and not persistent, so loading "
-                    f"weights will not set it. Give {type(module).__name__} a method reset_buffers() that computes it, "
-                    "or build the model on a real device."
+                    f"weights does not set it. Add a method reset_buffers() that computes it to "
+                    f"{type(module).__name__}, or build the model on a real device."
                 )
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
-    """Allocate tensors that are still on the meta device, filled with NaN (no values yet), and move the others."""
+    """Allocate tensors that are still on the meta device, filled with NaN, and move the other tensors to the device."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -113,9 +116,10 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
             reset_buffers: Any = module.reset_buffers
             reset_buffers()
         elif lost and hf:
-            around = map(model.get_submodule, _enclosing(name))  # one is a model whose class initialises the module
+            around = map(model.get_submodule, _enclosing(name))
             init_weights: Any = next(m for m in around if hasattr(m, "_init_weights"))._init_weights
-            # transformers' own way to fill such buffers (RoPE frequencies) fills parameters too: pass temporary ones.
+            # transformers fills such buffers (RoPE frequencies) in the method `_init_weights` of the enclosing model,
+            # which also initialises parameters. So replace the module's DTensors by temporary tensors.
             parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
             whole = {n: torch.empty(p.shape, dtype=p.dtype, device=device_type) for n, p in parts.items()}
             with _reparametrize_module(module, whole):
@@ -124,8 +128,8 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
                 buffer = module._buffers[key]
                 if buffer is not None and _is_unset(buffer):
                     raise ValueError(
-                        f"The buffer {name}.{key} is in no checkpoint, and transformers does not compute it for a "
-                        f"{type(module).__name__} that was made on the meta device. Build the model on a real device."
+                        f"The buffer {name}.{key} is not in checkpoints, and transformers does not compute it for a "
+                        f"{type(module).__name__} built on the meta device. Build the model on a real device."
                     )
     tensors = (*model.parameters(), *model.buffers())
     if any(t.device.type != device_type for t in tensors):
@@ -133,18 +137,18 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
 
 
 def _unset(like: Tensor, device: torch.device | str) -> Tensor:
-    """Buffer like `like`, filled with a value that no code computes for all elements."""
+    """Return a buffer like `like`, filled with a value that marks it as unset: NaN for floating-point dtypes."""
     return torch.full_like(like, value_of_nothing(like.dtype), device=device)
 
 
 def _is_unset(buffer: Tensor) -> bool:
-    known = buffer.dtype == torch.bool or not buffer.numel()  # any values may be intended
+    always_set = buffer.dtype == torch.bool or not buffer.numel()  # no value can mark these as unset
     nothing = value_of_nothing(buffer.dtype)
-    return not known and bool((buffer.isnan() if isnan(nothing) else buffer == nothing).all())
+    return not always_set and bool((buffer.isnan() if isnan(nothing) else buffer == nothing).all())
 
 
 def _enclosing(name: str) -> Iterator[str]:
-    """Yield `name` of a module and the names of the modules around it, the nearest first."""
+    """Yield the name of a module and then the names of the modules that contain it, innermost first."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -152,8 +156,8 @@ def _enclosing(name: str) -> Iterator[str]:
 
 
 def save_whole(model: PreTrainedModel) -> None:
-    """Make `model.save_pretrained(folder)` write the whole model, as `save_pretrained` below does."""
-    # A partial, unlike a method set on the instance, can be pickled; a copy of the model gets its own.
+    """Make `model.save_pretrained(folder)` write the full model, as `save_pretrained` below does."""
+    # A partial can be pickled, unlike a closure, and deepcopy binds it to the copied model.
     model.save_pretrained = partial(save_pretrained, model)
 
 
@@ -165,25 +169,26 @@ def save_pretrained(
     *args: Any,
     **keywords: Any,
 ) -> None:
-    """Write the whole transformers model, of which ranks hold shards (by `parallelize` or FSDP2), to a folder.
+    """Write the full transformers model, whose shards the ranks hold (by `parallelize` or FSDP2), to a folder.
 
     All ranks of the mesh must call it, as for models that transformers itself has sharded; global rank 0 gathers the
-    shards on the CPU, and writes. Arguments are those of transformers' own `save_pretrained`. With a `state_dict`
-    nothing is gathered, and any rank may call it alone. Before reading the folder on another rank, wait for rank 0
+    shards on the CPU and writes them. Its arguments are those of transformers' `save_pretrained`. With the argument
+    `state_dict` nothing is gathered, and any rank may call it alone. Before reading the folder on another rank, wait for rank 0
     (torch.distributed.barrier()).
     """
-    each = bool(keywords.get("distributed_checkpoint"))  # then all ranks write, or all ranks raise
-    writes = is_main_process or each
-    if state_dict is None and not each:
+    all_write = bool(keywords.get("distributed_checkpoint"))  # all ranks call transformers' method, which may raise
+    writes = is_main_process or all_write
+    if state_dict is None and not all_write:
         state_dict = gather_state_dict(model, rank0_only=True, device="cpu")
         writes = is_main_process and dist.get_rank() == 0
     if writes:
-        # Hide the settings of Trainer (`integrations.trainer`): transformers would gather again and wait for all ranks.
-        of_ranks = model.config.__dict__.get(_OF_RANKS)
-        if of_ranks is not None:
-            setattr(model.config, _OF_RANKS, None)
+        # Hide the distributed_config that `integrations.trainer` sets: with it, transformers would gather again and
+        # wait for all ranks.
+        distributed_config = model.config.__dict__.get(_DISTRIBUTED_CONFIG)
+        if distributed_config is not None:
+            setattr(model.config, _DISTRIBUTED_CONFIG, None)
         try:
             type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **keywords)
         finally:
-            if of_ranks is not None:
-                setattr(model.config, _OF_RANKS, of_ranks)
+            if distributed_config is not None:
+                setattr(model.config, _DISTRIBUTED_CONFIG, distributed_config)

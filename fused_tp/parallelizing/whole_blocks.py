@@ -1,7 +1,7 @@
-"""Blocks of a sequence parallel model that run on the whole sequence: state spaces, latent attention, unknown experts.
+"""Blocks of a sequence parallel model that run on the full sequence: state spaces, latent attention, unknown experts.
 
-Between layers a rank has a shard of the tokens. A block that cannot run on a shard, or is not known to, gets the tokens
-of all ranks and returns this rank's; inside it runs as without sequence parallelism:
+Between layers a rank has a shard of the tokens. A block that does not support a shard, or may not, gets the tokens of
+all ranks and returns this rank's tokens. Inside, the block runs as without sequence parallelism:
 
 | tensors             | forward                    | backward                                                        |
 |---------------------|----------------------------|-----------------------------------------------------------------|
@@ -31,24 +31,26 @@ from fused_tp.parallelizing.shard_plan import ShardingPlan, spec_of, within
 
 
 def find_blocks(model: nn.Module, plan: ShardingPlan, *, rows_travel: bool) -> tuple[list[str], list[str]]:
-    """Names of the blocks of `model` that run on the whole sequence, and of those with experts that run on a shard.
+    """Return (names of blocks that run on the full sequence, names of blocks with experts that run on a shard).
 
-    `rows_travel`: experts are distributed over other ranks than the tensor parallel ones, and get rows from there.
-    (Each tensor parallel rank then sends the rows of all tokens.)
+    Args:
+        rows_travel: experts are distributed over ranks that are not tensor parallel, so that rows are exchanged with
+            these. (Each tensor parallel rank then sends the rows of all tokens.)
 
     Raises:
-        ValueError: a module that may not run on a shard of the sequence is in no block; or a `ParallelStyle`.
+        ValueError: a module needs the full sequence, or may need it, but is in no block; or the plan has a
+            `ParallelStyle`.
     """
     modules = dict(model.named_modules())
     found: dict[str, None] = {}
     for name, module in modules.items():
         style = plan.modules.get(name)
-        if any(within(name, one) for one in (*plan.before, *plan.behind)):  # these see the whole sequence anyway
+        if any(within(name, one) for one in (*plan.before, *plan.behind)):  # these see the full sequence anyway
             continue
         if isinstance(style, ParallelStyle):
             raise ValueError(
-                f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
-                "parallelize knows what each module does with the sequence."
+                f"{name!r} has a ParallelStyle in the plan, which is not supported with sequence_parallel=True: it "
+                "does not specify how the sequence is sharded. Use the name of a style, such as 'colwise'."
             )
         spec = spec_of(style)
         owns = any(True for _ in module.parameters(recurse=False))
@@ -58,72 +60,75 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, rows_travel: bool) -> t
         block = _block_of(name, modules)
         if block is None and style is not None:
             raise ValueError(
-                f"sequence_parallel=True: {name!r} has the style {style!r}, which takes whole sequences, and is not "
-                "inside of a layer in an nn.ModuleList, whose input could be gathered. Pass sequence_parallel=False."
+                f"sequence_parallel=True does not support the style {style!r} of {name!r}: it needs the full sequence, "
+                "which can be gathered only inside a layer of an nn.ModuleList. Pass sequence_parallel=False."
             )
         if block is None:
             raise ValueError(
-                f"sequence_parallel=True: {name!r} ({type(module).__name__}) has parameters and is not in the plan, so "
-                "whether it may see a part of the sequence is not known, nor what calls it. Give it a style, or pass "
+                f"sequence_parallel=True: {name!r} ({type(module).__name__}) has parameters but is not in the plan, so "
+                "it is unknown whether it supports a shard of the sequence. Add it to the plan with a style, or pass "
                 "sequence_parallel=False."
             )
-        # A linear layer that stays whole, right below a layer of the model, treats tokens independently.
+        # A replicated nn.Linear that is itself a block treats tokens independently, so it runs on a shard.
         if not (block == name and type(module) is nn.Linear and style is None):
             found[block] = None
     own = [] if rows_travel else [block for block in found if _takes_tokens_alone(block, modules[block], plan)]
     return [block for block in found if block not in own], own
 
 
-RECORDERS = "transformers.utils.output_capturing"
-KNOWN = ("transformers.models.", "transformers.activations", "torch.nn.modules.linear", "torch.nn.modules.activation")
+_RECORDERS = "transformers.utils.output_capturing"  # module of hooks that store outputs
+_KNOWN_MODULES = (
+    "transformers.models.",
+    "transformers.activations",
+    "torch.nn.modules.linear",
+    "torch.nn.modules.activation",
+)
 
 
 def _takes_tokens_alone(name: str, block: nn.Module, plan: ShardingPlan) -> bool:
     """True if `block` has experts and treats tokens independently.
 
-    Inspecting a module cannot prove this, so it is assumed only of transformers' own, unmodified code, which has been
-    read, and is compared with the whole model type by type (tests/integrations/sweep.py). Any other block runs on the
-    whole sequence:
+    Inspecting a module cannot prove this. So it is assumed only for unmodified code of transformers, which has been
+    reviewed, and whose outputs are compared with the unsharded model for each model type
+    (tests/integrations/sweep.py). These blocks run on the full sequence instead:
 
-    - one that is, or contains, a module of another class than transformers' models or torch's linear layers and
-      activations; or with a patched forward or hooks, which may look at all tokens;
-    - one that scales tokens or their scores by noise: ranks would draw different amounts, so all later draws would
-      differ between them;
-    - one with arguments besides hidden states, which would have to be sharded like these;
-    - one without experts that take routing, or with a layer whose input or output is not that of a plain column or row
-      layer.
+    - a block that is, or contains, a module of a class outside transformers' models and torch's linear layers and
+      activations; or that has a patched forward or hooks, which may read all tokens;
+    - a block that draws random noise for tokens or their scores: ranks would draw different amounts of random numbers,
+      so all later draws would differ between them;
+    - a block with arguments besides hidden states, which would have to be sharded like these;
+    - a block without experts that take routing, or with a layer of a style other than plain column or row.
     """
     experts = []
     for path, module in block.named_modules(prefix=name):
         spec = spec_of(plan.modules.get(path))
         if spec.sums_output:
             experts.append(path)
-            served = takes_routing(module)
+            supported = takes_routing(module)
         else:
-            served = not (spec.splits_input or spec.gathers_output or spec.shares_rotary or spec.shares_keys)
-            served &= not spec.adds_once and not plan.parameters_of(path, module)
-        alone = type(module).__module__.startswith(KNOWN) and not _may_look(module) and not _draws_noise(module)
-        if not (served and alone):
+            supported = not (spec.splits_input or spec.gathers_output or spec.shares_rotary or spec.shares_keys)
+            supported &= not spec.adds_once and not plan.parameters_of(path, module)
+        known = type(module).__module__.startswith(_KNOWN_MODULES)
+        if not (supported and known and not _may_read_tokens(module) and not _draws_noise(module)):
             return False
     parameters = inspect.signature(type(block).forward).parameters.values()
     one = [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # self, and hidden states
     return bool(experts) and one
 
 
-def _may_look(module: nn.Module) -> bool:
-    """True if hooks or a patched forward of `module` may look at its inputs; transformers' output recorders only store
-    outputs."""
-    recorders = all(getattr(hook, "__module__", "") == RECORDERS for hook in module._forward_hooks.values())
+def _may_read_tokens(module: nn.Module) -> bool:
+    """True if `module` has a patched forward or hooks, except transformers' recorders, which only store outputs."""
+    recorders = all(getattr(hook, "__module__", "") == _RECORDERS for hook in module._forward_hooks.values())
     return bool(set(attachments(module)) - ({"_forward_hooks"} if recorders else set()))
 
 
 def _draws_noise(module: nn.Module) -> bool:
-    """True if `module` draws noise in training: transformers' routers store its amount in a "jitter" attribute."""
+    """True if `module` draws noise in training: transformers' routers have a "jitter" attribute with its amount."""
     return any("jitter" in name and value for name, value in vars(module).items())
 
 
 def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
-    """Name of the block that the module of that name is, or is inside; None if it is in no block."""
+    """Return the name of the block that the module called `name` is, or is inside; None if it is in no block."""
     parts = name.split(".")
     for n in range(1, len(parts) - 1):
         if isinstance(modules[".".join(parts[:n])], nn.ModuleList):
@@ -134,9 +139,11 @@ def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
 
 
 def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Collection[str] = ()) -> None:
-    """Hook `block`, whose layers run without sequence parallelism, to run on the whole sequence. `parts` names
-    arguments, besides the first, of which a rank has its shard, too."""
-    # Before the hooks of a style, which expect whole sequences.
+    """Hook `block`, whose layers run without sequence parallelism, to run on the full sequence.
+
+    `parts` names the arguments, besides the first, that hold a shard of the sequence.
+    """
+    # Prepend, because the hooks that styles have registered expect full sequences.
     gather_input = partial(_gather_input, sequence, mesh, _places(block, parts))
     block.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
     in_one_order(block._forward_pre_hooks)
@@ -144,13 +151,13 @@ def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *,
 
 
 def split_before(module: nn.Module, arguments: Collection[str], mesh: DeviceMesh, sequence: SequenceSharding) -> None:
-    """Hook `module` to get this rank's tokens of `arguments`, which hold the tokens of all ranks."""
+    """Hook `module` so that it receives its `arguments`, which hold the tokens of all ranks, sharded to this rank's."""
     split_input = partial(_split_input, sequence, mesh, _places(module, arguments))
     module.register_forward_pre_hook(split_input, with_kwargs=True)
 
 
 def join_behind(module: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
-    """Hook `module`, which sees this rank's tokens, to return the tokens of all ranks."""
+    """Hook `module`, which runs on this rank's tokens, so that its output is gathered to the tokens of all ranks."""
     module.register_forward_hook(partial(_gather_output, sequence, mesh))
 
 
@@ -162,7 +169,7 @@ def _gather_output(
 
 
 def _places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
-    """Positions and names under which arguments of these names can be passed."""
+    """Return the names and the positional indices by which the arguments called `names` can be passed."""
     order = enumerate(inspect.signature(module.forward).parameters)
     return frozenset({*names, *(position for position, name in order if name in names)})
 
@@ -170,7 +177,7 @@ def _places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
 def _changed(
     places: frozenset[int | str], change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments:
-    """Arguments, with `change` applied to the tensors at these places."""
+    """Return `args` and `kwargs` with `change` applied to the tensors at `places`, which are indices and names."""
 
     def changed(place: int | str, value: Any) -> Any:
         return change(value) if place in places and isinstance(value, Tensor) else value
@@ -204,8 +211,8 @@ def _gather_input(
         return None
 
     def whole_of(t: Tensor) -> Tensor:
-        flat = t.ndim == 2  # tokens of all rows, one after the other
-        part = t if t.is_floating_point() else t.double()  # indices, which float64 holds exactly
+        flat = t.ndim == 2  # the tokens of all rows in one dim
+        part = t if t.is_floating_point() else t.double()  # gather needs floats; float64 holds indices exactly
         part = part.unflatten(0, (state.batch, -1)) if flat else part
         whole = gather(part, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
         return whole.flatten(0, 1) if flat else whole
@@ -216,15 +223,16 @@ def _gather_input(
     if not isinstance(x, Tensor) or not (x.ndim == 3 or (x.ndim == 2 and parts)):
         given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
         raise ValueError(
-            f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and its first argument has "
-            f"{given}; it must be hidden states [batch, seq, hidden]. Pass sequence_parallel=False."
+            f"sequence_parallel=True: the first argument of {type(block).__name__}, which runs on the full sequence, "
+            f"must be hidden states [batch, seq, hidden], got {given}. Pass sequence_parallel=False."
         )
     for other in (*args[1:], *kwargs.values()):
-        # With more than one token every shard is shorter than the whole, so all ranks decide alike.
+        # A tensor of the shape of x is another shard, not the full sequence: with more than one token the two differ in
+        # length on every rank. So all ranks raise, or none.
         if other is not x and isinstance(other, Tensor) and other.shape == x.shape and length > 1:
             raise ValueError(
-                f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and is given two tensors "
-                f"{tuple(x.shape)} of a part of it. Pass sequence_parallel=False."
+                f"sequence_parallel=True: {type(block).__name__} runs on the full sequence, but two of its arguments "
+                f"hold shards of it, {tuple(x.shape)}, which is not supported. Pass sequence_parallel=False."
             )
     whole = whole_of(x)
     return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
@@ -238,17 +246,17 @@ def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Modu
     length = state.local_len or 0
     if not isinstance(first, Tensor) or not (first.shape[1:2] == (length,) or first.ndim == 2):
         raise ValueError(
-            f"sequence_parallel=True: {type(block).__name__} returns {type(first).__name__} "
-            f"{tuple(getattr(first, 'shape', ()))}, not hidden states [batch, seq, hidden]. Pass "
-            "sequence_parallel=False."
+            f"sequence_parallel=True: {type(block).__name__} must return hidden states [batch, seq, hidden], got "
+            f"{type(first).__name__} {tuple(getattr(first, 'shape', ()))}. Pass sequence_parallel=False."
         )
 
     def own(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        if t.ndim == 3 and t.shape[1] == length and t.is_floating_point():  # the next block gets whole indices
+        # Indices are not sharded: the next block gets those of the full sequence.
+        if t.ndim == 3 and t.shape[1] == length and t.is_floating_point():
             return scatter(t, 1, group=mesh)
-        if t is first:  # tokens of all rows, one after the other
+        if t is first:  # has the tokens of all rows in one dim
             return scatter(t.unflatten(0, (-1, length)), 1, group=mesh).flatten(0, 1)
         return t
 

@@ -151,8 +151,8 @@ def pipeline(
     dims = tuple(keywords[key] for key in ("tp_dim", "cp_dim"))
     if keywords["ep_dim"] not in (None, *dims):
         raise ValueError(
-            f"ep_dim={keywords['ep_dim']!r} is a dim of its own, which is not served in a pipeline; distribute experts "
-            f"over {dims[0]!r} or {dims[1]!r}."
+            f"ep_dim={keywords['ep_dim']!r} is not supported in a pipeline. Use {dims[0]!r} or {dims[1]!r} to "
+            "distribute experts."
         )
     check_int("microbatches", microbatches, 1)
     check_verify(verify)
@@ -167,11 +167,11 @@ def pipeline(
             raise ValueError(f"{asked}={keywords[asked]} needs ranks along {dim!r}, and mesh has the dims {names}.")
     is_hf = is_transformers_model(model)
     if loss_fn is None and "labels" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{type(model).__name__}.forward takes no labels; pass loss_fn(output, labels), its loss.")
+        raise ValueError(f"{type(model).__name__}.forward has no argument labels. Pass loss_fn(output, labels).")
     if is_hf and getattr(model.config, "output_router_logits", False):
         raise ValueError(
-            "The model's config has output_router_logits=True; its loss of routers needs those of all layers, and the "
-            "last stage has its own. Set model.config.output_router_logits = False."
+            "output_router_logits=True in the model's config is not supported: the router loss needs the logits of all "
+            "layers, but the last stage has only its own. Set model.config.output_router_logits = False."
         )
     pp_mesh = mesh[pp_dim]
     ranks, rank = pp_mesh.size(), pp_mesh.get_local_rank()
@@ -260,7 +260,10 @@ def _tied_names(model: nn.Module, layers: ModelLayers) -> tuple[str, str] | None
     front, behind = named(layers.in_front), named(layers.behind)
     shared = [(front[key], behind[key]) for key in front if key in behind]
     if len(shared) > 1:
-        raise ValueError(f"The first and the last stage share {len(shared)} parameters, {shared}; one can be served.")
+        raise ValueError(
+            f"The first and last stages share {len(shared)} parameters: {shared}. At most one tied parameter is "
+            "supported; untie the others."
+        )
     return shared[0] if shared else None
 
 
@@ -282,7 +285,7 @@ def _agree(pp_mesh: DeviceMesh, refused: Exception | None) -> None:
     for rank, text in enumerate(said):
         if text is not None:
             raise ValueError(
-                f"A stage of pipeline rank {rank} was refused, after parts of the model had been taken: {text}"
+                f"Parallelizing a stage failed on pipeline rank {rank}; the model is already split, rebuild it: {text}"
             )
 
 
@@ -349,10 +352,11 @@ class Stage(nn.Module):
         assert sent is not None and self.hidden is not None
         if (tuple(sent.shape), sent.dtype) != self.hidden:
             raise ValueError(
-                f"Stage {self.number} made a hidden state {tuple(sent.shape)} of {sent.dtype}, and the next expects "
-                f"{self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same autocast as its steps."
+                f"Stage {self.number} returned a hidden state {tuple(sent.shape)} of {sent.dtype}, but the next stage "
+                f"expects {self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same "
+                "autocast as its steps."
             )
-        # torch detaches it in place, which fails for views.
+        # torch detaches the sent tensor in place, which fails for views.
         return sent.clone() if sent._is_view() else sent.contiguous()
 
 
@@ -470,16 +474,15 @@ class Pipeline:
                 if self._tied is not None or (self._cp_mesh is not None and self._grad_sync):
                     why = "the first stage and the last share a weight" if self._tied else "grad_sync=True sums over cp"
                     raise ValueError(
-                        f"the gradient of {name!r} goes to its main_grad, and {why}, which looks at grad only. Remove "
-                        "main_grad."
+                        f"{name!r} has a main_grad, but {why}, and that reduction reads .grad only. Remove main_grad."
                     )
                 break
         for stage in self.stages.values() if self._kind.splits else ():
             for module in stage.modules():
                 if isinstance(module, FSDPModule) and reshards_after_forward(module):
                     raise ValueError(
-                        f"schedule {self._kind.name!r} splits backward, of which torch's FSDP2 loses a half where it "
-                        "reshards in between. Call fully_shard with reshard_after_forward=False."
+                        f"schedule {self._kind.name!r} splits backward, which torch's FSDP2 supports only without "
+                        "resharding after forward. Call fully_shard with reshard_after_forward=False."
                     )
 
     def _check_steps(self) -> None:
@@ -598,9 +601,9 @@ class Pipeline:
         for index, count in enumerate(counts):
             if count != counts[0]:
                 raise ValueError(
-                    f"microbatch {index} has another number of targets ({count[0]}) than the first "
-                    f"({counts[0][0]}), and the model's own loss takes no num_items_in_batch: it would be a mean "
-                    "of means. Make them equal, or pass loss_fn(output, labels) to pipeline."
+                    f"microbatches must have equal numbers of targets, got {counts[0][0]} in the first and {count[0]} "
+                    f"in microbatch {index}: the model's loss does not accept num_items_in_batch, so it would be a "
+                    "mean of means. Make them equal, or pass loss_fn(output, labels) to pipeline."
                 )
 
     def _tokens(self, batch: Mapping[str, Any]) -> Tensor:

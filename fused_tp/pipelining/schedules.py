@@ -76,7 +76,7 @@ def kind_of(name: str) -> ScheduleKind:
     """Return the schedule with that name, case-insensitive; raise ValueError if there is none."""
     lower = {known.lower(): known for known in SCHEDULES} | ALIASES
     if not isinstance(name, str) or name.lower() not in lower:
-        raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}.")
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}.")
     return SCHEDULES[lower[name.lower()]]
 
 

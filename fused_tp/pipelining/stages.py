@@ -175,16 +175,16 @@ class _Probe:
         given = args[0] if args else kwargs.get("hidden_states")
         if index and given is not self.hidden:
             raise ValueError(
-                f"{name} is not given what the layer before it returns as its first argument; what happens to the "
-                "hidden state between the two would be lost where they are on different stages."
+                f"the first argument of {name} must be the hidden state that the previous layer returned, unchanged: "
+                "stages do not run code between layers. Move that code into a layer."
             )
         others: list[tuple[Any, Any]] = [*((f"argument {at}", value) for at, value in enumerate(args[1:], 1))]
         others += [(key, value) for key, value in kwargs.items() if value is not given]
         for key, value in others:
             if any(t.requires_grad for t in tensors_in(value)):
                 raise ValueError(
-                    f"{name} is given {key}, which is made of embeddings or of what layers before it return; only "
-                    "the hidden state travels from stage to stage."
+                    f"{name} receives {key}, which is computed from embeddings or earlier layers and requires a "
+                    f"gradient. Stages pass only hidden_states; compute {key} inside the layer."
                 )
 
     def leave(self, index: int, layer: nn.Module, args: Any, output: Any) -> Any:
@@ -219,7 +219,7 @@ class _Probe:
     def check_behind(self, output: Any) -> None:
         made = [t for t in tensors_in(output) if t.requires_grad]
         before = [("hidden states of earlier layers", self.leaves[:-1])]
-        before += [(f"what {name!r} returns", tensors) for name, tensors in self.in_front.items()]
+        before += [(f"the output of {name!r}", tensors) for name, tensors in self.in_front.items()]
         for what, tensors in before:
             if made and tensors:
                 grads = torch.autograd.grad(
@@ -227,7 +227,8 @@ class _Probe:
                 )
                 if any(grad is not None for grad in grads):
                     raise ValueError(
-                        f"What {self.kind} does behind its last layer needs {what}, which the last stage does not have."
+                        f"{self.kind} uses {what} after its last layer, which the last stage does not have. This is "
+                        "not supported in a pipeline."
                     )
 
     def check_parameters(self) -> None:
@@ -238,9 +239,9 @@ class _Probe:
         for name, module in self.model.named_modules():
             if _holds_parameters(module) and name not in placed and not f"{name}.".startswith(f"{self.container}."):
                 raise ValueError(
-                    f"{name or self.kind!r} has parameters ({', '.join(module._parameters)}) and is not called as a "
-                    "module before or after the layers, so that no stage can be given it. Put them into a module of "
-                    "their own that is called there."
+                    f"{name or self.kind!r} has parameters ({', '.join(module._parameters)}) but is not called as a "
+                    "module before or after the layers, so it cannot be assigned to a stage. Move them into a separate "
+                    "module that is called there."
                 )
 
 

@@ -77,7 +77,7 @@ def _now(device: torch.device) -> float:
 def bubble(spans: Sequence[Span]) -> float:
     """Fraction of all ranks' time, from the first computation to the last, in which they were idle."""
     if not spans:
-        raise ValueError("there are no spans; record a step first.")
+        raise ValueError("spans is empty. Record a step first.")
     ranks = {span.rank for span in spans}
     whole = (max(span.stop for span in spans) - min(span.start for span in spans)) * len(ranks)
     return 1 - sum(span.stop - span.start for span in spans) / whole

@@ -219,13 +219,13 @@ def test_attention_dropout_is_the_same_on_any_number_of_ranks(group: dist.Proces
 @on_ranks(2)
 def test_ulysses_sizes_that_are_refused(group: dist.ProcessGroup) -> None:
     model, mesh = make("llama"), mesh_of(group, 2, 1)
-    refuses(ValueError, r"does not divide the 2 .* work: 1, 2\.", parallelize, model, mesh, ulysses_size=3)
+    refuses(ValueError, r"must divide the 2 .* one of 1, 2\.", parallelize, model, mesh, ulysses_size=3)
     refuses(TypeError, "ulysses_size must be an int", parallelize, model, mesh, ulysses_size=True)
     odd = make("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
-    refuses(ValueError, r"num_attention_heads=3, .* work: 1\.", parallelize, odd, mesh, ulysses_size=2)
+    refuses(ValueError, r"num_attention_heads=3, .*ulysses_size: 1\.", parallelize, odd, mesh, ulysses_size=2)
     parallelize(odd, mesh)  # the refusal left it unchanged
     layers = make_model("laguna", num_attention_heads_per_layer=[4, 3], num_key_value_heads=1)
-    refuses(ValueError, r"_per_layer=3, .* work: 1\.", parallelize, layers, mesh, ulysses_size=2)
+    refuses(ValueError, r"_per_layer=3, .*ulysses_size: 1\.", parallelize, layers, mesh, ulysses_size=2)
 
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 22, "rope_theta": 1e4}

@@ -191,7 +191,7 @@ def test_plans_that_deal_experts_out(group: dist.ProcessGroup) -> None:
         experts = dict(whole.ep_plan)
         parallel = parallelize(copy_of(whole), mesh, ep_dim=name, plan=experts)
         assert_same_calls(parallel, whole, tokens, tokens)
-        refuses(ValueError, "pass ep_dim=", parallelize, copy_of(whole), mesh_of(group, 1, 2), plan=experts)
+        refuses(ValueError, "Pass ep_dim=", parallelize, copy_of(whole), mesh_of(group, 1, 2), plan=experts)
     # Plan entries of other modules (norms of heads, sinks) apply to tensor parallel ranks only.
     for family in ("qwen3_moe", "gpt_oss"):
         whole = make(family)
@@ -465,7 +465,7 @@ def test_experts_over_three_ranks(group: dist.ProcessGroup) -> None:
 def test_a_block_of_two_streams_is_refused(group: dist.ProcessGroup) -> None:
     plan = {"layers.*.*.up": "colwise", "layers.*.*.down": "rowwise", "head": "colwise_gather_output"}
     model = parallelize(Stack(), mesh_of(group, 1, 2), plan=plan, sequence_parallel=True)
-    refuses(ValueError, "is given two tensors", model, torch.tensor([[1, 2]]))
+    refuses(ValueError, "two of its arguments", model, torch.tensor([[1, 2]]))
 
 
 @on_ranks(2)
@@ -606,7 +606,7 @@ def test_experts_that_are_not_served(group: dist.ProcessGroup) -> None:
         plan=without,
     )
     without = {name: style for name, style in plan.items() if name != experts}
-    refuses(ValueError, "those of modules that are 'moe_tp_experts'", parallelize, make("mixtral"), mesh, plan=without)
+    refuses(ValueError, "parameters of 'moe_tp_experts' modules", parallelize, make("mixtral"), mesh, plan=without)
     model = make("mixtral")
     model.model.layers[1].mlp.experts.norm = nn.LayerNorm(32)
     refuses(ValueError, r"layers\.1.*'norm.bias', which is not in the plan", parallelize, model, mesh)

@@ -123,7 +123,7 @@ def test_attention_to_images(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "serves only these. Leave it out", parallelize, whole, mesh, sequence_parallel=True)
     parallel = parallelize(MllamaForCausalLM(text), mesh, sequence_parallel=True)
     states = {"cross_attention_states": torch.randn(2, 5, 64)}
-    refuses(ValueError, "'.*k_proj' was given another tensor. Pass", parallel, input_ids=tokens, **states)
+    refuses(ValueError, "'.*k_proj' received another tensor. Pass", parallel, input_ids=tokens, **states)
 
 
 @on_ranks(2)
@@ -160,5 +160,9 @@ def test_heads_by_other_names(group: dist.ProcessGroup) -> None:
     ):
         model = make_model(kind, **sizes, **more)
         refuses(
-            ValueError, r"num_heads=3, which 2 .* TP sizes that work: 1, 3\.", parallelize, model, mesh_of(group, 1, 2)
+            ValueError,
+            r"num_heads=3, which 2 .* Use one of these TP sizes: 1, 3\.",
+            parallelize,
+            model,
+            mesh_of(group, 1, 2),
         )

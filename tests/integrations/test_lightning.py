@@ -165,8 +165,8 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
 def test_what_would_go_wrong_is_refused() -> None:
     for rank in fresh_ranks(2, refusals):
         pipeline, unknown, unsharded, replicas, sizes = rank.unwrap()
-        assert "pp=... needs schedules" in pipeline
+        assert "pp is not supported" in pipeline
         assert "'dp'" in unknown and "dp_shard" in unknown
-        assert "has tp, and configure_model has not called fused_tp.parallelize" in unsharded
-        assert "2 groups of ranks with batches of their own" in replicas
-        assert "cp=3 is 3, and there are 2 ranks" in sizes
+        assert "has tp, but configure_model did not shard" in unsharded
+        assert "2 groups of ranks with different batches" in replicas
+        assert "cp=3 is 3, but there are 2 ranks" in sizes

@@ -518,29 +518,29 @@ def refused(says: str, fn: Any, *args: Any, **keywords: Any) -> None:
 def test_refusals(group: dist.ProcessGroup) -> None:
     with parallel(cp=2):
         q, k, v = heads(8, 4, 0), heads(8, 2, 1), heads(8, 2, 2)
-        refused("attention_type is 'cross'", attention, attention_type="cross")
+        refused("attention_type='cross'", attention, attention_type="cross")
         refused("qk_clip=True", attention, qk_clip=True)
-        refused("'p2p' sends what 'all_gather' would", attention, cp_comm_type="all_gather")
+        refused("'p2p' sends the same data as 'all_gather'", attention, cp_comm_type="all_gather")
         refused("hierarchical_context_parallel_sizes", attention, cp_comm_type="a2a+p2p")
         core = attention()
         refused("attention_bias", core, q, k, v, None, attention_bias=q)
         refused("is not the causal mask", core, q, k, v, torch.zeros(1, 1, 8, 16, dtype=torch.bool))
         refused("is not the causal mask", core, q, k, v, causal(8)[None, None])
-        refused("pass None", core, q, k, v, causal(8), attn_mask_type=AttnMaskType.no_mask)
+        refused("Pass None", core, q, k, v, causal(8), attn_mask_type=AttnMaskType.no_mask)
         for kind in (AttnMaskType.arbitrary, AttnMaskType.padding):
             refused("must be causal or no_mask", core, q, k, v, None, attn_mask_type=kind)
-        refused("decode without context parallelism", core, q[:1], k, v, None)
+        refused("Decode without context parallelism", core, q[:1], k, v, None)
         bounds, row = torch.tensor([0, 8, 16]), [t[:, 0] for t in (q, k, v)]
         for says, how in {
-            "it must be 'thd'": {"qkv_format": "sbhd"},
-            "group of its own": {"local_cp_size": 1},
-            "pad documents to a multiple of 4": {"cu_seqlens_q": torch.tensor([0, 6, 16])},
+            "must be 'thd'": {"qkv_format": "sbhd"},
+            "cp_group and local_cp_size": {"local_cp_size": 1},
+            "must have a multiple of 4 tokens": {"cu_seqlens_q": torch.tensor([0, 6, 16])},
             "end with the 16 tokens": {"cu_seqlens_q": torch.tensor([0, 8, 12])},
         }.items():
             given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, **how}
             refused(says, core, *row, None, packed_seq_params=PackedSeqParams(**given))
         padded = PackedSeqParams("thd", bounds, bounds, bounds + 1, bounds + 1)
-        refused("would see padding", core, *row, None, AttnMaskType.no_mask, None, padded)
+        refused("attend to padding", core, *row, None, AttnMaskType.no_mask, None, padded)
     with parallel(tp=2):
         config = TransformerConfig(**CONFIG, tensor_model_parallel_size=2)
         mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=nn.Linear, linear_fc2=nn.Linear))
@@ -554,7 +554,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
         refused("weight is of shape (4, 4)", layer, torch.zeros(2, 4), torch.zeros(4, 4))
         weight = torch.zeros(2, 4)
         vars(weight)["__fsdp_param__"] = True
-        refused("belongs to Megatron-FSDP", layer, torch.zeros(2, 4), weight)
+        refused("Megatron-FSDP is not supported", layer, torch.zeros(2, 4), weight)
         row_of = {**column, "bias": True, "input_is_parallel": True}
         refused("token dispatcher", FusedRowParallelLinear, 4, 4, **row_of, skip_bias_add=False, is_expert=True)
         for name, value in {"moe_layer_freq": [0, 1], "multi_latent_attention": True}.items():

@@ -45,13 +45,13 @@ def test_sizes_and_order(group: dist.ProcessGroup) -> None:
         "pp=2 x tp=3 is 6, and there are 4 ranks; the product": {"pp": 2, "tp": 3},
         "tp=3 is 3, and there are 4 ranks, which leaves no whole number for cp": {"tp": 3, "cp": -1},
         "dp_shard and cp are both -1": {"dp_shard": -1, "cp": -1},
-        "tp=0; a size is at least 1": {"tp": 0},
-        "no dim; give sizes": {},
+        "tp must be at least 1": {"tp": 0},
+        "no dims. Pass the size": {},
     }.items():
         error = error_of(fused_tp.make_mesh, **sizes)
         assert isinstance(error, ValueError) and says in str(error), (says, error)
     assert "needs 'dp_shard' or 'cp'" in str(error_of(fused_tp.fsdp_mesh, fused_tp.make_mesh(tp=4)))
-    assert "other experts" in str(error_of(fused_tp.fsdp_mesh, fused_tp.make_mesh(dp_shard=2, ep=2)))
+    assert "different experts" in str(error_of(fused_tp.fsdp_mesh, fused_tp.make_mesh(dp_shard=2, ep=2)))
 
 
 @on_ranks(4)
@@ -108,7 +108,7 @@ def test_gradients_are_summed_once_in_an_accumulation(group: dist.ProcessGroup) 
     fused_tp.sync_gradients(parallel)
     whole(input_ids=batches[0], labels=batches[0]).loss.backward()
     assert_same_gradients(parallel, whole)
-    assert "made parallel by parallelize" in str(error_of(lambda: fused_tp.no_sync(nn.Linear(2, 2)).__enter__()))
+    assert "is not parallel: call parallelize" in str(error_of(lambda: fused_tp.no_sync(nn.Linear(2, 2)).__enter__()))
 
 
 @on_ranks(2)

@@ -427,7 +427,7 @@ def test_compiled_losses(group: dist.ProcessGroup) -> None:
     model.__class__ = AddedLoss
     parallelize(model, mesh_of(group, 1, 2), loss_parallel=True)
     torch._dynamo.reset()
-    refuses(ValueError, "returned no loss that", torch.compile(model, backend="eager"), tokens, labels=tokens)
+    refuses(ValueError, "did not return the loss", torch.compile(model, backend="eager"), tokens, labels=tokens)
     model.__class__ = NestedLoss
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
@@ -463,7 +463,7 @@ def test_a_loss_of_its_own_under_sequence_parallelism(group: dist.ProcessGroup) 
     assert_trains_alike(parallel, whole, lambda model: model(tokens))
     LossOfItsOwn.of_hidden = 0.1
     try:
-        refuses(ValueError, "a number that it made of hidden states", parallel, tokens)
+        refuses(ValueError, "a scalar computed from hidden states", parallel, tokens)
     finally:
         LossOfItsOwn.of_hidden = 0.0
 
@@ -494,7 +494,7 @@ def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
         Unsearchable.kind = kind
         for length in (6, 1):  # one token is not sharded
             refuses(TypeError, f"returned a {kind.__name__}", parallelize(Unsearchable(), mesh), x[:, :length])
-    refuses(ValueError, r"returns a tensor \(1, 3\) that is not", parallelize(Mean(), mesh), torch.randn(1, 8, 16))
+    refuses(ValueError, r"must return tensors .*got \(1, 3\)", parallelize(Mean(), mesh), torch.randn(1, 8, 16))
     model = make("plain")
     model.__class__ = OtherLoss
     parallelize(model, mesh)
@@ -507,10 +507,10 @@ def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
 def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     cp_mesh, tp_mesh = mesh_of(group, 2, 1), mesh_of(group, 1, 2)
     refuses(ValueError, "`positions` or `position_ids`", parallelize, NoPositions(), cp_mesh)
-    refuses(ValueError, "no tp_plan of its own", parallelize, NoPositions(), tp_mesh)
-    with pytest.raises(ValueError, match=r"'score' \(Linear\) has parameters and is not in the plan"):
+    refuses(ValueError, "has no tp_plan", parallelize, NoPositions(), tp_mesh)
+    with pytest.raises(ValueError, match=r"'score' \(Linear\) has parameters but is not in the plan"):
         parallelize(Tagger(), tp_mesh, plan=TAGGER_PLAN, sequence_parallel=True)
-    refuses(ValueError, "one output layer", parallelize, Tagger(), tp_mesh, plan=TAGGER_PLAN, loss_parallel=True)
+    refuses(ValueError, "exactly one module", parallelize, Tagger(), tp_mesh, plan=TAGGER_PLAN, loss_parallel=True)
     wrapped = nn.parallel.DistributedDataParallel(Tagger(), process_group=group)
     refuses(TypeError, "the model inside", parallelize, wrapped, tp_mesh, plan={"module.score": "colwise_rep"})
     refuses(ValueError, r"whole on every rank\.$", parallelize, Tagger(), tp_mesh, plan={"score": "colwize"})
@@ -521,10 +521,10 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
         refuses(ValueError, r"'blocks\.2' .* mixes tokens", parallelize, tagger, cp_mesh)
     tagger = Tagger()
     parallelize(tagger.blocks, mesh_of(group, 1, 2), plan={"*.wo": "rowwise_split_input"})
-    refuses(TypeError, "a part of it, has been parallelized", parallelize, tagger, cp_mesh)
-    refuses(TypeError, "a part of it, has been parallelized", parallelize, tagger.blocks[0], cp_mesh)
+    refuses(TypeError, "a submodule of it, is parallel", parallelize, tagger, cp_mesh)
+    refuses(TypeError, "a submodule of it, is parallel", parallelize, tagger.blocks[0], cp_mesh)
     model = make("plain", num_key_value_heads=1)
-    refuses(ValueError, "TP sizes that work: 1", parallelize, model, tp_mesh)
+    refuses(ValueError, "these TP sizes: 1", parallelize, model, tp_mesh)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -575,7 +575,7 @@ def test_packed_layers_and_whole_attention(group: dist.ProcessGroup) -> None:
     plan = {"c_attn": "colwise", "out": "rowwise"}
     packed = {**plan, "c_attn": "packed_colwise_3"}
     for kind, wrong in ((Packed, plan), (Packed, packed), (Chunked, plan)):
-        with pytest.raises(ValueError, match=r"takes what 'c_attn' returns apart by (split|chunk).*packed_colwise_3"):
+        with pytest.raises(ValueError, match=r"splits the output of 'c_attn' by (split|chunk).*packed_colwise_3"):
             parallelize(kind(), mesh, plan=wrong)
     for kind in (Chunked, WithWholeAttention):
         whole = kind()
@@ -585,7 +585,9 @@ def test_packed_layers_and_whole_attention(group: dist.ProcessGroup) -> None:
         assert_same_gradients(parallel, whole)
     quantized = Chunked()
     quantized.out.weight = nn.Parameter(quantized.out.weight.detach().as_subclass(Wrapped))
-    with pytest.raises(ValueError, match=r"'out.weight' cannot become a DTensor: it is a Wrapped.*before it is quant"):
+    with pytest.raises(
+        ValueError, match=r"'out.weight' cannot be converted to a DTensor: it is a Wrapped.*before the model is quant"
+    ):
         parallelize(quantized, mesh, plan=packed)
     with pytest.raises(TypeError, match=r"torch.compile\(parallelize"):
         parallelize(torch.compile(Chunked(), backend="eager"), mesh, plan=packed)

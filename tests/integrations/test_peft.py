@@ -265,10 +265,10 @@ def test_adapters_are_saved_switched_and_merged(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "DoRA": ({"use_dora": True}, r"DoraLinearVariant.*serves LoRA on nn.Linear only"),
+    "DoRA": ({"use_dora": True}, r"DoraLinearVariant.*supports LoRA on nn.Linear only"),
     "embedding": ({"target_modules": ["embed_tokens"]}, r"lora.layer.Embedding of 'model.embed_tokens'"),
     "tokens": ({"trainable_token_indices": [1]}, r"TrainableTokensWrapper of 'model.embed_tokens'"),
-    "block": ({"modules_to_save": ["mlp"]}, r"'model.layers.0.mlp' .* no modules inside"),
+    "block": ({"modules_to_save": ["mlp"]}, r"'model.layers.0.mlp' .* without submodules"),
 }
 
 
@@ -313,11 +313,11 @@ def test_adapters_on_a_parallel_model_that_are_not_served(group: dist.ProcessGro
     model = parallelize(make("llama"), mesh_of(group, 1, 2), sequence_parallel=True)
     for keywords, says in (
         ({"use_dora": True}, "use_dora=True"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.* before parallelize"),
-        ({"init_lora_weights": "pissa"}, "'pissa', which looks at weights"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*before parallelize"),
+        ({"init_lora_weights": "pissa"}, "'pissa', which reads full weights"),
     ):
         refuses(ValueError, says, parallel_config, model, config_of("llama", **keywords))
-    refuses(TypeError, "has not been parallelized", parallel_config, make("llama"), config_of("llama"))
+    refuses(TypeError, "is not parallel", parallel_config, make("llama"), config_of("llama"))
     # Without parallel_config PEFT creates whole adapters, for sharded layers and for others.
     wrapped = peft.get_peft_model(model, config_of("llama"))
     refuses(ValueError, "was put into the model after parallelize", wrapped, input_ids=make_tokens(1, 4))
@@ -406,7 +406,7 @@ def test_adapters_on_a_model_from_the_meta_device(group: dist.ProcessGroup, tmp_
     load_full_state_dict(model, make("llama").state_dict())
     config = parallel_config(model, peft.LoraConfig.from_pretrained(tmp_path))
     load = partial(peft.PeftModel.from_pretrained, model, tmp_path, config=config, is_trainable=True)
-    refuses(ValueError, "leave low_cpu_mem_usage", load, low_cpu_mem_usage=True)
+    refuses(ValueError, "Omit low_cpu_mem_usage", load, low_cpu_mem_usage=True)
     parallel = load()
     assert_trains_alike(parallel, whole, make_tokens(2, 9))
 
@@ -454,7 +454,9 @@ def test_an_adapter_on_a_block_of_whole_sequences_is_refused(group: dist.Process
     how: dict[str, Any] = {"plan": plan, "sequence_parallel": True}
     config = peft.LoraConfig(target_modules=["up"])
     model = peft.get_peft_model(Stack(), config)
-    refuses(ValueError, r"'layers.0.up' runs on the whole sequence", parallelize, model, mesh_of(group, 1, 2), **how)
+    refuses(
+        ValueError, r"'layers.0.up', which runs on the full sequence", parallelize, model, mesh_of(group, 1, 2), **how
+    )
     after = parallelize(Stack(), mesh_of(group, 1, 2), **how)
     config = parallel_config(after, peft.LoraConfig(target_modules=["up"]))
-    refuses(ValueError, r"'layers.0.up' runs on the whole sequence", peft.get_peft_model, after, config)
+    refuses(ValueError, r"'layers.0.up', which runs on the full sequence", peft.get_peft_model, after, config)

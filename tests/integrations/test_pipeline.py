@@ -386,12 +386,12 @@ class Odd(nn.Module):
 def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(pp=2, tp=2)
     reasons = {
-        "parameter": "'Odd' has parameters (scale) and is not called as a module",
+        "parameter": "'Odd' has parameters (scale) but is not called as a module",
         "second list": "has 2 lists of layers ('layers', 'others')",
         "between": "runs 'norm', which has parameters, between layers",
         "order": "runs layer 3 of 'layers' where layer 0 was expected",
         "left out": "Odd runs 'head', which has parameters, between layers",
-        "residual": "is not given what the layer before it returns",
+        "residual": "must be the hidden state that the previous layer returned",
         "embedding behind": "needs what 'embed' returns, which the last stage does not have",
     }
     for what, says in reasons.items():
@@ -419,7 +419,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.Pr
     refused(TypeError, "has no keyword 'sequence'", model, mesh, microbatches=4, sequence=True)
     model.config.output_router_logits = True
     refused(ValueError, "output_router_logits", model, mesh, microbatches=4)
-    refused(ValueError, "takes no labels; pass loss_fn", Odd(""), mesh, microbatches=4)
+    refused(ValueError, "has no argument labels. Pass loss_fn", Odd(""), mesh, microbatches=4)
     pipe = fused_tp.pipeline(make("llama", num_hidden_layers=4), mesh_of(pp=2, cp=2), microbatches=4)
     tokens = make_tokens(8, 16)
     for says, batch in {
@@ -560,7 +560,7 @@ def test_models_with_other_losses_layers_and_outputs(group: dist.ProcessGroup) -
             assert_near(found.reshape(wanted.shape), wanted, f"{kind}: {name}", TOLERANCE)
         if kind == "bart":
             error = error_of(pipe.step, {"input_ids": tokens, "labels": labels})
-            assert "microbatch 1 has another number of targets (32) than the first (28)" in str(error)
+            assert "equal numbers of targets, got 28 in the first and 32 in microbatch 1" in str(error)
 
 
 class Counted(Chain):
@@ -602,7 +602,7 @@ def test_what_goes_wrong_is_said_on_all_ranks_and_costs_nothing(group: dist.Proc
     assert_same_gradients(pipe, whole, TOLERANCE)
     for parameter in pipe.parameters():
         parameter.main_grad = torch.zeros(())
-    assert "goes to its main_grad, and the first stage and the last share" in str(error_of(pipe.step, batch))
+    assert "has a main_grad, but the first stage and the last share" in str(error_of(pipe.step, batch))
     one = fused_tp.pipeline(
         copy_of(whole), DeviceMesh("cpu", [[0, 1, 2, 3]], mesh_dim_names=("pp", "cp")), microbatches=2
     )

@@ -141,7 +141,7 @@ def test_modules_inside_called_by_themselves(group: dist.ProcessGroup, layout: s
             assert_near(parallel.lm_head(hidden), whole.lm_head(expected), "logits")
             assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
     if layout != "tp2_sp":
-        with pytest.raises(ValueError, match="Call that one"):
+        with pytest.raises(ValueError, match="Call that model"):
             parallel.model(tokens)
     else:
         for model in (whole, parallel):

@@ -207,7 +207,17 @@ def test_signatures() -> None:
 def test_refusals(group: dist.ProcessGroup) -> None:
     t, row = seeded(12, HEADS, DIM), seeded(1, 12, HEADS, DIM)
     varlen, bounds = library.zigzag_ring_flash_attn_varlen_func, torch.tensor([0, 12])
-    refuses(ValueError, "ends with 24, and q has 12 tokens on this rank", varlen, t, t, t, 2 * bounds, 24, group=group)
+    refuses(
+        ValueError,
+        "must end with the 12 tokens of q on this rank, got 24",
+        varlen,
+        t,
+        t,
+        t,
+        2 * bounds,
+        24,
+        group=group,
+    )
     refuses(ValueError, r"q has shape \(1, 12, 4, 8\)", varlen, row, row, row, bounds, 12, group=group)
     refuses(TypeError, "cu_seqlens must be a Tensor", varlen, t, t, t, [0, 12], 12, group=group)
     of_swift = ms_swift.zigzag_ring_flash_attn_varlen_func
@@ -219,6 +229,6 @@ def test_refusals(group: dist.ProcessGroup) -> None:
     refuses(TypeError, "return_attn_probs", ring, row, row, row, return_attn_probs=1, group=group)
     refuses(ValueError, "qkv has shape", library.ring_flash_attn_qkvpacked_func, row, group=group)
     llama3, prepare = library.llama3_flash_attn_varlen_func, library.llama3_flash_attn_prepare_cu_seqlens
-    refuses(TypeError, "of fused_tp has returned", llama3, t, t, t, bounds, bounds, 12, 12, 1, slice(0, 12))
+    refuses(TypeError, "of fused_tp, got", llama3, t, t, t, bounds, bounds, 12, 12, 1, slice(0, 12))
     refuses(ValueError, "25 tokens cannot be shared evenly by 2 ranks", prepare, torch.tensor([0, 25]), True, 0, 2)
     refuses(ValueError, "of 2 ranks the last is 1", prepare, torch.tensor([0, 24]), True, 2, 2)

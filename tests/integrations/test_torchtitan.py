@@ -315,7 +315,7 @@ def test_ring_over_packed_documents(group: dist.ProcessGroup, cp: int, tp: int, 
         loss = loss_of(logits, own_labels)
         loss.backward()
         other = {"positions": kwargs["positions"].roll(1, 1)}
-        assert "neither count up by one" in str(error_of(model, own, **other))
+        assert "must increase by one" in str(error_of(model, own, **other))
         assert "attention_masks were given" in str(error_of(model, own, **kwargs, attention_masks=seen_of))
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh.get_group())
@@ -387,7 +387,7 @@ def test_variable_lengths_by_a_wrapper_of_torchtitans_signature(group: dist.Proc
     short = create_varlen_metadata_for_document(positions_of()[:, :16])
     varlen = VarlenAttention.Config().build()
     apply_cp_to_forward([varlen], mesh)
-    assert "made before its tokens are sharded" in str(error_of(varlen, *cut, attention_masks=short))
+    assert "created before its tokens are sharded" in str(error_of(varlen, *cut, attention_masks=short))
     assert "masks that a ring cannot read" in str(error_of(apply_cp_to_forward, [FlexAttention.Config().build()], mesh))
 
 
@@ -428,8 +428,8 @@ def test_what_overrides_refuse(group: dist.ProcessGroup) -> None:
 
     for change, overrides, says in (
         (biased_rows, FUSED, "a row-parallel layer with a bias"),
-        (quantized, FUSED, "whose arithmetic is its own"),
-        (windows, RING, "has the window (3, 0)"),
+        (quantized, FUSED, "supports only torchtitan"),
+        (windows, RING, "got window (3, 0)"),
     ):
         assert says in str(error_of(config_of, overrides, change=change)), says
     unsharded = llama3_configs["debugmodel"](attn_backend="flex")
