@@ -68,7 +68,7 @@ def test_what_takes_a_part_for_the_whole_is_refused(group: dist.ProcessGroup) ->
     model = plain()
     for p in model.parameters():
         dist.broadcast(p.data, dist.get_global_rank(group, 0), group=group)
-    assert_refused(step, model, adamw(model), says="hold the same numbers")
+    assert_refused(step, model, adamw(model), says="hold the same values")
     model = plain()
     assert_refused(
         lambda: step(model, adamw(model), lambda: [dist.all_reduce(p.grad, group=group) for p in model.parameters()]),

@@ -224,14 +224,16 @@ def test_padding(group: dist.ProcessGroup, layout: str, family: str) -> None:
     inputs = one_padded_row(right=layout == "cp2")
     assert_trains_alike(parallel, whole, lambda model: model(**inputs).loss)
     if layout == "cp2":
-        refuses(ValueError, "labels count at padding", parallel, **{**inputs, "labels": inputs["input_ids"]})
+        refuses(
+            ValueError, "labels at padding positions must be", parallel, **{**inputs, "labels": inputs["input_ids"]}
+        )
         padded = one_padded_row(right=False)
         refuses(ValueError, "padding on the left", parallel, **padded)
         positions = (padded["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         refuses(ValueError, "padding on the left", parallel, **padded, position_ids=positions)  # no documents
         seen = torch.ones(2, 1, 9, 9)
         for mask in (seen, {"full_attention": seen}, torch.ones(2, 12), torch.ones(3, 9)):
-            refuses(ValueError, r"only \[batch, seq\] is served, here \(2, 9\)", parallel, make_tokens(2, 9), mask)
+            refuses(ValueError, r"must be \[batch, seq\], here \(2, 9\)", parallel, make_tokens(2, 9), mask)
 
 
 @on_ranks(2)
@@ -379,7 +381,7 @@ def test_refused_calls(group: Any) -> None:
     model = parallelize(make("mistral", sliding_window=4), mesh)
     calls: dict[str, dict[str, Any]] = {
         "output_hidden_states": {"input_ids": tokens, "output_hidden_states": True},
-        "start again inside of rows": {"input_ids": tokens, "position_ids": torch.arange(4).repeat(2).view(1, 8)},
+        "start again inside rows": {"input_ids": tokens, "position_ids": torch.arange(4).repeat(2).view(1, 8)},
         "shape": {"input_ids": tokens, "attention_mask": torch.ones(2, 1, 8, 8)},
         "output_router_logits": {"input_ids": tokens, "output_router_logits": True},
         "full labels": {"input_ids": tokens, "labels": tokens[:, :4]},
@@ -568,14 +570,14 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
         torch.nn.init.normal_(drawn.model.norm.weight)
     if rank == 1:
         longer.more = torch.nn.Linear(2, 2, bias=False)
-    says = r"'tp' and 'cp' have made different models: {}\.weight' of rank {} of the 4.*torch\.manual_seed"
+    says = r"'tp' and 'cp' have built different models: {}\.weight' of rank {} of 4.*torch\.manual_seed"
     for model, text in ((drawn, says.format("'model\\.norm", 2)), (longer, says.format("'more", 0))):
         refuses(RankMismatchError, text, parallelize, model, mesh)
         assert type(model.model.norm) is norm and type(model.lm_head) is torch.nn.Linear  # nothing is replaced
     for change in (_longer_vocabulary, _custom_parameter, _one_row):
         changed = make("llama")
         change(changed, rank)
-        refuses(RankMismatchError, "made different models", parallelize, changed, mesh)
+        refuses(RankMismatchError, "built different models", parallelize, changed, mesh)
     frozen, odd = make("llama"), make("llama")
     frozen.requires_grad_(rank != 3)
     refuses(
@@ -695,7 +697,7 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
     assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens).loss)
     own, patched = make("llama"), make("llama")
     own.__class__ = Own
-    refuses(ValueError, "by other means than self.loss_function", parallelize, own, mesh)
+    refuses(ValueError, "does not compute its loss by self.loss_function", parallelize, own, mesh)
     patched.forward = partial(Own.forward, patched)  # as kernel libraries replace it
     parallelize(patched, mesh)
     refuses(ValueError, "did not call the model's loss_function", patched, input_ids=tokens, labels=tokens)
