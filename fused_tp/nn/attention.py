@@ -523,7 +523,7 @@ class ParallelAttention(nn.Module):
             raise ValueError(
                 f"attention_mask must broadcast to [batch, heads, seq, kv_len] = {full}, got {tuple(mask.shape)}."
             )
-        if mask.requires_grad:  # a learned bias: sum its gradient over the ranks, each of which has only its heads' term
+        if mask.requires_grad:  # sum the gradient of a learned bias over ranks: each rank has its heads' term
             mask = copy_to_group(mask, group=self.mesh)
         return mask.narrow(1, self._first_head(), q.shape[2]) if mask.shape[1] > 1 else mask
 
@@ -652,9 +652,7 @@ def _from_projections(
         raise ValueError(f"{kind} has only one of q_norm and k_norm; ParallelAttention supports both or none.")
     sinks = module._parameters.get("sinks")
     if sinks is not None and tuple(sinks.shape) != (num_heads,):
-        raise ValueError(
-            f"sinks of {kind} must have shape [{num_heads}], one for each head, got {tuple(sinks.shape)}."
-        )
+        raise ValueError(f"sinks of {kind} must have shape [{num_heads}], one for each head, got {tuple(sinks.shape)}.")
     dropouts = {name: child for name, child in module.named_children() if isinstance(child, nn.Dropout)}
     check_nothing_dropped(module, cls.__name__, {*PROJECTIONS, "q_norm", "k_norm", "rotary_emb", "sinks", *dropouts})
     dropout = next((child.p for child in dropouts.values()), getattr(module, "attention_dropout", 0.0))

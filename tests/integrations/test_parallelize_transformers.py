@@ -334,7 +334,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("tp", {}, {"cp_dim": "tp"}, ValueError, "different dims"),
     ("cp", {}, {"sequence_parallel": True}, ValueError, "no dim 'tp'"),
     ("tp", {}, {"loss_parallel": True, "plan": _PAIR}, ValueError, "output layer"),
-    ("tp", {"tied": True}, {"plan": {"model.embed_tokens": "embedding_rowwise"}}, ValueError, "sharded alike"),
+    ("tp", {"tied": True}, {"plan": {"model.embed_tokens": "embedding_rowwise"}}, ValueError, "must have equal placements"),
 ]
 
 
@@ -527,7 +527,7 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     parallel = parallelize(make("llama"), mesh_of(group, 2, 2), verify=False)
     tokens = make_tokens(2, 9)
     own = (tokens + (dist.get_rank(group) == 2)) % 67
-    says = r"ranks of 'tp' and 'cp' were given different batches.*: input_ids and labels .*DistributedSampler"
+    says = r"ranks of 'tp' and 'cp' received different batches.*: input_ids and labels .*DistributedSampler"
     for _ in range(3):
         refuses(RankMismatchError, says, parallel, input_ids=own, labels=own, attention_mask=torch.ones(2, 9))
     parallel(own, labels=own)  # the fourth call is not compared
@@ -582,7 +582,7 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     frozen.requires_grad_(rank != 3)
     refuses(
         RankMismatchError,
-        "of rank 3 of the 4 differ from another rank's in shape, dtype, req",
+        "of rank 3 of 4 differ from another rank's in shape, dtype, req",
         parallelize,
         frozen,
         mesh,

@@ -378,7 +378,7 @@ class TransformersSequence(SequenceSharding):
                 )
 
     def _check_padding(self, arguments: dict[str, Any]) -> None:
-        """For layers with a state, which would need a shard of the mask: remove a mask without padding, else raise."""
+        """Remove a mask without padding, and raise for others, if layers with a state would need a shard of it."""
         mask = arguments.get("attention_mask")
         if not self.other_layers or not isinstance(mask, Tensor) or mask.ndim != 2:
             return
