@@ -334,7 +334,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("tp", {}, {"cp_dim": "tp"}, ValueError, "different dims"),
     ("cp", {}, {"sequence_parallel": True}, ValueError, "no dim 'tp'"),
     ("tp", {}, {"loss_parallel": True, "plan": _PAIR}, ValueError, "output layer"),
-    ("tp", {"tied": True}, {"plan": {"model.embed_tokens": "embedding_rowwise"}}, ValueError, "must have equal placements"),
+    ("tp", {"tied": True}, {"plan": {"model.embed_tokens": "embedding_rowwise"}}, ValueError, "equal placements"),
 ]
 
 
