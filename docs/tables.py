@@ -114,9 +114,9 @@ FEATURES = {
 # Reasons why `parallelize` rejects a model type, by a part of its error message.
 REASONS = {
     "has no tp_plan of its own": "no plan",
-    "does not let its attention be replaced": "attention cannot be replaced",
+    "cannot be replaced": "attention cannot be replaced",
     "mix tokens by other means than attention": "tokens meet outside of attention",
-    "adds a mask of its own": "a mask of its own",
+    "uses a custom attention mask": "a mask of its own",
     "neither a causal language model nor": "not a causal language model alone",
     "is not in the plan, and": "a module between sharded layers that no plan tells of",
     "itself, and the plan cuts it": "reads a weight that the plan cuts",
@@ -127,7 +127,7 @@ REASONS = {
     "uses attn_implementation=": "attention cannot be replaced",
     "which needs a plain nn.": "a layer of a kind of its own",
     "share evenly": "a size that two ranks cannot share",
-    "by other means than self.loss_function": "a loss of its own",
+    "does not compute its loss by self.loss_function": "a loss of its own",
 }
 
 # Columns of the table, and their names in the sweep.

@@ -1,4 +1,4 @@
-"""Layers whose parameters are DTensors on a tensor parallel mesh, or plain local shards."""
+"""Tensor parallel layers, whose parameters are DTensors on a mesh or plain local shards, and KV caches."""
 
 from fused_tp.nn.attention import ParallelAttention, RotaryEmbedding
 from fused_tp.nn.checkpoint import gather_state_dict, original_shapes

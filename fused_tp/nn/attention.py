@@ -59,7 +59,7 @@ class RotaryEmbedding:
     def __init__(self, head_dim: int, theta: float = 10_000.0) -> None:
         check_positive("head_dim", head_dim)
         if head_dim % 2:
-            raise ValueError(f"head_dim must be even, features are turned in pairs; got {head_dim}.")
+            raise ValueError(f"head_dim must be even, because features are rotated in pairs; got {head_dim}.")
         if not theta > 0:
             raise ValueError(f"theta must be positive, got {theta}.")
         self.head_dim = head_dim
@@ -68,19 +68,19 @@ class RotaryEmbedding:
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         halves = torch.arange(0, self.head_dim, 2, device=q.device, dtype=torch.float32) / self.head_dim
         angles = positions.to(torch.float32).unsqueeze(-1) * self.theta**-halves
-        # [seq, head_dim / 2] -> adds a dim for the heads, which share the angles.
+        # [..., seq, head_dim / 2] -> [..., seq, 1, head_dim / 2]: all heads share the angles.
         cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class _ForwardArguments:
-    """The keywords of one `ParallelAttention.forward`."""
+    """Keyword arguments of one call of `ParallelAttention.forward`."""
 
     positions: Tensor | None
     attention_mask: Tensor | None
@@ -98,37 +98,38 @@ class _ForwardArguments:
 class ParallelAttention(nn.Module):
     """Multi-head self-attention with heads sharded over `mesh`.
 
-    Shapes on a rank: x [batch, seq, hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's
-    shard of the sequence (dim 1); with `cp_group` they are the shard that `shard_sequence(..., group=cp_group)`
-    returns, which `sequence_parallel` shards again. Query, key and value projections share one gather. Submodules
-    q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm) are named as in Llama and Qwen3.
+    Shapes on a rank: x [batch, seq, hidden_size] -> the same shape. With `sequence_parallel`, x and the result are this
+    rank's shard of the sequence (dim 1). With `cp_group`, they are the shard that `shard_sequence(...,
+    group=cp_group)` returns; `sequence_parallel` shards that again. Query, key and value projections share one gather.
+    Submodules q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm) are named as in Llama and Qwen3.
 
     Args:
         hidden_size, num_heads: sizes of the full layer. num_heads must be a multiple of the number of ranks W.
-        num_kv_heads: heads of keys and values, default num_heads; a divisor of num_heads. Fewer than W are repeated
-            over neighbouring ranks when W is a multiple of them.
+        num_kv_heads: number of key/value heads, default num_heads; it must divide num_heads. If it is less than W, it
+            must divide W, and neighbouring ranks share a head.
         head_dim: default hidden_size / num_heads.
-        bias, out_bias: bias in the q, k, v projections, and in o_proj (default: as bias).
+        bias: True for a bias in q_proj, k_proj and v_proj.
+        out_bias: True for a bias in o_proj; default: `bias`.
         qk_norm: RMSNorm over head_dim on q and k, before `rope`; `norm_eps` is its epsilon.
         rope: called as rope(q, k, positions) -> (q, k) with q [batch, seq, heads / W, head_dim]; see RotaryEmbedding.
-            Parameters of a module become replicated DTensors, with a complete gradient on every rank.
-        causal: a token sees itself and those before it.
+            If it is a module, its parameters become replicated DTensors, with a complete gradient on every rank.
+        causal: each token attends only to itself and to the tokens before it.
         scale: factor of the scores, default head_dim ** -0.5.
         dropout: probability of dropping an attention weight while training. With equal random states on all ranks
             (torch's CPU generator), dropout is identical for any number of ranks of `mesh` and of cp_group.
         window, softcap: as in ring_attention.
-        sinks: one more key per head with value 0 and a learned score, as in gpt-oss: the parameter `sinks` [num_heads],
-            sharded like the heads, initially 0.
+        sinks: add one key per head with value 0 and a learned score, as in gpt-oss. The scores are the parameter
+            `sinks` [num_heads], sharded like the heads, initially 0.
         alibi_slopes: [num_heads], not learned; slope * distance is subtracted from each score.
-        cp_group: ranks over which the sequence is sharded; attention is then ring_attention in `cp_layout` ("zigzag",
-            "contiguous", or "balanced" for packed documents). Gradients of the parameters are terms from this rank's
-            tokens: reduce them over cp_group as over data parallel ranks.
+        cp_group: ranks over which the sequence is sharded; attention is then `ring_attention`. Each rank has the
+            gradients of its own tokens only: reduce them over cp_group as over data parallel ranks.
+        cp_layout: distribution of tokens over cp_group: "zigzag", "contiguous", or "balanced" for packed documents.
         mesh, sequence_parallel, device, dtype: as in ColumnParallelLinear.
 
     Raises:
-        ValueError: head counts that W does not divide (the message names those that work); a cp_group that contains
-            other ranks of `mesh` than this one; see forward for others.
-        TypeError: as the linear layers.
+        ValueError: W ranks cannot share the heads (the message lists numbers of ranks that can); or cp_group and `mesh`
+            have more ranks in common than this one.
+        TypeError: `mesh` is not a DeviceMesh, or `dtype` is not a floating point type.
 
     Example:
         >>> attention = ParallelAttention(512, 8, num_kv_heads=2, causal=True, rope=RotaryEmbedding(64), mesh=mesh)
@@ -168,7 +169,9 @@ class ParallelAttention(nn.Module):
         check_positive("num_kv_heads", num_kv_heads)
         if head_dim is None:
             if hidden_size % num_heads:
-                raise ValueError(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}; pass head_dim.")
+                raise ValueError(
+                    f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; pass head_dim."
+                )
             head_dim = hidden_size // num_heads
         check_positive("head_dim", head_dim)
         if not 0 <= dropout < 1:
@@ -186,14 +189,14 @@ class ParallelAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         for part in rope.modules() if isinstance(rope, nn.Module) else ():
-            replicate_own(part, mesh, None, sums=lambda: True)  # learned from this rank's heads only
+            replicate_own(part, mesh, None, sums=lambda: True)  # sums: each rank's gradient is of its heads only
         self.rope = rope
         self.causal = causal
         self.scale = scale
         self.dropout = dropout
         self.window = window
         self.softcap = checked_softcap(softcap)
-        # Not a buffer: buffers are rounded by model.bfloat16(), and lost on the meta device.
+        # Not a buffer, because model.bfloat16() would round it, and the meta device would drop its values.
         self.alibi_slopes = _slopes(alibi_slopes, num_heads)
         self.sequence_parallel = sequence_parallel
         self.cp_group = cp_group
@@ -217,12 +220,12 @@ class ParallelAttention(nn.Module):
         self.k_norm: nn.Module | None = None
         if qk_norm:
             where = device or mesh.device_type
-            # A rank sees its own heads only, so the weights' gradients are terms of a sum over ranks.
+            # A rank normalizes its own heads only, so each rank has one term of the weights' gradients.
             self.q_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
             self.k_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
 
     def reset_parameters(self) -> None:
-        """Set `sinks` to 0; projections and norms have a `reset_parameters` of their own."""
+        """Set `sinks` to 0. Projections and norms are not changed: call their own `reset_parameters`."""
         if self.sinks is not None and not self.sinks.is_meta:
             nn.init.zeros_(local(self.sinks.detach()))
 
@@ -240,18 +243,23 @@ class ParallelAttention(nn.Module):
         cp_layout: str = "zigzag",
         memo: Memo | None = None,
     ) -> ParallelAttention:
-        """Build the attention over `mesh` from an nn.MultiheadAttention or a module with nn.Linear layers q_proj,
-        k_proj, v_proj and o_proj (Llama, Qwen; q_norm and k_norm over head_dim are converted too). Nothing is sent.
+        """Build the attention over `mesh` from an nn.MultiheadAttention, or from a module of q, k, v and o projections.
 
-        The packed in_proj_weight of nn.MultiheadAttention becomes q_proj, k_proj and v_proj. `num_heads` defaults to
-        the module's num_heads or its config's num_attention_heads, or follows from its head_dim; `causal` to its
-        is_causal, else False. Rotary embeddings are outside such modules: pass `rope`, or there is none. A
-        sliding_window, an attn_logit_softcapping (Gemma 2) and sinks (gpt-oss) are converted too.
+        Such a module has nn.Linear layers q_proj, k_proj, v_proj and o_proj (Llama, Qwen). Norms q_norm and k_norm over
+        head_dim, a sliding_window, an attn_logit_softcapping (Gemma 2) and sinks (gpt-oss) are converted too. The
+        packed in_proj_weight of an nn.MultiheadAttention becomes q_proj, k_proj and v_proj. Nothing is sent.
+
+        Args:
+            module: the attention to convert, with the same parameters on all ranks.
+            rope: see the class. Required if the config has rotary embeddings, which such modules do not contain.
+            num_heads: default: the module's num_heads, its config's num_attention_heads, or as its head_dim implies.
+            causal: default: the module's is_causal, else False.
+            memo: pass one to all conversions of a model to keep tied weights tied.
 
         Raises:
-            TypeError: layers that are not nn.Linear.
-            ValueError: an nn.MultiheadAttention that is not batch_first or has other key sizes, bias_k or
-                add_zero_attn; missing layers or head counts; a config with rotary embeddings, but no `rope`.
+            TypeError: a layer is not an nn.Linear.
+            ValueError: an nn.MultiheadAttention is not batch_first, or has other key sizes, bias_k or add_zero_attn; a
+                layer or the number of heads is missing; or the config has rotary embeddings, but `rope` is None.
 
         Example:
             >>> block.attention = ParallelAttention.from_module(block.attention, mesh=mesh["tp"], rope=rope)
@@ -274,30 +282,30 @@ class ParallelAttention(nn.Module):
         new_lengths: Sequence[int] | Tensor | None = None,
         sharded_chunk: bool = False,
     ) -> Tensor:
-        """Attention of x to itself, and to the tokens in `kv_cache`.
+        """Attend from each token of x to the tokens of x and of `kv_cache`.
 
         Args:
-            positions: positions of the tokens, [seq] or [batch, seq], for `rope`. Default: continued from the cache's
-                length; with cp_group this rank's positions in the sequence; with cu_seqlens positions within each
-                document. Under sequence_parallel those of the whole sequence.
+            positions: positions of the tokens, [seq] or [batch, seq], for `rope`. With sequence_parallel, pass the
+                positions of the full sequence. Default: counted from the length of the cache; with cp_group, this
+                rank's positions in the sequence; with cu_seqlens, positions within each document.
             attention_mask: bool (True: may attend) or floating point (added to the scores); [batch, kv_len],
-                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], and dims of 1 are broadcast. The
+                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len]. Dims of size 1 are broadcast. The
                 gradient of a learned mask is complete on every rank.
             kv_cache: the cache to which keys and values are appended; for generation under no_grad. A ContextKVCache,
-                or a batch of a PagedContextKVCache, is sharded over its own group, which must be cp_group if that is
-                given: x and the result are then all new tokens, the same on all ranks of the group.
-            seq_len: length of the whole sequence, needed under sequence_parallel or with cp_group if ranks hold
-                unequal shards.
-            cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len) of the whole sequence, best
-                on the CPU. A token sees its own document only.
+                or a batch of a PagedContextKVCache, is sharded over its group. If the layer has a cp_group, it must be
+                the same group. x and the result then hold all new tokens, equal on all ranks of the group.
+            seq_len: length of the full sequence; needed with sequence_parallel or cp_group if the ranks' shards differ
+                in length.
+            cu_seqlens: bounds (0, ..., seq_len) of packed documents in the full sequence, int32 or int64
+                [documents + 1], preferably on the CPU. A token attends only to tokens of its own document.
             new_lengths: with a ContextKVCache, the number of real tokens at the end of each sequence of x.
-            sharded_chunk: with a ContextKVCache over cp_group, x and the result are this rank's shard of the new
-                tokens, as from `shard_sequence`: for long prompts, whose projections the ranks then share.
+            sharded_chunk: with a ContextKVCache over cp_group: x and the result are this rank's shard of the new
+                tokens, as `shard_sequence` returns it. The ranks then share the projections of a long prompt.
 
         Raises:
-            ValueError: x that is not 3-D or of other width; a mask that does not fit; arguments that exclude each
-                other (the message names alternatives).
-            TypeError: a cache of another library; a mask of integers; cu_seqlens that is not a tensor of integers.
+            ValueError: x is not 3-D or has another width; a mask does not fit; or arguments exclude each other (the
+                message names alternatives).
+            TypeError: the cache has an unsupported type; the mask holds integers; or cu_seqlens does not.
         """
         call = _ForwardArguments(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
         self._check_input(x, positions, attention_mask)
@@ -332,13 +340,13 @@ class ParallelAttention(nn.Module):
             cache.append(k, v, call.new_lengths)
             return cast(Tensor, cache.attend(q, **self._scores(q)))
         cache.append_sharded(k, v, layout=self.cp_layout, seq_len=call.seq_len)
-        # Each rank attends with all queries to the keys that it holds.
+        # Each rank attends from all queries to the keys that it holds.
         how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout}
         q = unshard_sequence(q, 1, seq_len=call.seq_len, **how)
         return shard_sequence(cache.attend(q, **self._scores(q)), 1, **how)
 
     def _attend_over(self, q: Tensor, k: Tensor, v: Tensor, call: _ForwardArguments) -> Tensor:
-        """Attention over `cp_group`, or on this rank alone without one."""
+        """Attend over the ranks of `cp_group`, or on this rank alone if it is None."""
         return attention_over(
             q,
             k,
@@ -379,7 +387,7 @@ class ParallelAttention(nn.Module):
         return self.window is None and not self.softcap and self.sinks is None and self.alibi_slopes is None
 
     def _scores(self, q: Tensor) -> dict[str, Any]:
-        """Keywords that all attention functions share, for this rank's heads."""
+        """Return the keyword arguments that all attention functions share, for this rank's heads."""
         first = self._first_head()
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[first : first + q.shape[2]]
         return {
@@ -401,7 +409,7 @@ class ParallelAttention(nn.Module):
         return self.mesh.get_local_rank() * (self.num_heads // self.mesh.size())
 
     def _cp_length(self, seq_len: int | None) -> int | None:
-        """Number of tokens that the tensor parallel ranks hold together; None if `seq_len` is."""
+        """Return the number of tokens that the tensor parallel ranks hold together; None if `seq_len` is None."""
         if seq_len is None:
             return None
         _, size, rank = group_identity(self.cp_group)
@@ -426,58 +434,61 @@ class ParallelAttention(nn.Module):
         cache, mask, over_cp, context = call.kv_cache, call.attention_mask, self.cp_group is not None, call.context
         if isinstance(cache, PagedContextKVCache):
             raise TypeError(
-                "kv_cache is a PagedContextKVCache, which holds the sequences of many batches; pass those of x, "
-                "kv_cache.batch([sequence, ...])."
+                "kv_cache must not be a PagedContextKVCache, which holds the sequences of many batches. Pass the "
+                "sequences of x: kv_cache.batch([sequence, ...])."
             )
         if cache is not None and not isinstance(cache, (KVCache, ContextCache)):
             raise TypeError(
-                f"kv_cache is a {type(cache).__name__}; ParallelAttention takes KVCache and ContextKVCache of "
-                "fused_tp.nn, and batches of a PagedContextKVCache."
+                "kv_cache must be a KVCache or a ContextKVCache of fused_tp.nn, or a batch of a PagedContextKVCache; "
+                f"got {type(cache).__name__}."
             )
         other = "kv_cache" if cache is not None else "attention_mask"
-        for wrong, sentence in (
+        for wrong, message in (
             (
                 over_cp and mask is not None,
-                "attention_mask cannot be used with cp_group, where each rank sees a part of the keys only; packed "
-                "documents are cu_seqlens, and sequences of different lengths before a ContextKVCache new_lengths.",
+                "attention_mask cannot be used with cp_group, because each rank sees only its shard of the keys. For "
+                "packed documents, pass cu_seqlens; for sequences of different lengths, a ContextKVCache and "
+                "new_lengths.",
             ),
             (
                 over_cp and isinstance(cache, KVCache),
-                "a KVCache holds all tokens on one rank; with cp_group pass a ContextKVCache(cp_group), which shards "
-                "them over its ranks.",
+                "a KVCache holds all tokens on one rank, which cp_group does not support. Pass a "
+                "ContextKVCache(cp_group), which shards tokens over its ranks.",
             ),
             (
                 over_cp and context is not None and group_identity(context.group) != group_identity(self.cp_group),
-                "the cache is sharded over another group than cp_group; make it with this cp_group.",
+                "the cache is sharded over another group than cp_group. Create it with this cp_group.",
             ),
             (
                 context is not None and mask is not None,
-                "attention_mask cannot be used with a ContextKVCache; pad sequences of different lengths on the left "
+                "attention_mask cannot be used with a ContextKVCache. Pad sequences of different lengths on the left, "
                 "and pass new_lengths, the sums of the rows of the mask.",
             ),
             (
                 context is not None and self._dropout_p > 0,
-                "dropout is for training, which has no ContextKVCache; call eval() to generate.",
+                "a ContextKVCache does not support dropout. Call eval() to generate.",
             ),
             (
                 context is None and call.new_lengths is not None,
-                "new_lengths is for a ContextKVCache; without one pass an attention_mask.",
+                "new_lengths is for a ContextKVCache only. Without one, pass an attention_mask.",
             ),
             (
                 call.sharded_chunk and (context is None or not over_cp),
-                "sharded_chunk is for a ContextKVCache over cp_group; without one x is sharded already.",
+                "sharded_chunk is for a ContextKVCache over cp_group only. Omit it: without such a cache, x is a shard "
+                "already.",
             ),
             (
                 call.sharded_chunk and call.new_lengths is not None,
-                "sharded_chunk takes sequences of one length; with new_lengths pass all tokens on all ranks.",
+                "sharded_chunk needs sequences of equal length. To use new_lengths, omit sharded_chunk and pass all "
+                "tokens on all ranks.",
             ),
             (
                 call.cu_seqlens is not None and (cache is not None or mask is not None),
-                f"cu_seqlens and {other} cannot be combined; packed documents need no {other}.",
+                f"cu_seqlens and {other} cannot be combined. Omit {other}, which packed documents do not need.",
             ),
         ):
             if wrong:
-                raise ValueError(sentence)
+                raise ValueError(message)
         if not over_cp and context is not None:
             _check_apart("the group of the cache", context.group, self.mesh)
 
@@ -486,12 +497,12 @@ class ParallelAttention(nn.Module):
             given = tuple(x.shape) if isinstance(x, Tensor) and not x.is_nested else type(x).__name__
             raise ValueError(f"x must be a Tensor [batch, seq, {self.hidden_size}], got {given}.")
         if positions is not None and self.rope is None:
-            raise ValueError("positions were given, but this attention has no rope that would use them.")
+            raise ValueError("positions are used only by rope, and this layer has none. Omit positions, or pass rope.")
         if attention_mask is not None:
             if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
                 raise TypeError(
-                    "attention_mask must be bool (True: may attend) or floating point (added), not "
-                    f"{attention_mask.dtype}; a mask of ones and zeros is mask.bool()."
+                    "attention_mask must be bool (True: may attend) or floating point (added to the scores), got "
+                    f"{attention_mask.dtype}. Convert a mask of ones and zeros with mask.bool()."
                 )
             if attention_mask.ndim not in (2, 3, 4):
                 raise ValueError(
@@ -509,19 +520,21 @@ class ParallelAttention(nn.Module):
             mask = mask[:, None]
         full = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
         if any(given not in (1, wanted) for given, wanted in zip(mask.shape, full, strict=True)):
-            raise ValueError(f"attention_mask broadcast to 4 dims is {tuple(mask.shape)}; that does not fit {full}.")
-        if mask.requires_grad:  # a learned bias: this rank has its heads' term of the gradient
+            raise ValueError(
+                f"attention_mask must broadcast to [batch, heads, seq, kv_len] = {full}, got {tuple(mask.shape)}."
+            )
+        if mask.requires_grad:  # sum the gradient of a learned bias over ranks: each rank has its heads' term
             mask = copy_to_group(mask, group=self.mesh)
         return mask.narrow(1, self._first_head(), q.shape[2]) if mask.shape[1] > 1 else mask
 
 
 def _check_apart(what: str, group: GroupLike, mesh: DeviceMesh) -> None:
-    """Raise ValueError if ranks of `mesh`, which hold different heads, would also hold different tokens."""
+    """Raise ValueError if `group`, whose ranks hold different tokens, has several ranks of `mesh`."""
     shared = sorted({*resolve_group(group).ranks} & {*resolve_group(mesh).ranks})
     if len(shared) > 1:
         raise ValueError(
-            f"{what} shares the ranks {shared} with the tensor parallel mesh, whose ranks hold different heads; tokens "
-            "can be sharded only over ranks that hold the same heads. Use another dim of one mesh for it."
+            f"{what} shares the ranks {shared} with the tensor parallel mesh, whose ranks hold different heads. Tokens "
+            "can be sharded only over ranks that hold the same heads. Use another dim of the same mesh for it."
         )
 
 
@@ -530,15 +543,15 @@ def _slopes(given: Tensor | Sequence[float] | None, num_heads: int) -> tuple[flo
         return None
     slopes = tuple(float(slope) for slope in given)
     if len(slopes) != num_heads:
-        raise ValueError(f"alibi_slopes has {len(slopes)} numbers; it must have {num_heads}, one for each head.")
+        raise ValueError(f"alibi_slopes must have {num_heads} numbers, one for each head, got {len(slopes)}.")
     return slopes
 
 
 def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
-    """Raise ValueError, naming the group sizes that work, if heads cannot be sharded over `world_size` ranks."""
+    """Raise ValueError if heads cannot be sharded over `world_size` ranks. It lists the group sizes that work."""
     if num_heads % num_kv_heads:
         divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise ValueError(f"num_kv_heads is {num_kv_heads}; it must divide num_heads {num_heads}: one of {divisors}.")
+        raise ValueError(f"num_kv_heads must divide num_heads {num_heads}: one of {divisors}, got {num_kv_heads}.")
 
     def works(size: int) -> bool:
         return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
@@ -546,9 +559,9 @@ def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
     if not works(world_size):
         sizes = [size for size in range(1, num_heads + 1) if works(size)]
         raise ValueError(
-            f"{num_heads} heads with {num_kv_heads} key/value heads cannot be sharded over {world_size} ranks: every "
-            "rank needs equally many heads, and key/value heads of its own or one shared by whole ranks. Group sizes "
-            f"that work: {sizes}."
+            f"{num_heads} heads with {num_kv_heads} key/value heads cannot be sharded over {world_size} ranks. The "
+            "number of ranks must divide the number of heads, and must divide, or be a multiple of, the number of "
+            f"key/value heads. Use one of the group sizes {sizes}."
         )
 
 
@@ -556,20 +569,22 @@ def _from_multihead(
     cls: type[ParallelAttention], module: nn.MultiheadAttention, memo: Memo | None, shared: dict[str, Any]
 ) -> ParallelAttention:
     if shared["num_heads"] not in (None, module.num_heads):
-        raise ValueError(f"num_heads is {shared['num_heads']}, but the nn.MultiheadAttention has {module.num_heads}.")
+        raise ValueError(
+            f"num_heads must be that of the nn.MultiheadAttention, {module.num_heads}, got {shared['num_heads']}."
+        )
     for wrong, what in (
-        (not module.batch_first, "batch_first=False; ParallelAttention takes [batch, seq, hidden]"),
+        (not module.batch_first, "batch_first=False; ParallelAttention needs inputs [batch, seq, hidden]"),
         (
             not module._qkv_same_embed_dim,
-            f"kdim={module.kdim} and vdim={module.vdim}; ParallelAttention is self-attention, where both are "
-            f"embed_dim={module.embed_dim}",
+            f"kdim={module.kdim} and vdim={module.vdim}; ParallelAttention supports only self-attention, where both "
+            f"are embed_dim={module.embed_dim}",
         ),
-        (module.bias_k is not None, "bias_k (add_bias_kv=True), which ParallelAttention lacks"),
-        (module.add_zero_attn, "add_zero_attn=True, which ParallelAttention lacks"),
+        (module.bias_k is not None, "bias_k (add_bias_kv=True), which ParallelAttention does not support"),
+        (module.add_zero_attn, "add_zero_attn=True, which ParallelAttention does not support"),
         (
             memo is not None and module.in_proj_weight in memo,
-            "a packed in_proj_weight that it shares with one converted before, and the projections made of it cannot "
-            "be kept tied; give it weights of its own",
+            "a packed in_proj_weight that is tied to a module converted before, and the tie cannot be kept. Untie the "
+            "weight before conversion",
         ),
     ):
         if wrong:
@@ -585,7 +600,7 @@ def _from_multihead(
 
 
 def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """An nn.Linear around existing tensors, without memory of its own."""
+    """Return an nn.Linear with existing tensors as parameters. No memory is allocated."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
     if bias is not None:
@@ -600,7 +615,10 @@ def _from_projections(
     projections = []
     for name in PROJECTIONS:
         if getattr(module, name, None) is None:
-            raise ValueError(f"{kind} has no {name}; ParallelAttention knows nn.MultiheadAttention and q/k/v/o_proj.")
+            raise ValueError(
+                f"{kind} has no {name}; ParallelAttention supports nn.MultiheadAttention, and modules with q_proj, "
+                "k_proj, v_proj and o_proj."
+            )
         projections.append(linear_of(module, name))
     q_proj, k_proj, v_proj, _ = projections
     config = getattr(module, "config", None)
@@ -608,7 +626,7 @@ def _from_projections(
         hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling")
     ):
         raise ValueError(
-            f"the config of {kind} has rotary embeddings, which live outside the module; pass rope=, such as "
+            f"the config of {kind} has rotary embeddings, which are not part of the module. Pass rope=, for example "
             "RotaryEmbedding(head_dim, theta)."
         )
     width, head_dim, num_heads = q_proj.out_features, getattr(module, "head_dim", None), shared["num_heads"]
@@ -618,8 +636,8 @@ def _from_projections(
         num_heads = width // head_dim
     if num_heads is None or width % num_heads:
         raise ValueError(
-            f"the number of heads of {kind} is not known, or does not divide q_proj's {width} features (found "
-            f"{num_heads}); pass num_heads."
+            f"the number of heads of {kind} must be known, and must divide the {width} features of q_proj; found "
+            f"{num_heads}. Pass num_heads."
         )
     head_dim = width // num_heads
     biases = [layer.bias is not None for layer in (q_proj, k_proj, v_proj)]
@@ -629,14 +647,12 @@ def _from_projections(
     for norm in (q_norm, k_norm):
         weight = getattr(norm, "weight", None)
         if norm is not None and (weight is None or tuple(weight.shape) != (head_dim,)):
-            raise ValueError(f"q_norm and k_norm of {kind} must be norms over head_dim {head_dim} with a weight.")
+            raise ValueError(f"q_norm and k_norm of {kind} must have a weight of shape [head_dim] = [{head_dim}].")
     if (q_norm is None) != (k_norm is None):
-        raise ValueError(f"{kind} has only one of q_norm and k_norm; ParallelAttention has both or none.")
+        raise ValueError(f"{kind} has only one of q_norm and k_norm; ParallelAttention supports both or none.")
     sinks = module._parameters.get("sinks")
     if sinks is not None and tuple(sinks.shape) != (num_heads,):
-        raise ValueError(
-            f"sinks of {kind} has shape {tuple(sinks.shape)}; it must be [{num_heads}], one for each head."
-        )
+        raise ValueError(f"sinks of {kind} must have shape [{num_heads}], one for each head, got {tuple(sinks.shape)}.")
     dropouts = {name: child for name, child in module.named_children() if isinstance(child, nn.Dropout)}
     check_nothing_dropped(module, cls.__name__, {*PROJECTIONS, "q_norm", "k_norm", "rotary_emb", "sinks", *dropouts})
     dropout = next((child.p for child in dropouts.values()), getattr(module, "attention_dropout", 0.0))
@@ -664,7 +680,7 @@ def _from_projections(
 def _around(
     cls: type[ParallelAttention], projections: list[nn.Linear], memo: Memo | None, **keywords: Any
 ) -> ParallelAttention:
-    """Build attention from q, k, v and o projections and the constructor's other `keywords`."""
+    """Build a `cls` from q, k, v and o projections and the other `keywords` of its constructor."""
     q_proj, *_, o_proj = projections
     keywords |= {"bias": q_proj.bias is not None, "out_bias": o_proj.bias is not None}
     made = cls(q_proj.in_features, device="meta", dtype=q_proj.weight.dtype, **keywords)
@@ -674,7 +690,10 @@ def _around(
 
 
 def _sliding_window(module: nn.Module, config: Any) -> int | None:
-    """Number of keys that a query sees, its own included; None: all. A config may have layers of both kinds."""
+    """Return the number of keys that a query sees, including its own, or None for all.
+
+    In some configs only some layers have a window.
+    """
     if hasattr(module, "sliding_window"):
         return cast("int | None", module.sliding_window)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)

@@ -1,4 +1,4 @@
-"""State dicts of the unsharded module from a sharded one: with plain tensors, and for torch.distributed.checkpoint."""
+"""Conversion of a sharded module's state dicts to the unsharded module's: gathered, or as shards for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from fused_tp.nn.sharding import as_dtensor, as_dtensors, parts_dims
 def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: str | None = None) -> dict[str, Tensor]:
     """Gather the state dict of the unsharded module: full plain tensors under the same names.
 
-    A collective: all ranks that hold a shard must call it. Works for tensor parallel modules and for FSDP2 over them.
+    A collective call: all ranks that hold a shard must make it. It supports tensor parallel modules, also under FSDP2.
     For large models use torch.distributed.checkpoint, which saves and loads shards (also on other numbers of ranks).
 
     Args:
-        rank0_only: only global rank 0 keeps the tensors; the others get an empty dict and hold one full tensor at a
-            time.
-        device: device of the result, such as "cpu"; default: that of each tensor.
+        rank0_only: only global rank 0 keeps the tensors; the other ranks return an empty dict, and hold one full tensor
+            at a time.
+        device: device of the result, such as "cpu"; default: the device of each tensor.
 
     Returns:
         Tensors that share no memory with the module. Tied parameters are one tensor under several names.
 
     Raises:
         TypeError: `module` is not an nn.Module.
-        CollectiveTimeoutError, PeerLostError: some rank that holds a shard did not call it within `FUSED_TP_TIMEOUT`
-            seconds, or has died. The group's ranks can no longer agree on their ops: make a new group.
+        CollectiveTimeoutError, PeerLostError: some rank that holds a shard did not make the call within
+            `FUSED_TP_TIMEOUT` seconds, or has died. The group cannot be used any more: create a new one.
 
     Example:
         >>> full = gather_state_dict(model, device="cpu")
         >>> unsharded_model.load_state_dict(full)
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, not {type(module).__name__}.")
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}.")
     state = module.state_dict(keep_vars=True)
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     return gather_tensors(state, module, keep=keep, device=device)
@@ -55,7 +55,7 @@ def gather_tensors(tensors: Mapping[str, Any], module: nn.Module, *, keep: bool,
     parts, dtensors = parts_dims(module), as_dtensors(module)
     full: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
-    _meet(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
+    _wait_for_all_ranks(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
             if keep:
@@ -76,8 +76,11 @@ def gather_tensors(tensors: Mapping[str, Any], module: nn.Module, *, keep: bool,
     return full
 
 
-def _meet(tensors: Iterable[Any]) -> None:
-    """Wait until all ranks that hold shards arrive, or raise naming those missing: torch would wait half an hour."""
+def _wait_for_all_ranks(tensors: Iterable[Any]) -> None:
+    """Wait until all ranks that hold shards arrive, or raise an error that names the missing ranks.
+
+    Without this, torch's collectives would hang for their own timeout of many minutes.
+    """
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         for dim, ranks in enumerate(mesh.shape):
             if ranks > 1:
@@ -87,17 +90,17 @@ def _meet(tensors: Iterable[Any]) -> None:
 def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Convert `state_dict` to the shapes of the unsharded module, for torch.distributed.checkpoint's `save` and `load`.
 
-    Packed parameters (gate and up of experts) are DTensors with one dim more than the original, as are their moments in
-    an optimizer; a state dict of plain parameters (`plain_parameters_`) holds this rank's shards. The result has both
-    in the original shape, so that a checkpoint fits any number of tensor parallel ranks, and the unsharded model.
-    `load` writes into the tensors of `state_dict`. Without such parameters nothing changes.
+    Packed parameters (gate and up of experts), and their moments in an optimizer, are DTensors with one dim more than
+    the original. A state dict of plain parameters (`plain_parameters_`) holds this rank's shards. The result describes
+    both in the original shape, so that a checkpoint fits any number of tensor parallel ranks, and the unsharded model.
+    The result shares memory with `state_dict`, into which `load` thus writes. All other tensors are returned unchanged.
 
     Args:
         module: the parallel module.
         state_dict: from `get_model_state_dict` or `get_optimizer_state_dict`, or dicts of these.
 
     Returns:
-        The same dicts with packed and plain sharded tensors replaced, for `save` and `load` only.
+        Dicts of the same structure with packed and plain sharded tensors replaced, for `save` and `load` only.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -120,10 +123,10 @@ def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
 
 
 class OriginalShapes:
-    """Converts parameters of `modules`, and tensors like them, to the shapes of the unsharded model.
+    """Conversion of parameters of `modules`, and of tensors like them, to the shapes of the unsharded model.
 
     Attributes:
-        named: parameters by their names in torch.distributed.checkpoint; tied ones under all of their names.
+        named: parameters by their names in torch.distributed.checkpoint; tied parameters under each of their names.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -136,7 +139,7 @@ class OriginalShapes:
         }
 
     def parameter_in(self, path: Sequence[str]) -> nn.Parameter | None:
-        """The parameter with the longest name in `path`, as one name may end in another."""
+        """Return the parameter with the longest name that `path` contains, because one name may end in another."""
         for length in range(len(path), 0, -1):
             for start in range(len(path) - length + 1):
                 if (found := self.named.get(".".join(path[start : start + length]))) is not None:
@@ -144,7 +147,7 @@ class OriginalShapes:
         return None
 
     def __call__(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Convert `value`, shaped and sharded like `parameter`, to its form in a checkpoint, in the same memory."""
+        """Convert `value`, shaped and sharded like `parameter`, to its form in a checkpoint. Memory is shared."""
         from fused_tp.nn.in_original_shape import InOriginalShape  # slow to import
 
         dtensor = self._dtensors.get(id(parameter))
@@ -160,5 +163,5 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a parameter in torch.distributed.checkpoint."""
+    """Return the name of a parameter without the prefixes of wrappers, as torch.distributed.checkpoint names it."""
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)

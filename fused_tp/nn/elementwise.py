@@ -1,8 +1,8 @@
-"""Trial steps of an optimizer: parts of a matrix, stepped separately, compared with the whole matrix.
+"""Trial steps that show whether an optimizer updates a sharded matrix like the full matrix.
 
-Adam computes each element's update from that element's gradients, so stepping parts equals stepping the whole. Muon
-orthogonalizes a matrix and Adafactor averages over its rows and columns: on plain parts they silently compute other
-updates. On DTensors they compute the update of the whole, if torch supports it.
+Adam computes each element's update from that element's gradients, so stepping shards equals stepping the full matrix.
+Muon orthogonalizes a matrix, and Adafactor averages over its rows and columns: on plain shards they silently compute
+other updates. On DTensors they compute the update of the full matrix, if torch supports the optimizer there.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-# Known to be elementwise, without a trial. Exact classes only, since a subclass may override the step.
+# Optimizers known to be elementwise, which need no trial. Exact classes only, because a subclass may override the step.
 _KNOWN = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
 )
-# Support of DTensors in torch 2.13: optimizers without it raise in the middle of their step.
+# DTensor support in torch 2.13. Optimizers without it raise an error in the middle of a step.
 _NOT_ON_DTENSORS = frozenset({torch.optim.Rprop})
 _FUSED_ON_DTENSORS = frozenset({torch.optim.Adam, torch.optim.AdamW})
-_WITH_CLOSURE = (torch.optim.LBFGS,)  # no step without a closure; LBFGS works on DTensors, and is not elementwise
-# Tolerance: above the rounding of bfloat16, in which Muon computes; below the effect of unequal parts on any norm.
+# Optimizers that cannot step without a closure, so no trial is possible. LBFGS supports DTensors, but its updates are
+# not elementwise.
+_WITH_CLOSURE = (torch.optim.LBFGS,)
+# The tolerance is larger than the rounding errors of bfloat16, in which Muon computes, and smaller than the difference
+# that non-elementwise updates show on the unequal halves of the trial matrix.
 _SIZE, _STEPS, _TOLERANCE = 8, 3, 0.05
 
 
 def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, dim: int) -> bool:
-    """True if `optimizer` updates two parts of a matrix differently from the whole. Local, on `like`'s device.
+    """True if `optimizer` updates two halves of a tensor differently from the full tensor. Sends nothing.
 
     Args:
         options: options of the parameter group.
@@ -39,7 +42,7 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any
         dim: the dim along which it is sharded.
 
     Raises:
-        Exception: the trial failed, with the exception of the optimizer.
+        Exception: any error of the optimizer in the trial.
     """
     if type(optimizer) in _KNOWN:
         return False
@@ -55,12 +58,13 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any
 
 
 def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:
-    """True if `optimizer` updates a DTensor with the placements of `parameter` differently from a whole tensor.
+    """True if `optimizer` updates a DTensor with the placements of `parameter` differently from a full tensor.
 
-    A collective over its mesh. Tries only optimizers of torch and transformers: others may communicate by themselves.
+    A collective call over its mesh. For optimizers that are not of torch or transformers it returns False without a
+    trial, because they may run their own communication.
 
     Raises:
-        Exception: the trial failed, with the exception of the optimizer.
+        Exception: any error of the optimizer in the trial.
     """
     kind = type(optimizer)
     known = kind in _KNOWN and kind not in _NOT_ON_DTENSORS
@@ -74,8 +78,8 @@ def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, 
         (made,) = _stepped(
             optimizer,
             options,
-            [_cut(whole, mesh, placements)],
-            [[_cut(gradient, mesh, placements)] for gradient in gradients],
+            [_distributed(whole, mesh, placements)],
+            [[_distributed(gradient, mesh, placements)] for gradient in gradients],
         )
         return made.full_tensor() if isinstance(made, DTensor) else made
 
@@ -86,7 +90,7 @@ def _is_common(kind: type) -> bool:
     return f"{kind.__module__}.".startswith(("torch.optim.", "transformers."))
 
 
-def _cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def _distributed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     return distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
 
 
@@ -101,7 +105,7 @@ def _differs(
     shape = (_SIZE,) * max(1, like.ndim)
     how: Any = {"dtype": torch.float32, "device": "cpu"}
     ramp = torch.ones(shape, **how)
-    for dim in range(len(shape)):  # makes one half of a tensor larger than the other, in parameters or gradients
+    for dim in range(len(shape)):  # so that the halves of a tensor have different norms, along any dim
         ramp *= torch.arange(1.0, 1 + _SIZE, **how).view(-1, *[1] * (len(shape) - 1 - dim))
     whole = (torch.randn(shape, generator=generator, **how) / ramp).to(like.device)
     gradients = [(torch.randn(shape, generator=generator, **how) * ramp).to(like.device) for _ in range(_STEPS)]
@@ -116,14 +120,16 @@ def _stepped(
     parameters: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
-    """Parameters after steps of a new optimizer of the same class and options. (Rejected: a copy of the optimizer,
-    which may hold another one that steps the real parameters.)"""
+    """Return `parameters` after steps of a new optimizer of the same class and options.
+
+    Rejected: a copy of the optimizer, because it may contain another optimizer that steps the real parameters.
+    """
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     given = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     held = [nn.Parameter(parameter) for parameter in parameters]
     group = {name: value for name, value in options.items() if name not in ("params", "initial_lr")}
-    if "lr" in group:  # a warm-up may have set it to 0
+    if "lr" in group:  # not the current value, which is 0 at the start of a warm-up
         group["lr"] = torch.full_like(group["lr"], 0.1) if isinstance(group["lr"], Tensor) else 0.1
     twin: Any = kind([{"params": held, **group}], **given)
     step = inspect.unwrap(kind.step)  # without hooks

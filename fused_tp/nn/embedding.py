@@ -1,7 +1,7 @@
 """Embedding table sharded by vocabulary over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Each rank looks up the tokens whose rows it holds and returns zeros for the others; the sum over ranks has one nonzero
-term, so it is exact in every dtype.
+Each rank looks up the tokens whose rows it holds, and returns zeros for all other tokens. In the sum over ranks each
+element has one nonzero term, so the sum is exact in every dtype.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from fused_tp.ops.collectives import all_reduce, reduce_scatter
 class VocabParallelEmbedding(nn.Embedding):
     """nn.Embedding whose vocabulary is sharded over `mesh`.
 
-    Shapes on a rank: ids [...] (integers, the same on all ranks) -> [..., embedding_dim]; with `sequence_parallel` this
-    rank's shard of that along `sequence_dim` (of the output). Any vocabulary size works: rows are sharded as by
-    DTensor's Shard, so the last ranks may hold fewer or none. The weight is a DTensor, Shard(0).
+    Shapes on a rank: ids [...] (integers, equal on all ranks) -> [..., embedding_dim]. With `sequence_parallel`, the
+    result is this rank's shard along `sequence_dim`. Any vocabulary size works: the weight is a DTensor with Shard(0),
+    so the last ranks may hold fewer rows, or none.
 
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: as in nn.Embedding, with sizes of the full table.
         mesh: the 1-D DeviceMesh of the tensor parallel ranks.
         sequence_parallel: return only this rank's shard of the sequence (a reduce-scatter instead of an all-reduce).
-        sequence_dim: the dim of the output that is the sequence; used only with `sequence_parallel`.
+        sequence_dim: the sequence dim of the output; used only with `sequence_parallel`.
 
     Raises:
-        TypeError: ids that are not integers.
-        ValueError: sizes below 1, padding_idx out of range, a sequence_dim that the output does not have.
-        IndexError: an id outside [0, num_embeddings), on CPU; on a GPU a device assertion, as in nn.Embedding.
+        TypeError: ids are not integers.
+        ValueError: a size is below 1, padding_idx is out of range, or the output has no dim `sequence_dim`.
+        IndexError: an id is outside [0, num_embeddings), on the CPU. On a GPU, a device assertion fails instead, as in
+            nn.Embedding.
 
     Example:
         >>> embed = VocabParallelEmbedding(32_000, 512, mesh=mesh)
         >>> hidden = embed(ids)             # [batch, seq] -> [batch, seq, 512] on every rank
     """
 
-    # Attributes of nn.Embedding at their defaults: `from_embedding` refuses other values.
+    # Attributes of nn.Embedding at their defaults. `from_embedding` raises an error for other values.
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
     def __init__(
@@ -63,7 +64,7 @@ class VocabParallelEmbedding(nn.Embedding):
         check_positive("embedding_dim", embedding_dim)
         check_bool(sequence_parallel=sequence_parallel)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx is {padding_idx}; it must be one of the {num_embeddings} embeddings.")
+            raise ValueError(f"padding_idx must be in [-{num_embeddings}, {num_embeddings}), got {padding_idx}.")
         self.mesh = check_mesh(mesh)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -83,21 +84,22 @@ class VocabParallelEmbedding(nn.Embedding):
         sequence_dim: int = -2,
         memo: Memo | None = None,
     ) -> VocabParallelEmbedding:
-        """Build the layer over `mesh` from an nn.Embedding that every rank holds. Each copies its rows, without
-        communication.
+        """Build the layer over `mesh` from an nn.Embedding that every rank holds. Each rank copies its rows locally.
 
         Raises:
             TypeError: `embedding` is not an nn.Embedding, or its weight is a DTensor.
-            ValueError: it uses max_norm, scale_grad_by_freq or sparse, which need all rows or all tokens in one place.
+            ValueError: it uses max_norm, scale_grad_by_freq or sparse, which are not supported.
 
         Example:
             >>> model.embed = VocabParallelEmbedding.from_embedding(model.embed, mesh=mesh["tp"])
         """
         if isinstance(embedding, VocabParallelEmbedding) or not isinstance(embedding, nn.Embedding):
-            raise TypeError(f"{cls.__name__}.from_embedding takes an nn.Embedding, not {type(embedding).__name__}.")
+            raise TypeError(f"{cls.__name__}.from_embedding needs an nn.Embedding, got {type(embedding).__name__}.")
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):
-                raise ValueError(f"embedding has {name}={getattr(embedding, name)}, which {cls.__name__} cannot do.")
+                raise ValueError(
+                    f"embedding has {name}={getattr(embedding, name)}, which {cls.__name__} does not support."
+                )
         sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
         how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         layer = cls(*sizes, mesh=mesh, device="meta", dtype=embedding.weight.dtype, **how)
@@ -142,14 +144,16 @@ def lookup(
     mesh: DeviceMesh,
     scatter_dim: int | None = None,
 ) -> Tensor:
-    """ids [...] -> [..., dim]: the sum over ranks of the rows in `weight` [rows of this rank, dim], else zeros; only
-    this rank's shard of it along `scatter_dim`, if given."""
+    """Look up ids [...] -> [..., dim] in the table of which `weight` is this rank's shard of rows.
+
+    If `scatter_dim` is given, return only this rank's shard of the result along that dim.
+    """
     start, stop = shard_rows(num_embeddings, mesh)
     elsewhere = (ids < start) | (ids >= stop)
     rows = (ids - start).masked_fill(elsewhere, 0)
     if start == stop:
-        # This rank has no rows. Padding with a row of zeros keeps the output dependent on the weight: a rank without an
-        # autograd node would be missing in the collective of the backward.
+        # This rank has no rows. A row of zeros keeps the output dependent on the weight. Without an autograd node, this
+        # rank would not take part in the collective of backward.
         weight = F.pad(weight, (0, 0, 0, 1))
     padding_row = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
     partial = F.embedding(rows, weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -159,20 +163,21 @@ def lookup(
 def check_integer_ids(ids: Tensor) -> None:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, not {given}.")
+        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, got {given}.")
     if ids.layout is not torch.strided or ids.is_nested:
-        raise TypeError(f"ids is a {'nested' if ids.is_nested else ids.layout} tensor; pass a dense one.")
+        raise TypeError(f"ids must be a dense tensor, got a {'nested' if ids.is_nested else ids.layout} one.")
 
 
 def check_ids_inside(ids: Tensor, num_embeddings: int) -> None:
-    """Raise IndexError for ids outside the table; by a device assertion where reading the answer would block the CPU or
-    break the graph."""
+    """Raise IndexError for ids outside the table.
+
+    On a GPU or under torch.compile it is a device assertion, because reading ids would block the CPU, or break the
+    graph.
+    """
     if ids.is_meta or ids.numel() == 0:
         return
     inside = ((ids >= 0) & (ids < num_embeddings)).all()
     if not ids.is_cpu or torch.compiler.is_compiling():
         torch._assert_async(inside, f"ids must be in [0, {num_embeddings})")
     elif not inside:
-        raise IndexError(
-            f"ids holds {int(ids.min())} to {int(ids.max())}; the {num_embeddings} embeddings are numbered from 0."
-        )
+        raise IndexError(f"ids must be in [0, {num_embeddings}), got ids from {int(ids.min())} to {int(ids.max())}.")

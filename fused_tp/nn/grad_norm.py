@@ -1,8 +1,9 @@
 """Gradient norm of a module whose parameters are sharded over one or several meshes, as DTensors or plain tensors.
 
-    norm = sqrt(squares of whole gradients + sum over meshes, sum over ranks (squares of gradients sharded over them))
+    norm^2 = |replicated gradients|^2 + sum over meshes, sum over the mesh's ranks of |shards of gradients|^2
 
-torch.nn.utils.clip_grad_norm_ takes DTensors of one mesh only, and treats a plain shard as the whole parameter.
+Rejected: torch.nn.utils.clip_grad_norm_. It supports DTensors of one mesh only, and treats a plain shard as the full
+gradient.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from fused_tp.ops.collectives import all_reduce
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients of `module` to a total norm of at most `max_norm`, and return their norm before that.
+    """Scale the gradients of `module` to a total norm of at most `max_norm`, and return their norm before scaling.
 
-    A collective: all ranks that hold a shard must call it. Every rank gets the same norm. Gradients must be complete:
-    averaged over data parallel ranks, or sharded as DTensors by FSDP2.
+    A collective call: all ranks that hold a shard must make it. Every rank returns the same norm. Gradients must be
+    complete: averaged over data parallel ranks, or sharded as DTensors by FSDP2.
 
     Args:
-        module: with plain parameters (`plain_parameters_`), DTensors of any meshes, or both.
+        module: a module with plain parameters (`plain_parameters_`), DTensors of any meshes, or both.
         max_norm: limit of the 2-norm of all gradients together; float("inf") scales nothing.
 
     Returns:
@@ -44,14 +45,14 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
 
 
 def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    """Scale gradients of norm `total` to `max_norm` if `total` is greater."""
+    """Scale the gradients of `parameters`, whose norm is `total`, to `max_norm` if `total` is greater."""
     scale_gradients_(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
 @torch.no_grad()
 def scale_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply gradients by a scalar, in place: plain ones and DTensors of any meshes."""
-    # On local shards: one torch operation takes DTensors of one mesh only.
+    """Multiply the gradients of `parameters` by `factor` in place; they may be plain or DTensors of any meshes."""
+    # Scale the local shards, because one torch operation supports DTensors of one mesh only.
     own: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
@@ -63,10 +64,10 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None
 
 @torch.no_grad()
 def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor:
-    """The norm of the gradients of some parameters of `modules`."""
+    """Return the norm of the gradients of `parameters`, which belong to `modules`. A collective call."""
     dtensors = {key: dtensor for module in modules for key, dtensor in as_dtensors(module).items()}
-    # Squares by the groups over which a gradient is sharded. Parameters without a gradient count too: a rank may lack
-    # a gradient that another has, and all ranks must make the same sums in the same order.
+    # Sums of squares by the groups over which the gradients are sharded. A parameter without a gradient here counts as
+    # 0: another rank may have one, and all ranks must run the same all-reduces in the same order.
     squares: dict[tuple[ProcessGroup, ...], Tensor] = {}
     for parameter in parameters:
         grad = parameter.grad
@@ -90,10 +91,13 @@ def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor
 
 
 def _groups(dtensor: DTensor) -> tuple[ProcessGroup, ...]:
-    """The groups over which a tensor is sharded."""
+    """Return the groups over which `dtensor` is sharded."""
     partial = [placement for placement in dtensor.placements if placement.is_partial()]
     if partial:
-        raise ValueError(f"a gradient of shape {tuple(dtensor.shape)} is {partial[0]}; take the sum before its norm.")
+        raise ValueError(
+            f"a gradient of shape {tuple(dtensor.shape)} has the placement {partial[0]}, of which the norm is not "
+            "defined. Redistribute it to Shard or Replicate first."
+        )
     mesh = dtensor.device_mesh
     return tuple(
         mesh.get_group(dim)

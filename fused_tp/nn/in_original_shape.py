@@ -1,7 +1,7 @@
-"""Tensors in the form that torch.distributed.checkpoint reads: this rank's rectangles of a full tensor.
+"""Tensor type for torch.distributed.checkpoint that describes this rank's blocks of a full tensor.
 
-torch.distributed.checkpoint takes a DTensor for one rectangle, in the memory of the computation. A rank has several
-rectangles of a packed parameter (one of gate, one of up), and a background thread writes a copy in other memory.
+torch.distributed.checkpoint treats a DTensor as one block, stored where the model computes. But a rank has several
+blocks of a packed parameter (one of gate, one of up), and a background save needs blocks in a CPU copy.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class InOriginalShape(Tensor):
-    """Rectangles of a tensor on this rank, for `save` and `load` only; implements torch's `_Checkpointable`. (Rejected:
-    torch's LocalShardsWrapper, which takes at most two dims.)"""
+    """This rank's blocks of a full tensor, for `save` and `load` only. Implements torch's `_Checkpointable`.
 
-    shards: dict[torch.Size, Tensor]  # by their offset in the whole
+    Rejected: torch's LocalShardsWrapper, which supports at most two dims.
+    """
+
+    shards: dict[torch.Size, Tensor]  # by offset in the full tensor
 
     @staticmethod
     def __new__(cls, shape: torch.Size, shards: dict[torch.Size, Tensor], like: Tensor) -> InOriginalShape:
@@ -31,32 +33,32 @@ class InOriginalShape(Tensor):
 
     @classmethod
     def of(cls, tensor: DTensor, dim: int | None = None) -> InOriginalShape:
-        """Wrap a DTensor: without `dim` in its own shape, else [.., parts, rows, ..] as [.., parts * rows, ..], with
-        the parts along `dim`."""
+        """Wrap a DTensor. With `dim`, join the dims `dim` (parts) and `dim + 1` (rows) to one of parts * rows."""
         local = tensor.to_local().detach()
-        with torch.device("cpu"):  # torch computes the offset in tensors on the default device, and reads each
+        with torch.device("cpu"):  # torch computes the offset in tensors on the default device, and reads each of them
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         if dim is None:
-            # A rank without rows has no rectangle, but a full tensor without elements has one.
+            # A rank without elements has no block, except if the full tensor has no elements, which needs one.
             own = {torch.Size(offset): local} if local.numel() or not tensor.numel() else {}
             return cls(tensor.shape, own, local)
         rows = tensor.shape[dim + 1]
         shape = torch.Size([*tensor.shape[:dim], tensor.shape[dim] * rows, *tensor.shape[dim + 2 :]])
         shards = {
-            torch.Size([*offset[:dim], (offset[dim] + part) * rows + offset[dim + 1], *offset[dim + 2 :]]): rectangle
-            for part, rectangle in enumerate(local.unbind(dim) if local.numel() else ())
+            torch.Size([*offset[:dim], (offset[dim] + part) * rows + offset[dim + 1], *offset[dim + 2 :]]): block
+            for part, block in enumerate(local.unbind(dim) if local.numel() else ())
         }
         return cls(shape, shards, local)
 
     def on_cpu(self, copy: Callable[[Tensor], Tensor]) -> InOriginalShape:
-        """Return this tensor with rectangles that `copy` has copied to the CPU."""
+        """Return this tensor with its blocks replaced by the CPU copies that `copy` returns."""
         like = torch.empty(0, dtype=self.dtype, device="cpu")
         return InOriginalShape(self.shape, {offset: copy(shard) for offset, shard in self.shards.items()}, like)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(
-            f"{func} of a tensor of original_shapes(), which is for save and load of torch.distributed.checkpoint only."
+            f"{func} is not supported for a tensor from original_shapes(), which can only be passed to save and load "
+            "of torch.distributed.checkpoint."
         )
 
     def __create_write_items__(self, fqn: str, whole: Tensor) -> list[WriteItem]:

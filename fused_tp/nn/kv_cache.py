@@ -1,4 +1,4 @@
-"""Key/value caches of one rank, and of a group whose ranks each hold some of the tokens of every sequence."""
+"""Key/value caches: one for a single rank, and others that shard the tokens of each sequence over a group."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class KVCache:
     """One attention layer's keys and values on this rank, [batch, length, kv_heads / W, head_dim].
 
     Args:
-        max_length: allocate space for this many tokens at once, which never moves (static); None: grow by doubling, so
-            that a token takes constant time on average.
+        max_length: allocate memory for this many tokens at the first append, which is never reallocated. None: grow by
+            doubling, so that an append takes constant time per token on average.
 
     Raises:
-        ValueError: more tokens than `max_length`; keys and values that do not match each other or the cache; use while
-            autograd records.
+        ValueError: there are more tokens than `max_length`; keys and values do not match each other or the cache; or
+            autograd is recording.
 
     Example:
         >>> cache = KVCache(max_length=2048)
@@ -76,7 +76,7 @@ class _DenseCache:
     """Keys and values [batch, capacity, heads, dim] that grow by doubling."""
 
     def __init__(self, owner: str, max_length: int | None, count: Callable[[int], int] = int) -> None:
-        """`count`: maps a number of tokens to the number of this rank's rows."""
+        """Initialize without tokens. `count` maps a number of tokens to the number of rows that this rank stores."""
         if max_length is not None:
             check_positive("max_length", max_length)
         self.owner, self.max_length, self.count = owner, max_length, count
@@ -87,8 +87,8 @@ class _DenseCache:
         """Return keys and values with space for `needed` tokens; the first `length` tokens are kept."""
         if self.max_length is not None and needed > self.max_length:
             raise ValueError(
-                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence and {needed} are "
-                "needed; make it longer, or leave max_length out to let it grow."
+                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence, but {needed} are "
+                "needed. Increase max_length, or omit it to let the cache grow."
             )
         used, wanted = self.count(length), self.count(needed)
         rows = max(wanted, 2 * used, 16) if self.max_length is None else self.count(self.max_length)
@@ -98,8 +98,8 @@ class _DenseCache:
                 ours, theirs = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (held, new))
                 if ours != theirs and length > 0:
                     raise ValueError(
-                        f"the {self.owner} holds {name} of (batch, kv_heads, head_dim, dtype, device) = {ours} and "
-                        f"got {theirs}; reset() it before another batch."
+                        f"the {self.owner} holds {name} with (batch, kv_heads, head_dim, dtype, device) = {ours}, but "
+                        f"got {theirs}. Call reset() before another batch."
                     )
                 if ours == theirs and wanted <= held.shape[1]:
                     continue
@@ -111,11 +111,14 @@ class _DenseCache:
 
 
 class ContextCache(ABC):
-    """Base of caches over a group. `group`: the ranks; `block`: as in `context_parallel_decode`.
+    """Base class of caches that shard one attention layer's keys and values over the ranks of a group.
 
-    Holds one attention layer's keys and values of a batch of sequences. In every forward pass `append` the new tokens,
-    then `attend` with their queries, in this order on all ranks of the group. For inference only: the cache is written
-    in place, which autograd cannot follow.
+    In every forward pass, first `append` the new tokens, then `attend` with their queries, on all ranks of the group.
+    For inference only: the cache is written in place, which autograd does not support.
+
+    Args:
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        block: number of consecutive tokens on one rank, as in `context_parallel_decode`.
     """
 
     def __init__(self, group: GroupLike, block: int) -> None:
@@ -136,8 +139,11 @@ class ContextCache(ABC):
         return max(self._lengths(), default=0)
 
     def positions(self, new: int, new_lengths: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Positions of the next `new` tokens: int64 [new] if all sequences are equally long and `new_lengths` is None,
-        else [batch, new] with 0 for padding."""
+        """Return the positions of the next `new` tokens.
+
+        The result is int64 [new] if all sequences have equal length and `new_lengths` is None. Otherwise it is
+        [batch, new], with 0 for padding.
+        """
         lengths, added = self._lengths(), _as_list(new_lengths)
         if len(set(lengths)) <= 1 and added is None:
             start = lengths[0] if lengths else 0
@@ -148,17 +154,18 @@ class ContextCache(ABC):
         return (stops[:, None] - new + torch.arange(new, device="cpu")).clamp_min(0)
 
     def append(self, k: Tensor, v: Tensor, new_lengths: Sequence[int] | Tensor | None = None) -> None:
-        """Append tokens that every rank holds; each rank stores those that it owns, and nothing is sent.
+        """Append tokens that every rank holds. Each rank stores the tokens that it owns, and nothing is sent.
 
         Args:
-            k: [batch, new, kv_heads, head_dim], the same on all ranks; float16, bfloat16, float32 or float64.
-                The cache takes its dtype and device.
+            k: [batch, new, kv_heads, head_dim], equal on all ranks; float16, bfloat16, float32 or float64. The first k
+                determines the dtype and the device of the cache.
             v: [batch, new, kv_heads, v_head_dim], in the dtype of k.
-            new_lengths: [batch], the number of real new tokens of each sequence, which are its last ones: pad prompts
-                of different lengths on the left; padding is not stored. None: all tokens are real.
+            new_lengths: [batch], the number of real new tokens of each sequence. Pad shorter prompts on the left;
+                padding is not stored. None: all tokens are real.
 
         Raises:
-            TypeError, ValueError: k and v do not match each other or the cache; no space is left; autograd records.
+            TypeError, ValueError: k and v do not match each other or the cache; no memory is left in the cache; or
+                autograd is recording.
         """
         k, v = _checked(k, v)
         batch, new = k.shape[:2]
@@ -166,7 +173,9 @@ class ContextCache(ABC):
         if added is None:
             added = [new] * batch
         elif len(added) != batch or not all(0 <= n <= new for n in added):
-            raise ValueError(f"new_lengths is {added}; it must be {batch} numbers from 0 to the {new} new tokens.")
+            raise ValueError(
+                f"new_lengths must be {batch} numbers from 0 to {new}, the number of new tokens, got {added}."
+            )
         before = self._before(batch)
         after = [length + n for length, n in zip(before, added, strict=True)]
         self._reserve(k, v, after)
@@ -184,15 +193,16 @@ class ContextCache(ABC):
         """Append tokens that `shard_sequence` has sharded over the ranks; one all-to-all sends them to their owners.
 
         Args:
-            k, v: as for `append`, but [batch, this rank's shard of the new tokens, ...]. All sequences must be
-                equally long.
-            layout: "zigzag" or "contiguous", as given to `shard_sequence`.
-            seq_len: number of new tokens over all ranks, needed if the ranks' shards are unequal.
+            k, v: as in `append`, but [batch, this rank's shard of the new tokens, ...]. All sequences must have equal
+                length.
+            layout: "zigzag" or "contiguous", the layout passed to `shard_sequence`.
+            seq_len: number of new tokens over all ranks; needed if the ranks' shards differ in length.
 
         Raises:
-            TypeError, ValueError: as `append`; sequences that are not equally long.
-            CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not call it, or with another layout,
-                seq_len, block or length of the cache (compared always on CPU, elsewhere with FUSED_TP_CHECK=1).
+            TypeError, ValueError: as in `append`, or sequences differ in length.
+            CollectiveTimeoutError, PeerLostError: a peer did not make the call.
+            RankMismatchError: a peer passed another layout, seq_len, block or length of the cache. Always checked on
+                the CPU; on a GPU only with FUSED_TP_CHECK=1.
         """
         k, v = _checked(k, v)
         check_layout(layout)
@@ -201,7 +211,8 @@ class ContextCache(ABC):
         before = self._before(k.shape[0])
         if len(set(before)) != 1:
             raise ValueError(
-                f"the sequences of the cache have {before} tokens; append_sharded needs equally many, use append."
+                f"append_sharded needs sequences of equal length, but those of the cache have {before} tokens. Use "
+                "append."
             )
         after = [before[0] + seq_len] * len(before)
         self._reserve(k, v, after)
@@ -227,11 +238,13 @@ class ContextCache(ABC):
     def attend(
         self, q: Tensor, *, return_lse: bool = False, tokens: int = 0, **keywords: Unpack[ScoreKeywords]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run `context_parallel_decode` over the cache for q [batch, new, heads, head_dim], the last tokens appended.
+        """Run `context_parallel_decode` over the cache.
 
-        The keywords are those of `context_parallel_decode`: causal, scale, window, softcap, alibi_slopes, sinks,
-        return_lse. `tokens`: a checksum of the new tokens below 2**24, which the ranks compare; 0 if they are not
-        known.
+        Args:
+            q: queries [batch, new, heads, head_dim] of the tokens that were appended last.
+            tokens: checksum of the new tokens below 2**24, which the ranks compare; 0 if it is unknown.
+            keywords: those of `context_parallel_decode`: causal, scale, window, softcap, alibi_slopes, sinks,
+                return_lse.
         """
         check_tensor("q", q)
         check_keywords("attend", keywords, SCORE_KEYWORDS)
@@ -254,39 +267,43 @@ class ContextCache(ABC):
 
     @abstractmethod
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k and v [seqs, n, kv_heads, dim] into these n rows."""
+        """Write k and v [seqs, n, kv_heads, dim] into the n `rows` of the sequences `seqs`."""
 
     @abstractmethod
     def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k_cache_shard, v_cache_shard and page_table of `context_parallel_decode`."""
+        """Return the arguments k_cache_shard, v_cache_shard and page_table of `context_parallel_decode`."""
 
     def _before(self, batch: int) -> list[int]:
         lengths = self._lengths() or [0] * batch
         if len(lengths) != batch:
-            raise ValueError(f"the cache holds {len(lengths)} sequences and got a batch of {batch}; reset() it before.")
+            raise ValueError(
+                f"the cache holds {len(lengths)} sequences, but got a batch of {batch}. Call reset() before another "
+                "batch."
+            )
         return lengths
 
 
 class ContextKVCache(ContextCache):
     """One attention layer's keys and values, sharded over the ranks of `group`: [batch, tokens / W, ...].
 
-    For `ParallelAttention(..., cp_group=group)`, or for any model with two calls per layer and step,
+    Pass it to `ParallelAttention(..., cp_group=group)`, or call it in any other model, twice per layer and step:
 
         cache.append(k, v)                                # rotated keys and values of the new tokens, on all ranks
         out = cache.attend(q, scale=..., window=...)      # q [batch, new, heads, head_dim] -> [batch, new, heads, dim]
 
-    where new is the prompt's length, a chunk of it, or 1. Before them `positions(new)` returns the positions of the new
-    tokens. `length` is the length of the longest sequence, `lengths` that of each. `reset` removes all tokens, `crop`
-    the last ones (rejected drafts), and `reorder` selects other sequences for the batch (beam search). Pad prompts of
-    different lengths on the left and pass `new_lengths`, the sums of the rows of their attention mask.
+    `new` is the length of the prompt or of a chunk of it, or 1. `positions(new)`, called before `append`, returns the
+    positions of the new tokens. `reset` removes all tokens, `crop` removes the last tokens (rejected drafts), and
+    `reorder` selects the sequences of the batch (beam search). Pad prompts of different lengths on the left, and pass
+    `new_lengths`, the sums of the rows of their attention mask.
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        block: consecutive tokens on one rank; see `context_parallel_decode`.
-        max_length: allocate space for sequences of this many tokens at once, which never moves; None: grow by doubling.
+        block: number of consecutive tokens on one rank; see `context_parallel_decode`.
+        max_length: allocate memory for sequences of this many tokens at the first append, which is never reallocated.
+            None: grow by doubling.
 
     Raises:
-        ValueError: more tokens than `max_length`, or as `append`; on all ranks.
+        ValueError: there are more tokens than `max_length`, or as in `append`. Raised on all ranks.
 
     Example:
         >>> cache = ContextKVCache(mesh["cp"])
@@ -306,7 +323,7 @@ class ContextKVCache(ContextCache):
         return self._rows.max_length
 
     def reset(self) -> None:
-        """Remove all sequences; the memory is kept for others of the same shape."""
+        """Remove all sequences; the memory is kept for the next sequences of the same shape."""
         self._held = []
 
     def crop(self, length: int) -> None:
@@ -315,14 +332,14 @@ class ContextKVCache(ContextCache):
         self._held = [min(held, length) for held in self._held]
 
     def reorder(self, sequences: Tensor) -> None:
-        """Replace sequence i by sequence sequences[i]; int64 [batch], the same on all ranks."""
+        """Replace sequence i by sequence `sequences[i]`. `sequences` is int64 [batch], and equal on all ranks."""
         check_local("sequences", sequences)
         rows = self._rows
         if rows.keys is None or rows.values is None:
-            raise ValueError("the cache is empty: there are no sequences to reorder.")
+            raise ValueError("the cache is empty, so reorder has no sequences. Call append first.")
         wanted = sequences.tolist()
         if not all(0 <= sequence < len(self._held) for sequence in wanted):
-            raise ValueError(f"sequences is {wanted}; the cache holds the sequences 0 to {len(self._held) - 1}.")
+            raise ValueError(f"sequences must be numbers from 0 to {len(self._held) - 1}, got {wanted}.")
         sequences = sequences.to(rows.keys.device)
         rows.keys, rows.values = rows.keys[sequences], rows.values[sequences]
         self._held = [self._held[sequence] for sequence in wanted]
@@ -338,7 +355,7 @@ class ContextKVCache(ContextCache):
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
         for held, new in ((self._rows.keys, k), (self._rows.values, v)):
-            assert held is not None  # _reserve has made it
+            assert held is not None  # allocated by _reserve
             held[seqs].index_copy_(1, rows, new)
 
     def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -346,19 +363,20 @@ class ContextKVCache(ContextCache):
 
 
 class PagedContextKVCache:
-    """One attention layer's keys and values of many sequences of different lengths, in pages of one pool on each rank.
+    """One attention layer's keys and values of many sequences of different lengths, in a pool of pages on each rank.
 
-    A sequence takes pages as it grows and returns them when it is freed. Pass `batch(sequences)` as `kv_cache` to a
-    forward pass over some of them; it has the `append` and `attend` of `ContextKVCache`.
+    A sequence takes pages from the pool as it grows, and returns them when it is freed. For a forward pass over some of
+    the sequences, pass `batch(sequences)` as `kv_cache`. Its methods `append` and `attend` are those of
+    `ContextKVCache`.
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         pages: number of pages in the pool of each rank.
-        page_size: rows of a page, one for each token that this rank holds.
-        block: consecutive tokens on one rank; see `context_parallel_decode`. Default: page_size.
+        page_size: number of tokens in a page.
+        block: number of consecutive tokens on one rank; see `context_parallel_decode`. Default: page_size.
 
     Raises:
-        ValueError: there are not enough pages left, on all ranks; an unknown sequence.
+        ValueError: not enough pages are free (raised on all ranks), or a sequence is unknown.
 
     Example:
         >>> cache = PagedContextKVCache(mesh["cp"], pages=4096)
@@ -383,10 +401,10 @@ class PagedContextKVCache:
         self.pages = pages
         self.page_size = page_size
         self.block = block
-        # Rank 0 holds at least as much of every sequence as any other rank. All ranks count rank 0's pages, so that all
-        # raise together when none are left: if only one rank raised, the others would wait for it.
+        # Rank 0 holds at least as many tokens of every sequence as any other rank. All ranks count rank 0's pages, so
+        # that all raise together when no page is left. If only one rank raised, the other ranks would wait for it.
         self._most = BlockCyclicLayout(group_identity(group)[1], 0, block)
-        self._free = list(range(pages))  # a heap, so that the pages of a sequence are neighbours if possible
+        self._free = list(range(pages))  # a heap, so that a sequence gets adjacent pages if possible
         self._pages_of: dict[int, list[int]] = {}
         self._length_of: dict[int, int] = {}
         self._next = 0
@@ -425,22 +443,24 @@ class PagedContextKVCache:
         return self._length_of[sequence]
 
     def batch(self, sequences: Sequence[int]) -> ContextCache:
-        """The cache of a forward pass over these sequences, in this order."""
+        """Return the cache for a forward pass over `sequences`, in this order."""
         if not isinstance(sequences, (list, tuple)):
             raise TypeError(
-                f"sequences must be a list of numbers that allocate() gave, not {type(sequences).__name__}."
+                f"sequences must be a list of numbers that allocate() returned, got {type(sequences).__name__}."
             )
         for sequence in sequences:
             self._known(sequence)
         if len(set(sequences)) < len(sequences) or not sequences:
             raise ValueError(
-                f"sequences is {list(sequences)}; it must name at least one sequence, and each of them once."
+                f"sequences must contain at least one sequence, and each only once, got {list(sequences)}."
             )
         return _Sequences(self, list(sequences))
 
     def _known(self, sequence: int) -> None:
         if sequence not in self._pages_of:
-            raise ValueError(f"there is no sequence {sequence} in the cache (any more); allocate() gives new ones.")
+            raise ValueError(
+                f"sequence {sequence} was never allocated in this cache, or has been freed. Use allocate()."
+            )
 
     def _needed(self, length: int) -> int:
         return -(-self._most.count(length) // self.page_size)
@@ -453,8 +473,8 @@ class PagedContextKVCache:
         missing = sum(max(0, n) for n in wanted.values())
         if missing > len(self._free):
             raise ValueError(
-                f"the cache has {len(self._free)} of its {self.pages} pages of {self.page_size} tokens left and needs "
-                f"{missing} more; free() sequences that are done, or make the pool larger."
+                f"{missing} more pages of {self.page_size} tokens are needed, but only {len(self._free)} of the "
+                f"{self.pages} pages of the cache are free. Call free() for finished sequences, or increase pages."
             )
         for name, x in (("keys", k), ("values", v)):
             pool = getattr(self, f"_{name}")
@@ -462,15 +482,15 @@ class PagedContextKVCache:
                 setattr(self, f"_{name}", x.new_empty((self.pages, self.page_size, *x.shape[2:])))
             elif (*pool.shape[2:], pool.dtype, pool.device) != (*x.shape[2:], x.dtype, x.device):
                 raise ValueError(
-                    f"the cache has pages of {name} of (kv_heads, head_dim) = {tuple(pool.shape[2:])} in {pool.dtype} "
-                    f"on {pool.device} and got {tuple(x.shape[2:])} in {x.dtype} on {x.device}."
+                    f"{name} must have (kv_heads, head_dim) = {tuple(pool.shape[2:])}, {pool.dtype} and {pool.device}, "
+                    f"as the pages of the cache, got {tuple(x.shape[2:])}, {x.dtype} and {x.device}."
                 )
         for sequence, n in wanted.items():
             self._pages_of[sequence] += [heapq.heappop(self._free) for _ in range(n)]
 
 
 class _Sequences(ContextCache):
-    """Some sequences of a PagedContextKVCache."""
+    """Cache for a forward pass over some sequences of a PagedContextKVCache."""
 
     one_by_one = True
 
@@ -508,17 +528,17 @@ def _on_host(numbers: Iterable[int]) -> Tensor:
 
 
 def _checked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Check k and v and cast them to the dtype of matmuls: under autocast, rotary embeddings change the dtype of k."""
+    """Check k and v, and cast them to the autocast dtype, since rotary embeddings may have changed the dtype of k."""
     for name, t in (("k", k), ("v", v)):
         check_tensor(name, t)
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        raise ValueError("a cache is written in place, which autograd cannot follow; generate under torch.no_grad().")
+        raise ValueError("a KV cache does not support autograd, because it is written in place. Use torch.no_grad().")
     dtype = autocast_dtype(k)
     if dtype is not None:
         k, v = cast(dtype, k, v)
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
         raise ValueError(
-            "k and v must be alike but for head_dim, [batch, new, kv_heads, head_dim]; got "
+            "k and v must be [batch, new, kv_heads, head_dim], and may differ in head_dim only; got "
             f"{tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}."
         )
     return k, v
@@ -526,7 +546,7 @@ def _checked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _not_empty(keys: Tensor | None, values: Tensor | None) -> tuple[Tensor, Tensor]:
     if keys is None or values is None:
-        raise ValueError("the cache is empty; append the keys and values of the queries' tokens first.")
+        raise ValueError("the cache is empty. Append the keys and values of the queries' tokens first.")
     return keys, values
 
 
@@ -535,6 +555,6 @@ def _as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
         return None
     if isinstance(lengths, Tensor):
         if lengths.is_floating_point():
-            raise TypeError(f"new_lengths has dtype {lengths.dtype}; it must be int32 or int64.")
+            raise TypeError(f"new_lengths must have dtype int32 or int64, got {lengths.dtype}.")
         lengths = lengths.tolist()
     return [int(n) for n in lengths]

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class LayerKeywords(TypedDict, total=False):
-    """Keywords that all parallel layers share, with the defaults of `_ParallelLinear`."""
+    """Keyword arguments that all parallel layers share, with the defaults of `_ParallelLinear`."""
 
     mesh: Required[DeviceMesh]
     sequence_parallel: bool
@@ -56,9 +56,9 @@ class LayerKeywords(TypedDict, total=False):
 
 
 class _ParallelLinear(nn.Linear):
-    """Base of both layers: sizes, mesh, checks, initialisation, `from_linear`.
+    """Base class of column- and row-parallel layers: sizes, mesh, checks, initialization, `from_linear`.
 
-    A subclass of nn.Linear, so that code which looks for linear layers (initialisation, PEFT) finds it.
+    It is a subclass of nn.Linear, so that code that searches for linear layers (initialization, PEFT) finds it.
     """
 
     weight: nn.Parameter
@@ -83,7 +83,7 @@ class _ParallelLinear(nn.Linear):
         check_positive("out_features", out_features)
         check_bool(bias=bias, sequence_parallel=sequence_parallel)
         if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating point type, not {dtype}.")
+            raise TypeError(f"dtype must be a floating point type, got {dtype}.")
         self.mesh = check_mesh(mesh)
         self.in_features = in_features
         self.out_features = out_features
@@ -100,10 +100,10 @@ class _ParallelLinear(nn.Linear):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights from the distribution of a full-size nn.Linear: U(-1/sqrt(in), 1/sqrt(in)).
+        """Draw weight and bias from the distribution of a full-size nn.Linear: U(-1/sqrt(in), 1/sqrt(in)).
 
-        With equal random states on all ranks the weights are those that nn.Linear would draw, for any mesh size. The
-        full weight is allocated temporarily; on the meta device nothing is drawn. A replicated bias is broadcast.
+        With equal random states on all ranks, the values are those that nn.Linear would draw, for any mesh size. The
+        full weight is allocated temporarily. On the meta device nothing is drawn. A replicated bias is broadcast.
         """
         if self.weight.is_meta:
             return
@@ -117,17 +117,17 @@ class _ParallelLinear(nn.Linear):
     def from_linear(
         cls, linear: nn.Module, *, mesh: DeviceMesh, memo: Memo | None = None, parts: int = 1, **keywords: Any
     ) -> Self:
-        """Build the layer over `mesh` from an nn.Linear that every rank holds. Each copies its shard; nothing is sent.
+        """Build the layer over `mesh` from an nn.Linear that every rank holds. Each rank copies its shard locally.
 
-        A weight on the meta device stays uninitialised (call `reset_parameters` or load a checkpoint). transformers'
-        `Conv1D` counts as an nn.Linear whose weight is [in, out], and stays so.
+        A weight on the meta device stays uninitialized (call `reset_parameters` or load a checkpoint). transformers'
+        `Conv1D` is accepted too; its weight stays [in, out].
 
         Args:
             memo: pass one to all conversions of a model to keep tied weights tied.
-            parts: number of equal parts that the sharded features concatenate (3 for q, k and v in one layer). Each
-                part is sharded, so a rank holds its heads of all three. The parameters get a dim for the parts: see
+            parts: number of equal blocks in the sharded features (3 for q, k and v in one layer). Each block is sharded
+                by itself, so a rank holds its heads of q, k and v. The parameters get a dim for the blocks: see
                 `shard_parameter`.
-            keywords: keywords of the constructor that `linear` does not determine, such as `sequence_parallel`.
+            keywords: other keyword arguments of the constructor, such as `sequence_parallel`.
 
         Raises:
             TypeError: `linear` is not an nn.Linear, or its weight is a DTensor.
@@ -138,7 +138,7 @@ class _ParallelLinear(nn.Linear):
             >>> model.down = RowParallelLinear.from_linear(model.down, mesh=mesh["tp"])
         """
         if isinstance(linear, _ParallelLinear) or not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
-            raise TypeError(f"{cls.__name__}.from_linear takes an nn.Linear, not {type(linear).__name__}.")
+            raise TypeError(f"{cls.__name__}.from_linear needs an nn.Linear, got {type(linear).__name__}.")
         given = cast("nn.Linear", linear)
         sizes = *features_of(given), given.bias is not None
         layer = cls(*sizes, mesh=mesh, device="meta", dtype=given.weight.dtype, **keywords)
@@ -146,7 +146,7 @@ class _ParallelLinear(nn.Linear):
         return layer
 
     def take(self, linear: nn.Linear, memo: Memo | None, parts: int = 1) -> None:
-        """Replace the parameters by this rank's shards of those of `linear`."""
+        """Replace the parameters by this rank's shards of the parameters of `linear`."""
         self._transposed = is_conv1d(linear)
         for name, placement in (("weight", self._weight_placement), ("bias", self._bias_placement)):
             whole = linear._parameters[name]
@@ -163,18 +163,18 @@ class _ParallelLinear(nn.Linear):
         self.train(linear.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept packed parameters in the original's shape, too."""
+        """Load like nn.Linear; also accept packed parameters in the shape of the original layer."""
         for name, dim in self._parts_dims.items():
             given, own = state_dict.get(prefix + name), getattr(self, name)
             if given is not None and given.ndim == own.ndim - 1:
                 whole = given.unflatten(dim, own.shape[dim : dim + 2])
-                # PEFT distributes a tensor itself only if its shape is that of the parameter.
+                # Shard it here: PEFT shards a tensor only if it has the shape of the parameter.
                 sharded = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
                 state_dict[prefix + name] = sharded
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The weight [out, in] and the bias [out] that this rank multiplies with."""
+        """Return this rank's weight [out, in] and bias [out] as plain tensors, for its matmul."""
         weight, bias = local(self.weight), local(self.bias)
         if (dim := self._parts_dims.get("weight")) is not None:
             weight = weight.flatten(dim, dim + 1)
@@ -198,9 +198,9 @@ class _ParallelLinear(nn.Linear):
 class ColumnParallelLinear(_ParallelLinear):
     """nn.Linear whose output features are sharded over `mesh`: y_shard = x @ w_shard^T + b_shard.
 
-    Shapes on a rank: x [..., in_features] (with `sequence_parallel` this rank's shard of it along `sequence_dim`) ->
-    [..., out_features / W] with the whole sequence, or [..., out_features] with `gather_output`. Counts that W does not
-    divide are sharded as by DTensor's Shard (torch.chunk). Parameters are DTensors: weight and bias Shard(0).
+    Shapes on a rank: x [..., in_features] -> [..., out_features / W], or [..., out_features] with `gather_output`. With
+    `sequence_parallel`, x is this rank's shard along `sequence_dim`, and the result holds the full sequence. Features
+    that W does not divide are sharded like torch.chunk. Parameters are DTensors: weight and bias Shard(0).
 
     Args:
         in_features, out_features, bias, device, dtype: as in nn.Linear, with sizes of the full layer; device defaults
@@ -208,11 +208,11 @@ class ColumnParallelLinear(_ParallelLinear):
         mesh: the 1-D DeviceMesh of the tensor parallel ranks, such as mesh["tp"] of a larger mesh.
         sequence_parallel: x is sharded along `sequence_dim`; the gather is fused into the matmul (`all_gather_matmul`).
         gather_output: return all output features on all ranks.
-        sequence_dim: the dim of x that is the sequence; used only with `sequence_parallel`.
+        sequence_dim: the sequence dim of x; used only with `sequence_parallel`.
 
     Raises:
-        TypeError, ValueError: a mesh that is not 1-D, sizes below 1, an input of another width or dtype; before
-            anything is sent.
+        TypeError, ValueError: the mesh is not 1-D, a size is below 1, or the input has another width or dtype. Raised
+            before anything is sent.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -236,11 +236,15 @@ class ColumnParallelLinear(_ParallelLinear):
         check_bool(gather_output=gather_output)
         super().__init__(in_features, out_features, bias, **keywords)
         self.gather_output = gather_output
-        self._shared: tuple[SharedGather, int] | None = None  # with this layer's index in it; set by share_gather
+        self._shared: tuple[SharedGather, int] | None = None  # (group, index of this layer in it), set by share_gather
 
     def forward(self, x: Tensor, *, gather_size: int | None = None, batch: int | None = None) -> Tensor:
-        """Return y_shard for x. `gather_size`: length of the whole sequence, if the ranks' shards differ in length.
-        `batch`: number of sequences that are concatenated in the first dim of x, and of y."""
+        """Return y_shard for x.
+
+        Args:
+            gather_size: length of the full sequence; needed if the ranks' shards differ in length.
+            batch: number of sequences that are concatenated in the first dim of x, and of y.
+        """
         if self._shared is not None:
             group, index = self._shared
             return group.output_of(index, x, gather_size, batch)
@@ -250,19 +254,19 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear whose input features are sharded over `mesh`: y = sum over ranks of x_shard @ w_shard^T, + bias once.
 
-    Shapes on a rank: x [..., in_features / W] (all in_features with `input_is_parallel=False`) -> [..., out_features],
-    with `sequence_parallel` this rank's shard of that along `sequence_dim`. Parameters are DTensors: weight Shard(1),
-    bias Replicate with a complete gradient on every rank.
+    Shapes on a rank: x [..., in_features / W] (all in_features with `input_is_parallel=False`) -> [..., out_features].
+    With `sequence_parallel`, the result is this rank's shard along `sequence_dim`. Parameters are DTensors: weight
+    Shard(1), bias Replicate with a complete gradient on every rank.
 
     Args:
         in_features, out_features, bias, device, dtype: as in nn.Linear, with sizes of the full layer.
         mesh: the 1-D DeviceMesh of the tensor parallel ranks.
         sequence_parallel: y is sharded along `sequence_dim`; the reduction is fused (`matmul_reduce_scatter`).
-        input_is_parallel: x holds only this rank's features, as a column-parallel layer returns it.
-        sequence_dim: the dim of y that is the sequence; used only with `sequence_parallel`.
+        input_is_parallel: x holds only this rank's features, such as the output of a column-parallel layer.
+        sequence_dim: the sequence dim of y; used only with `sequence_parallel`.
 
     Raises:
-        TypeError, ValueError: as ColumnParallelLinear; also for `sequence_parallel` without `input_is_parallel`.
+        TypeError, ValueError: as in ColumnParallelLinear, or for `sequence_parallel` without `input_is_parallel`.
 
     Example: see ColumnParallelLinear.
     """
@@ -281,10 +285,10 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         check_bool(input_is_parallel=input_is_parallel)
         if keywords.get("sequence_parallel") and not input_is_parallel:
-            # x and y both sharded by sequence would be a plain linear layer with a needless all-to-all.
+            # With x and y both sharded along the sequence, sharding the features would only add an all-to-all.
             raise ValueError(
-                "sequence_parallel=True needs input_is_parallel=True: a row-parallel layer takes whole sequences of "
-                "its own features. Feed it from a column-parallel layer, or turn sequence_parallel off."
+                "sequence_parallel=True needs input_is_parallel=True: the input must be the full sequence of this "
+                "rank's features. Pass the output of a column-parallel layer, or sequence_parallel=False."
             )
         super().__init__(in_features, out_features, bias, **keywords)
         self.input_is_parallel = input_is_parallel
@@ -295,7 +299,7 @@ class RowParallelLinear(_ParallelLinear):
             return self.forward(x.unflatten(0, (batch, -1))).flatten(0, 1)
         weight, bias = self.local_parameters()
         if self.input_is_parallel:
-            self._check_input(x, weight.shape[1], f"this rank's part of the {self.in_features} input features")
+            self._check_input(x, weight.shape[1], f"this rank's shard of the {self.in_features} input features")
         else:
             self._check_input(x, self.in_features, "in_features")
             x = scatter(x, -1, group=self.mesh)
@@ -311,7 +315,10 @@ def column_matmul(
     gather_dim: int | None = None,
     gather_size: int | None = None,
 ) -> Sequence[Tensor]:
-    """x @ weight^T + bias for each weight shard; x, sharded along `gather_dim` if given, is communicated once."""
+    """Return x @ weight^T + bias for each weight shard.
+
+    If `gather_dim` is given, x is sharded along that dim, and is gathered once for all weights.
+    """
     if gather_dim is None:
         return column_parallel_matmul(x, list(weights), list(biases), group=mesh)
     return all_gather_matmul(x, list(weights), list(biases), group=mesh, gather_dim=gather_dim, gather_size=gather_size)
@@ -320,7 +327,7 @@ def column_matmul(
 def row_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, scatter_dim: int | None = None
 ) -> Tensor:
-    """Sum over ranks of x @ weight^T, + bias once; only this rank's shard along `scatter_dim`, if given."""
+    """Return the sum over ranks of x @ weight^T, + bias once; with `scatter_dim`, only this rank's shard along it."""
     if scatter_dim is None:
         return matmul_all_reduce(x, weight, bias, group=mesh)
     return matmul_reduce_scatter(x, weight, bias, group=mesh, scatter_dim=scatter_dim)
@@ -329,7 +336,7 @@ def row_matmul(
 def column_forward(
     layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None, batch: int | None = None
 ) -> list[Tensor]:
-    """Outputs of column-parallel layers that read the same x, by one op, which communicates x once for all of them."""
+    """Return the outputs of column-parallel `layers` for the same x, by one op that communicates x once."""
     if batch is not None:
         return [y.flatten(0, 1) for y in column_forward(layers, x.unflatten(0, (batch, -1)), gather_size)]
     first = layers[0]
@@ -338,8 +345,8 @@ def column_forward(
         check_sequence_dim("x", x, x.shape, first.sequence_dim)
         if x.shape[first.sequence_dim] != gather_size:
             raise ValueError(
-                f"the whole sequence is said to be {gather_size} long, but x holds {x.shape[first.sequence_dim]} along "
-                f"dim {first.sequence_dim} and the layer is not sequence_parallel; leave the length out or pass x's."
+                f"gather_size must be the size {x.shape[first.sequence_dim]} of dim {first.sequence_dim} of x, because "
+                f"the layer is not sequence_parallel; got {gather_size}. Omit the length."
             )
     weights, biases = zip(*(layer.local_parameters() for layer in layers), strict=True)
     gather_dim = first.sequence_dim if first.sequence_parallel else None
@@ -351,11 +358,11 @@ def column_forward(
 
 
 class RepeatedColumnLinear(ColumnParallelLinear):
-    """Column-parallel layer with fewer parts than ranks: W / parts neighbouring ranks compute each part.
+    """Column-parallel layer with fewer output blocks (`parts`) than ranks: W / parts neighbouring ranks share a block.
 
-    For key and value projections with fewer heads than ranks: x as in ColumnParallelLinear -> [..., out_features /
-    parts], where `parts` divides W and out_features. The parameters are replicated: they are small, and a checkpoint
-    holds each part once. Every rank has a term of their gradients, which the backward sums.
+    For key and value projections with fewer heads than ranks. x as in ColumnParallelLinear -> [..., out_features /
+    parts], where `parts` divides W and out_features. The parameters are replicated, because they are small, and so that
+    a checkpoint holds each block once. Every rank has one term of their gradients; backward sums the terms.
     """
 
     _weight_placement = Replicate()
@@ -374,7 +381,7 @@ class RepeatedColumnLinear(ColumnParallelLinear):
         ranks = check_mesh(keywords["mesh"]).size()
         if ranks % parts or out_features % parts:
             raise ValueError(
-                f"parts is {parts}; it must divide the {ranks} ranks of the mesh and the {out_features} out_features."
+                f"parts must divide the {ranks} ranks of the mesh and the {out_features} out_features, got {parts}."
             )
         super().__init__(in_features, out_features, bias, **keywords)
         self.parts = parts
@@ -388,11 +395,11 @@ class RepeatedColumnLinear(ColumnParallelLinear):
 
 
 class MultiQueryLinear(ColumnParallelLinear):
-    """Projection to queries of many heads, followed by the keys and values of one head that all queries read.
+    """Projection to the queries of many heads, followed by the keys and values of a single head.
 
-    The first `in_features` rows are those of the queries, of which each rank computes its heads; all ranks compute the
-    rest: x as in ColumnParallelLinear -> [..., in_features / W + rest]. The parameters are replicated, as in
-    RepeatedColumnLinear: no single placement expresses "a shard of these rows and all of those".
+    The first `in_features` rows of the weight are queries, of which each rank computes its heads. All ranks compute the
+    remaining rows: x as in ColumnParallelLinear -> [..., in_features / W + remaining rows]. The parameters are
+    replicated as in RepeatedColumnLinear, because no DTensor placement shards only some of the rows.
     """
 
     _weight_placement = Replicate()
@@ -409,9 +416,9 @@ class MultiQueryLinear(ColumnParallelLinear):
 
 
 def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
-    """Outputs of projections that read the same x, by one op if all are plain column-parallel layers.
+    """Return the outputs of projections of the same x, by one op if all are plain column-parallel layers.
 
-    If a layer has hooks or is wrapped or replaced (adapters, fully_shard), the layers are called one by one.
+    If a layer has hooks, or is wrapped or replaced (adapters, fully_shard), the layers are called one by one.
     """
     plain = [
         layer
@@ -432,17 +439,18 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def features_of(linear: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of an nn.Linear or a Conv1D."""
+    """Return (in_features, out_features) of an nn.Linear or a Conv1D."""
     weight = cast("nn.Linear", linear).weight
     return (weight.shape[0], weight.shape[1]) if is_conv1d(linear) else (weight.shape[1], weight.shape[0])
 
 
 def check_parts(name: str, parameter: Tensor, shard: PartsShard, ranks: int) -> None:
-    """Raise ValueError if parts are not of equal length, or `ranks` ranks cannot share each evenly."""
+    """Raise ValueError if the sharded dim cannot be divided into `shard.parts` blocks, each over `ranks` ranks."""
     if shard.parts > 1 and parameter.shape[shard.dim] % (shard.parts * ranks):
         raise ValueError(
-            f"{name} {tuple(parameter.shape)} is to be sharded along dim {shard.dim} in {shard.parts} parts, each of "
-            f"them over {ranks} ranks; {parameter.shape[shard.dim]} is not a multiple of {shard.parts} x {ranks}."
+            f"dim {shard.dim} of {name} {tuple(parameter.shape)} has {shard.parts} blocks, each of which is to be "
+            f"sharded over {ranks} ranks, so its size must be a multiple of {shard.parts} x {ranks}, got "
+            f"{parameter.shape[shard.dim]}."
         )
 
 
@@ -453,16 +461,16 @@ def check_positive(name: str, value: int) -> None:
 
 def check_floating(x: Tensor) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a Tensor, not {type(x).__name__}.")
+        raise TypeError(f"x must be a Tensor, got {type(x).__name__}.")
     if x.is_nested:
-        raise TypeError("x is a nested tensor; pad it, or pack its rows into one.")
+        raise TypeError("x must not be a nested tensor. Pad it, or pack its rows into one.")
     if not x.is_floating_point():
-        raise TypeError(f"x must have a floating point dtype, not {x.dtype}.")
+        raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
 
 
 def check_width(x: Tensor, features: int, what: str) -> None:
     if x.ndim == 0 or x.shape[-1] != features:
-        raise ValueError(f"x has shape {tuple(x.shape)}; its last dim must be {features} ({what}).")
+        raise ValueError(f"the last dim of x must have size {features} ({what}), got shape {tuple(x.shape)}.")
 
 
 def check_sequence_dim(name: str, x: Tensor, shape: Sequence[int], sequence_dim: int) -> None:
@@ -470,32 +478,32 @@ def check_sequence_dim(name: str, x: Tensor, shape: Sequence[int], sequence_dim:
     ndim = len(shape)
     if ndim < 2 or not -ndim <= sequence_dim < ndim or sequence_dim % ndim == ndim - 1:
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; it must name a dim of "
-            f"{tuple(shape)} before the last one."
+            f"sequence_dim must be a dim of {tuple(shape)} before the last one, got {sequence_dim} for {name} of shape "
+            f"{tuple(x.shape)}."
         )
 
 
 def linear_of(module: nn.Module, name: str) -> nn.Linear:
-    """Return the nn.Linear `name` of `module`, which a parallel layer is to replace."""
+    """Return the attribute `name` of `module`. Raise TypeError if it is not an nn.Linear."""
     linear = getattr(module, name)
     if not isinstance(linear, nn.Linear):
         raise TypeError(
-            f"{type(module).__name__}.{name} is a {type(linear).__name__}, not an nn.Linear, whose weight is [out, "
-            "in]; convert it to nn.Linear first."
+            f"{type(module).__name__}.{name} must be an nn.Linear, got {type(linear).__name__}. Convert it to an "
+            "nn.Linear first, with a weight [out, in]."
         )
     return linear
 
 
 def check_nothing_dropped(module: nn.Module, by: str, known: set[str]) -> None:
-    """Raise ValueError if `module` has parameters or submodules of other names, which class `by` would drop."""
+    """Raise ValueError if `module` has parameters or submodules that are not in `known`: class `by` would drop them."""
     kind = type(module).__name__
     own = [name for name, _ in module.named_parameters(recurse=False) if name not in known]
     if own:
-        raise ValueError(f"{kind} has parameters of its own ({', '.join(own)}) that {by} would drop.")
+        raise ValueError(f"{kind} has the parameters {', '.join(own)}, which {by} does not support and would drop.")
     for name, child in module.named_children():
         inert = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
         if name not in known and not inert:
             raise ValueError(
-                f"{kind} has a submodule {name} ({type(child).__name__}) that {by} would drop; convert its linear "
-                "layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+                f"{kind} has a submodule {name} ({type(child).__name__}), which {by} does not support and would drop. "
+                "Convert its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
             )

@@ -1,6 +1,6 @@
-"""Attention over a rank's heads: torch's scaled_dot_product_attention with aligned masks, and features that it lacks.
+"""Attention over a rank's heads, by torch's scaled_dot_product_attention (SDPA) or with features that it lacks.
 
-Layout [batch, seq, heads, head_dim]. Queries are aligned with the last keys, as with a KV cache.
+Tensors are [batch, seq, heads, head_dim]. The last query is aligned with the last key, as with a KV cache.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def local_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of q [batch, q_len, heads, head_dim] to k, v [batch, kv_len, kv_heads, head_dim] -> like q.
+    """Attend from q [batch, q_len, heads, head_dim] to k and v [batch, kv_len, kv_heads, head_dim]. Returns q's shape.
 
-    `mask` broadcasts to [batch, heads, q_len, kv_len]: bool (True: may attend) or added to the scores. A query with
-    nothing to attend to returns 0.
+    `mask` broadcasts to [batch, heads, q_len, kv_len]: bool (True: may attend) or added to the scores. The output of a
+    query that may attend to no key is 0.
     """
     q_len, kv_len = q.shape[1], k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if causal and mask is None and q_len == 1:
         causal = False  # the newest token sees all keys
     if causal and (mask is not None or q_len != kv_len):
-        # SDPA's is_causal aligns queries with the first keys and takes no other mask with it.
+        # SDPA's is_causal aligns the first query with the first key, and excludes attn_mask.
         mask, causal = _causal_mask(mask, q_len, kv_len, q.device), False
     gqa = q.shape[1] != k.shape[1]
     if mask is not None and mask.dtype != torch.bool:
@@ -64,8 +64,11 @@ def attention_with_mask(
     dropout_p: float = 0.0,
     first_head: int = 0,
 ) -> Tensor:
-    """`local_attention` with a mask of any form and all other features of `ring_attention`. Materializes all scores, in
-    float32 (float64 for float64). Dropout drops the same elements as in `ring_attention`."""
+    """Attend like `local_attention`, with a mask of any form and all other features of `ring_attention`.
+
+    All scores are materialized, in float32 (in float64 for float64 inputs). Dropout drops the same elements as in
+    `ring_attention`.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[2]
     queries, keys, values = (
@@ -89,14 +92,13 @@ def attention_with_mask(
         extra = sinks.to(dtype)[None, :, None, None].expand(q.shape[0], -1, q.shape[1], 1)
         scores = torch.cat([scores, extra], -1)
     highest = scores.amax(-1, keepdim=True)
-    # A row of -inf alone would be NaN in softmax, and NaN survives a multiplication by 0 in the backward.
+    # Not torch.softmax: a row in which all scores are -inf would be NaN, also in its gradient.
     weights = torch.exp(scores - torch.where(torch.isinf(highest), 0.0, highest).detach())
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
     weights = weights[..., : k.shape[1]]
     if dropout_p > 0:
-        seed = torch.randint(
-            2**63 - 1, (), device="cpu"
-        )  # a tensor, which compilers can trace and which computes like an int
+        # The seed stays a tensor, which torch.compile can trace. Arithmetic on it works as on an int.
+        seed = torch.randint(2**63 - 1, (), device="cpu")
         dropout = Dropout(dropout_p, cast(int, seed), first_head)
         places = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[1]))
         weights = weights * dropout.kept(q.shape[0], heads, *places) / (1 - dropout_p)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a transformer block over a tensor parallel mesh: a column- and a row-parallel layer."""
+"""Tensor parallel feed-forward block of a transformer: column-parallel layers followed by a row-parallel layer."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "hidden_act
 class ParallelMLP(nn.Module):
     """down(act(up(x))), or gated down(act(gate(x)) * up(x)), with the intermediate features sharded over `mesh`.
 
-    Shapes on a rank: x [..., hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's shard
-    along `sequence_dim`. Gate and up share one gather. Any intermediate size works.
+    Shapes on a rank: x [..., hidden_size] -> the same shape. With `sequence_parallel`, x and the result are this rank's
+    shard along `sequence_dim`. Gate and up share one gather. Any intermediate size works.
 
     Args:
         hidden_size, intermediate_size: sizes of the full layer.
-        activation: "gelu", "gelu_tanh", "relu", "silu" or an elementwise function. Parameters of a module (nn.PReLU)
-            must have one element and become replicated DTensors, with a complete gradient on every rank.
+        activation: "gelu", "gelu_tanh", "relu", "silu" or an elementwise function. If it is a module (nn.PReLU), its
+            parameters must have one element. They become replicated DTensors, with a complete gradient on every rank.
         gated: SwiGLU-like (https://arxiv.org/abs/2002.05202), with a third weight `gate_proj`.
         bias, device, dtype: options of all linear layers, as in nn.Linear.
         mesh, sequence_parallel, sequence_dim: as in ColumnParallelLinear.
 
     Raises:
-        TypeError, ValueError: as the linear layers; an unknown activation, or one with larger parameters.
+        TypeError, ValueError: as in ColumnParallelLinear; or the activation is unknown, or has larger parameters.
 
     Example:
         >>> mlp = ParallelMLP(512, 1408, activation="silu", gated=True, bias=False, mesh=mesh)
@@ -101,14 +101,16 @@ class ParallelMLP(nn.Module):
         sequence_dim: int = -2,
         memo: Memo | None = None,
     ) -> ParallelMLP:
-        """Build the MLP over `mesh` from a module with nn.Linear layers gate_proj/up_proj/down_proj (Llama),
-        up_proj/down_proj, fc1/fc2 (OPT, ViT) or c_fc/c_proj (GPT). Layers keep their names; nothing is sent.
+        """Build the MLP over `mesh` from a module with nn.Linear layers. Nothing is sent.
 
-        `activation` defaults to the module's own act_fn, activation_fn, act or activation.
+        The layers must be named gate_proj, up_proj and down_proj (Llama), up_proj and down_proj, fc1 and fc2 (OPT,
+        ViT), or c_fc and c_proj (GPT). They keep their names. `activation` defaults to the module's attribute act_fn,
+        activation_fn, act, activation or hidden_act.
 
         Raises:
-            TypeError: the layers are not nn.Linear.
-            ValueError: other names, further submodules (they would be lost), or no activation found.
+            TypeError: a layer is not an nn.Linear.
+            ValueError: the layers have other names, the module has more submodules (which would be dropped), or no
+                activation is found.
 
         Example:
             >>> block.mlp = ParallelMLP.from_module(block.mlp, mesh=mesh["tp"])
@@ -122,7 +124,7 @@ class ParallelMLP(nn.Module):
                 activation = copy.deepcopy(activation, {id(p): p for p in activation.parameters()})
         if activation is None:
             raise ValueError(
-                f"{type(module).__name__} has none of the attributes {', '.join(_ACTIVATION_NAMES)}; pass activation=."
+                f"{type(module).__name__} has none of the attributes {', '.join(_ACTIVATION_NAMES)}. Pass activation=."
             )
         mlp = cls.__new__(cls)
         nn.Module.__init__(mlp)
@@ -137,7 +139,11 @@ class ParallelMLP(nn.Module):
         return mlp.train(module.training)
 
     def forward(self, x: Tensor, *, seq_len: int | None = None) -> Tensor:
-        """`seq_len`: length of the whole sequence under `sequence_parallel`, needed if ranks hold unequal shards."""
+        """Return the output for x.
+
+        Args:
+            seq_len: length of the full sequence; needed with `sequence_parallel` if shards differ in length.
+        """
         gate_name, up_name, down_name = self._names
         down = cast(nn.Module, getattr(self, down_name))
         if gate_name is None:
@@ -153,8 +159,8 @@ def _find_names(module: nn.Module) -> tuple[str | None, str, str]:
             return names
     known = "; ".join("/".join(name for name in names if name) for names in _NAMES)
     raise ValueError(
-        f"{type(module).__name__} has none of the layers that ParallelMLP knows ({known}); convert its linear layers "
-        "one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
+        f"{type(module).__name__} has no set of layers that ParallelMLP supports ({known}). Convert its linear "
+        "layers one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
     )
 
 
@@ -164,15 +170,15 @@ def _activation(activation: str | Activation, mesh: DeviceMesh, memo: Memo | Non
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}.")
         return ACTIVATIONS[activation]
     if not callable(activation):
-        raise TypeError(f"activation must be a name or a function, not {type(activation).__name__}.")
+        raise TypeError(f"activation must be a name or a function, got {type(activation).__name__}.")
     for part in activation.modules() if isinstance(activation, nn.Module) else ():
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.numel() > 1:
                 raise ValueError(
-                    f"the activation {type(activation).__name__} has a parameter {name} of shape "
-                    f"{tuple(parameter.shape)}; each rank has its own part of the intermediate features, so parameters "
-                    "of an activation must be of one element. Convert the linear layers one by one, with "
-                    "gather_output=True before the activation and input_is_parallel=False behind it."
+                    "parameters of an activation must have one element, because the intermediate features are sharded; "
+                    f"{name} of {type(activation).__name__} has shape {tuple(parameter.shape)}. Convert the linear "
+                    "layers one by one, with gather_output=True before the activation and input_is_parallel=False "
+                    "after it."
                 )
-        replicate_own(part, check_mesh(mesh), memo, sums=lambda: True)  # a rank sees its own features only
+        replicate_own(part, check_mesh(mesh), memo, sums=lambda: True)  # one term per rank
     return activation

@@ -1,8 +1,8 @@
-"""Modules with replicated parameters: norms, above all those that run on a part of the sequence.
+"""Modules with replicated parameters, such as norms that run on a shard of the sequence.
 
-Under sequence parallelism each rank sees only its tokens, so its gradient of a norm's weight is one term of a sum.
-`reduce_grad` adds the terms inside the backward; the parameter's gradient is complete when `backward()` returns, as in
-all layers of this package.
+Under sequence parallelism each rank sees only its own tokens, so it has one term of the gradient of a norm's weight.
+`reduce_grad` sums the terms during backward. So the gradient is complete when `backward()` returns, as in all layers of
+this package.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
-    """Return `parameter` (of a DTensor the local tensor); its gradient is summed over the ranks of `group`."""
+    """Return `parameter` as a local tensor whose gradient backward sums over the ranks of `group`."""
     return copy_to_group(local(parameter), group=group)
 
 
 def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
-    """Prepare `module` in place to run on this rank's part of the sequence, and return it.
+    """Prepare `module` in place to run on this rank's shard of the sequence, and return it.
 
-    For modules without submodules that process each token by itself. Parameters become replicated DTensors under the
-    same names; their gradients are complete after a plain backward. The module's class becomes a subclass of its old
-    class. Modules without parameters (nn.Dropout) do not change.
+    The module must process each token independently, and have no submodules. Its parameters become replicated DTensors
+    under the same names, whose gradients are complete when backward returns. Its class is replaced by a subclass. A
+    module without parameters (nn.Dropout) does not change.
 
     Raises:
         TypeError: a parameter is a DTensor already.
@@ -44,11 +44,12 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
     check_mesh(mesh)
     if next(module.children(), None) is not None:
         raise ValueError(
-            f"{type(module).__name__} has submodules; call sequence_parallel_ on those that hold parameters."
+            f"{type(module).__name__} has submodules, which sequence_parallel_ does not support. Call it on each "
+            "submodule that has parameters."
         )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            raise TypeError(f"{name} of this {type(module).__name__} is a DTensor already; give the whole module.")
+            raise TypeError(f"{name} of {type(module).__name__} is a DTensor. Pass a module with plain parameters.")
     replicate_own(module, mesh, None, sums=_always)
     return module
 
@@ -67,14 +68,20 @@ def replicate_own(
     read: Mapping[str, Callable[[], bool]] | None = None,
     parameter_mesh: DeviceMesh | None = None,
 ) -> bool:
-    """Convert the plain parameters of `module` itself to DTensors; its forward sees plain local tensors.
+    """Convert the plain parameters of `module`, without its submodules, to DTensors. Return True if it has any.
 
-    Returns True if there were any. Each forward calls `sums` to ask whether the gradients of this pass are to be summed
-    over `mesh`. `shards` names the module's own parameters that are sharded. `parameter_mesh` is a mesh whose last dim
-    is `mesh`, and over whose first dim the parameters are sharded. `read` names parameters of submodules that this
-    module's forward reads by itself, each with the `sums` of its owner. The module's class becomes a subclass of its
-    old class. Rejected: wrapping the instance's forward and writing to its parameters there, which torch.compile cannot
-    trace inside selective checkpointing.
+    The forward of `module` still sees plain local tensors: the module's class is replaced by a subclass that provides
+    them. Rejected: a wrapper of the instance's forward that writes to its parameters, which torch.compile cannot trace
+    inside selective checkpointing.
+
+    Args:
+        mesh: mesh over which gradients of replicated parameters are summed.
+        memo: see `Memo`.
+        sums: called at each forward; returns True if the gradients of this pass must be summed over `mesh`.
+        shards: the module's parameters that are sharded, by name; all other parameters are replicated.
+        read: parameters of submodules that this module's forward reads directly, by path, each with its own `sums`.
+        parameter_mesh: mesh of the DTensors, whose last dim is `mesh`, and whose other dims shard dim 0; default:
+            `mesh`.
     """
     plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
     for name, parameter in plain.items():
@@ -83,13 +90,13 @@ def replicate_own(
     if plain or read:
         replicated = cast(Any, module)
         replicated._grad_mesh = mesh
-        # Each `sums`, and the parameters that it is asked for.
-        replicated._asks = [
+        # Pairs (function that returns True if gradients are summed, names of the parameters for which it decides).
+        replicated._grad_sums = [
             (sums, tuple(plain)),
-            *((asks, (name,)) for name, asks in (read or {}).items()),
+            *((sums_one, (name,)) for name, sums_one in (read or {}).items()),
         ]
         replicated._parts_dims = {name: dim for name, (dim, parts) in (shards or {}).items() if parts > 1}
-        # A forward set on the instance, as transformers sets kernels from the hub, would hide that of the class.
+        # A forward on the instance (transformers sets kernels from the hub there) would hide the subclass's forward.
         replicated._own_forward = module.__dict__.pop("forward", None)
         replicated.__class__ = _replicated(replicated.__class__)
     return bool(plain)
@@ -97,17 +104,17 @@ def replicate_own(
 
 @cache
 def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `kind` whose forward computes with plain local parameters."""
+    """Return a subclass of `kind` whose forward computes with plain local parameters."""
 
     @wraps(kind.forward)  # keeps the signature, which transformers reads
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own: dict[str, Tensor] = {}
-        for sums, names in self._asks:
+        for sums, names in self._grad_sums:
             summed = bool(names) and sums()
             for name in names:
                 owner, _, leaf = name.rpartition(".")
                 holder = self.get_submodule(owner)
-                parameter = holder._parameters[leaf]  # may be a plain tensor by now
+                parameter = holder._parameters[leaf]  # a plain tensor after plain_parameters_, or in a nested call
                 if isinstance(parameter, DTensor):
                     placement = parameter.placements[-1]
                 elif isinstance(parameter, nn.Parameter) and leaf in getattr(holder, PLAIN_SHARDINGS, {}):
@@ -121,8 +128,8 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
         for name, dim in self._parts_dims.items():
             if name in own:
                 own[name] = own[name].flatten(dim, dim + 1)
-        # A nested call finds local tensors, which are not summed again. Nor are plain tensors that a caller has put in
-        # place of the parameters: their gradients are this rank's terms.
+        # `own` is empty in a nested call, which finds local tensors, so gradients are not summed twice. It is empty too
+        # if a caller has replaced the parameters by plain tensors: their gradients are this rank's terms.
         if not own:
             return kind.forward(self, *args, **kwargs)
         with _reparametrize_module(self, own):
@@ -133,12 +140,12 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
     def reduce(self: nn.Module) -> Any:
         return _new_of, (kind,), self.__getstate__()
 
-    # The class keeps its old name, by which libraries identify layers (wrapping policies, initial weights). Pickle
-    # finds classes by name, so `__reduce__` says how to rebuild it.
+    # The class keeps its old name, by which libraries identify layers (wrapping policies, initialization). Pickle would
+    # find the old class by that name, so `__reduce__` creates the subclass again.
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": reduce}
     return type(kind.__name__, (kind,), {"forward": forward, **named})
 
 
 def _new_of(kind: Any) -> nn.Module:
-    """A module without state, of the class that `replicate_own` derives from `kind`."""
+    """Return an empty instance of the class that `replicate_own` derives from `kind`, for unpickling."""
     return object.__new__(_replicated(kind))

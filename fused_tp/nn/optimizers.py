@@ -1,18 +1,18 @@
 """Checks of the optimizers and gradient scalers of sharded models.
 
-torch calls one function of this module before each step of every optimizer, and another to find out which gradients are
-not finite. Both know the models whose ranks share parameters, and refuse or correct steps that would silently go wrong:
+torch calls `_before_step` before each step of every optimizer, and `_agreeing`'s wrapper when a gradient scaler checks
+that gradients are finite. Both detect steps that would silently go wrong on a sharded model:
 
-| before a step                                              | then                                            |
-|------------------------------------------------------------|-------------------------------------------------|
-| a parameter was replaced when its model was made parallel  | ValueError                                      |
-| no gradient, and none of the parallel model's parameters   | ValueError                                      |
-| plain parts, and an update that is not elementwise         | ValueError                                      |
-| DTensors, which torch cannot step by this optimizer        | ValueError                                      |
-| plain parts: reduced or clipped as if a part were a whole  | ValueError                                      |
-| a gradient scaler: one rank's gradients are not finite     | all ranks that share the model skip the step    |
+| situation before a step                                                 | result                                    |
+|-------------------------------------------------------------------------|-------------------------------------------|
+| a parameter of the optimizer was replaced when its model was sharded    | ValueError                                |
+| no parameter has a gradient, or belongs to a sharded model              | ValueError                                |
+| parameters are plain shards, and the update is not elementwise          | ValueError                                |
+| parameters are DTensors, which this optimizer does not support          | ValueError                                |
+| gradients of plain shards were reduced or clipped like full gradients   | ValueError                                |
+| with a gradient scaler, one rank's gradients are not finite             | all ranks of the model skip the step      |
 
-All but the last run at the steps that `fused_tp.core.checks.is_due` selects, counted for each optimizer.
+The last check always runs. The others run at the steps of each optimizer that `fused_tp.core.checks.is_due` selects.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from fused_tp.ops.collectives import all_reduce
 
 _log = logging.getLogger(__name__)
 
-PLAIN_SHARDINGS = "_fused_tp_shardings"  # attribute of a module: a ShardedLayout by the name of each plain parameter
+PLAIN_SHARDINGS = "_fused_tp_shardings"  # attribute of a module: dict of ShardedLayouts by name of plain parameters
 
 
 class ShardedLayout(NamedTuple):
-    """Metadata of a DTensor that a plain parameter with its shard lacks."""
+    """Metadata of a DTensor, for a plain parameter that holds only its shard."""
 
     mesh: DeviceMesh
     placement: Placement
@@ -59,28 +59,30 @@ class ShardedLayout(NamedTuple):
 
 # Attributes of a model: the 1-D meshes whose ranks share it, and the number of steps of each of its optimizers.
 _SHARED_OVER, _STEPS = "_fused_tp_shared_over", "_fused_tp_optimizer_steps"
-_SAMPLE = 61  # numbers of a tensor that are compared; a prime, so that they are in different columns
-PARTS_AND_STEPS, STEP, FORWARD = "parts and steps", "step", "forward"  # a step and a forward use one exchange
-_OF_NORM = 1e-3  # tolerance of the norm of all gradients, above the effect of rounding
+_SAMPLE = 61  # number of elements of each tensor that are compared
+# Name of the exchange before a step and in a forward pass, and the two kinds of messages in it. Both use the same
+# exchange, so that ranks notice if some are at a step and others at a forward pass.
+PARTS_AND_STEPS, STEP, FORWARD = "parts and steps", "step", "forward"
+_NORM_TOLERANCE = 1e-3  # of the norm of all gradients, larger than the effect of rounding
 
 _models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-_replaced: Any = WeakIdKeyDictionary()  # parameters that no model uses any more, with their names
+_replaced: Any = WeakIdKeyDictionary()  # names of parameters that were replaced, and that no model uses any more
 _optimizers: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
 
 
 @dataclass
 class _OptimizerSteps:
-    """An optimizer's steps, and its index in the list of steps of each model whose parameters it holds."""
+    """Number of steps of an optimizer, and its index in the list of steps of each model whose parameters it holds."""
 
     steps: int = 0
-    places: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    indices: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
 def watch(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
-    """Check optimizers and gradient scalers of `model`, whose parameters the ranks of these 1-D meshes share."""
+    """Check the optimizers and gradient scalers of `model` from now on. `meshes`: the 1-D meshes that share it."""
     setattr(model, _SHARED_OVER, tuple(meshes))
     if not hasattr(model, _STEPS):
         setattr(model, _STEPS, [])
@@ -88,19 +90,19 @@ def watch(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
 
 
 def watch_again(model: nn.Module) -> None:
-    """Watch a copied or unpickled model, which has the attributes of a watched one."""
+    """Register `model` again after a copy or pickle, which keeps its attributes but not its registration."""
     if model not in _models:
         _models[model] = None
         install()
 
 
 def steps_of(model: nn.Module) -> list[int]:
-    """Steps that each optimizer of more than one parameter has taken on `model`, in the order of their first steps."""
+    """Return the number of steps on `model` of each optimizer with more than one parameter, ordered by first step."""
     return list(getattr(model, _STEPS, ()))
 
 
 def note_replaced(before: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Remember, by weak references, the parameters in `before` that `model` no longer has."""
+    """Store the parameters in `before` that `model` no longer has, by weak references."""
     now = {id(parameter) for parameter in model.parameters()}
     for parameter, name in before.items():
         if id(parameter) not in now:
@@ -112,12 +114,12 @@ def note_replaced(before: Mapping[nn.Parameter, str], model: nn.Module) -> None:
 def install() -> None:
     """Register this module's functions with torch, once per process, when the first parameter is sharded."""
     register_optimizer_step_pre_hook(_before_step)
-    for kind in (torch.amp.GradScaler, ShardedGradScaler):  # the second overrides the method
-        kind._unscale_grads_ = _agreeing(kind._unscale_grads_)  # type: ignore[method-assign]  # see there
+    for kind in (torch.amp.GradScaler, ShardedGradScaler):  # patch both: the second class overrides the method
+        kind._unscale_grads_ = _agreeing(kind._unscale_grads_)  # type: ignore[method-assign]
 
 
 def _models_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """Watched models that contain some of these parameters, in the order in which they were watched."""
+    """Return the watched models that contain some of `parameters`, in the order of their registration."""
     ids = {id(parameter) for parameter in parameters}
     return [model for model in list(_models) if any(id(p) in ids for p in model.parameters())]
 
@@ -134,8 +136,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     seen.steps += 1
     if is_due(seen.steps):
         _check(optimizer, seen)
-    for model, place in list(seen.places.items()):
-        getattr(model, _STEPS)[place] += 1
+    for model, index in list(seen.indices.items()):
+        getattr(model, _STEPS)[index] += 1
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -150,29 +152,29 @@ def _check(optimizer: Optimizer, seen: _OptimizerSteps) -> None:
     _refuse_copies(optimizer, shardings)
     _refuse_updates_of_parts(optimizer, shardings)
     if len(parameters) == 1:
-        return  # stepped during the backward, where ranks with other experts may be at other parameters
+        return  # stepped during backward, in which ranks with different experts may step different parameters
     for model in models:
-        if model not in seen.places:
+        if model not in seen.indices:
             steps = getattr(model, _STEPS)
-            seen.places[model] = len(steps)
+            seen.indices[model] = len(steps)
             steps.append(0)
     if seen.steps == FIRST_CALLS:
-        return  # the next forward pass may exchange nothing, so a rank that skips this step might go unnoticed
+        return  # the next forward pass may not exchange, so a rank that skips this step might go undetected
     for mesh in {id(sharding.mesh): sharding.mesh for sharding in shardings.values()}.values():
         held = [(p, shardings[id(p)]) for p in parameters if id(p) in shardings and shardings[id(p)].mesh is mesh]
         _compare_gradients(mesh, held)
 
 
 def _refuse_copies(optimizer: Optimizer, shardings: Mapping[int, ShardedLayout]) -> None:
-    """Raise ValueError if the optimizer sends a rank's shards to ranks that hold other shards."""
+    """Raise ValueError if the optimizer would send a rank's shards to ranks that hold other shards."""
     group = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
     if isinstance(group, ProcessGroup) and shardings:
         mesh = next(iter(shardings.values())).mesh
         ours = sorted(set(mesh.mesh.flatten().tolist()) & set(get_process_group_ranks(group)))
         if len(ours) > 1:
             raise ValueError(
-                f"{type(optimizer).__name__} sends stepped parameters between global ranks {listed(map(str, ours))}, "
-                "which with parameters='plain' hold different parts of them. Give it the data parallel ranks only: "
+                f"{type(optimizer).__name__} sends updated parameters between global ranks {listed(map(str, ours))}, "
+                "which hold different shards with parameters='plain'. Pass it the data parallel ranks only: "
                 "process_group=mesh['dp'].get_group()."
             )
 
@@ -187,27 +189,28 @@ def _plain_shardings(model: nn.Module) -> Iterator[tuple[int, ShardedLayout]]:
 
 
 def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError if the optimizer trains nothing: it was made before `parallelize`, or of other parameters."""
+    """Raise ValueError if the optimizer has no parameter of the sharded model, such as one built before sharding."""
     name = type(optimizer).__name__
     replaced = [_replaced[parameter] for parameter in parameters if parameter in _replaced] if _replaced else []
     if replaced:
         raise ValueError(
-            f"{name} has {len(replaced)} parameters ({replaced[0]!r} for one) that the model has no more, since it was "
-            "made parallel: stepping them trains nothing. Make the optimizer after parallelize, of model.parameters()."
+            f"{name} has {len(replaced)} parameters (such as {replaced[0]!r}) that were replaced when the model was "
+            "sharded, so its steps would not train the model. Create the optimizer after parallelize, from "
+            "model.parameters()."
         )
     if any(parameter.grad is not None for parameter in parameters) or _models_of(parameters):
         return
     unstepped = [model for model in list(_models) if not steps_of(model)]
     if any(parameter.grad is not None for model in unstepped for parameter in model.parameters()):
         raise ValueError(
-            f"{name} would train nothing: none of its {len(parameters)} parameters has a gradient, nor is one of them "
-            "a parameter of the parallel model, whose parameters have gradients. Make the optimizer of "
-            "model.parameters() after whatever replaces these: parallelize, pipeline, plain_parameters_, fully_shard."
+            f"{name} would train nothing: none of its {len(parameters)} parameters has a gradient or belongs to the "
+            "parallel model, whose parameters have gradients. Create the optimizer from model.parameters() after all "
+            "calls that replace them: parallelize, pipeline, plain_parameters_, fully_shard."
         )
 
 
 def _refuse_updates_of_parts(optimizer: Optimizer, shardings: Mapping[int, ShardedLayout]) -> None:
-    """Raise ValueError if the optimizer updates shards differently from the whole, or cannot step DTensors."""
+    """Raise ValueError if the optimizer updates shards differently from full parameters, or cannot step DTensors."""
     if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
         return  # a wrapper: the optimizer inside is checked before its own step
     name = type(optimizer).__name__
@@ -234,8 +237,8 @@ def _try_parts(name: str, optimizer: Optimizer, group: Mapping[str, Any], parame
     except Exception as error:
         if _optimizers[optimizer].steps == 1:
             _log.warning(
-                "%s could not be tried on parts of a matrix (%s: %s). If its update of an element depends on others of "
-                "the same tensor, it is wrong for parameters='plain'.",
+                "A trial step of %s on shards of a matrix failed (%s: %s). If its update of an element depends on "
+                "other elements of the tensor, it is wrong for parameters='plain'.",
                 name,
                 type(error).__name__,
                 error,
@@ -243,20 +246,19 @@ def _try_parts(name: str, optimizer: Optimizer, group: Mapping[str, Any], parame
         return
     if differs:
         raise ValueError(
-            f"{name} computes an update from all of a parameter (a norm, means over rows, a product of matrices), and "
-            "with parameters='plain' each rank has a part of it, for which that is another one. Take an elementwise "
-            "optimizer such as AdamW for parameters that are sharded (partition_dim >= 0), or leave out "
-            "parameters='plain'."
+            f"{name} computes updates from the full parameter (a norm, means over rows, a product of matrices), which "
+            "is not supported with parameters='plain', where each rank has only a shard. Use an elementwise optimizer "
+            "such as AdamW for sharded parameters (partition_dim >= 0), or omit parameters='plain'."
         )
 
 
 def _try_dtensors(name: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: DTensor) -> None:
     instead = (
-        "AdamW, Adam (also fused=True), SGD, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Adamax and ASGD step DTensors, "
-        "and Muon where it is given matrices only"
+        "Use AdamW, Adam (also with fused=True), SGD, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Adamax, ASGD, or Muon "
+        "for matrices only"
     )
     try:
-        differs, why = differs_on_dtensors(optimizer, group, parameter), "updates parts otherwise than the whole"
+        differs, why = differs_on_dtensors(optimizer, group, parameter), "updates them differently from full tensors"
     except Exception as error:
         differs, why = True, f"fails on them ({type(error).__name__}: {str(error).splitlines()[0]})"
     if differs:
@@ -281,16 +283,16 @@ def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, ShardedLay
     known = [one for one in sums if one is not None]
     if len(set(known)) < len(known):
         raise ValueError(
-            f"before the optimizer's step ranks of {dim} have the same gradients of different parts of the weights: "
-            "they were averaged, or sent, between them. With parameters='plain' reduce gradients over the data "
-            "parallel ranks only: group=mesh['dp'].get_group()."
+            f"before the optimizer's step, ranks of {dim} have equal gradients of different weight shards, so the "
+            "gradients were averaged or broadcast over these ranks. With parameters='plain', reduce gradients over the "
+            "data parallel ranks only: group=mesh['dp'].get_group()."
         )
     finite = [one for one in totals if one is not None]
-    if finite and max(finite) - min(finite) > _OF_NORM * max(finite):
+    if finite and max(finite) - min(finite) > _NORM_TOLERANCE * max(finite):
         raise ValueError(
-            f"before the optimizer's step the ranks of {dim} have different gradients of parameters that each holds "
-            f"whole, of norms {min(finite):.4g} to {max(finite):.4g}: they were scaled by each rank's own part, most "
-            "likely by torch.nn.utils.clip_grad_norm_. With parameters='plain' call "
+            f"before the optimizer's step, the ranks of {dim} have different gradients of replicated parameters, with "
+            f"norms from {min(finite):.4g} to {max(finite):.4g}. Most likely torch.nn.utils.clip_grad_norm_ scaled "
+            "them by the norm of each rank's own shards. With parameters='plain', use "
             "fused_tp.nn.clip_grad_norm_(model, max_norm)."
         )
 
@@ -299,17 +301,18 @@ def refuse_different_moments(mesh: DeviceMesh, moments: Sequence[str]) -> None:
     """Raise RankMismatchError if some ranks are about to step an optimizer and others are not."""
     if len(set(moments)) > 1:
         raise RankMismatchError(
-            f"of the ranks of {(mesh.mesh_dim_names or ('?',))[0]!r} number {moments.index(STEP)} is at an optimizer "
-            f"step and number {moments.index(FORWARD)} at the next forward pass: it has skipped the step, most likely "
-            "because of its own gradients, and would have other weights from here on. torch.amp.GradScaler and "
-            "fused_tp.nn.clip_grad_norm_ decide alike on all ranks."
+            f"of the ranks of {(mesh.mesh_dim_names or ('?',))[0]!r}, rank {moments.index(STEP)} is at an optimizer "
+            f"step, but rank {moments.index(FORWARD)} has skipped the step and is at the next forward pass, most "
+            "likely because of its own gradients. Use torch.amp.GradScaler and "
+            "fused_tp.nn.clip_grad_norm_, which take the same decision on all ranks."
         )
 
 
 def checksum_of_parts(tensors: Iterable[Tensor]) -> int | None:
-    """Checksum of some numbers of each tensor that is not constant in these (such as zeros); None if there is none.
+    """Return a checksum of a sample of each tensor, or None if there is nothing to compare.
 
-    Costs one small copy per tensor, and one transfer per device.
+    A tensor whose sample is constant (such as zeros) is skipped. The cost is one small copy per tensor, and one
+    transfer per device.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     sizes: dict[torch.device, list[tuple[int, int]]] = {}
@@ -338,11 +341,11 @@ def checksum_of_parts(tensors: Iterable[Tensor]) -> int | None:
 
 
 def _agreeing(own: Any) -> Any:
-    """Wrap `own`, the gradient scaler method that divides gradients and checks that they are finite, so that all ranks
-    that share a model get one answer.
+    """Wrap `own`, the gradient scaler method that unscales gradients and checks that they are finite.
 
-    torch takes the ranks that must agree from the first gradient alone, and none from plain tensors. (Rejected: a
-    scaler class of ours, which Trainer, accelerate and Lightning would not create.)
+    With the wrapper, all ranks that share a model get the same result. torch itself determines these ranks from the
+    first gradient only, and finds none for plain tensors. Rejected: a custom scaler class, because Trainer, accelerate
+    and Lightning would not create it.
     """
 
     @functools.wraps(own)
@@ -354,7 +357,7 @@ def _agreeing(own: Any) -> Any:
             given = SimpleNamespace(param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}])
         found: dict[torch.device, Tensor] = own(scaler, given, inv_scale, found_inf, *args)
         if groups:
-            found = found or {found_inf.device: found_inf}  # no gradient here, but on other ranks
+            found = found or {found_inf.device: found_inf}  # this rank has no gradient, but other ranks may
             _agree(groups, found)
         elif not found:
             _refuse_idle(optimizer, parameters)
@@ -364,7 +367,7 @@ def _agreeing(own: Any) -> Any:
 
 
 def _groups_of(parameters: Sequence[Tensor]) -> list[tuple[ProcessGroup, str]]:
-    """The groups that hold shards of the same model, in one order on all ranks, with their device type."""
+    """Return the groups that share a model of `parameters`, with their device types, in equal order on all ranks."""
     found: dict[str, tuple[ProcessGroup, str]] = {}
     for model in _models_of(parameters):
         for mesh in getattr(model, _SHARED_OVER):
@@ -388,7 +391,7 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _agree(groups: Sequence[tuple[ProcessGroup, str]], found: Mapping[torch.device, Tensor]) -> None:
-    """Set all flags if one of them is set on any rank, by one all-reduce of a number per group."""
+    """Set all flags in `found` if one of them is set on any rank, by one all-reduce of a scalar per group."""
     flags = list(found.values())
     total = sum((flag.detach().reshape(1).to(flags[0].device) for flag in flags[1:]), flags[0].detach().reshape(1))
     for group, device_type in groups:

@@ -1,6 +1,7 @@
-"""Checkpoint files as plain data: reading them never runs code embedded in them.
+"""Safe loading of checkpoint files as plain data, which never runs code from the files.
 
-`torch.distributed.checkpoint` unpickles its metadata, and every value that is not a tensor, without restriction.
+`torch.distributed.checkpoint` itself unpickles its metadata, and every value that is not a tensor, without restriction,
+and a pickle may run any code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-_OF_METADATA: dict[tuple[str, str], Any] = {
+_METADATA_TYPES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
     for kind in (
         metadata.BytesStorageMetadata,
@@ -39,26 +40,26 @@ _OF_METADATA: dict[tuple[str, str], Any] = {
         set,
     )
 }
-_OF_METADATA["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-# Under their module names in all versions of Python.
-_OF_METADATA |= {(module, type(Path()).__name__): type(Path()) for module in ("pathlib", "pathlib._local")}
+_METADATA_TYPES["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+# Allow the module paths of all Python versions: pathlib and pathlib._local.
+_METADATA_TYPES |= {(module, type(Path()).__name__): type(Path()) for module in ("pathlib", "pathlib._local")}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_METADATA:
-            return _OF_METADATA[module, name]
+        if (module, name) in _METADATA_TYPES:
+            return _METADATA_TYPES[module, name]
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, (torch.dtype, torch.layout, torch.memory_format)):
             return dtype
-        raise pickle.UnpicklingError(f"{module}.{name} is not what metadata are made of")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
 
 
 class PlainReader(dcp.FileSystemReader):
     """A FileSystemReader that accepts only metadata of the types that torch.distributed.checkpoint itself writes.
 
     Raises:
-        pickle.UnpicklingError: the metadata hold another type.
+        pickle.UnpicklingError: the metadata contain another type.
     """
 
     def read_metadata(self, *args: Any, **keywords: Any) -> Metadata:
@@ -86,13 +87,13 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
-    """`torch.load` restricted to numbers, strings, containers, tensors and NumPy arrays.
+    """Load `file` like torch.load, restricted to numbers, strings, containers, tensors and NumPy arrays.
 
     Raises:
         pickle.UnpicklingError: the file holds an object of another type; `refused_kind` names it.
     """
     dtypes: list[Any] = [type(np.dtype(kind)) for kind in np.sctypeDict.values() if not np.issubdtype(kind, np.void)]
-    # Under the names of NumPy 1, too.
+    # Allow both module paths: numpy.core (NumPy 1) and numpy._core (NumPy 2).
     core: Any = np._core if hasattr(np, "_core") else np.core
     makers = (core.multiarray._reconstruct, core.multiarray.scalar)
     named: list[Any] = [(one, f"numpy.{c}.multiarray.{one.__name__}") for one in makers for c in ("core", "_core")]
@@ -101,7 +102,7 @@ def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
 
 
 def refused_kind(error: BaseException) -> str | None:
-    """Name of the type that `load_plain` has refused; None for any other error."""
+    """Return the name of the type that `load_plain` rejected with `error`; None for any other error."""
     found = (
         re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
     )
@@ -122,13 +123,13 @@ def check_plain(what: str, value: Any, remedy: str) -> None:
     except Exception as error:
         found = refused_kind(error) or f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"{what} holds {found}, which only a pickle carries, and reading a pickle runs code of whoever wrote it. "
-            f"Plain are numbers, strings, lists, tuples, dicts, sets, tensors and NumPy arrays. {remedy}"
+            f"{what} holds {found}, which can only be stored as a pickle, and loading a pickle can run any code. Only "
+            f"numbers, strings, lists, tuples, dicts, sets, tensors and NumPy arrays are supported. {remedy}"
         ) from None
 
 
 def _without_tensors(value: Any) -> Any:
-    """Copy `value` with 0 for each tensor, since tensors are plain and may be large."""
+    """Copy `value`, with 0 in place of each tensor, because tensors are plain and may be large."""
     kind = type(value)
     if kind is torch.Tensor:
         return 0

@@ -1,8 +1,8 @@
-"""Parameters sharded over a tensor parallel mesh: DTensors with exactly the shards of `torch.distributed.tensor`, or
-plain tensors with a DTensor's metadata beside them.
+"""Sharding of parameters over a tensor parallel mesh, as DTensors or as plain tensors with separate metadata.
 
-Conversion is local. A rank slices its own copy of a weight (or draws the same full weight as its peers) instead of
-receiving it, so converting a model sends nothing, and ranks may convert in any order.
+The shards are exactly those of `torch.distributed.tensor`. Conversion is local: each rank slices its own copy of a
+weight, or draws the same full weight as its peers. So converting a model sends nothing, and ranks may convert modules
+in any order.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fused_tp.ops.main_grad import into_main_grad
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 Memo: TypeAlias = "MutableMapping[Tensor, nn.Parameter]"
-"""Converted parameters, keyed by their originals. Passing the same memo to several `from_*` keeps tied weights
-tied. With `torch.utils.weak.WeakIdKeyDictionary()` it does not keep full weights alive; a dict does."""
+"""Converted parameters by original parameter. Pass the same memo to several `from_*` calls to keep tied weights tied.
+A `torch.utils.weak.WeakIdKeyDictionary()` does not keep the full weights alive; a dict does."""
 
 
 class PartsShard(NamedTuple):
-    """Sharding of a parameter along `dim`, which joins `parts` of equal length (gate and up); each part is sharded."""
+    """Sharding along `dim`, which consists of `parts` blocks of equal length (gate and up), each sharded by itself."""
 
     dim: int
     parts: int = 1
@@ -43,36 +43,37 @@ def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return `mesh` if layers can be sharded over it: a 1-D DeviceMesh that contains this rank.
 
     Raises:
-        TypeError: it is not a DeviceMesh.
-        ValueError: it has more than one dim, or this rank is not in it.
+        TypeError: `mesh` is not a DeviceMesh.
+        ValueError: `mesh` has more than one dim, or does not contain this rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh must be a 1-D DeviceMesh, not {type(mesh).__name__}; make one with "
+            f"mesh must be a 1-D DeviceMesh, got {type(mesh).__name__}. Create one with "
             'init_device_mesh(device_type, (world_size,), mesh_dim_names=("tp",)) or DeviceMesh.from_group.'
         )
     if mesh.ndim != 1:
         names: tuple[object, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(
-            f"mesh has {mesh.ndim} dims {names}; pass the tensor parallel one, such as mesh[{names[-1]!r}]."
+            f"mesh must have one dim, got {mesh.ndim}: {names}. Pass the tensor parallel dim, such as "
+            f"mesh[{names[-1]!r}]."
         )
     if mesh.get_coordinate() is None:
-        raise ValueError("mesh does not contain this rank; only its members can build layers on it.")
+        raise ValueError("mesh must contain this rank. Build layers only on the ranks of the mesh.")
     return mesh
 
 
 def shard_rows(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Start and stop of this rank's shard of a dim of `size`."""
+    """Return (start, stop) of this rank's shard of a dim of `size`."""
     return shard_range(size, mesh.size(), mesh.get_local_rank())
 
 
 def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ...]:
-    """`placement` on the last dim of `mesh`; Shard(0), by experts, on the (expert parallel) dims before it."""
+    """Return placements for the dims of `mesh`: `placement` on the last, Shard(0) on expert parallel dims before it."""
     return (*[Shard(0)] * (mesh.ndim - 1), placement)
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
-    """The DTensor of global `shape` whose shard on this rank is `local`. Sends nothing, unlike distribute_tensor."""
+    """Return the DTensor of global `shape` with this rank's shard `local`. Sends nothing, unlike distribute_tensor."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
     placements = placements_on(mesh, placement)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
@@ -96,7 +97,7 @@ def empty_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """An uninitialised parameter of global `shape`; only this rank's shard of it is allocated."""
+    """Return an uninitialized parameter of global `shape`, of which only this rank's shard is allocated."""
     write_as_one_process()
     install()
     local_shape = list(shape)
@@ -111,28 +112,28 @@ def shard_parameter(
 ) -> nn.Parameter:
     """Convert `parameter`, of which every rank holds the same full copy, to a DTensor parameter on `mesh`.
 
-    With several parts it gets one more dim: [experts, 2 * out, in] becomes [experts, 2, out, in], sharded along out,
-    with its elements in the same order. (Rejected: torch's _StridedShard, which keeps the shape. In torch 2.13 it loses
-    its order under FSDP2 if both shard one dim, cannot be saved by torch.distributed.checkpoint, and is filled with
-    wrong rows by set_model_state_dict.)
+    With several parts, the result has one more dim: [experts, 2 * out, in] becomes [experts, 2, out, in], sharded along
+    out, with its elements in the same order. Rejected: torch's _StridedShard, which keeps the shape. In torch 2.13, the
+    order of its shards is wrong under FSDP2 if both shard the same dim, torch.distributed.checkpoint cannot save it,
+    and set_model_state_dict loads wrong rows.
 
-    On the meta device there is nothing to slice: this rank's shard is allocated on the mesh's device, and holds NaN
-    until it is loaded or initialised. Attributes set on the parameter (marks for optimizers) are kept.
+    For a parameter on the meta device, this rank's shard is allocated on the mesh's device, and holds NaN until it is
+    loaded or initialized. Attributes of the parameter (marks for optimizers) are kept.
 
     Raises:
         TypeError: `parameter` is a DTensor already.
-        ValueError: `memo` holds it with another placement (tied weights must be sharded alike).
+        ValueError: `memo` contains `parameter` with another placement. Tied weights must have equal placements.
     """
     if isinstance(parameter, DTensor):
         raise TypeError(
-            f"the parameter is a DTensor already ({parameter.placements} on {parameter.device_mesh}); convert modules "
-            "that are still whole, tensor parallelism first and fully_shard after it."
+            f"the parameter is a DTensor already ({parameter.placements} on {parameter.device_mesh}). Apply tensor "
+            "parallelism to modules with plain parameters, before fully_shard."
         )
     install()
     whole, parts = parameter, 1
     if isinstance(placement, PartsShard):
         if placement.parts > 1:
-            _serve_original_shapes()
+            _load_original_shapes()
         dim, parts = placement
         placement = Shard(dim if parts == 1 else dim + 1)
         whole = parameter if parts == 1 else parameter.detach().unflatten(dim, (parts, -1))
@@ -140,9 +141,9 @@ def shard_parameter(
     if known is not None:
         if not isinstance(known, DTensor) or known.placements != placements_on(mesh, placement):
             raise ValueError(
-                f"this weight is shared with a module that shardings it as {getattr(known, 'placements', None)}, and "
-                f"{(placement,)} is asked for here; tied weights must be sharded alike (an embedding by vocabulary "
-                "goes with a column-parallel output layer). Untie them or convert only one."
+                f"this weight is tied to one with placements {getattr(known, 'placements', None)}, but {(placement,)} "
+                "is requested here. Tied weights must have equal placements: an embedding sharded by vocabulary needs "
+                "a column-parallel output layer. Change the styles, or untie the weights."
             )
         return known
     if parameter.is_meta:
@@ -154,7 +155,7 @@ def shard_parameter(
         own = whole.detach()
         for dim, start, length in _own_parts(own.shape, mesh, placement):
             own = own.narrow(dim, start, length)
-        own = own.clone(memory_format=torch.contiguous_format)  # a copy, so that the full storage can be freed
+        own = own.clone(memory_format=torch.contiguous_format)  # a copy: the full storage can be freed
         dtensor = as_dtensor(own, mesh, placement, whole.shape)
         made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     vars(made).update((key, value) for key, value in vars(parameter).items() if not isinstance(value, Tensor))
@@ -164,9 +165,11 @@ def shard_parameter(
 
 
 @cache
-def _serve_original_shapes() -> None:
-    """Make torch's `set_model_state_dict` and `set_optimizer_state_dict` accept full tensors of packed parameters in
-    the original's shape: they would shard them along the dims of the parameter, which has one more."""
+def _load_original_shapes() -> None:
+    """Make torch's `set_model_state_dict` and `set_optimizer_state_dict` accept packed parameters in original shape.
+
+    Without this patch, torch would shard such a full tensor along a wrong dim, since the parameter has one dim more.
+    """
     from torch.distributed.checkpoint import state_dict as of_torch
 
     for name in ("_broadcast_state_dict", "_distribute_state_dict"):
@@ -195,36 +198,37 @@ def no_values_(tensor: Tensor) -> None:
 
 
 def value_of_nothing(dtype: torch.dtype) -> float:
-    """The number that marks unset values of a tensor of `dtype`."""
+    """Return the number that marks unset values of a tensor of `dtype`."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1 if dtype.is_signed else torch.iinfo(dtype).max - 1
 
 
 def parts_dims(module: nn.Module) -> dict[int, int]:
-    """Map the id of each parameter of `module` with one dim more than its original to the first of the two dims that
-    are one there. See `shard_parameter`. (Not by name: checkpoint wrappers leave their own names out of those of a
-    state dict.)"""
+    """Map the id of each packed parameter of `module` to the first of the two dims that are one dim in the original.
+
+    See `shard_parameter`. Rejected: names as keys, because checkpoint wrappers change the names in a state dict.
+    """
     return {
         id(child._parameters[key]): dim
         for child in module.modules()
-        for key, dim in vars(child).get("_parts_dims", {}).items()  # wrappers have the attributes of the module inside
+        for key, dim in vars(child).get("_parts_dims", {}).items()  # not getattr: wrappers forward it
     }
 
 
 def plain_parameters_(module: ModuleT) -> ModuleT:
-    """Replace the DTensor parameters of `module` in place by plain ones, this rank's shards in the same memory.
+    """Replace the DTensor parameters of `module` in place by plain parameters: this rank's shards, in the same memory.
 
     For libraries without DTensor support: DeepSpeed, Megatron-Core, flat parameters. Each parameter gets the attributes
-    with which Megatron-Core describes sharding: `tensor_model_parallel`, `partition_dim` (-1 if every rank holds the
-    whole) and `partition_stride`. `state_dict` then holds shards; `gather_state_dict` and `load_full_state_dict` accept
-    the module as before. Tied parameters stay tied.
+    with which Megatron-Core describes sharding: `tensor_model_parallel`, `partition_dim` (-1 if it is replicated) and
+    `partition_stride`. `state_dict` then contains shards. `gather_state_dict` and `load_full_state_dict` still support
+    the module. Tied parameters stay tied.
 
     Args:
         module: a module with layers of fused_tp.nn, or a model from `parallelize`, before its first forward.
 
     Raises:
-        ValueError: a parameter is on several dims of a mesh, as under FSDP2.
+        ValueError: the mesh of a parameter has several dims, as under FSDP2.
 
     Example:
         >>> mlp = plain_parameters_(ParallelMLP(512, 2048, mesh=mesh["tp"]))
@@ -235,9 +239,9 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
     for name, parameter in named.values():
         if parameter.device_mesh.ndim > 1:
             raise ValueError(
-                f"{name!r} lies over several dims of a mesh ({parameter.placements}), which plain parameters are not "
-                "told of; make parameters plain before fully_shard, and distribute experts over tensor parallel ranks "
-                "only."
+                f"{name!r} is distributed over several mesh dims ({parameter.placements}), which plain parameters do "
+                "not support. Call plain_parameters_ before fully_shard, and distribute experts over tensor parallel "
+                "ranks only."
             )
     made = {key: _plain(parameter) for key, (_, parameter) in named.items()}
     before = WeakIdKeyDictionary({parameter: name for name, parameter in named.values()})
@@ -257,7 +261,7 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
 
 
 def _apply_to_dtensors(module: ModuleT, function: Callable[[nn.Module], Any]) -> ModuleT:
-    """`module.apply(function)` that initialises the full parameters of which this rank holds plain shards."""
+    """Run `module.apply(function)` with parameters shown as DTensors, so that an initializer sees the full sizes."""
     for child in module.children():
         child.apply(function)
     with shown_as_dtensors(module, recurse=False):
@@ -267,8 +271,10 @@ def _apply_to_dtensors(module: ModuleT, function: Callable[[nn.Module], Any]) ->
 
 @contextmanager
 def shown_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
-    """Context in which parameters made plain by `plain_parameters_` are DTensors in the same memory: an initialiser
-    then sees the full sizes, and draws different numbers for each rank."""
+    """Context in which parameters converted by `plain_parameters_` are DTensors again, in the same memory.
+
+    An initializer then sees the full sizes, and each rank keeps its shard of the full draw.
+    """
     shown = []
     for child in module.modules() if recurse else [module]:
         for key, sharding in vars(child).get(PLAIN_SHARDINGS, {}).items():
@@ -283,7 +289,7 @@ def shown_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[No
         yield
     finally:
         for child, key, plain, parameter in shown:
-            if child._parameters.get(key) is parameter:  # else the initialiser has replaced it
+            if child._parameters.get(key) is parameter:  # otherwise the initializer has replaced it
                 child._parameters[key] = plain.requires_grad_(parameter.requires_grad)
                 vars(plain).update(vars(parameter))
 
@@ -298,7 +304,7 @@ def _plain(parameter: DTensor) -> nn.Parameter:
 
 
 def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
-    """Map the id of each parameter made plain by `plain_parameters_` to its DTensor in the same memory.
+    """Map the id of each parameter converted by `plain_parameters_` to a DTensor in the same memory.
 
     Raises:
         ValueError: a parameter no longer has the shape of its shard.
@@ -314,9 +320,9 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
                 wanted[dim] = length
             if list(parameter.shape) != wanted:
                 raise ValueError(
-                    f"a rank's part of {key!r} is {tuple(wanted)}, and it has {tuple(parameter.shape)}; what shards "
-                    "parameters must give them back before. Under ZeRO 3 call this inside `with "
-                    "deepspeed.zero.GatheredParameters(list(model.parameters())):`."
+                    f"{key!r} must have the shape of this rank's shard, {tuple(wanted)}, got {tuple(parameter.shape)}. "
+                    "If another library shards parameters, gather them first. Under ZeRO 3, make this call inside "
+                    "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`."
                 )
             made[id(parameter)] = as_dtensor(parameter.detach(), sharding.mesh, sharding.placement, sharding.shape)
     return made
@@ -326,8 +332,8 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
 def copy_full_(parameter: Tensor, full: Tensor, *, broadcast: bool = True) -> None:
     """Write this rank's shard of `full` into a parameter of any placement (also on the 2-D mesh of FSDP2).
 
-    Shards are taken from this rank's own `full`. With `broadcast`, a fully replicated parameter gets the values of the
-    mesh's first rank, since ranks with different random states would otherwise train different copies.
+    A shard is sliced from this rank's own `full`. With `broadcast`, a fully replicated parameter gets the values of the
+    mesh's first rank, because ranks with different random states would otherwise train different copies.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
@@ -347,21 +353,24 @@ def local(parameter: Tensor | None) -> Tensor | None: ...
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """Local shard of a parameter; its gradient becomes a DTensor of its placement, or is added to its `main_grad`."""
+    """Return the local shard of a parameter.
+
+    In backward, its gradient becomes a DTensor with the parameter's placements, or is added to its `main_grad`.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        return parameter._local_tensor  # to_local() runs through many frames, a tenth of a decoding step's matmul
+        return parameter._local_tensor  # to_local() is slow: a tenth of the time of a decoding step's matmul
     if getattr(parameter, "main_grad", None) is not None:
         parameter = into_main_grad(parameter)
-    if not torch.compiler.is_compiling() and _lies_unevenly(parameter):
+    if not torch.compiler.is_compiling() and _has_uneven_shards(parameter):
         part: Tensor = _ToLocal.apply(parameter)
         return part
     return parameter.to_local()
 
 
-def _lies_unevenly(parameter: DTensor) -> bool:
-    """True if the ranks' shards of rows differ in length, so that the full strides do not follow from one shard."""
+def _has_uneven_shards(parameter: DTensor) -> bool:
+    """True if shards along a dim after the first differ in length, so one shard does not determine the full strides."""
     return any(
         isinstance(placement, Shard) and placement.dim > 0 and parameter.shape[placement.dim] % ranks
         for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -369,17 +378,20 @@ def _lies_unevenly(parameter: DTensor) -> bool:
 
 
 class _ToLocal(torch.autograd.Function):
-    """`to_local` whose gradient has the parameter's own strides. torch's assumes that all shards are as long as this
-    one; autograd then copies the gradient into the strides of the parameter, which torch 2.11 does by gathering it."""
+    """Variant of `to_local` whose gradient has the strides of the parameter.
+
+    torch's version assumes that all shards have equal length. If they do not, autograd copies the gradient to the
+    parameter's strides, and torch 2.11 gathers the full gradient for that.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.lie = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        ctx.layout = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
         part = parameter.to_local()
         return part.view_as(part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        mesh, placements, shape, stride = ctx.lie
-        # Contiguous, as the strides say: autograd keeps such a gradient, and adds to it and scales it in place.
+        mesh, placements, shape, stride = ctx.layout
+        # Contiguous, like the stated strides, so that autograd keeps this gradient and accumulates into it in place.
         return DTensor.from_local(grad.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,11 +1,11 @@
-"""Column-parallel layers that read the same tensor share one gather of it, wherever the model calls them.
+"""Sharing of one gather by column-parallel layers that read the same tensor, in unchanged model code.
 
 Models call q_proj(x), k_proj(x), v_proj(x) one by one. The first call of such a group computes all outputs by the
-multi-weight op; the other calls return the output that is waiting for them. A waiting output is returned only if
-calling the layer would compute the same: the same tensor object, not written since (autograd's version counter), the
-same unwritten weights, the same autograd and autocast modes. Each output is returned once. Only one group per thread
-has waiting outputs, so that an interrupted group (activation checkpointing stops a recomputation as soon as it has all
-that it needs) does not keep tensors alive.
+multi-weight op, and caches the outputs of the other layers. A cached output is returned only if calling the layer would
+compute the same: x is the same tensor object, x and the weights were not written since (by autograd's version
+counters), and the autograd and autocast modes are the same. Each output is returned once. Only one group per thread has
+cached outputs. So a group of which some layers are never called does not keep tensors alive: activation checkpointing
+stops a recomputation as soon as it has all tensors that it needs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fused_tp.nn.linear import ColumnParallelLinear, column_forward
 
 
 class SharedGather:
-    """The layers of one group and, between their calls, the waiting outputs."""
+    """Layers of one group and, between their calls, the cached outputs."""
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self.layers = list(layers)
-        # The input, the state at that time, and the outputs by index of the layer.
+        # Cache: the input, the state at the time of the computation, and the outputs by index of the layer.
         self.waiting: tuple[Tensor, tuple[Any, ...], dict[int, Tensor]] | None = None
 
     def output_of(self, index: int, x: Tensor, *sizes: int | None) -> Tensor:
-        """Return the output of layer `index` for x: the waiting one if it is still valid, else recompute all outputs.
+        """Return layer `index`'s output for x: from the cache if it is still valid, else compute all layers' outputs.
 
-        `sizes`: the keywords of the layer's forward.
+        `sizes` are the keyword arguments of the layer's forward.
         """
         if torch.compiler.is_compiling():
             return _output_while_tracing(self, index, x, *sizes)
@@ -61,7 +61,7 @@ class SharedGather:
 
 
 class _Last(threading.local):
-    """Group of this thread with waiting outputs, by weak reference, so that a model can be freed."""
+    """Group of this thread that has cached outputs, by weak reference, so that its model can be freed."""
 
     group: Callable[[], SharedGather | None] = staticmethod(lambda: None)
 
@@ -72,9 +72,9 @@ _last = _Last()
 def share_gather(layers: Sequence[Any]) -> None:
     """Make column-parallel layers that a model calls with the same tensor share one gather and one op.
 
-    They must agree in mesh, in_features, dtype and sequence parallelism, and a layer may be in one group only. Results
-    do not change, only the time of their computation. Works under autograd, no_grad, torch.compile and activation
-    checkpointing; under inference_mode, which counts no writes, each layer computes separately.
+    The layers must have equal mesh, in_features, dtype and sequence parallelism, and a layer may be in one group only.
+    Results do not change. Supported under autograd, no_grad, torch.compile and activation checkpointing. Under
+    inference_mode, where tensors have no version counters, each layer computes separately.
 
     Example:
         >>> share_gather([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -85,7 +85,7 @@ def share_gather(layers: Sequence[Any]) -> None:
 
 
 def _modes(x: Tensor, *sizes: int | None) -> tuple[Any, ...]:
-    """Autograd and autocast modes, and sizes, that outputs depend on."""
+    """Return the autograd and autocast modes and the `sizes`, on which outputs depend."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return torch.is_grad_enabled(), autocast, x.requires_grad, *sizes
@@ -102,11 +102,11 @@ _PARTS = "_fused_tp_parts"
 
 
 class _TraceAnswers(threading.local):
-    """Last outputs and last answer of this thread's trace. Fake tensors are held weakly: they die with their trace."""
+    """State of this thread's trace. Fake tensors are referenced weakly, because they are freed with their trace."""
 
     def __init__(self) -> None:
-        self.stored: tuple[Any, int] | None = None  # fake x of the last outputs, and its version then
-        self.yes = False
+        self.stored: tuple[Any, int] | None = None  # fake x of the last outputs, and its version at that time
+        self.yes = False  # answer to the last question that `comptime` has evaluated
 
 
 _answers = _TraceAnswers()
@@ -124,7 +124,7 @@ def _ask_fresh(ctx: Any) -> None:
 
 
 def _ask_may_hold(ctx: Any) -> None:
-    """Ask whether outputs may be attached to x: a checkpointed region may write only to tensors created in it."""
+    """Determine whether outputs may be attached to x: a checkpointed region may write only to tensors created in it."""
     _answers.yes = ctx.get_local("x").as_proxy().node.graph is ctx.graph()
 
 

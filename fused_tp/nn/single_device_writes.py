@@ -1,4 +1,4 @@
-"""In-place writes to DTensors that produce the numbers of one process.
+"""In-place writes to DTensors that produce the same numbers as a single process.
 
 torch's own DTensor operations differ from one process in two ways that affect the initialisation of a sharded model:
 
@@ -12,8 +12,8 @@ torch's own DTensor operations differ from one process in two ways that affect t
 So `torch.nn.init`, `model.apply(init)`, transformers' `init_weights()` and loops over parameters produce the same
 values as in one process with the same random state. A draw temporarily allocates the whole tensor.
 
-Rejected: passing initialisers a plain, whole tensor in the place of the parameter (they also freeze, mark and collect
-parameters, and would do so with the substitute).
+Rejected: passing initializers a plain, full tensor in place of the parameter. Initializers may also freeze, mark or
+collect parameters, and would do so with the substitute.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NEW = ("rand_like", "randn_like")
 
 @cache
 def write_as_one_process() -> None:
-    """Register the rules for DTensors in this process; called when the first parameter is sharded.
+    """Override the operations for DTensors in this process. Called when the first parameter is sharded.
 
-    `torch.library.register_torch_dispatch` is torch's public API for overriding an operation for a tensor class.
+    `torch.library.register_torch_dispatch` is torch's public API for this.
     """
     for names, rule in ((_DRAWS, _draw), (_FILLS, _fill), (_NEW, _draw_new)):
         for name in names:
@@ -70,11 +70,11 @@ def _draw_new(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
 
 
 def _write_through(given: DTensor, func: Any, rest: list[Any], kwargs: Any) -> bool:
-    """Write to `given` and its base if `given` is a view of a DTensor with memory of its own; True if it did so."""
+    """Write to `given` and its base, and return True, if `given` is a view of a DTensor but has separate memory."""
     base = given._base if given._is_view() else None
     if not isinstance(base, DTensor) or _memory(base) == _memory(given):
         return False
-    # On the detached local tensor, to hide this from autograd.
+    # Use the detached local tensor, so that autograd does not record this.
     local = base._local_tensor.detach()
     layout: dict[str, Any] = {"shape": base.shape, "stride": base.stride(), "run_check": False}
     whole = DTensor.from_local(local, base.device_mesh, base.placements, **layout).full_tensor().clone()
@@ -90,14 +90,17 @@ def _memory(tensor: DTensor) -> int:
 
 
 def _whole_like(tensor: DTensor) -> Tensor:
-    """Memory for the whole tensor, in the order of one process, which draws follow."""
+    """Return uninitialized memory for the full tensor, with its strides, because random draws follow memory order."""
     local = tensor._local_tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
 
 
 def _keep_own(tensor: DTensor, whole: Tensor, *, equalize: bool = True) -> None:
-    """Write this rank's shard of `whole`. With `equalize`, a replicated tensor gets the values of the mesh's first
-    rank: ranks whose random states differ would otherwise hold different copies."""
+    """Write this rank's shard of `whole` into `tensor`.
+
+    With `equalize`, a replicated tensor gets the values of the mesh's first rank, because ranks with different random
+    states would otherwise hold different copies.
+    """
     _check_no_terms("a random draw", tensor)
     replicated = all(isinstance(placement, Replicate) for placement in tensor.placements)
     source = 0 if equalize and replicated and type(whole) is Tensor else None  # no collective while tracing
@@ -108,5 +111,6 @@ def _keep_own(tensor: DTensor, whole: Tensor, *, equalize: bool = True) -> None:
 def _check_no_terms(func: Any, tensor: DTensor) -> None:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(
-            f"{func} of a DTensor placed as {tensor.placements}: its ranks hold terms of a sum. Redistribute it first."
+            f"{func} does not support a DTensor with placements {tensor.placements}, whose ranks hold partial sums. "
+            "Redistribute it first."
         )

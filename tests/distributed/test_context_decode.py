@@ -273,11 +273,11 @@ def test_caches(group: dist.ProcessGroup, world_size: int, route: str) -> None:
     out = pool.batch([one]).attend(q[:1, :1]).double()
     torch.testing.assert_close(out, reference(q[:1, :1], k, v, [10]), rtol=0, atol=limit)
     pool.free(one)
-    refuses(ValueError, f"there is no sequence {one} in the cache", pool.batch, [one])
-    refuses(ValueError, "name at least one sequence, and each of them once", pool.batch, [other, other])
+    refuses(ValueError, f"sequence {one} was never allocated in this cache, or has been freed", pool.batch, [one])
+    refuses(ValueError, "must contain at least one sequence, and each only once", pool.batch, [other, other])
     much = 90 * group.size()  # too many tokens for all ranks, so that all raise and none waits
     more = [x[:1, :1].expand(-1, much, -1, -1) for x in (k, v)]
-    said = r"of its 20 pages of 4 tokens left and needs \d+ more; free\(\) sequences"
+    said = r"\d+ more pages of 4 tokens are needed, but only \d+ of the 20 pages"
     refuses(ValueError, said, pool.batch([other]).append, *more)
     assert pool.length_of(other) == 12
     pool.free(other)
@@ -340,31 +340,31 @@ def test_caches_refuse_what_does_not_fit() -> None:
         refuses(ValueError, "pages must be a positive integer", PagedContextKVCache, None, bad)
     cache = ContextKVCache(None, max_length=8)
     refuses(ValueError, "the cache is empty", cache.attend, Q)
-    refuses(ValueError, "k and v must be alike", cache.append, K, K[:, :4])
-    refuses(ValueError, r"generate under torch\.no_grad", cache.append, K.clone().requires_grad_(), K)
-    said = r"new_lengths is \[6, 1\]; it must be 2 numbers from 0 to the 5 new tokens"
+    refuses(ValueError, "may differ in head_dim only", cache.append, K, K[:, :4])
+    refuses(ValueError, r"Use torch\.no_grad", cache.append, K.clone().requires_grad_(), K)
+    said = r"new_lengths must be 2 numbers from 0 to 5, the number of new tokens, got \[6, 1\]"
     refuses(ValueError, said, cache.append, K, K, [6, 1])
     cache.append(K, K)
     assert cache.attend(Q, return_lse=True)[1].shape == (2, 4, 1)
-    refuses(ValueError, "room for max_length=8 tokens of a sequence and 10 are needed", cache.append, K, K)
-    refuses(ValueError, "the cache holds 2 sequences and got a batch of 1", cache.append, K[:1], K[:1])
-    refuses(ValueError, "holds keys of", cache.append, K[:, :1, :1], K[:, :1, :1])
+    refuses(ValueError, "room for max_length=8 tokens of a sequence, but 10 are needed", cache.append, K, K)
+    refuses(ValueError, "the cache holds 2 sequences, but got a batch of 1", cache.append, K[:1], K[:1])
+    refuses(ValueError, "holds keys with", cache.append, K[:, :1, :1], K[:, :1, :1])
     said = r"seq_len=9 in layout 'zigzag' assigns 9 tokens to rank 0 of 1, but k holds 5"
     refuses(ValueError, said, cache.append_sharded, K, K, seq_len=9)
-    said = r"sequences is \[2\]; the cache holds the sequences 0 to 1"
+    said = r"sequences must be numbers from 0 to 1, got \[2\]"
     refuses(ValueError, said, cache.reorder, torch.tensor([2]))
     refuses(ValueError, "length is -1; it must be at least 0: how many tokens of a sequence are kept", cache.crop, -1)
     for wrong in (K.tolist(), None):
         refuses(TypeError, "k must be a Tensor", cache.append, wrong, K)
         refuses(TypeError, "q must be a Tensor", cache.attend, wrong)
         refuses(TypeError, "sequences must be a Tensor", cache.reorder, wrong)
-    said = r"new_lengths has dtype torch\.float32; it must be int32 or int64"
+    said = r"new_lengths must have dtype int32 or int64, got torch\.float32"
     refuses(TypeError, said, cache.append, K, K, torch.ones(2))
     pool = PagedContextKVCache(None, 4)
     number = pool.allocate()
-    refuses(TypeError, r"sequences must be a list of numbers that allocate\(\) gave, not int", pool.batch, number)
+    refuses(TypeError, r"sequences must be a list of numbers that allocate\(\) returned, got int", pool.batch, number)
     refuses(ValueError, "length is -3", pool.crop, number, -3)
     cache.reset()
     cache.append(K, K, [5, 2])
-    said = r"have \[5, 2\] tokens; append_sharded needs equally many"
+    said = r"append_sharded needs sequences of equal length, but those of the cache have \[5, 2\] tokens"
     refuses(ValueError, said, cache.append_sharded, K[:, :1], K[:, :1])

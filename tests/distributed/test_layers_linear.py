@@ -162,7 +162,12 @@ def test_tied_weights_stay_tied(group: dist.ProcessGroup) -> None:
     linear = nn.Linear(4, 4)
     ColumnParallelLinear.from_linear(linear, mesh=mesh, memo=memo)
     refuses(
-        ValueError, "tied weights must be sharded alike", RowParallelLinear.from_linear, linear, mesh=mesh, memo=memo
+        ValueError,
+        "Tied weights must have equal placements",
+        RowParallelLinear.from_linear,
+        linear,
+        mesh=mesh,
+        memo=memo,
     )
 
 
@@ -176,31 +181,34 @@ def test_bad_inputs_are_refused_before_anything_is_sent(group: dist.ProcessGroup
         refuses(ValueError, "in_features must be a positive integer", make, 0, 6, mesh=mesh)
         refuses(ValueError, "out_features must be a positive integer", make, 4, -1, mesh=mesh)
         refuses(TypeError, "dtype must be a floating point type", make, 4, 6, mesh=mesh, dtype=torch.int32)
-        refuses(TypeError, r"from_linear takes an nn\.Linear", make.from_linear, nn.Embedding(4, 4), mesh=mesh)
+        refuses(TypeError, r"from_linear needs an nn\.Linear", make.from_linear, nn.Embedding(4, 4), mesh=mesh)
         refuses(TypeError, "DTensor already", make.from_linear, _as_linear(column), mesh=mesh)
     for layer, width in ((column, 4), (row, 3)):
         refuses(TypeError, "x must be a Tensor", layer, [1.0])
         refuses(TypeError, "floating point", layer, torch.ones(2, width, dtype=torch.int64))
-        refuses(ValueError, f"last dim must be {width}", layer, torch.ones(2, width + 1))
-        refuses(ValueError, "last dim must be", layer, torch.ones(()))
+        refuses(ValueError, f"last dim of x must have size {width}", layer, torch.ones(2, width + 1))
+        refuses(ValueError, "last dim of x must have size", layer, torch.ones(()))
     with pytest.raises(ValueError, match="input_is_parallel=True"):
         RowParallelLinear(6, 4, mesh=mesh, sequence_parallel=True, input_is_parallel=False)
     cut = ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True, sequence_dim=-1)
-    refuses(ValueError, "sequence_dim is -1", cut, torch.ones(2, 4))
+    refuses(ValueError, "sequence_dim must be a dim of .* got -1", cut, torch.ones(2, 4))
     refuses(
-        ValueError, "sequence_dim is -2", ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True), torch.ones(4)
+        ValueError,
+        "sequence_dim must be a dim of .* got -2",
+        ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True),
+        torch.ones(4),
     )
-    refuses(ValueError, "parts is 3", RepeatedColumnLinear, 4, 6, parts=3, mesh=mesh)
+    refuses(ValueError, "parts must divide .* got 3", RepeatedColumnLinear, 4, 6, parts=3, mesh=mesh)
 
     embedding = VocabParallelEmbedding(5, 4, mesh=mesh, sequence_parallel=True, sequence_dim=1)
     refuses(TypeError, "ids must be a Tensor of dtype int64", embedding, torch.ones(2, 3))
-    refuses(IndexError, "ids holds 0 to 5", embedding, torch.tensor([[0, 5]]))
-    refuses(IndexError, "ids holds -1 to 1", embedding, torch.tensor([[-1, 1]]))
-    refuses(ValueError, "sequence_dim is 1", embedding, torch.tensor([1, 2]))
-    refuses(ValueError, "padding_idx is 5", VocabParallelEmbedding, 5, 4, 5, mesh=mesh)
+    refuses(IndexError, "got ids from 0 to 5", embedding, torch.tensor([[0, 5]]))
+    refuses(IndexError, "got ids from -1 to 1", embedding, torch.tensor([[-1, 1]]))
+    refuses(ValueError, "sequence_dim must be a dim of .* got 1", embedding, torch.tensor([1, 2]))
+    refuses(ValueError, "padding_idx must be in .* got 5", VocabParallelEmbedding, 5, 4, 5, mesh=mesh)
     refuses(ValueError, "num_embeddings", VocabParallelEmbedding, 0, 4, mesh=mesh)
     refuses(ValueError, "max_norm", VocabParallelEmbedding.from_embedding, nn.Embedding(5, 4, max_norm=1.0), mesh=mesh)
-    refuses(TypeError, r"takes an nn\.Embedding", VocabParallelEmbedding.from_embedding, nn.Linear(5, 4), mesh=mesh)
+    refuses(TypeError, r"needs an nn\.Embedding", VocabParallelEmbedding.from_embedding, nn.Linear(5, 4), mesh=mesh)
 
 
 def _as_linear(layer: ColumnParallelLinear) -> nn.Linear:
@@ -222,6 +230,8 @@ def test_a_gradient_of_columns_that_do_not_divide_lies_as_they_do(group: dist.Pr
 @on_ranks(4)
 def test_a_mesh_of_two_dims(group: dist.ProcessGroup) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    refuses(ValueError, r"mesh has 2 dims .* such as mesh\['tp'\]", ColumnParallelLinear, 4, 6, mesh=mesh)
+    refuses(
+        ValueError, r"mesh must have one dim, got 2: .* such as mesh\['tp'\]", ColumnParallelLinear, 4, 6, mesh=mesh
+    )
     layer = ColumnParallelLinear(4, 6, mesh=mesh["tp"], gather_output=True)
     assert layer(torch.ones(3, 4)).shape == (3, 6)

@@ -104,19 +104,19 @@ def test_bad_modules_are_refused(group: dist.ProcessGroup) -> None:
     refuses(TypeError, "activation must be a name or a function", ParallelMLP, 6, 8, mesh=mesh, activation=3)
     refuses(ValueError, "intermediate_size must be a positive integer", ParallelMLP, 6, 0, mesh=mesh)
     refuses(TypeError, "mesh must be", ParallelMLP, 6, 8, mesh=group)
-    refuses(ValueError, "has none of the layers", ParallelMLP.from_module, nn.Linear(3, 3), mesh=mesh)
+    refuses(ValueError, "has no set of layers", ParallelMLP.from_module, nn.Linear(3, 3), mesh=mesh)
     fc = {"fc1": nn.Linear(3, 3), "fc2": nn.Linear(3, 3)}
     conv = {"c_fc": nn.Conv1d(1, 1, 1), "c_proj": nn.Linear(3, 3), "act": nn.ReLU()}
     for children, kind, message in (
-        (conv, TypeError, "c_fc is a Conv1d"),
-        (fc, ValueError, "pass activation="),
+        (conv, TypeError, "c_fc must be an nn.Linear, got Conv1d"),
+        (fc, ValueError, "Pass activation="),
         ({**fc, "norm": nn.LayerNorm(3)}, ValueError, "submodule norm"),
-        ({**fc, "act": nn.PReLU(3)}, ValueError, r"parameter weight of shape \(3,\)"),
+        ({**fc, "act": nn.PReLU(3)}, ValueError, r"weight of PReLU has shape \(3,\)"),
         ({**fc, "drop": nn.Dropout(0.5)}, ValueError, "submodule drop"),
-        ({**fc, "act": nn.ReLU(), "scale": nn.Parameter(torch.ones(3))}, ValueError, r"of its own \(scale\)"),
+        ({**fc, "act": nn.ReLU(), "scale": nn.Parameter(torch.ones(3))}, ValueError, r"has the parameters scale"),
     ):
         module = nn.Module()
         for name, child in children.items():
             setattr(module, name, child)
         refuses(kind, message, ParallelMLP.from_module, module, mesh=mesh)
-    refuses(ValueError, "last dim must be 6", ParallelMLP(6, 8, mesh=mesh), torch.ones(2, 5))
+    refuses(ValueError, "last dim of x must have size 6", ParallelMLP(6, 8, mesh=mesh), torch.ones(2, 5))

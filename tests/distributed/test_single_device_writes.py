@@ -76,8 +76,8 @@ def test_writes_to_sharded_parameters_are_those_of_one_process(group: dist.Proce
         assert_same_state(own, whole, what)
     weight: Any = own[0].weight
     terms = DTensor.from_local(weight.to_local(), weight.device_mesh, [Partial()])
-    refuses(ValueError, "its ranks hold terms of a sum", terms.normal_)
-    refuses(ValueError, "its ranks hold terms of a sum", terms.fill_, 1.0)
+    refuses(ValueError, "whose ranks hold partial sums", terms.normal_)
+    refuses(ValueError, "whose ranks hold partial sums", terms.fill_, 1.0)
 
 
 @on_ranks(2)
@@ -117,7 +117,7 @@ def test_whole_parameters_stay_equal_with_unequal_random_states(group: dist.Proc
 def test_a_sharded_layer_is_no_whole_one(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     mlp = plain_parameters_(ParallelMLP(6, 8, mesh=mesh))
-    refuses(TypeError, "takes an nn.Linear, not Column", ColumnParallelLinear.from_linear, mlp.up_proj, mesh=mesh)
+    refuses(TypeError, "needs an nn.Linear, got Column", ColumnParallelLinear.from_linear, mlp.up_proj, mesh=mesh)
 
 
 @on_ranks(4)

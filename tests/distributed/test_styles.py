@@ -234,7 +234,7 @@ def test_bad_inputs_are_refused(group: dist.ProcessGroup) -> None:
         embedding = parallelize_module(nn.Embedding(4, 4), mesh, style(input_layouts=Replicate()))
         refuses(TypeError, "ids must be a Tensor of dtype int64", embedding, torch.ones(2))
         assert style.__name__ in repr(style())
-    refuses(IndexError, "ids holds 4 to 4", embedding, torch.tensor([4]))
+    refuses(IndexError, "got ids from 4 to 4", embedding, torch.tensor([4]))
     refuses(
         ValueError, "has submodules", parallelize_module, nn.Sequential(nn.LayerNorm(4)), mesh, FusedSequenceParallel()
     )

@@ -574,7 +574,7 @@ def test_what_is_not_plain_is_refused_where_it_is_saved(tmp_path: Path) -> None:
     extra = {"mine": Small()}
     with (
         CheckpointManager(tmp_path, nn.Linear(2, 2), extra=extra) as checkpoints,
-        pytest.raises(ValueError, match=r"extra holds .*Small, which only a pickle.*pickles=True"),
+        pytest.raises(ValueError, match=r"extra holds .*Small, which can only be stored as a pickle.*pickles=True"),
     ):
         checkpoints.save(1)
     with CheckpointManager(tmp_path, nn.Linear(2, 2), extra=extra, pickles=True) as checkpoints:

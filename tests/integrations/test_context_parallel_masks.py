@@ -123,12 +123,12 @@ def test_documents_of_several_rows_and_by_their_bounds(group: dist.ProcessGroup)
 
     mixed = torch.cat([positions, torch.arange(23).unsqueeze(0)])
     refused: dict[str, dict[str, Any]] = {
-        "at other places in some rows": {"position_ids": mixed},
+        "at different positions in different rows": {"position_ids": mixed},
         "no attention_mask": {"position_ids": positions, "use_cache": False, "attention_mask": torch.ones_like(tokens)},
         "Pass use_cache=False": {"position_ids": positions},
         "the same documents": {"position_ids": positions, "cu_seq_lens_q": torch.tensor([0, 6, 23])},
         r"cu_seq_lens_q is \(0, 6\)": {"cu_seq_lens_q": torch.tensor([0, 6])},
-        "cu_seq_lens_k differ": {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds[[0, -1]]},
+        "cu_seq_lens_k must be equal": {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds[[0, -1]]},
         r"positions \[batch, seq\]": {"position_ids": positions.expand(3, 2, -1)},
     }
     for says, keywords in refused.items():
@@ -329,7 +329,7 @@ def test_other_code_of_their_own_is_refused(group: dist.ProcessGroup) -> None:
     from transformers.models.gptj.modeling_gptj import GPTJAttention
 
     mesh = mesh_of(group, 2, 1)
-    said = r"'transformer.h.0.self_attention' \(FalconAttention\) is not known .*Use no cp_dim\.$"
+    said = r"'transformer.h.0.self_attention' \(FalconAttention\) is not known .*Omit cp_dim\.$"
     refuses(ValueError, said, parallelize, make_model("falcon", alibi=True), mesh)
     model = make_model("bloom", pretraining_tp=2, slow_but_exact=True)  # leaves a bias out
     refuses(ValueError, r"\(BloomAttention\) is not known", parallelize, model, mesh)
@@ -403,7 +403,7 @@ def test_attention_that_asks_for_its_name_or_for_more_is_refused(group: dist.Pro
         if kind is Selecting:
             refuses(
                 ValueError,
-                r"self_attn' \(Selecting\) does something of its own where .* 'sdpa'",
+                r"self_attn' \(Selecting\) runs special code if .* 'sdpa'",
                 parallelize,
                 model,
                 mesh,

@@ -186,8 +186,8 @@ def test_refusals(group: dist.ProcessGroup) -> None:
         model = parallelize(make(family), mesh)
         tokens = make_tokens(1, 8)
         documents = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
-        refuses(ValueError, "carry their state", model, tokens, position_ids=documents, use_cache=False)
-        refuses(ValueError, "carry their state", model, tokens, cu_seq_lens_q=torch.tensor([0, 5, 8]))
+        refuses(ValueError, "their state would leak", model, tokens, position_ids=documents, use_cache=False)
+        refuses(ValueError, "their state would leak", model, tokens, cu_seq_lens_q=torch.tensor([0, 5, 8]))
         one = model(tokens, cu_seq_lens_q=torch.tensor([0, 8])).logits
         assert_near(one, make(family)(tokens).logits, "logits of one document")
         mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])

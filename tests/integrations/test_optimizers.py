@@ -68,11 +68,11 @@ def test_what_takes_a_part_for_the_whole_is_refused(group: dist.ProcessGroup) ->
     model = plain()
     for p in model.parameters():
         dist.broadcast(p.data, dist.get_global_rank(group, 0), group=group)
-    assert_refused(step, model, adamw(model), says="hold the same numbers")
+    assert_refused(step, model, adamw(model), says="hold the same values")
     model = plain()
     assert_refused(
         lambda: step(model, adamw(model), lambda: [dist.all_reduce(p.grad, group=group) for p in model.parameters()]),
-        says="the same gradients of different parts",
+        says="equal gradients of different weight shards",
     )
     model = plain()
     assert_refused(
@@ -88,7 +88,7 @@ def test_updates_that_are_not_elementwise(group: dist.ProcessGroup) -> None:
     mesh, whole = mesh_of(group, 1, 2), make("llama")
     for kind in (torch.optim.Adafactor, LayerwiseSGD):
         model = fused_tp.parallelize(copy_of(whole), mesh, parameters="plain")
-        assert_refused(step, model, kind(model.parameters(), lr=1e-2), says="Take an elementwise optimizer")
+        assert_refused(step, model, kind(model.parameters(), lr=1e-2), says="Use an elementwise optimizer")
     model = fused_tp.parallelize(copy_of(whole), mesh)
     assert_refused(step, model, torch.optim.Adafactor(model.parameters()), says="AdamW, Adam")
     step(model, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.0))
@@ -118,7 +118,7 @@ def test_assigned_data_of_dtensors(group: dist.ProcessGroup) -> None:
     model.to(torch.float64)(input_ids=tokens)
     weight = model.model.norm.weight
     weight.data = weight.data * 2
-    assert_refused(model, tokens, says="model.norm.weight.data was assigned to")
+    assert_refused(model, tokens, says="model.norm.weight.data was assigned")
 
 
 def skips_alike(group: dist.ProcessGroup, model: Any, optimizer: torch.optim.Optimizer, poisoned: Tensor) -> bool:

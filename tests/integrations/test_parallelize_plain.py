@@ -275,7 +275,7 @@ def test_gradients_that_differ_between_ranks_are_an_error(group: dist.ProcessGro
     def backward(model: nn.Module) -> None:
         (model(x) * weights).sum().backward()
 
-    with pytest.raises(ValueError, match=r"different gradients of 'gain', which .* leave these layers out of the plan"):
+    with pytest.raises(ValueError, match=r"different gradients of 'gain', which .* remove these layers from the plan"):
         backward(parallelize(Scaled(), mesh, **keywords))
     model = Scaled()
     model.gain.requires_grad_(False)
@@ -351,7 +351,7 @@ def test_what_would_be_lost_is_refused(group: dist.ProcessGroup) -> None:
         plan = {"0": "colwise", "1": "rowwise"}
         refuses(ValueError, f"{of}.* ha(s|ve).*after parallelize", parallelize, hooked(of), mesh, plan=plan)
     plan = {"embed": "embedding_rowwise"}
-    refuses(ValueError, "does not run on .*mixed torch.Tensor and DTensor", parallelize, Tied(), mesh, plan=plan)
+    refuses(ValueError, "fails on .*mixed torch.Tensor and DTensor", parallelize, Tied(), mesh, plan=plan)
     tied = parallelize(Tied(), mesh, plan=plan, verify=False)  # logits() might never be called
     refuses(RuntimeError, "mixed torch.Tensor and DTensor", tied, torch.tensor([[1, 2]]))
     renormed = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 8))

@@ -224,14 +224,16 @@ def test_padding(group: dist.ProcessGroup, layout: str, family: str) -> None:
     inputs = one_padded_row(right=layout == "cp2")
     assert_trains_alike(parallel, whole, lambda model: model(**inputs).loss)
     if layout == "cp2":
-        refuses(ValueError, "labels count at padding", parallel, **{**inputs, "labels": inputs["input_ids"]})
+        refuses(
+            ValueError, "labels at padding positions must be", parallel, **{**inputs, "labels": inputs["input_ids"]}
+        )
         padded = one_padded_row(right=False)
         refuses(ValueError, "padding on the left", parallel, **padded)
         positions = (padded["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         refuses(ValueError, "padding on the left", parallel, **padded, position_ids=positions)  # no documents
         seen = torch.ones(2, 1, 9, 9)
         for mask in (seen, {"full_attention": seen}, torch.ones(2, 12), torch.ones(3, 9)):
-            refuses(ValueError, r"only \[batch, seq\] is served, here \(2, 9\)", parallel, make_tokens(2, 9), mask)
+            refuses(ValueError, r"must be \[batch, seq\], here \(2, 9\)", parallel, make_tokens(2, 9), mask)
 
 
 @on_ranks(2)
@@ -332,7 +334,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("tp", {}, {"cp_dim": "tp"}, ValueError, "different dims"),
     ("cp", {}, {"sequence_parallel": True}, ValueError, "no dim 'tp'"),
     ("tp", {}, {"loss_parallel": True, "plan": _PAIR}, ValueError, "output layer"),
-    ("tp", {"tied": True}, {"plan": {"model.embed_tokens": "embedding_rowwise"}}, ValueError, "sharded alike"),
+    ("tp", {"tied": True}, {"plan": {"model.embed_tokens": "embedding_rowwise"}}, ValueError, "equal placements"),
 ]
 
 
@@ -379,7 +381,7 @@ def test_refused_calls(group: Any) -> None:
     model = parallelize(make("mistral", sliding_window=4), mesh)
     calls: dict[str, dict[str, Any]] = {
         "output_hidden_states": {"input_ids": tokens, "output_hidden_states": True},
-        "start again inside of rows": {"input_ids": tokens, "position_ids": torch.arange(4).repeat(2).view(1, 8)},
+        "start again inside rows": {"input_ids": tokens, "position_ids": torch.arange(4).repeat(2).view(1, 8)},
         "shape": {"input_ids": tokens, "attention_mask": torch.ones(2, 1, 8, 8)},
         "output_router_logits": {"input_ids": tokens, "output_router_logits": True},
         "full labels": {"input_ids": tokens, "labels": tokens[:, :4]},
@@ -529,7 +531,7 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     parallel = parallelize(make("llama"), mesh_of(group, 2, 2), verify=False)
     tokens = make_tokens(2, 9)
     own = (tokens + (dist.get_rank(group) == 2)) % 67
-    says = r"ranks of 'tp' and 'cp' were given different batches.*: input_ids and labels .*DistributedSampler"
+    says = r"ranks of 'tp' and 'cp' received different batches.*: input_ids and labels .*DistributedSampler"
     for _ in range(3):
         refuses(RankMismatchError, says, parallel, input_ids=own, labels=own, attention_mask=torch.ones(2, 9))
     parallel(own, labels=own)  # the fourth call is not compared
@@ -572,19 +574,19 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
         torch.nn.init.normal_(drawn.model.norm.weight)
     if rank == 1:
         longer.more = torch.nn.Linear(2, 2, bias=False)
-    says = r"'tp' and 'cp' have made different models: {}\.weight' of rank {} of the 4.*torch\.manual_seed"
+    says = r"'tp' and 'cp' have built different models: {}\.weight' of rank {} of 4.*torch\.manual_seed"
     for model, text in ((drawn, says.format("'model\\.norm", 2)), (longer, says.format("'more", 0))):
         refuses(RankMismatchError, text, parallelize, model, mesh)
         assert type(model.model.norm) is norm and type(model.lm_head) is torch.nn.Linear  # nothing is replaced
     for change in (_longer_vocabulary, _custom_parameter, _one_row):
         changed = make("llama")
         change(changed, rank)
-        refuses(RankMismatchError, "made different models", parallelize, changed, mesh)
+        refuses(RankMismatchError, "built different models", parallelize, changed, mesh)
     frozen, odd = make("llama"), make("llama")
     frozen.requires_grad_(rank != 3)
     refuses(
         RankMismatchError,
-        "of rank 3 of the 4 differ from another rank's in shape, dtype, req",
+        "of rank 3 of 4 differ from another rank's in shape, dtype, req",
         parallelize,
         frozen,
         mesh,
@@ -699,7 +701,7 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
     assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens).loss)
     own, patched = make("llama"), make("llama")
     own.__class__ = Own
-    refuses(ValueError, "by other means than self.loss_function", parallelize, own, mesh)
+    refuses(ValueError, "does not compute its loss by self.loss_function", parallelize, own, mesh)
     patched.forward = partial(Own.forward, patched)  # as kernel libraries replace it
     parallelize(patched, mesh)
     refuses(ValueError, "did not call the model's loss_function", patched, input_ids=tokens, labels=tokens)

@@ -320,15 +320,15 @@ def test_adapters_on_a_parallel_model_that_are_not_served(group: dist.ProcessGro
     refuses(TypeError, "is not parallel", parallel_config, make("llama"), config_of("llama"))
     # Without parallel_config PEFT creates whole adapters, for sharded layers and for others.
     wrapped = peft.get_peft_model(model, config_of("llama"))
-    refuses(ValueError, "was put into the model after parallelize", wrapped, input_ids=make_tokens(1, 4))
+    refuses(ValueError, "was added to the model after parallelize", wrapped, input_ids=make_tokens(1, 4))
     model = parallelize(make("deepseek_v3"), mesh_of(group, 1, 2), sequence_parallel=True)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_a_proj"]))
-    refuses(ValueError, "was put into the model after parallelize", wrapped, input_ids=make_tokens(1, 4))
+    refuses(ValueError, "was added to the model after parallelize", wrapped, input_ids=make_tokens(1, 4))
     # Adapters that differ between ranks.
     model = parallelize(make("llama"), mesh_of(group, 1, 2))
     torch.manual_seed(dist.get_rank(group))
     config = parallel_config(model, config_of("llama"))
-    refuses(RankMismatchError, "made different models", peft.get_peft_model, model, config)
+    refuses(RankMismatchError, "built different models", peft.get_peft_model, model, config)
 
 
 @on_ranks(2)

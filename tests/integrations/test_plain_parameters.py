@@ -230,5 +230,5 @@ def test_what_is_refused(group: dist.ProcessGroup) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     cut.weight = nn.Parameter(distribute_tensor(cut.weight, both, [Shard(0), Shard(1)]))
-    assert "over several dims of a mesh" in str(error_of(plain_parameters_, cut))
+    assert "over several mesh dims" in str(error_of(plain_parameters_, cut))
     assert not as_dtensors(cut)

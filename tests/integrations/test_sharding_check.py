@@ -22,7 +22,7 @@ from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import SIZES, make, make_tokens, mesh_of
 from tests.workers import on_ranks
 
-WRONG = "does not compute what the whole one does"
+WRONG = "does not match the unsharded model"
 
 
 @contextmanager
@@ -286,7 +286,7 @@ def test_the_comparison_may_be_left_out(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="verify is 'yes'; it must be"):
         parallelize(Counting(), tp, plan=plan, verify="yes")
     parallelize(Block(between=BETWEEN["softmax"]), tp, plan=PLAN, verify=False)
-    with pytest.raises(ValueError, match=r"does not run on .* which the whole one takes: .*24"):
+    with pytest.raises(ValueError, match=r"fails on .* on which the unsharded model runs: .*24"):
         parallelize(Block(), tp, plan={"down": "rowwise"})  # an op refuses its input: all features, not a shard
     with pytest.raises(ValueError, match=r"verify=a batch.*KeyError|verify=a batch.*got an unexpected"):
         parallelize(Counting(), tp, plan=plan, verify={"nothing": 1})

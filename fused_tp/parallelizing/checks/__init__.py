@@ -1,1 +1,1 @@
-"""Checks that a sharded model computes the same as the whole one."""
+"""Checks that a sharded model computes the same as the unsharded model."""

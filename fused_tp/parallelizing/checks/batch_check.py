@@ -1,7 +1,7 @@
-"""Check that all ranks of a model receive the same batch, in its first calls and periodically after.
+"""Check that all ranks that share a model receive the same batch, at the first calls and periodically afterwards.
 
-Tensor and context parallel ranks compute one forward pass together. Ranks with different tokens (usually because the
-data loader distributes samples over them) train on an unintended mixture of samples, and nothing fails.
+Tensor and context parallel ranks compute one forward pass together. If they receive different tokens (usually because
+the data loader distributes samples over them), they train on a mixture of samples, and no other error is raised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _suspended = threading.local()
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Context manager: no check acts in this thread, neither at forward passes nor after sharding."""
+    """Disable all checks in this thread, both at forward passes and after sharding."""
     before = getattr(_suspended, "now", False)
     _suspended.now = True
     try:
@@ -36,7 +36,7 @@ def suspended() -> Iterator[None]:
 
 
 def is_suspended() -> bool:
-    """True inside `suspended`, and while torch.compile traces: no check counts the call."""
+    """True inside `suspended` and while torch.compile traces: checks then neither run nor count the call."""
     return torch.compiler.is_compiling() or getattr(_suspended, "now", False)
 
 
@@ -52,7 +52,7 @@ def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any
 
 
 def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, comparable description) for an argument, with one name per tensor in nested lists and dicts."""
+    """Yield (name, comparable description) for `value`, or for each tensor in it if it is a list or a dict."""
     if isinstance(value, Tensor):
         numbers = value.layout == torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
         if numbers and not (value.is_floating_point() or value.is_complex()):
@@ -70,19 +70,21 @@ def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class BatchCheck:
-    """Forward pre-hook that compares the integers and booleans among the arguments over the ranks of `meshes`, in
-    tensors and lists, nested ones included.
+    """Forward pre-hook that compares the integer and boolean arguments of a call over the ranks of `meshes`.
 
-    Floating-point values (embeddings) are skipped, because ranks may compute them with different rounding. The check
-    does not run under torch.compile or during CUDA graph capture, which it must not interrupt.
+    Tensors and lists are compared, also inside nested lists and dicts. Floating-point values (embeddings) are skipped,
+    because ranks may compute them with different rounding. The check does not run under torch.compile or during CUDA
+    graph capture, which it would break.
 
     Raises:
-        RankMismatchError: on all ranks; names the arguments that differ and explains how to feed equal batches.
+        RankMismatchError: raised on all ranks. It names the arguments that differ, and explains how to pass equal
+            batches.
     """
 
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         self.meshes = tuple(meshes)
-        self.calls = {True: 0, False: 0}  # counted by mode: in eval mode ranks may sample their own tokens
+        # Counted per mode, so that the first calls in eval mode are checked too: there, ranks may sample tokens.
+        self.calls = {True: 0, False: 0}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_suspended():
@@ -98,9 +100,9 @@ class BatchCheck:
         dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
         if len(set(modes)) > 1:
             raise RankMismatchError(
-                f"in call {call} of the model not all ranks of {dims} are in training mode: rank "
-                f"{modes.index(True)} of the {len(modes)} is, and rank {modes.index(False)} is not. They compute one "
-                "forward pass together. Call model.train() or model.eval() on all of them."
+                f"in call {call} of the model, not all {len(modes)} ranks of {dims} are in training mode: rank "
+                f"{modes.index(True)} is, and rank {modes.index(False)} is not. These ranks compute one forward pass "
+                "together. Call model.train() on all of them, or model.eval() on all of them."
             )
         differ = [i for i, theirs in enumerate(found) if theirs != found[0]]
         if not differ:
@@ -108,10 +110,10 @@ class BatchCheck:
         names = {*found[0], *found[differ[0]]}
         names = {name for name in names if found[0].get(name) != found[differ[0]].get(name)}
         raise RankMismatchError(
-            f"the ranks of {dims} were given different batches in call {call} of the model: "
-            f"{listed(sorted(names))} of the first rank and of rank {differ[0]} of the {len(found)} differ. They "
-            "compute one forward pass together, so each must be given the same batch. A data loader must deal samples "
-            "out to the data parallel ranks only: DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
-            "rank=mesh['dp'].get_local_rank()), or num_replicas=1, rank=0 where there are none, with the same seed. "
+            f"the ranks of {dims} received different batches in call {call} of the model: {listed(sorted(names))} "
+            f"differ between the first rank and rank {differ[0]} of {len(found)}. These ranks compute one forward pass "
+            "together, so each must receive the same batch. Shard the data over data parallel ranks only: "
+            "DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()), or "
+            "num_replicas=1, rank=0 without data parallelism, with the same seed. "
             "Ranks that sample tokens need equal random states (torch.manual_seed)."
         )

@@ -1,9 +1,9 @@
-"""Check that tensor parallel ranks have equal gradients of replicated parameters, in the first backward passes and
-periodically after.
+"""Check that tensor parallel ranks have equal gradients of replicated parameters.
 
-Such a gradient is equal on all ranks, or backward sums it over the ranks. If a parameter meets only a rank's own
-features and the plan does not say so, every rank holds one term of the gradient. If dropout differs between ranks, each
-holds a mixture of several gradients. Nothing fails, and training continues with wrong gradients.
+Every rank must hold the full gradient of a replicated parameter. If the parameter is applied to sharded features and
+the plan does not sum its gradient over the ranks, each rank holds only one term of the gradient. If dropout differs
+between ranks, each rank holds a mixture of several gradients. Neither mistake raises an error elsewhere, and training
+would continue with wrong gradients.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from fused_tp.core.store import exchange
 from fused_tp.parallelizing.checks.batch_check import is_suspended
 from fused_tp.parallelizing.outputs import tensors_in
 
-_WIDTH = 1021  # width of a sketch; prime, so that consecutive rows of a weight fold onto different positions
-# Rounding alone stays below this share of the gradient itself, or of all gradients together for a gradient that should
-# be 0. A difference above both shares is an error.
-_OF_ITS_OWN, _OF_ALL = 0.05, 1e-3
+# `sketch` folds a gradient into rows of this length and adds the rows. A prime: 1024 would add up the columns of a
+# weight of that width.
+_WIDTH = 1021
+# A difference between ranks is an error if it exceeds both bounds: the first relative to the norm of this gradient, the
+# second relative to the norm of all gradients. Rounding alone stays below the first, except in a gradient that should
+# be 0, where it stays below the second.
+_OWN_NORM_BOUND, _TOTAL_NORM_BOUND = 0.05, 1e-3
 
 
 class GradientCheck:
-    """Forward hook that makes the end of backward compare gradients of whole parameters over the ranks of `mesh`.
+    """Forward hook that lets the end of backward compare the gradients of replicated parameters over `mesh`.
 
-    It does not run under torch.compile, and skips parameters that FSDP2 manages, whose gradients FSDP2 has removed by
-    then.
+    It runs at the first calls and periodically afterwards, but not under torch.compile. It skips parameters that FSDP2
+    manages, because FSDP2 has already removed their gradients at the end of backward.
 
     Raises:
-        ValueError: in backward, on all ranks; names the parameters and the remedy.
+        ValueError: raised in backward, on all ranks. It names the parameters and the remedy.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -53,7 +56,7 @@ class GradientCheck:
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         self.calls += bool(outputs)
         if outputs and is_due(self.calls):
-            self._queued = False  # a backward that raised leaves it True
+            self._queued = False  # an earlier backward pass that raised an error has left it True
             for t in outputs:
                 t.register_hook(partial(self._queue, model))
 
@@ -65,10 +68,10 @@ class GradientCheck:
     @torch.no_grad()
     def _compare(self, model: nn.Module) -> None:
         self._queued = False
-        found = {name: sketch(gradient) for name, gradient in self._whole(model)}
+        found = {name: sketch(gradient) for name, gradient in self._replicated_gradients(model)}
         mine = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
-        ranks = exchange(resolve_group(self.mesh), "gradients of whole parameters", mine)
-        # Computed from the values of all ranks, so all ranks decide alike. A missing gradient counts as zeros.
+        ranks = exchange(resolve_group(self.mesh), "gradients of replicated parameters", mine)
+        # All ranks compute this from the same values, so they take the same decision. A missing gradient counts as 0.
         of_all = max(sum(norm**2 for norm, _ in theirs.values() if isfinite(norm)) for theirs in ranks) ** 0.5
         worst: dict[str, float] = {}
         for name in dict.fromkeys(name for theirs in ranks for name in theirs):
@@ -77,35 +80,38 @@ class GradientCheck:
                 worst |= {name: inf} if any(map(isfinite, norms)) else {}
                 continue
             difference = max(projections) - min(projections)
-            if difference > max(_OF_ITS_OWN * max(norms), _OF_ALL * of_all):
+            if difference > max(_OWN_NORM_BOUND * max(norms), _TOTAL_NORM_BOUND * of_all):
                 worst[name] = difference / max(norms)
         if worst:
             first = sorted(worst, key=lambda name: -worst[name])[:4]
             more = f" and {len(worst) - len(first)} more" if len(worst) > len(first) else ""
             raise ValueError(
                 f"after backward the ranks of {(self.mesh.mesh_dim_names or ('tp',))[0]!r} hold different gradients of "
-                f"{listed(map(repr, first))}{more}, which each of them holds whole. Either they drew different "
-                "dropout: give them equal random states (torch.manual_seed). Or the parameter is used between layers "
-                "that are sharded, where a rank sees only its own features and has one term of the gradient: leave "
-                "these layers out of the plan, or give the parameter's module the style "
+                f"{listed(map(repr, first))}{more}, which are replicated on these ranks. Either the ranks drew "
+                "different dropout masks: set equal random states (torch.manual_seed). Or the parameter is used "
+                "between sharded layers, where each rank has only its own features and so only one term of the "
+                "gradient: remove these layers from the plan, or give the parameter's module the style "
                 "'replicated_with_grad_allreduce'."
             )
 
-    def _whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def _replicated_gradients(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             if gradient is not None and getattr(parameter, "partition_dim", None) == -1:  # see `plain_parameters_`
                 yield name, gradient
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 continue
-            whole = all(placement.is_replicate() for placement in (*parameter.placements, *gradient.placements))
-            if whole and parameter.device_mesh == self.mesh:
+            replicated = all(placement.is_replicate() for placement in (*parameter.placements, *gradient.placements))
+            if replicated and parameter.device_mesh == self.mesh:
                 yield name, gradient.to_local()
 
 
 def sketch(gradient: Tensor) -> Tensor:
-    """[norm, projection] of a gradient. The projection is its product with standard normal numbers: two gradients
-    differ in it by about the norm of their difference."""
+    """Return the tensor [norm, projection] of `gradient`.
+
+    The projection is the dot product with a fixed random vector. The projections of two gradients differ by about the
+    norm of their difference.
+    """
     flat = gradient.flatten().float()
     whole = flat.numel() // _WIDTH * _WIDTH
     folded = flat[:whole].view(-1, _WIDTH).sum(0)

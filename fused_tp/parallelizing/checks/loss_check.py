@@ -1,14 +1,15 @@
-"""Check that the gradients of a step come from the outputs of forward: tensors inside of the model are shards.
+"""Check that a loss is computed from the outputs of forward only, since tensors inside the model are shards.
 
 | when             | action                                                                                       |
 |------------------|----------------------------------------------------------------------------------------------|
-| around forward   | store arguments and random states; watch the outputs                                         |
-| backward runs    | store the gradients of outputs                                                               |
-| backward ends    | the sharded model recomputes the outputs, and gradients of parameters from those of outputs  |
-|                  | the ranks compare: different gradients of outputs raise, a different gradient of a parameter |
-|                  | is logged                                                                                    |
+| around forward   | store arguments and random states; register hooks on the outputs                             |
+| during backward  | store the gradients of the outputs                                                           |
+| end of backward  | the sharded model repeats forward, and backward from the stored gradients of the outputs     |
+|                  | all ranks raise if their gradients of outputs differ                                         |
+|                  | a warning is logged if a parameter's gradient differs from that of the repeated backward     |
 
-The log line is not an error: a penalty on parameters, or a rank's share of a loss, may be intended.
+The last difference is not an error, because a penalty on parameters, or a loss of which each rank computes its share,
+may be intended.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from fused_tp.parallelizing.graph import REENTRANT, nodes_of
 from fused_tp.parallelizing.outputs import tensors_in
 from fused_tp.parallelizing.sequence_sharding import Parallelism
 
-# Bounds of relative errors. Both gradients sum the same terms, and outputs are equal on all ranks: in 112 correct steps
-# of 20 model types, in fp32 and bf16, no error was larger, and gradients of outputs were bitwise equal.
-_OF_PARAMETERS = 0.02
-_OF_OUTPUTS = {1: 0.5, 2: 0.05, 4: 1e-3, 8: 1e-3, 16: 1e-3}  # by bytes per element
-_MOST_OUTPUTS = 8
+# Bounds of relative errors. In 112 correct steps of 20 model types, in fp32 and bf16, gradients of parameters stayed
+# below the bound, and gradients of outputs were bitwise equal.
+_PARAMETER_BOUND = 0.02
+_OUTPUT_BOUNDS = {1: 0.5, 2: 0.05, 4: 1e-3, 8: 1e-3, 16: 1e-3}  # by bytes per element
+_MAX_OUTPUTS = 8  # calls with more outputs that require gradients are not checked
 
 
 class LossCheck:
-    """Hooks before and after forward that follow each call compared by `step` to the end of its backward."""
+    """Hooks before and after forward that check the backward pass of each call that `step` has compared."""
 
     def __init__(self, step: StepCheck) -> None:
         self.step = step
@@ -63,10 +64,10 @@ class LossCheck:
         if is_suspended() or not torch.is_grad_enabled():
             return
         if self._call is not None:
-            self._call.ended = True  # the next backward may belong to both calls
+            self._call.finished = True  # the next backward pass may belong to both calls
             self._call = None
         if self.step.compared and not any(
-            of_all_ranks(self.step.meshes, "gradients of outputs", _come_otherwise(model, (args, kwargs)))
+            of_all_ranks(self.step.meshes, "gradients of outputs", _has_other_gradients(model, (args, kwargs)))
         ):
             self._call = _LossCall(model, self.step, args, kwargs)
 
@@ -75,20 +76,20 @@ class LossCheck:
             self._call.watch(output)
 
 
-def _come_otherwise(model: nn.Module, arguments: object) -> bool:
-    """True if `grad` may hold other gradients than those of this call."""
+def _has_other_gradients(model: nn.Module, arguments: object) -> bool:
+    """True if, after backward, `grad` may contain more than the gradients of this call."""
     parameters = [*model.parameters()]
     return (
         any(t.requires_grad for t in tensors_in(arguments))
         or any(p.grad is not None or getattr(p, "main_grad", None) is not None for p in parameters)
-        or any(p._post_accumulate_grad_hooks for p in parameters)  # these may clip or step
+        or any(p._post_accumulate_grad_hooks for p in parameters)  # hooks may clip or step
         or any(sync.partly or sync.defers or sync.deferring for sync in syncs_of(model))
         or DistributedDataParallel._get_active_ddp_module() is not None
     )
 
 
 class _LossCall:
-    """One call of `model`, until its backward has ended."""
+    """One call of `model`, from its forward to the end of its backward."""
 
     def __init__(self, model: nn.Module, step: StepCheck, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.parallelism, self.meshes = model, step.parallelism, step.meshes
@@ -102,88 +103,89 @@ class _LossCall:
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
-        self._whole = step.whole
-        self.ended = False
-        self._found: dict[int, Tensor] = {}  # gradients of outputs, by index
+        self._replicated = step.replicated
+        self.finished = False
+        self._output_gradients: dict[int, Tensor] = {}  # by index of the output
         self._queued = False
 
     def watch(self, output: object) -> None:
-        """Watch the gradients of `output`, the result of the call."""
+        """Register hooks that store the gradients of the tensors in `output`, the result of the call."""
         outputs = {i: t for i, t in enumerate(outputs_in(output)) if t.requires_grad}
-        self.ended = not 0 < len(outputs) <= _MOST_OUTPUTS
-        for i, t in {}.items() if self.ended else outputs.items():
-            t.register_hook(partial(self._note, i))
+        self.finished = not 0 < len(outputs) <= _MAX_OUTPUTS
+        for i, t in {}.items() if self.finished else outputs.items():
+            t.register_hook(partial(self._store_gradient, i))
 
-    def _note(self, place: int, grad: Tensor) -> None:
-        if self.ended:
+    def _store_gradient(self, index: int, grad: Tensor) -> None:
+        if self.finished:
             return
-        self._found[place] = grad.detach()
+        self._output_gradients[index] = grad.detach()
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._compare)
 
     def _compare(self) -> None:
-        if self.ended:
+        if self.finished:
             return
-        self.ended = True
-        found, self._found = self._found, {}
+        self.finished = True
+        found, self._output_gradients = self._output_gradients, {}
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if all(p.grad is None for p in named.values()):
-            return  # torch.autograd.grad has run the backward
+            return  # the caller has used torch.autograd.grad, which leaves `grad` unset
         with as_sharded(self.model, Mode.AS_IT_IS, self.random_states):
-            with self.autocast():  # as in forward: backward runs outside of autocast
+            with self.autocast():  # the caller's modes at forward; this code runs in backward, outside autocast
                 outputs = run_on_copies(self.model, self.args, self.kwargs)
             if any(node.name() == REENTRANT for i in found for node in nodes_of(outputs[i])):
-                return  # torch.autograd.grad refuses reentrant checkpoints
-            gradients = _of_parameters(outputs, found, list(named.values()))
+                return  # torch.autograd.grad does not support reentrant checkpoints
+            gradients = _parameter_gradients(outputs, found, list(named.values()))
         expected = own_parts(self.model, self.parallelism, dict(zip(named, gradients, strict=True)), summed=False)
         there = own_parts(self.model, self.parallelism, {name: p.grad for name, p in named.items()}, summed=True)
         errors = gradient_errors(expected, {name: (t, norm_of(t)) for name, t in there.items()})
         name = max(errors, key=lambda name: errors[name], default="")
-        whole = {i: grad for i, grad in found.items() if i in self._whole}
-        sketches = {str(i): [*sketch(grad).tolist(), grad.element_size()] for i, grad in whole.items()}
+        replicated = {i: grad for i, grad in found.items() if i in self._replicated}
+        sketches = {str(i): [*sketch(grad).tolist(), grad.element_size()] for i, grad in replicated.items()}
         ranks = of_all_ranks(self.meshes, "gradients of outputs", [errors.get(name, 0.0), name, sketches])
-        for place in {place: None for *_, theirs in ranks for place in theirs}:
-            self._refuse_different([theirs.get(place, (0.0, 0.0, 8)) for *_, theirs in ranks])
+        for index in {index: None for *_, theirs in ranks for index in theirs}:
+            self._raise_if_different([theirs.get(index, (0.0, 0.0, 8)) for *_, theirs in ranks])
         error, name = max((one[0], one[1]) for one in ranks)
-        if _OF_PARAMETERS < error < inf:
+        if _PARAMETER_BOUND < error < inf:
             warn_once(
                 self.meshes,
                 name,
-                "after backward %.2g of the gradient of %r does not come from what the model's forward returned: the "
-                "loss takes parameters, or tensors from inside of the model, which hold %s. That is not compared with "
-                "one process. Let forward return what the loss takes (hidden states by output_hidden_states=True), or "
-                "see to it that each rank adds its share.",
+                "after backward, %.2g of the gradient of %r does not come from the outputs of the model's forward: the "
+                "loss also depends on parameters, or on tensors inside the model, which hold only %s. This dependence "
+                "is not compared with a single process. Compute the loss from the outputs of forward (use "
+                "output_hidden_states=True for hidden states), or make sure that each rank adds only its share.",
                 error,
                 name,
-                _held_by_a_rank(self.parallelism),
+                _rank_contents(self.parallelism),
             )
 
-    def _refuse_different(self, ranks: Sequence[tuple[float, float, int]]) -> None:
+    def _raise_if_different(self, ranks: Sequence[tuple[float, float, int]]) -> None:
         """Raise ValueError if the ranks' sketches of the gradient of an output differ."""
         norms, projections, sizes = zip(*ranks, strict=True)
-        if max(projections) - min(projections) > _OF_OUTPUTS[min(sizes)] * max(norms):
+        if max(projections) - min(projections) > _OUTPUT_BOUNDS[min(sizes)] * max(norms):
             raise ValueError(
-                "in backward the ranks that share the model have different gradients of what its forward returned, "
-                "which is the same on all of them: their losses differ. Each must compute the same loss: from what "
-                "forward returned, and not from what is inside of the model, which is "
-                f"{_held_by_a_rank(self.parallelism)}."
+                "in backward, ranks that share the model have different gradients of the outputs of its forward, which "
+                "are equal on all of them: their losses differ. Each rank must compute the same loss, from the outputs "
+                "of forward and not from tensors inside the model, which hold only "
+                f"{_rank_contents(self.parallelism)}."
             )
 
 
-def _held_by_a_rank(parallelism: Parallelism) -> str:
+def _rank_contents(parallelism: Parallelism) -> str:
     tokens, features = parallelism.shards_sequence, parallelism.tp_mesh is not None
-    return "a rank's " + " or ".join(["tokens"] * tokens + ["heads and features"] * features)
+    return "one rank's " + " or ".join(["tokens"] * tokens + ["heads and features"] * features)
 
 
-def _of_parameters(
+def _parameter_gradients(
     outputs: Sequence[Tensor], total: Mapping[int, Tensor], parameters: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Gradients of `parameters`, from those of outputs. An output may depend on another one: a loss on logits.
+    """Return the gradients of `parameters` that follow from `total`, the gradients of `outputs` by index.
 
-    The gradient of logits in backward includes the contribution of the loss, which is subtracted here.
+    One output may depend on another: a loss is computed from logits. The gradient of the logits then includes the
+    contribution of the loss, which is subtracted here so that it is not counted twice.
     """
-    # Nodes are numbered in the order of creation: an output depends on those with smaller numbers only.
+    # Autograd numbers nodes in the order of creation, so an output depends only on nodes with smaller numbers.
     nodes: dict[int, Any] = {i: outputs[i].grad_fn for i in total}
     order = sorted(total, key=lambda i: 0 if nodes[i] is None else -nodes[i]._sequence_nr())
     roots: list[Tensor] = []

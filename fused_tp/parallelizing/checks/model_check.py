@@ -1,4 +1,4 @@
-"""Check that all ranks have made the same model before it is sharded, and that it is not changed afterwards."""
+"""Check that all ranks have built the same model before it is sharded, and that it is not changed afterwards."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
 from fused_tp.parallelizing.marks import MARK
 
 _LOG = logging.getLogger("fused_tp")
-# Size of the sample compared of each tensor, and the most rows in it. A small sample suffices, as independently drawn
-# weights differ everywhere; it covers every row, as few rows may have been added to a vocabulary.
-_SAMPLE, _MOST = 1021, 1 << 20
+# Number of elements of each tensor that are compared. Few suffice, because independently initialized weights differ
+# everywhere. But up to _MAX_ROWS rows the sample includes every row, because ranks may differ in a few rows only, such
+# as those that were added to a vocabulary.
+_SAMPLE, _MAX_ROWS = 1021, 1 << 20
 
 
 def is_parallelized(model: nn.Module) -> bool:
@@ -43,36 +44,36 @@ def is_parallelized(model: nn.Module) -> bool:
 class ModuleCheck:
     """Forward pre-hooks that check, at the first calls and periodically, for changes made after sharding.
 
-    New parameters beside or instead of shards would raise no error elsewhere, so they are refused. A new module without
-    parameters, or a forward, method or hook that the caller has changed, is logged: it was not compared with the whole
+    New or replaced parameters raise an error, because nothing else would detect them. A new module without parameters,
+    or a forward, method or hook that the caller has changed, is logged, because it was not compared with the unsharded
     model.
 
     Args:
-        parallelism: the mark of the model's modules.
+        parallelism: value of the attribute `MARK` of the model's modules.
         model: the model as `parallelize` returns it.
-        from_meta: the model was made on the meta device, and may have no values yet.
+        from_meta: True if the model was built on the meta device, so that its parameters may have no values yet.
 
     Raises:
-        ValueError: modules with parameters, or parameters, were put into a tensor parallel model; `parameter.data` was
-            assigned to, which a DTensor ignores; parameters have no values.
+        ValueError: a parameter, or a module with parameters, was added to a tensor parallel model; `parameter.data` was
+            assigned, which has no effect on a DTensor; or parameters have no values.
     """
 
     def __init__(self, parallelism: Any, model: nn.Module, *, from_meta: bool) -> None:
         self.parallelism = parallelism
         self.from_meta = from_meta
         self.calls, self._is_due = 0, False
-        self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the whole model
+        self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the unsharded model
         self.memory = _memory_of(model)
 
     def remember(self, model: nn.Module) -> None:
-        """Record that the current code of `model` has been compared."""
+        """Record that the current code of `model` has been compared with the unsharded model."""
         self._code = {name: code_of(module) for name, module in model.named_modules()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "memory": {}, "_code": {}}  # a copy has other parameters and modules
 
     def refuse(self, model: nn.Module, args: Any) -> None:
-        """Refuse changed parameters. The first hook, before those that make the model whole."""
+        """Raise ValueError for changed parameters. This hook runs before the hooks that restore the unsharded model."""
         if is_suspended():
             return
         self.calls += 1
@@ -84,8 +85,8 @@ class ModuleCheck:
             own = own if self.parallelism.tp_mesh is not None else {}
             if own and getattr(module, MARK, None) is not self.parallelism:
                 raise ValueError(
-                    f"{name!r} ({type(module).__name__}) was put into the model after parallelize, so it is not "
-                    "parallel. Put it in before; LoRA adapters also after, by "
+                    f"{name!r} ({type(module).__name__}) was added to the model after parallelize, so it is not "
+                    "sharded. Add it before parallelize. LoRA adapters can also be added afterwards, with "
                     "fused_tp.parallelizing.peft.parallel_config."
                 )
             for key, parameter in own.items():
@@ -93,10 +94,9 @@ class ModuleCheck:
                 plain = key in vars(module).get(PLAIN_SHARDINGS, {}) and not is_traceable_wrapper_subclass(parameter)
                 if not (plain or isinstance(parameter, DTensor)):
                     raise ValueError(
-                        f"{path!r} is a {type(parameter).__name__} of {tuple(parameter.shape)} that was put into the "
-                        "model after parallelize, by a quantizer perhaps, so it is not this rank's part. Leave layers "
-                        "to be quantized out of the plan, and quantize before; load other values by "
-                        "load_full_state_dict."
+                        f"{path!r} is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that replaced the "
+                        "rank's shard after parallelize (a quantizer may do so). Quantize layers before parallelize, "
+                        "and remove them from the plan. To load other values, use load_full_state_dict."
                     )
         self._check_memory(model)
         if self.from_meta and self.parallelism.tp_mesh is not None:
@@ -104,7 +104,7 @@ class ModuleCheck:
             _check_values(model)
 
     def name_changes(self, model: nn.Module, args: Any) -> None:
-        """Log changed code. The last hook, after a comparison has recorded the code that it covers."""
+        """Log changed code. This hook runs last, after a comparison has recorded the code that it covers."""
         if is_suspended() or not self._is_due:
             return
         for name, module in model.named_modules():
@@ -113,8 +113,8 @@ class ModuleCheck:
             changed = [part for part, what in code.items() if self._code and before.get(part) != what]
             if changed and is_first_rank(self.parallelism):
                 _LOG.warning(
-                    "since parallelize %r (%s) has another %s: what it computes was not compared with the whole model, "
-                    "and it sees a rank's part. Change it before parallelize, which compares.",
+                    "%r (%s) was changed after parallelize: %s. Its outputs were not compared with the unsharded "
+                    "model, and its tensors may be this rank's shards. Change it before parallelize, which compares.",
                     name,
                     type(module).__name__,
                     ", ".join(changed),
@@ -126,15 +126,15 @@ class ModuleCheck:
             before, now = self.memory.get(id(parameter)), memory.get(id(parameter))
             if before and now and before[0] != now[0] and before[1] == now[1]:
                 raise ValueError(
-                    f"{name}.data was assigned to, which has no effect on a DTensor: the rank's part is what it was. "
-                    "Write in place, as parameter.mul_(0.5) under torch.no_grad(), or load whole tensors by "
+                    f"{name}.data was assigned, which has no effect on a DTensor: the rank's shard is unchanged. "
+                    "Write in place, for example parameter.mul_(0.5) under torch.no_grad(), or load full tensors with "
                     "load_full_state_dict."
                 )
         self.memory = memory
 
 
 def remember_code(model: nn.Module) -> None:
-    """Record that the callers' current code in `model` has been compared with the whole model."""
+    """Record that the callers' current code in `model` has been compared with the unsharded model."""
     for hook in model._forward_pre_hooks.values():
         check = getattr(hook, "__self__", None)
         if isinstance(check, ModuleCheck):
@@ -142,8 +142,11 @@ def remember_code(model: nn.Module) -> None:
 
 
 def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
-    """Storages of each DTensor parameter, by id: its own, which has no memory, and that of its shard. An assignment to
-    `data` replaces the first only. (No weak references to tensors: module.to() refuses to swap those.)"""
+    """Map the id of each DTensor parameter to the storages of the DTensor itself (empty) and of its shard.
+
+    An assignment to `data` replaces only the first. The storages are referenced weakly, not the tensors, because
+    module.to() cannot swap tensors that have weak references.
+    """
     dtensors = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
     return {
         id(one): (StorageWeakRef(one.untyped_storage()), StorageWeakRef(one._local_tensor.untyped_storage()))
@@ -152,7 +155,7 @@ def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakR
 
 
 def _check_values(model: nn.Module) -> None:
-    """Refuse parameters that still hold the NaN with which a model from the meta device is filled."""
+    """Raise ValueError if parameters still hold NaN, with which `parallelize` fills a model from the meta device."""
     locals_of = {name: p._local_tensor if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     firsts = {name: t.detach().view(-1)[:1].float() for name, t in locals_of.items() if t.is_floating_point()}
     known = {name: first for name, first in firsts.items() if first.numel()}
@@ -161,8 +164,8 @@ def _check_values(model: nn.Module) -> None:
         names = [name for name, one in zip(known, unset, strict=True) if one]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ValueError(
-            f"the model was made on the meta device, and {listed(map(repr, names[:4]))}{more} have no values (NaN). "
-            "Load some by load_full_state_dict or torch.distributed.checkpoint, or initialise the model, by "
+            f"the model was built on the meta device, and {listed(map(repr, names[:4]))}{more} have no values (NaN). "
+            "Load values with load_full_state_dict or torch.distributed.checkpoint, or initialize the model with "
             "init_weights() or apply(), with equal random states on all ranks."
         )
 
@@ -179,7 +182,10 @@ _LIBRARIES = (
 
 
 def code_of(module: nn.Module) -> dict[str, object]:
-    """The callers' code that runs in `module`, by name; without libraries', which may register hooks at any time."""
+    """Return the callers' code that runs in `module`: its class, methods, callable attributes and hooks, by name.
+
+    Functions of `_LIBRARIES` are omitted, because libraries may register hooks at any time.
+    """
     code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
     own = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
@@ -193,7 +199,7 @@ def code_of(module: nn.Module) -> dict[str, object]:
 
 
 def is_of_library(function: Any) -> bool:
-    """True if `function`, or the function inside a partial, belongs to a library that models are made with."""
+    """True if `function`, or the function that a partial wraps, is defined in one of `_LIBRARIES`."""
     inner = getattr(function, "func", function)
     home = getattr(inner, "__module__", None) or type(inner).__module__
     return f"{home}.".startswith(_LIBRARIES)
@@ -219,13 +225,13 @@ def warn_once(meshes: Sequence[DeviceMesh], key: str, message: str, *values: obj
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
-    """Compare parameters and persistent buffers over the ranks of `meshes`: names, shapes, dtypes, requires_grad, and a
-    sample of the values.
+    """Compare parameters and persistent buffers over the ranks of `meshes`.
 
-    Tensors on the meta device are compared without values; tensors that are not dense are not compared.
+    Names, shapes, dtypes, requires_grad and a sample of the values are compared. Tensors on the meta device are
+    compared without values. Tensors that are not dense are not compared.
 
     Raises:
-        RankMismatchError: on all ranks; names the difference and how to remove it.
+        RankMismatchError: raised on all ranks. It names the tensors that differ, and the remedy.
     """
     named = chain(model.named_parameters(), _persistent_buffers(model))
     mine = {name: [list(t.shape), str(t.dtype), t.requires_grad, _sample(t)] for name, t in named if _is_plain(t)}
@@ -242,10 +248,10 @@ def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
             dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
             more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
             raise RankMismatchError(
-                f"the ranks of {dims} have made different models: {listed(map(repr, differ[:4]))}{more} of rank {i} of "
-                f"the {len(ranks)} differ from another rank's in shape, dtype, requires_grad or values. Each is to "
-                "keep a part of one model. Give all ranks one random state before they make it (torch.manual_seed(0)), "
-                "or load the same checkpoint on all of them."
+                f"the ranks of {dims} have built different models: {listed(map(repr, differ[:4]))}{more} of rank {i} "
+                f"of {len(ranks)} differ from another rank's in shape, dtype, requires_grad or values. All ranks must "
+                "build the same model, since each keeps a shard of it. Set the same random state on all ranks before "
+                "they build it (torch.manual_seed(0)), or load the same checkpoint on all of them."
             )
 
 
@@ -261,32 +267,32 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(t: Tensor) -> bool:
-    """True if `t` is dense and holds its values itself: not a DTensor or another class that dispatches."""
+    """True if `t` is dense and stores its own values, unlike a DTensor or another class with __torch_dispatch__."""
     if is_lazy(t) or type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
     return t.layout == torch.strided and not (t.is_nested or t.is_quantized)
 
 
 def _sample(t: Tensor) -> int | None:
-    """Checksum of a sample of `t`; None on the meta device, and for elements of less than a byte."""
+    """Checksum of a sample of `t`; None on the meta device, or if elements are smaller than a byte."""
     if t.is_meta:
         return None
     with torch._C.DisableTorchFunctionSubclass():  # parameter classes may override the functions below
         t = t.detach()
         if t.ndim and t.numel():
-            try:  # by index: flattening would copy all of a transposed tensor
-                sample = t[torch.unravel_index(_places(t.shape).to(t.device), t.shape)]
-            except NotImplementedError:  # torch does not index elements of less than a byte
+            try:  # indexed, not flattened: flattening would copy all of a transposed tensor
+                sample = t[torch.unravel_index(_sample_indices(t.shape).to(t.device), t.shape)]
+            except NotImplementedError:  # torch cannot index elements smaller than a byte
                 return None
         else:
             sample = t
         return checksum(sample.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _places(shape: torch.Size) -> Tensor:
-    """Flat indices of a sample of each row, or of _MOST rows if there are more, in different columns for each row."""
+def _sample_indices(shape: torch.Size) -> Tensor:
+    """Flat indices of a sample of each row, or of _MAX_ROWS rows if there are more. Columns vary between rows."""
     rows, columns = shape[0], shape[1:].numel()
-    sampled = min(rows, _MOST)
+    sampled = min(rows, _MAX_ROWS)
     each = min(columns, -(-_SAMPLE // sampled))
     row = (torch.arange(sampled, device="cpu") * rows // sampled).unsqueeze(1)
     column = torch.arange(each, device="cpu") * columns // each + row * 7919 % (columns // each)

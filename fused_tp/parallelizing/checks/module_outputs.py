@@ -1,7 +1,7 @@
-"""Compare the outputs of a parallel model's modules with those of the whole model for the same batch.
+"""Compare the module outputs of a parallel model with those of the unsharded model for the same batch.
 
-A rank knows which shards of a tensor it may hold: some of the tokens, in the order of its context parallel layout, some
-of the features or heads, or both. It finds the matching shard of the whole tensor by shape, without communication.
+A rank's output may hold some of the tokens, in the order of its context parallel layout, some of the features or heads,
+or both. The rank finds the matching shard of the full output by its shape, without communication.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fused_tp.parallelizing.forward_shard import CpContext, running_node
 from fused_tp.parallelizing.outputs import tensors_in
 
 Outputs = dict[str, list[list[Tensor]]]
-"""Returned tensors for each call, by module name, in the order in which modules return."""
-_PACKED = (1, 2, 3)  # numbers of consecutive parts that are each sharded: 2 for gate and up; 3 for q, k and v
+"""Lists of returned tensors, one for each call, by module name in the order in which modules return."""
+_PACKED = (1, 2, 3)  # equal blocks of a dim, each of which is sharded by itself: 2 for gate and up; 3 for q, k and v
 _SMALLEST = 1e-6  # smallest denominator of a relative error
 
 
 def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """The largest difference, relative to the largest expected value, or to `scale` where that is larger."""
+    """Return the largest difference divided by the largest expected value, or by `scale` if that is larger."""
     if not found.numel():
         return 0.0
     wide = torch.complex128 if expected.is_complex() else torch.float64
@@ -43,7 +43,7 @@ def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float
 
 @dataclass
 class Recording:
-    """Outputs of the modules of a whole model.
+    """Module outputs of an unsharded model.
 
     Attributes:
         outputs: outputs of each call, by module name.
@@ -56,16 +56,16 @@ class Recording:
 
 @contextmanager
 def recorded(model: nn.Module, before_each: Callable[[], object] = lambda: None) -> Iterator[Recording]:
-    """Context in which outputs of all modules of `model` are recorded, on the CPU.
+    """Record the outputs of all modules of `model` in this context, as copies on the CPU.
 
     Args:
-        before_each: called when a module returns; an exception ends the forward pass.
+        before_each: called whenever a module returns; an exception that it raises stops the forward pass.
     """
     recording = Recording(_parameters_in(model))
 
     def record(name: str, module: nn.Module, args: object, output: Any) -> None:
         before_each()
-        # Copies, as models write into tensors in place.
+        # Copy, because later modules may write into these tensors in place.
         copies = [t.detach().to("cpu", copy=True) for t in tensors_in(output)]
         recording.outputs.setdefault(name, []).append(copies)
 
@@ -78,10 +78,10 @@ def recorded(model: nn.Module, before_each: Callable[[], object] = lambda: None)
 
 
 def first_difference(errors: Mapping[str, float], bound: float) -> tuple[str | None, set[str]]:
-    """Return the first module whose output differs by more than `bound`, and those that differ inside a correct one.
+    """Return the name of the first module with a wrong output (or None), and the names of the exempt modules.
 
-    The latter return other values than in the whole model (terms of a sum, another order), but the module around them
-    returns the right ones.
+    An output is wrong if its error exceeds `bound`. A module is exempt if the module that encloses it has a correct
+    output: inside, a sharded model may compute other values, such as terms of a sum or tokens in another order.
     """
     wrong = {name for name, error in errors.items() if not error <= bound}
     others = set()
@@ -93,19 +93,19 @@ def first_difference(errors: Mapping[str, float], bound: float) -> tuple[str | N
 
 
 def enclosing(name: str) -> Iterator[str]:
-    """Names of the modules around the module `name`, the nearest first."""
+    """Yield the names of the modules that contain the module `name`, the innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 class RankPart:
-    """Shards of a tensor that this rank may hold.
+    """The shards of a tensor that this rank may hold; `error` compares an output with the one that fits.
 
     Args:
-        tp, cp: 1-D meshes; None: nothing is sharded over it.
+        tp, cp: 1-D meshes; None if nothing is sharded over such a mesh.
         tokens: number of tokens of a row, over all ranks.
-        documents: bounds of packed documents: where each begins, and the end; () for one document.
+        documents: the start of each packed document, then the end of the last one; () for one document.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RankPart:
             else CpContext(cp, tokens, documents=documents).positions(cpu)
         )
         start, stop = shard_range(len(own), self._tp_ranks, self._tp_rank)
-        self._positions = [own, own[start:stop]]  # the latter with sequence parallelism
+        self._positions = [own, own[start:stop]]  # without and with sequence parallelism
 
     def error(
         self, found: Tensor, expected: Tensor, measure: Callable[[Tensor, Tensor], float] = relative_error
@@ -134,16 +134,16 @@ class RankPart:
             for dim, indices in enumerate(choices):
                 part = part if indices is None else part.index_select(dim, indices)
             errors.append(measure(found, part))
-        # Several shards may have that shape. The smallest error is the right one's: others would differ everywhere.
+        # Several shards may have that shape. The right one has the smallest error: the others differ everywhere.
         return min(errors, default=None)
 
     def _choices(self, whole: int, own: int) -> list[Tensor | None]:
-        """Sets of `own` indices that this rank may hold of a dim of size `whole`; None for all indices."""
+        """Return the sets of `own` indices of a dim of size `whole` that this rank may hold; None means all indices."""
         if own == whole:
             return [None]
         choices: list[Tensor] = []
         rows, rest = divmod(whole, self._tokens)
-        if rows and not rest:  # tokens of one row, or of all rows in one dim
+        if rows and not rest:  # the dim may hold the tokens of one row, or of all rows
             begins = torch.arange(rows, device="cpu").unsqueeze(1) * self._tokens
             choices += [(begins + positions).flatten() for positions in self._positions]
         for parts in _PACKED:
@@ -155,20 +155,20 @@ class RankPart:
 
 
 class OutputComparison:
-    """Records outputs of the modules of a parallel model; `differences` compares them with the `expected` ones."""
+    """Recorder of the module outputs of a parallel model; `differences` compares them with `expected`."""
 
     def __init__(self, expected: Recording, part: RankPart) -> None:
         self._expected, self._part = expected, part
-        self._found: list[tuple[str, list[Tensor]]] = []  # copies, as models write into tensors in place
+        self._found: list[tuple[str, list[Tensor]]] = []  # copies, because models may write into tensors in place
 
     @contextmanager
     def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Context in which outputs of `models` are recorded; each is the recorded model, or a part of it."""
+        """Record the module outputs of `models` in this context: the whole model, or this rank's pipeline stages."""
         handles = []
         for model in models:
             parameters = _parameters_in(model)
             for name, module in model.named_modules():
-                # Otherwise it is a pipeline's stand-in for layers of other stages, or encloses some: not comparable.
+                # A module with fewer parameters lacks layers of other pipeline stages: its output is not comparable.
                 if self._expected.parameters.get(name) == parameters[name]:
                     handles.append(module.register_forward_hook(partial(self._record, name)))
         try:
@@ -184,7 +184,7 @@ class OutputComparison:
 
     @torch.no_grad()
     def differences(self) -> tuple[dict[str, float], dict[str, str]]:
-        """Return (largest error of all calls, reason why it is not compared), each by module name."""
+        """Return (largest error over all calls, reason why the module is not compared), each a dict by module name."""
         errors: dict[str, float] = {}
         skipped: dict[str, str] = {}
         counts: dict[str, int] = {}
@@ -192,7 +192,7 @@ class OutputComparison:
             call = counts[name] = counts.get(name, 0) + 1
             calls = self._expected.outputs.get(name, [])
             if call > len(calls) or len(found) != len(calls[call - 1]):
-                skipped[name] = f"it returns other numbers of tensors, or is called more than {len(calls)} times"
+                skipped[name] = f"it returns a different number of tensors, or is called more than {len(calls)} times"
                 continue
             for t, whole in zip(found, calls[call - 1], strict=True):
                 if not whole.ndim:
@@ -203,14 +203,14 @@ class OutputComparison:
                 own = t.to_local() if isinstance(t, DTensor) else t
                 error = self._part.error(own, whole)
                 if error is None:
-                    skipped[name] = f"it returns {tuple(own.shape)}, which is no known part of {tuple(whole.shape)}"
+                    skipped[name] = f"it returns {tuple(own.shape)}, which is not a known shard of {tuple(whole.shape)}"
                 else:
                     errors[name] = max(errors.get(name, 0.0), error)
         return errors, skipped
 
 
 def _parameters_in(model: nn.Module) -> dict[str, set[str]]:
-    """Parameter names by module name, relative to the module and including those of submodules."""
+    """Map each module name to the names of its parameters, relative to the module and including submodules."""
     names: dict[str, set[str]] = {name: set() for name, _ in model.named_modules(remove_duplicate=False)}
     for name, _ in model.named_parameters(remove_duplicate=False):
         for around in enclosing(name):

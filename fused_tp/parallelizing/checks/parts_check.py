@@ -1,8 +1,8 @@
 """Check that each rank still has its own shard of a model, and that all ranks take the same optimizer steps.
 
-Code that mistakes a rank's shard for the whole model, such as DistributedDataParallel over all ranks or a broadcast
-from the first one, leaves all tensor parallel ranks with the same shard. A rank that alone skips an optimizer step has
-a different model from then on. Neither raises an error.
+Code that treats a rank's shard as the full model (DistributedDataParallel over all ranks, or a broadcast from rank 0)
+leaves all tensor parallel ranks with the same shard. If a single rank skips an optimizer step, its weights no longer
+match those of the other ranks. Neither mistake raises an error elsewhere.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ _OVER_DATA_PARALLEL = "DistributedDataParallel(model, process_group=mesh['dp'].g
 class PartsCheck:
     """Forward pre-hook that compares samples of weight shards, and numbers of optimizer steps, over ranks.
 
-    Cost at the calls of `is_due`: a copy of 61 elements of each sharded parameter, one transfer from the device, and
-    one exchange of a few numbers for each mesh.
+    It runs at the calls that `is_due` selects. Each run copies 61 elements of each sharded parameter, transfers them
+    from the device at once, and exchanges a few numbers over each mesh.
 
     Args:
-        meshes: meshes whose ranks call the model together, `tp_mesh` first: optimizer steps are compared over that one.
+        meshes: meshes whose ranks call the model together; if weights are sharded, the first one must be `tp_mesh`.
         tp_mesh: mesh over which weights are sharded, or None.
 
     Raises:
-        ValueError: ranks hold the same shard; a wrapper shards or averages over ranks that hold different shards.
+        ValueError: two ranks hold the same shard; or a wrapper shards or averages over ranks that hold different
+            shards.
         RankMismatchError: ranks have taken different numbers of steps.
     """
 
     def __init__(self, meshes: Sequence[DeviceMesh], tp_mesh: DeviceMesh | None) -> None:
         self.meshes, self.tp_mesh = tuple(meshes), tp_mesh
-        self.calls = {True: 0, False: 0}  # in training mode and not, as weights may be loaded in between
+        self.calls = {True: 0, False: 0}  # per mode: weights may be loaded between training and evaluation
         self._accepted = 0  # id of the DistributedDataParallel that has passed the check
 
     def __call__(self, model: nn.Module, args: Any) -> None:
@@ -70,7 +71,7 @@ class PartsCheck:
         places: dict[int, int] = {}
         for _, theirs, part, _ in found:
             if part is not None and places.setdefault(part, theirs) != theirs:
-                self._refuse(f"ranks {places[part]} and {theirs} hold the same numbers in every part of the weights")
+                self._refuse(f"ranks {places[part]} and {theirs} hold the same values in all weight shards")
         check_equal_steps(self.meshes, [steps for *_, steps in found])
 
     def _check_data_parallel(self, model: nn.Module) -> None:
@@ -78,20 +79,20 @@ class PartsCheck:
         if wrapper is None or self.tp_mesh is None or id(wrapper) == self._accepted:
             return
         shared = self._shared_with(dist.get_process_group_ranks(wrapper.process_group))
-        if shared and any(True for _ in _plain_parts(model)):
+        if shared and any(True for _ in _plain_shards(model)):
             self._refuse(f"DistributedDataParallel is over global ranks {listed(map(str, shared))}, which hold")
         self._accepted = id(wrapper)
 
     def _shared_with(self, ranks: Sequence[int]) -> list[int]:
-        """Tensor parallel ranks among these global ranks, if there is more than one."""
+        """Return the tensor parallel ranks among the global `ranks`; [] if there is only one."""
         assert self.tp_mesh is not None
         ours = set(self.tp_mesh.mesh.flatten().tolist()) & set(ranks)
         return sorted(ours) if len(ours) > 1 else []
 
     def _parts(self, model: nn.Module) -> Iterator[Tensor]:
-        """Yield the local shards of weights over `tp_mesh`, except experts, which may start as copies."""
+        """Yield this rank's shards of weights over `tp_mesh`, except experts, which may start with equal values."""
         assert self.tp_mesh is not None
-        for name, parameter, sharding in _plain_parts(model):
+        for name, parameter, sharding in _plain_shards(model):
             if not isinstance(parameter, DTensor):
                 if not _is_distributed(parameter, sharding.placement):
                     yield parameter
@@ -108,11 +109,11 @@ class PartsCheck:
         assert self.tp_mesh is not None
         dim = repr((self.tp_mesh.mesh_dim_names or ("tp",))[0])
         raise ValueError(
-            f"{what}{' different parts of the model' if what.endswith('hold') else ''}, along the tensor parallel dim "
-            f"{dim}. Their weights are no longer the model's: they were broadcast from one rank, or are averaged, as "
-            "if each rank had a copy. Make or load the model anew, and replicate or shard it over its data parallel "
-            f"ranks only: {_OVER_DATA_PARALLEL}, fully_shard(model, mesh=mesh['dp']). Accelerator.prepare(model) takes "
-            "all ranks: leave the model out of it, or use parallel_trainer, with parameters='dtensor'."
+            f"{what}{' different shards of the model' if what.endswith('hold') else ''}, along the tensor parallel dim "
+            f"{dim}. Their shards were, or would be, overwritten: a broadcast or an average over these ranks treats "
+            "each shard as a copy. Build or load the model again, and replicate or shard it over its data parallel "
+            f"ranks only: {_OVER_DATA_PARALLEL}, fully_shard(model, mesh=mesh['dp']). Accelerator.prepare(model) uses "
+            "all ranks: do not pass the model to it, or use parallel_trainer with parameters='dtensor'."
         )
 
 
@@ -123,16 +124,18 @@ def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> 
         return
     dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
     raise RankMismatchError(
-        f"the ranks of {dims} have taken different numbers of optimizer steps with the parameters of the model that "
-        f"they share: {steps[0]} by the first of the {len(steps)}, {steps[other]} by number {other}. Their weights "
-        "differ from the first such step on: go back to a checkpoint. Most likely a rank has skipped a step because of "
-        "its own gradients. torch.amp.GradScaler and fused_tp.nn.clip_grad_norm_ decide alike on all ranks."
+        f"the {len(steps)} ranks of {dims} share a model, but have taken different numbers of optimizer steps with its "
+        f"parameters: {steps[0]} on rank 0, {steps[other]} on rank {other}. Their weights differ from the first such "
+        "step on: resume from a checkpoint. Most likely a rank has skipped a step because of its own gradients. Use "
+        "torch.amp.GradScaler and fused_tp.nn.clip_grad_norm_, which take the same decision on all ranks."
     )
 
 
-def _plain_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedLayout]]:
-    """Yield the sharded parameters that `plain_parameters_` has made plain, or the DTensors by which fully_shard has
-    replaced them."""
+def _plain_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedLayout]]:
+    """Yield (path, parameter, layout) for each sharded parameter that `plain_parameters_` has converted.
+
+    The parameter is a DTensor if fully_shard has replaced it.
+    """
     for path, module in model.named_modules():
         for key, sharding in vars(module).get(PLAIN_SHARDINGS, {}).items():
             parameter = module._parameters.get(key)

@@ -1,18 +1,18 @@
-"""Compare a sharded model with the whole one: both run on a few pseudo-random tokens, without gradients.
+"""Compare a sharded model with the unsharded one: both run on a few pseudo-random tokens, without gradients.
 
-| when | what happens |
+| when | action |
 |---|---|
-| before sharding | constant parameters (norms at 1, biases at 0) get noise, so that their wrong use shows |
-| | the whole model runs in its current mode, and the outputs of all its modules are recorded; if it draws random |
-| | numbers, which differ on a rank with a part of the tokens, it runs without dropout, or in eval mode instead |
-| | the ranks agree whether all have outputs; if not, nothing is compared and a log line gives the reason |
-| after sharding | the sharded model runs on the same tokens, in the same mode; ranks exchange its output error |
-| | 16-bit models above the bound of their dtype run again with rounding errors added, which may explain the error |
-| | the parameters get their constant back |
-| | if the error exceeds the bound and rounding does not explain it, all ranks raise and name the first module |
+| before sharding | add noise to constant parameters (norms at 1, biases at 0), which would hide that they are misused |
+| | run the unsharded model in its current mode, and record the outputs of all its modules; if it draws random |
+| | numbers, which would differ on a rank with a shard of the tokens, run it without dropout or in eval mode instead |
+| | exchange whether all ranks have outputs; if not, log the reason and skip the comparison |
+| after sharding | run the sharded model on the same tokens, in the same mode; exchange the error of its output |
+| | if the error exceeds the bound of the dtype, run it again with rounding errors added, to measure their effect |
+| | set the parameters back to their constant |
+| | if the error exceeds both the bound and the effect of rounding, raise on all ranks, naming the first wrong module |
 
-The comparison restores modes, random states, buffers and attributes of the whole model. It does not cover gradients,
-caches, or windows longer than its few tokens.
+The comparison restores modes, random states, buffers and attributes of the unsharded model. It does not cover
+gradients, caches, or windows longer than its few tokens.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ from fused_tp.parallelizing.checks.undisturbed import Mode, undisturbed
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.outputs import tensors_in
 
-SECONDS = 2.0  # limit for the whole model; the sharded one takes about as long
-_LARGE = 32_000_000  # parameters; above that, the batch is one short row, which keeps the comparison cheap
+SECONDS = 2.0  # time limit for the unsharded model; the sharded one takes about as long
+_LARGE = 32_000_000  # models with more parameters get a batch of one short row, which keeps the comparison cheap
 _NOISE = 0.1
 _IDS: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
 _NUMBERS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-# Bounds of a token's output error, relative to its norm. Parts of fp64 models compute in fp32.
+# Bounds of a token's output error, relative to its norm. Loose for fp64, because some modules always compute in fp32.
 BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
-ROUNDING_FACTOR = 4.0  # times the rounding error measured on this model, where the bound by dtype is smaller
-LARGEST_BOUND = 0.7  # above that, a wrong output, off by about its own size, would pass
-_OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # precision of fp32 matmuls
+ROUNDING_FACTOR = 4.0  # errors up to this factor times the measured effect of rounding are accepted
+LARGEST_BOUND = 0.7  # a wrong output is off by about its own norm, so larger bounds could not detect it
+# By torch.get_float32_matmul_precision(): the dtype whose rounding is closest to that of fp32 matmuls.
+_MATMUL_PRECISIONS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
 
 
 class TooLongError(Exception):
-    """The whole model takes longer than `SECONDS`."""
+    """The unsharded model takes longer than its time limit."""
 
 
 @dataclass
@@ -68,10 +69,10 @@ class Compared:
     """The sharded model, and the outcome of `compared`.
 
     Attributes:
-        sharded: owner of the parameters by name: the model itself, or the pipeline built from it.
-        modules: modules of this rank, each with names as in the whole model.
-        run: takes keyword arguments of forward and returns its output, or None on ranks that do not have it.
-        right: True if it computes the same as the whole model; False also if they were not compared.
+        sharded: object whose `named_parameters` has the model's names: the model, or the pipeline built from it.
+        modules: modules of this rank, whose submodules have the same names as in the unsharded model.
+        run: function of the keyword arguments of forward that returns the output, or None on ranks without it.
+        right: True if the outputs match those of the unsharded model; False also if they were not compared.
     """
 
     sharded: Any
@@ -83,7 +84,7 @@ class Compared:
 def check_verify(verify: object) -> None:
     """Raise ValueError if `compared` does not accept `verify`."""
     if not (isinstance(verify, (bool, Mapping)) or verify == "auto"):
-        raise ValueError(f"verify is {verify!r}; it must be 'auto', True, False or a dict of forward's arguments.")
+        raise ValueError(f"verify must be 'auto', True, False or a dict of arguments of forward, got {verify!r}.")
 
 
 @contextmanager
@@ -96,16 +97,16 @@ def compared(
     cp: DeviceMesh | None,
     rows: int = 1,
 ) -> Iterator[Compared]:
-    """Context manager in which the caller shards `model`; on exit the result is compared with the whole model.
+    """Context manager in which the caller shards `model`; on exit it is compared with the unsharded model.
 
     Args:
         verify: see `parallelize`.
-        meshes: one-dim meshes whose ranks share the model.
+        meshes: 1-D meshes whose ranks share the model.
         tp, cp: the meshes among them that shard features and tokens.
-        rows: the number of rows of the pseudo-random batch is a multiple of it.
+        rows: the pseudo-random batch has a multiple of this number of rows.
 
     Raises:
-        ValueError: on all ranks: the models differ, or they cannot be compared and `verify` is not "auto".
+        ValueError: raised on all ranks if the models differ, or cannot be compared and `verify` is not "auto".
     """
     outcome = Compared(model, [model], lambda arguments: model(**arguments))
     if verify is False or not meshes or is_suspended():
@@ -118,10 +119,10 @@ def compared(
             whole, reason = _run_whole(
                 model, verify, rows, (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
             )
-        reason = next(filter(None, of_all_ranks(meshes, "outputs of the whole model", reason)), "")
+        reason = next(filter(None, of_all_ranks(meshes, "outputs of the unsharded model", reason)), "")
         if whole is None or reason:
             stack.close()
-            _leave_out(verify, reason, meshes)
+            _skip(verify, reason, meshes)
             yield outcome
             return
         yield outcome
@@ -130,16 +131,16 @@ def compared(
         of_dtype = BOUNDS.get(whole.dtype, BOUNDS[torch.bfloat16])
         ranks = of_all_ranks(meshes, "outputs of the sharded model", [run.error, refusal, of_dtype])
         if refusals := [one[1] for one in ranks if one[1]]:
-            _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}", meshes)
+            _skip(verify, f"it does not support a batch that the unsharded model accepts: {refusals[0]}", meshes)
             return
-        # The maximum over ranks: all take the same decision even if their processors or settings round differently.
+        # Maximum over ranks, so that all decide alike even if their processors or settings round differently.
         error, bound = (max(one[field] for one in ranks) for field in (0, 2))
         if BOUNDS[torch.float32] < bound < error < float("inf"):
             rounding = max(of_all_ranks(meshes, "rounding errors of the sharded model", run.error_of_rounding()))
             bound = max(bound, ROUNDING_FACTOR * rounding)
         if bound > LARGEST_BOUND:
             kind = type(model).__name__
-            _leave_out(verify, f"rounding alone changes outputs of the {kind} by {bound / ROUNDING_FACTOR:.2g}", meshes)
+            _skip(verify, f"rounding alone changes outputs of the {kind} by {bound / ROUNDING_FACTOR:.2g}", meshes)
             return
         outcome.right = error <= bound
         first = None if outcome.right else run.first_difference(bound)
@@ -148,33 +149,34 @@ def compared(
         first = max(names, key=lambda one: one[0])[1]
         at = "The first module whose output differs is {!r} ({}). ".format(*first) if first else ""
         raise ValueError(
-            f"the sharded {type(model).__name__} does not compute what the whole one does: on {whole.shown} its output "
-            f"is off by {error:.2g} of its size, of which rounding explains {bound:g}. {at}{advice(tp, cp)} "
-            "verify=False leaves this comparison out."
+            f"the sharded {type(model).__name__} does not match the unsharded model: on {whole.shown} its relative "
+            f"output error is {error:.2g}, above the rounding bound {bound:g}. {at}{advice(tp, cp)} "
+            "Pass verify=False to skip this check."
         )
 
 
 def advice(tp: DeviceMesh | None, cp: DeviceMesh | None) -> str:
+    """Return sentences on the usual causes of a difference, for error messages."""
     over_cp = (
-        "Over context parallel ranks tokens may meet in attention only: transformers' AttentionInterface with a causal "
-        "mask and no bias, or F.scaled_dot_product_attention; another forward, hook or function that mixes tokens sees "
-        "this rank's."
+        "With a cp_dim, only attention may mix tokens: transformers' AttentionInterface with a causal mask and no "
+        "bias, or F.scaled_dot_product_attention. Any other forward, hook or function that mixes tokens would see only "
+        "this rank's tokens."
     )
     over_tp = (
-        "Over tensor parallel ranks nothing between two sharded layers may join features or heads (softmax, norm, "
-        "chunk, topk), and with sequence_parallel nothing may join tokens: leave such layers out of the plan."
+        "With a tp_dim, nothing between two sharded layers may mix features or heads (softmax, norm, chunk, topk), and "
+        "with sequence_parallel nothing may mix tokens: remove such layers from the plan."
     )
     return " ".join([over_cp] * (cp is not None) + [over_tp] * (tp is not None))
 
 
-def _leave_out(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -> None:
+def _skip(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -> None:
     if verify != "auto":
         raise ValueError(f"verify={verify if verify is True else 'a batch'}: {reason}.")
     warn_once(
         meshes,
         reason,
-        "parallelize does not compare the sharded model with the whole one: %s. `fused-tp check` compares a model of "
-        "this kind on CPUs.",
+        "parallelize did not compare the sharded model with the unsharded one: %s. Use `fused-tp check` to compare a "
+        "small model of this kind on CPUs.",
         reason,
     )
 
@@ -187,20 +189,20 @@ def _obstacle(model: nn.Module) -> str:
     return ""
 
 
-# -- the whole model ---------------------------------------------------------------------------------------------------
+# -- the unsharded model -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Whole:
-    """Outputs of the whole model.
+    """Outputs of the unsharded model.
 
     Attributes:
-        recording: outputs of all modules; "" is the model.
+        recording: outputs of all modules; the model's own name is "".
         arguments: keyword arguments of its forward.
-        rows, tokens: rows of a pseudo-random batch, and tokens of each row; `tokens` is 0 for a given batch.
+        rows, tokens: rows of a pseudo-random batch, and tokens of each row; `tokens` is 0 for the caller's batch.
         dtype: dtype in which it computes.
         mode: mode in which both models run.
-        routed: routers compute in so few bits that some tokens choose other experts in the sharded model.
+        routed: True if it routes tokens to experts in 16 bits, so that rounding may change the experts of some tokens.
     """
 
     recording: Recording
@@ -216,17 +218,18 @@ class _Whole:
         return f"{self.rows} rows of {self.tokens} pseudo-random tokens" if self.tokens else "the given batch"
 
     def error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-        """Largest error of a token's output; the median token's error if tokens are `routed`."""
-        count = len(expected) if len(found) == len(expected) else 1  # else optional outputs follow the first
+        """Return the largest error of a token's output, or the median error over tokens if they are `routed`."""
+        # If the numbers of outputs differ, some are optional: compare the first only.
+        count = len(expected) if len(found) == len(expected) else 1
         errors = [token_errors(*pair) for pair in zip(found[:count], expected, strict=False)]
         return max((float(one.median() if self.routed else one.max()) for one in errors if one.numel()), default=0.0)
 
 
 class _ShardedRun:
-    """Runs the sharded model on the whole one's batch. All methods but `first_difference` are collective calls.
+    """Run of the sharded model on the unsharded model's batch. Each method except `first_difference` is collective.
 
     Attributes:
-        error: error of its output; 0.0 on ranks that do not have the output.
+        error: error of the output; 0.0 on ranks that do not have the output.
     """
 
     def __init__(self, whole: _Whole, outcome: Compared, tp: DeviceMesh | None, cp: DeviceMesh | None) -> None:
@@ -237,7 +240,7 @@ class _ShardedRun:
         self.error = 0.0
 
     def run(self) -> str:
-        """Run the sharded model. Return its reason for refusing the batch, or an empty string."""
+        """Run the sharded model. Return "", or the reason why it does not support the batch."""
         modules = self._outcome.modules
         try:
             with self._comparison.watching(modules):
@@ -245,24 +248,24 @@ class _ShardedRun:
         except FusedTPError:
             raise
         except Exception as error:
-            if _is_refusal(error):
+            if _says_unsupported(error):
                 return str(error)
             raise ValueError(
-                f"the sharded {type(modules[0]).__name__} does not run on {self._whole.shown}, which the whole one "
-                f"takes: {type(error).__name__}: {error}. {self._advice} verify=False leaves this comparison out."
+                f"the sharded {type(modules[0]).__name__} fails on {self._whole.shown}, on which the unsharded model "
+                f"runs: {type(error).__name__}: {error}. {self._advice} Pass verify=False to skip this check."
             ) from error
         self.error = self._whole.error(self._found, self._whole.recording.outputs[""][0]) if self._found else 0.0
         return ""
 
     def error_of_rounding(self) -> float:
-        """Error of a run with rounding errors added, relative to the run without."""
+        """Return the error of a run with rounding errors added, compared with the run without them."""
         with ExitStack() as stack:
             for module in self._outcome.modules:
                 stack.enter_context(rounding_errors(module, self._whole.dtype))
             return self._whole.error(self._outputs(), self._found)
 
     def first_difference(self, bound: float) -> tuple[str, str] | None:
-        """(Name, class) of the first module whose output differs by more than `bound`; None if there is none."""
+        """Return (name, class) of the first module whose output error exceeds `bound`, or None."""
         name = first_difference(self._comparison.differences()[0], bound)[0]
         kinds = {at: type(module).__name__ for one in self._outcome.modules for at, module in one.named_modules()}
         return (name, kinds[name]) if name else None
@@ -272,8 +275,8 @@ class _ShardedRun:
             return tensors_in(self._outcome.run(_on_device(self._whole.arguments, self._outcome.modules)))
 
 
-def _is_refusal(error: Exception) -> bool:
-    """True if `error` was raised in `fused_tp.parallelizing`, whose messages address the caller."""
+def _says_unsupported(error: Exception) -> bool:
+    """True if `error` was raised in `fused_tp.parallelizing`, where such errors name an unsupported argument."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -282,7 +285,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def token_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Norm of the difference per token, relative to the norm of the expected output [..., features]."""
+    """Return for each token the norm of the difference, relative to the norm of `expected` [..., features]."""
     if found.shape != expected.shape:
         return torch.tensor([float("inf")], dtype=torch.float64, device="cpu")
     wide = torch.complex128 if expected.is_complex() else torch.float64
@@ -296,7 +299,7 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple[_Whole | None, str]:
-    """Run the whole model. Return its outputs, or None and the reason."""
+    """Run the unsharded model. Return (outputs, ""), or (None, reason) if it cannot be compared."""
     kind, given = type(model).__name__, isinstance(verify, Mapping)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
     dtype = dtype_of(model)
@@ -304,7 +307,7 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
     rows *= 1 if large else 2
     tokens = max(4 if large else 8, 2 * ranks)
     routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
-    reason = f"no pseudo-random batch for {kind}.forward is known; give one as verify={{name: tensor}}"
+    reason = f"no pseudo-random batch for {kind}.forward is known; pass a batch as verify={{name: tensor}}"
     begun = time.monotonic()
 
     def stop_in_time() -> None:
@@ -317,33 +320,33 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
             with undisturbed([model], mode) as drew, recorded(model, stop_in_time) as recording:
                 found = tensors_in(model(**_on_device(arguments, [model])))
         except TooLongError:
-            return None, f"the whole {kind} takes longer than {SECONDS:g} s on this processor"
+            return None, f"the unsharded {kind} takes longer than {SECONDS:g} s on this processor"
         except Exception as error:
-            reason = f"the whole {kind} does not run on {[*arguments]}: {type(error).__name__}: {error}"
+            reason = f"the unsharded {kind} fails on {[*arguments]}: {type(error).__name__}: {error}"
             continue
         if drew() and mode is not Mode.EVAL:
             continue
         if not found:
             return None, f"{kind}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in found):
-            return None, f"the whole {kind} returns NaN"
+            return None, f"the unsharded {kind} returns NaN"
         return _Whole(recording, arguments, rows, 0 if given else tokens, dtype, mode, routed), ""
     return None, reason
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Dtype with the largest rounding error among those in which `model` computes."""
+    """Return the least precise dtype in which `model` computes."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     dtype = max(kinds, key=lambda dtype: torch.finfo(dtype).eps)
-    return _OF_MATMULS[torch.get_float32_matmul_precision()] if dtype == torch.float32 else dtype
+    return _MATMUL_PRECISIONS[torch.get_float32_matmul_precision()] if dtype == torch.float32 else dtype
 
 
 @contextmanager
 def rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: innermost modules add a rounding error of `dtype` to their outputs and gradients."""
+    """Add a rounding error of `dtype` to the outputs and gradients of the innermost modules, in this context."""
 
-    def other(t: Tensor) -> Tensor:
-        # The same error for all tensors of a shape, so that replicated values stay equal on all ranks.
+    def perturbed(t: Tensor) -> Tensor:
+        # Tensors of the same shape get the same error, so that replicated values stay equal on all ranks.
         generator = torch.Generator().manual_seed(2)
         off = 1 + torch.finfo(dtype).eps * (torch.rand(t.shape, generator=generator, **_NUMBERS) - 0.5)
         return (t * off.to(t.device)).to(t.dtype)
@@ -351,9 +354,9 @@ def rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     def disturb(module: nn.Module, args: object, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point() or not output.ndim:
             return None
-        output = other(output)
+        output = perturbed(output)
         if output.requires_grad:
-            output.register_hook(other)
+            output.register_hook(perturbed)
         return output
 
     innermost = [module for module in model.modules() if not any(True for _ in module.children())]
@@ -366,7 +369,7 @@ def rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """Yield keyword arguments that `model` may accept, the likely ones first."""
+    """Yield sets of keyword arguments that `model` may accept, the most likely set first."""
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
 
@@ -418,22 +421,22 @@ def _batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any
 
 def _on_device(arguments: Mapping[str, Any], models: Sequence[nn.Module]) -> dict[str, Any]:
     device = next(p.device for model in models for p in model.parameters())
-    # Copies, because models write into arguments.
+    # Copy, because models may write into their arguments.
     moved: dict[str, Any] = tree_map(lambda t: t.to(device, copy=True) if isinstance(t, Tensor) else t, dict(arguments))
     return moved
 
 
-# -- values that show wrong use ----------------------------------------------------------------------------------------
+# -- noise on constant parameters --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _noise(model: nn.Module, outcome: Compared) -> Iterator[None]:
-    """Context manager that adds noise to constant parameters, and restores their constant on exit."""
+    """Add noise to constant parameters, and restore their constant on exit."""
     generator = torch.Generator().manual_seed(1)
     held: dict[str, tuple[nn.Parameter, Tensor]] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            number = _one_number(parameter)
+            number = _constant_of(parameter)
             if number is not None:
                 held[name] = parameter, number
                 noise = torch.randn(parameter.shape, generator=generator, **_NUMBERS) * _NOISE
@@ -445,14 +448,14 @@ def _noise(model: nn.Module, outcome: Compared) -> Iterator[None]:
         with torch.no_grad():
             for name, (parameter, number) in held.items():
                 for one in {id(one): one for one in (parameter, sharded.get(name)) if one is not None}.values():
-                    one.fill_(number.item())  # also the whole parameter, which the caller may hold
+                    one.fill_(number.item())  # also in the unsharded parameter, which the caller may still use
 
 
-def _one_number(parameter: Tensor) -> Tensor | None:
-    """The value that all elements of a plain tensor share; None if they differ or there is only one element."""
+def _constant_of(parameter: Tensor) -> Tensor | None:
+    """Return the value that all elements share; None if they differ, or if there is only one element."""
     plain = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ and parameter.layout == torch.strided
     if not plain or not parameter.is_floating_point() or parameter.numel() < 2 or parameter.is_inference():
         return None
     first = parameter.detach()[(0,) * parameter.ndim]
-    edge = parameter.detach()[(0,) * (parameter.ndim - 1)]  # a few elements rule out most tensors
+    edge = parameter.detach()[(0,) * (parameter.ndim - 1)]  # compared first, because one row rules out most tensors
     return first.clone() if bool((edge == first).all()) and bool((parameter == first).all()) else None

@@ -1,20 +1,21 @@
-"""Comparison of the first training steps with those of the whole model: outputs and gradients.
+"""Compare the first training steps of a parallel model with the unsharded model: outputs and gradients.
 
-At a call with gradients that is due, and differs in kind from the calls before it:
+The comparison runs at each call that is due, requires gradients, and differs in mode, arguments or size from the calls
+compared before:
 
-| model   | computes                                                                                               |
-|---------|--------------------------------------------------------------------------------------------------------|
-| sharded | outputs of the batch, to find those that are whole on every rank                                       |
-| whole   | outputs, and gradients of a random weighted sum of those, from gathered parameters (`unsharded`); on each  |
-|         | rank alone, which keeps its shard of the gradients                                                     |
-| sharded | the same outputs and gradients; only this comparison sums gradients over context parallel ranks        |
-| whole   | if the ranks find a large error: outputs and gradients with rounding errors added. If these do not     |
-|         | explain the error, all ranks raise                                                                     |
+| model     | computes                                                                                             |
+|-----------|------------------------------------------------------------------------------------------------------|
+| sharded   | the outputs of the batch, to find the outputs that every rank has in full                            |
+| unsharded | outputs, and gradients of a random weighted sum of the outputs just found, from gathered parameters  |
+|           | (`unsharded`); each rank computes all of it alone, and keeps its shard of the gradients              |
+| sharded   | the same outputs and gradients; the comparison itself sums gradients over context parallel ranks     |
+| unsharded | if an error is large: outputs and gradients with rounding errors added, to measure their effect; all |
+|           | ranks raise if the error is larger than that                                                         |
 
 Then the call itself runs, with random states, modes, buffers and gradients as before (`undisturbed`).
 
-Unlike the comparison after sharding (`sharding_check`) it uses the caller's batch, lengths, labels and mode, runs
-backward, and includes later changes of the model. `loss_check` follows the call to the end of its backward.
+Unlike the comparison after sharding (`sharding_check`), this one uses the caller's batch, lengths, labels and mode,
+runs backward, and includes later changes of the model. `loss_check` checks the backward pass of the call itself.
 """
 
 from __future__ import annotations
@@ -63,28 +64,29 @@ from fused_tp.parallelizing.outputs import tensors_in
 from fused_tp.parallelizing.plain_model import CACHES as PLAIN_CACHES
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding
 
-SECONDS = 5.0  # most for the whole model's forward pass
-_SHARE = 0.25  # most of the free memory that whole parameters and their gradients may take
-# Errors of gradients below which rounding is not measured, relative to the gradient of the parameter, or to
-# SHARE_OF_ALL of the gradient of all parameters: rounding leaves a residue of a gradient that should be 0. In 361
-# correct steps of 189 model types in fp32 the largest error was 3e-4; wrong ones were off by 5e-2 and more.
+SECONDS = 5.0  # time limit for the forward pass of the unsharded model
+_MEMORY_SHARE = 0.25  # largest share of the free memory for full parameters and their gradients
+# Gradient errors below these bounds are accepted without measuring the effect of rounding. An error is relative to the
+# norm of the parameter's gradient, or to SHARE_OF_ALL times the norm of all gradients if that is larger, because
+# rounding leaves a residue in a gradient that should be 0. In 361 correct fp32 steps of 189 model types the largest
+# error was 3e-4; in wrong steps, errors were 5e-2 or more.
 _GRADIENTS = {torch.float64: 1e-4, torch.float32: 5e-3}
 _GRADIENTS_16_BIT = 0.1
 SHARE_OF_ALL = 1e-3
-CACHES = frozenset({*PLAIN_CACHES, *TransformersSequence.caches})  # names of arguments and outputs
-_OUT_OF_MEMORY = "a step of the whole model takes more memory than there is"
+CACHES = frozenset({*PLAIN_CACHES, *TransformersSequence.caches})  # names of arguments and outputs that are caches
+_OUT_OF_MEMORY = "a step of the unsharded model does not fit in the memory"
 
 
 class StepCheck:
-    """Forward pre-hook that compares training steps of a parallel model with those of the whole one.
+    """Forward pre-hook that compares training steps of a parallel model with the unsharded model.
 
     Args:
-        sequence: shards the sequence of each forward pass.
+        sequence: object that shards the sequence of each forward pass.
         meshes: 1-D meshes whose ranks share the model.
         unsharded: state of the model before it is sharded.
 
     Raises:
-        ValueError: the models differ; raised on all ranks, with the largest difference and advice.
+        ValueError: raised on all ranks if the models differ. It states the largest difference and likely causes.
     """
 
     def __init__(self, sequence: SequenceSharding, meshes: Sequence[DeviceMesh], unsharded: UnshardedModel) -> None:
@@ -96,9 +98,10 @@ class StepCheck:
         )
         self.calls = 0
         self.compared = False  # True if the running call has been compared
-        self.whole: frozenset[int] = frozenset()  # indices of its outputs that are whole and have gradients
-        self._seen: set[object] = set()  # kinds of calls that have been compared
-        self._code: Any = None  # the callers' code in the model at the last of these
+        # Indices of the running call's outputs that every rank has in full and that require gradients.
+        self.replicated: frozenset[int] = frozenset()
+        self._seen: set[object] = set()  # `_kind` of each call that has been compared
+        self._code: Any = None  # the callers' code in the model at the last comparison
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_code": None}
@@ -131,19 +134,19 @@ class StepCheck:
         warn_once(
             self.meshes,
             reason,
-            "the first training step of the parallel model is not compared with that of the whole model: %s. `fused-tp "
-            "check` compares a smaller model of this kind on CPUs.",
+            "the first training step of the parallel model was not compared with the unsharded model: %s. Use "
+            "`fused-tp check` to compare a smaller model of this kind on CPUs.",
             reason,
         )
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name; positional ones by position if nothing is sharded by name."""
+        """Return the arguments by name; positional arguments by their index if nothing is sharded by name."""
         if self.parallelism.shards_sequence or self.parallelism.computes_loss:
             return self.sequence.by_name(args, kwargs)
-        return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
 
     def tokens_of(self, arguments: dict[str, Any]) -> Tensor | None:
-        """Tokens [batch, seq, ...] among the arguments; if they are not sharded, the first tensor of several dims."""
+        """Return the tokens [batch, seq, ...], or the first tensor of several dims if no sequence is sharded."""
         if self.parallelism.shards_sequence:
             return self.sequence.find_tokens(arguments)[1]
         return next((t for t in tensors_in(arguments) if t.ndim > 1), None)
@@ -156,31 +159,31 @@ class StepCheck:
         if not all(p.is_leaf for p in parameters):
             return "its parameters are computed from others"
         if any(_is_cache(value) or (name in CACHES and value is not None) for name, value in arguments.items()):
-            return "it is given a cache"
+            return "its arguments include a cache"
         tokens = self.tokens_of(arguments)
         if tokens is not None and self.sequence.is_too_short(tokens.shape[1]):
-            return "it is given fewer tokens than there are ranks"
+            return "its sequence has fewer tokens than there are ranks"
         if why := self.unsharded.obstacle(model):
             return why
         try:
             as_dtensors(model)
         except ValueError:
-            return "what shards its parameters has taken them away"
+            return "another library has replaced its parameters by shards of other shapes"
         ranks = 1
         for mesh in self.meshes:
             ranks *= mesh.size()
         need = 2 * sum(p.numel() * p.element_size() for p in parameters)
         room = _free_memory(parameters[0].device, ranks)
-        if need > _SHARE * room:
+        if need > _MEMORY_SHARE * room:
             return (
-                f"whole parameters and gradients take {need / 1e9:.3g} GB, more than {_SHARE:.0%} of the "
+                f"full parameters and gradients take {need / 1e9:.3g} GB, more than {_MEMORY_SHARE:.0%} of the "
                 f"{room / 1e9:.3g} GB of free memory"
             )
         return ""
 
 
 def _kind(model: nn.Module, arguments: dict[str, Any]) -> object:
-    """Key of calls that compute alike: the mode, the names of arguments, and the power of two of the size."""
+    """Return a key that is equal for similar calls: the mode, the names of arguments, and the magnitude of the size."""
     given = frozenset(name for name, value in arguments.items() if value is not None)
     sizes = [t.numel().bit_length() for t in tensors_in(arguments)[:1]]
     return model.training, given, *sizes
@@ -191,11 +194,11 @@ def _is_cache(value: object) -> bool:
 
 
 def _free_memory(device: torch.device, ranks: int) -> float:
-    """Free memory in bytes for one of `ranks`. CPU ranks share the memory of the machine."""
+    """Return the free memory in bytes for each of `ranks`. CPU ranks share the memory of the machine."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    with suppress(OSError):  # where there is no /proc
+    with suppress(OSError):  # systems without /proc
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):  # includes file caches, which the kernel can drop
                 return int(line.split()[1]) * 1024 / ranks
@@ -203,11 +206,11 @@ def _free_memory(device: torch.device, ranks: int) -> float:
 
 
 class _Steps:
-    """One step of the whole model and of the sharded one, on the arguments of one call.
+    """One step of the unsharded and of the sharded model, on the arguments of one call.
 
     Args:
         args, kwargs: arguments of the call.
-        arguments: the same by name, see `StepCheck`.
+        arguments: the same arguments by name, from `StepCheck._by_name`.
     """
 
     def __init__(
@@ -227,13 +230,13 @@ class _Steps:
         if torch.is_autocast_enabled(device):
             self.dtype = torch.get_autocast_dtype(device)
         self.routed = self.dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
-        # Backward of a weight may accumulate into its `main_grad`, which belongs to the caller.
+        # A weight with a `main_grad` would accumulate into it in backward, but it belongs to the caller.
         self.with_gradients = all(getattr(p, "main_grad", None) is None for p in self.named.values())
         self.whole_parameters: dict[str, Tensor] = {}
         self.tokens = check.tokens_of(arguments)
         self.part = RankPart(self.tp, self.cp, 1 if self.tokens is None else self.tokens.shape[1])
-        # Over context parallel ranks a padding mask is dropped, since causal tokens do not see padding on their right.
-        # But outputs of padding itself differ from the whole model's, so they are not compared.
+        # Over context parallel ranks a padding mask is dropped, because causal tokens do not see padding on their
+        # right. Only the outputs at the padding itself then differ from the unsharded model, so they are not compared.
         mask = arguments.get("attention_mask")
         self.counts: Tensor | None = None
         if self.cp is not None and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().all()):
@@ -253,10 +256,10 @@ class _Steps:
             self.with_gradients &= bool(weights)
             wanted, reason = self._whole_gradients(expected, weights)
         expected = [t.detach() for t in expected]
-        self.whole_parameters = {}  # freed before the sharded model takes memory
-        if reasons := [why for why in of_all_ranks(meshes, "a step of the whole model", reason) if why]:
+        self.whole_parameters = {}  # free the memory before the sharded model runs
+        if reasons := [why for why in of_all_ranks(meshes, "a step of the unsharded model", reason) if why]:
             return str(reasons[0])
-        self.check.whole = frozenset(weights)
+        self.check.replicated = frozenset(weights)
         with as_sharded(self.model, self.mode):
             found = self._run()
         if documents := self.check.sequence.documents:
@@ -275,7 +278,7 @@ class _Steps:
             return ""
         self._gather()
         if any(of_all_ranks(meshes, "packed documents", self._joins_documents())):
-            return "attention of the whole model does not keep the packed documents apart that it is given"
+            return "in the unsharded model, tokens attend to other packed documents"
         rounding, of_gradients = self._rounding(expected, weights, wanted)
         bound = max(bound, ROUNDING_FACTOR * rounding)
         excess = {name: one / max(most, ROUNDING_FACTOR * of_gradients.get(name, 0.0)) for name, one in errors.items()}
@@ -287,36 +290,37 @@ class _Steps:
         """Raise ValueError if an error is larger than rounding; return the reason if that cannot be decided, or "".
 
         Args:
-            output_error, errors: errors of outputs, and of gradients by name.
-            bound: bound of `output_error` by rounding.
-            excess: `errors` relative to their bounds.
+            output_error: largest error of an output.
+            bound: error of outputs that rounding explains.
+            errors: errors of gradients, by parameter name.
+            excess: `errors` divided by their bounds.
         """
         name = max(excess, key=lambda name: excess[name], default="")
         mine = [output_error / bound, output_error, excess.get(name, 0.0), name, errors.get(name, 0.0), bound]
-        # A rank may measure less rounding than the others: all ranks decide by the largest excess of any.
+        # Ranks may measure different effects of rounding: all use the largest excess of any rank, to decide alike.
         ranks = of_all_ranks(self.check.meshes, "errors that rounding explains", mine)
         kind, bound = type(self.model).__name__, max(one[-1] for one in ranks)
         if bound > LARGEST_BOUND:
             return f"rounding alone changes its outputs by {bound / ROUNDING_FACTOR:.2g}"
         if max(one[0] for one in ranks) > 1:
             raise ValueError(
-                f"the parallel {kind} does not compute what the whole one does: on the batch of this step its output "
-                f"is off by {max(one[1] for one in ranks):.2g} of its size, of which rounding explains "
-                f"{bound:.2g}. {self._first_module(bound)}{advice(self.tp, self.cp)} "
-                "parallelize(verify=False) leaves this comparison out."
+                f"the parallel {kind} does not match the unsharded model: on the batch of this step its relative "
+                f"output error is {max(one[1] for one in ranks):.2g}, above the rounding bound {bound:.2g}. "
+                f"{self._first_module(bound)}{advice(self.tp, self.cp)} "
+                "Pass verify=False to parallelize to skip this check."
             )
         if max(one[2] for one in ranks) > 1:
             _, _, _, name, error, _ = max(ranks, key=lambda one: one[2])
             raise ValueError(
-                f"the gradient of {name!r} in the parallel {kind} is not that of the whole model: for the batch of "
-                f"this step it is off by {error:.2g} of its size. {self._first_module(bound)}"
-                f"{advice(self.tp, self.cp)} The same holds in backward: hooks on gradients see a rank's part. "
-                "parallelize(verify=False) leaves this comparison out."
+                f"the gradient of {name!r} in the parallel {kind} does not match the unsharded model: on the batch of "
+                f"this step its relative error is {error:.2g}. {self._first_module(bound)}"
+                f"{advice(self.tp, self.cp)} The same rules hold in backward: hooks on gradients see this rank's "
+                "shards. Pass verify=False to parallelize to skip this check."
             )
         return ""
 
     def _run(self, others: Mapping[int, Tensor] | None = None) -> list[Tensor]:
-        """Outputs for the arguments, some of which `others` replaces, by id."""
+        """Return the outputs for the call's arguments; `others` replaces some of them, by id."""
 
         def given(value: Any) -> Any:
             return (others or {}).get(id(value), value)
@@ -325,14 +329,14 @@ class _Steps:
         return run_on_copies(self.model, args, kwargs)
 
     def _gather(self) -> str:
-        """Gather whole parameters; return the reason if that fails, or "". A collective call."""
+        """Gather full parameters; return the reason if that fails, or "". A collective call."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         try:
             self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, keep=True, device=None))
         except FusedTPError:
             raise
         except Exception as error:
-            return f"its parameters cannot be made whole: {type(error).__name__}: {error}"
+            return f"its parameters cannot be gathered: {type(error).__name__}: {error}"
         return ""
 
     # -- the two models ------------------------------------------------------------------------------------------------
@@ -353,24 +357,26 @@ class _Steps:
                 with self._as_whole() as drew, _stopped_after(self.model, SECONDS):
                     outputs = self._run()
             except TooLongError:
-                return [], f"the whole {kind} takes longer than {SECONDS:g} s on this batch"
+                return [], f"the unsharded {kind} takes longer than {SECONDS:g} s on this batch"
             except torch.OutOfMemoryError:
                 return [], _OUT_OF_MEMORY
             except Exception as error:
-                return [], f"the whole {kind} does not run: {type(error).__name__}: {error}"
+                return [], f"the unsharded {kind} fails: {type(error).__name__}: {error}"
             if not drew():
                 break
         if not outputs:
             return [], f"{kind}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in outputs):
-            return [], f"the whole {kind} returns NaN"
+            return [], f"the unsharded {kind} returns NaN"
         return outputs, ""
 
     def _whole_gradients(
         self, outputs: list[Tensor], weights: Mapping[int, Tensor]
     ) -> tuple[dict[str, Any] | None, str]:
-        """Return this rank's shards of gradients, with the norms of the whole ones, by parameter name; or the reason
-        why nothing can be compared."""
+        """Return ({parameter name: (this rank's shard of the gradient, norm of the full gradient)}, "").
+
+        If the gradients cannot be compared, return (None, reason). The reason is "" if backward is not allowed here.
+        """
         parameters = {name: self.whole_parameters[name] for name in self.named}
         try:
             with self._as_whole():
@@ -378,7 +384,7 @@ class _Steps:
         except torch.OutOfMemoryError:
             return None, _OUT_OF_MEMORY
         except Exception as error:
-            return None, f"backward of the whole {type(self.model).__name__} fails: {type(error).__name__}: {error}"
+            return None, f"backward of the unsharded {type(self.model).__name__} fails: {type(error).__name__}: {error}"
         if gradients is None:
             return None, ""
         dtensors = as_dtensors(self.model)
@@ -404,14 +410,14 @@ class _Steps:
     def _gradients(
         self, outputs: Sequence[Tensor], weights: Mapping[int, Tensor], parameters: Mapping[str, Tensor]
     ) -> dict[str, Tensor | None] | None:
-        """Gradients of the weighted sum of outputs; None where a backward would disturb the caller's."""
+        """Return gradients of the weighted sum of outputs; None if a backward would change the caller's gradients."""
         if not self.with_gradients:
             return None
         total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
         if not total.requires_grad:
             return dict.fromkeys(parameters)
         if any(node.name() == REENTRANT for node in nodes_of(total)):
-            if DistributedDataParallel._get_active_ddp_module() is not None:  # would reduce these gradients
+            if DistributedDataParallel._get_active_ddp_module() is not None:  # DDP would reduce these gradients
                 return None
             return dict(zip(parameters, _by_backward(total, [*parameters.values()]), strict=True))
         found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
@@ -420,8 +426,9 @@ class _Steps:
     # -- errors --------------------------------------------------------------------------------------------------------
 
     def _output_error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-        """Largest error of a token's output. Beside a loss, outputs may be this rank's shard."""
-        count = len(expected) if len(found) == len(expected) else 1  # otherwise optional outputs follow the first
+        """Return the largest error of a token's output. If there is a loss, other outputs may be this rank's shards."""
+        # If the numbers of outputs differ, some are optional: compare the first only.
+        count = len(expected) if len(found) == len(expected) else 1
         has_loss = any(not t.ndim for t in expected)
         worst = 0.0
         for one, other in zip(found[:count], expected, strict=False):
@@ -434,12 +441,12 @@ class _Steps:
         return worst
 
     def _error_of_tokens(self, found: Tensor, expected: Tensor) -> float:
-        """Error of the token that differs most; of the median token if tokens are `routed`."""
+        """Return the largest error of a token, or the median error over tokens if they are `routed`."""
         errors = token_errors(found, expected)
         return float(errors.median() if self.routed else errors.max()) if errors.numel() else 0.0
 
     def _joins_documents(self) -> bool:
-        """True if tokens of the first packed document change outputs of the others in the whole model."""
+        """True if tokens of the first packed document change outputs of later documents in the unsharded model."""
         documents, tokens = self.check.sequence.documents, self.tokens
         if len(documents) < 3 or tokens is None:
             return False
@@ -458,7 +465,7 @@ class _Steps:
     def _rounding(
         self, expected: list[Tensor], weights: Mapping[int, Tensor], wanted: dict[str, Any] | None
     ) -> tuple[float, dict[str, float]]:
-        """Errors of outputs, and of gradients by name, of the whole model with rounding errors added."""
+        """Return the errors that added rounding causes in the unsharded model: of outputs, and of gradients by name."""
         with self._as_whole(), rounding_errors(self.model, self.dtype):
             outputs = self._run()
         error = self._output_error(outputs, expected)
@@ -468,11 +475,11 @@ class _Steps:
         return error, gradient_errors({name: part for name, (part, _) in gradients.items()}, wanted)
 
     def _first_module(self, bound: float) -> str:
-        """Sentence that names the first module with a different output, if there is one. A collective call."""
+        """Return a sentence that names the first module whose output differs. A collective call."""
         with self._as_whole(), torch.no_grad(), recorded(self.model) as recording:
             self._run()
         comparison = OutputComparison(recording, self.part)
-        with as_sharded(self.model, self.mode), comparison.watching([self.model]):  # with a graph, to recognise losses
+        with as_sharded(self.model, self.mode), comparison.watching([self.model]):  # with gradients
             self._run()
         first = first_difference(comparison.differences()[0], bound)[0]
         names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")
@@ -483,7 +490,7 @@ class _Steps:
 
 @contextmanager
 def as_sharded(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Context for passes of the sharded model without side effects; gradients are not summed over other ranks."""
+    """Context in which passes of the sharded model have no side effects, and do not sum gradients over ranks."""
     with ExitStack() as stack:
         for sync in syncs_of(model):
             stack.enter_context(sync.off())
@@ -492,13 +499,13 @@ def as_sharded(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = (
 
 
 def run_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Outputs of `model` on copies of its arguments, into which it may write."""
+    """Run `model` on copies of its arguments, into which it may write, and return its output tensors."""
     args, kwargs = copies_of((args, dict(kwargs)))
     return outputs_in(model(*args, **kwargs))
 
 
 def outputs_in(output: Any) -> list[Tensor]:
-    """Tensors in the output of forward, except KV caches, which may be sharded."""
+    """Return the tensors in `output`, the result of forward, except KV caches, which may be sharded."""
     if isinstance(output, Mapping):
         output = {name: value for name, value in dict(output).items() if name not in CACHES}
     elif isinstance(output, tuple):
@@ -519,7 +526,8 @@ def own_parts(
 
     Args:
         gradients: gradients by parameter name; None means 0.
-        summed: they are summed over these ranks already, if backward does that (grad_sync).
+        summed: True if backward has run with its gradient synchronization (`grad_sync`) enabled, so that gradients
+            are summed over context parallel ranks already.
     """
     dtensors, cp, made = as_dtensors(model), parallelism.cp_mesh, {}
     for name, p in model.named_parameters():
@@ -527,7 +535,7 @@ def own_parts(
             continue
         sharded: Any = dtensors.get(id(p), p)
         own: Any = gradients[name]
-        if isinstance(own, DTensor):  # torch's own styles may leave terms of a sum
+        if isinstance(own, DTensor):  # with torch's own styles, it may be a partial sum
             own = own.redistribute(placements=sharded.placements).to_local()
         if own is None:
             own = torch.zeros_like(sharded.to_local() if isinstance(sharded, DTensor) else sharded)
@@ -539,7 +547,10 @@ def own_parts(
 
 
 def _by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None]:
-    """Gradients of leaves under reentrant checkpoints, which refuse torch.autograd.grad. `grad` stays as it was."""
+    """Return the gradients of leaf `parameters` by `total.backward()`, and leave their `grad` unchanged.
+
+    For reentrant checkpoints, which do not support torch.autograd.grad.
+    """
     held = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     try:
         for p in parameters:
@@ -552,12 +563,12 @@ def _by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None
 
 
 def norm_of(t: Tensor) -> float:
-    """Norm of `t` over all elements, computed in fp32 at least."""
+    """Return the 2-norm of all elements of `t`, computed in fp32 or fp64."""
     return float(torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)))
 
 
 def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, float]:
-    """Errors of this rank's shards of gradients, by name, relative to the norm of the whole gradient."""
+    """Return the errors of this rank's gradient shards, relative to the norm of the full gradient, by name."""
     of_all = sum(norm**2 for _, norm in wanted.values() if norm < inf) ** 0.5
     errors = {}
     for name, (part, norm) in wanted.items():
@@ -567,11 +578,13 @@ def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> d
 
 
 def _weights(shapes: Sequence[torch.Size], expected: Sequence[Tensor], counts: Tensor | None) -> dict[int, Tensor]:
-    """Random weights of outputs that the sharded model returns whole and that have gradients, by index; 1 for a loss.
+    """Return random weights, by index, of the outputs that every rank has in full and that require gradients.
+
+    The weight of a loss is 1.
 
     Args:
         shapes: shapes of the sharded model's outputs.
-        counts: mask [batch, seq] of the tokens to compare; None: all.
+        counts: mask [batch, seq] of the tokens to compare; None for all.
     """
     generator = torch.Generator().manual_seed(3)
     made: dict[int, Tensor] = {}
@@ -584,14 +597,14 @@ def _weights(shapes: Sequence[torch.Size], expected: Sequence[Tensor], counts: T
 
 
 def _counted(t: Tensor, counts: Tensor | None) -> Tensor:
-    """Return `t` [batch, seq, ...] with zeros for tokens that are not to be compared."""
+    """Return `t` [batch, seq, ...] with zeros for the tokens that `counts` excludes from the comparison."""
     if counts is None or t.shape[:2] != counts.shape:
         return t
     return t.masked_fill(~counts.to(t.device).view(*counts.shape, *[1] * (t.ndim - 2)), 0)
 
 
 def _stand_ins(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole parameters, with the callers' gradient hooks of the sharded ones."""
+    """Return full parameters by name, with the callers' gradient hooks of the sharded parameters."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in parameters.items():
         if id(parameter) not in made:
@@ -605,7 +618,7 @@ def _stand_ins(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> 
 
 @contextmanager
 def _stopped_after(model: nn.Module, seconds: float) -> Iterator[None]:
-    """Context in which a forward pass of `model` raises `TooLongError` after that time."""
+    """Context in which a forward pass of `model` raises `TooLongError` after `seconds`."""
     end = time.monotonic() + seconds
 
     def stop_in_time(module: nn.Module, args: object) -> None:

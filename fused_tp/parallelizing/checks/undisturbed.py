@@ -1,7 +1,8 @@
-"""Forward passes that leave a model, random states and the variables of callers' code unchanged.
+"""Context for forward passes that leave a model, random states and variables of the callers' code unchanged.
 
-They restore attributes, hooks and buffers of modules; and containers, closures, assigned globals and objects of the
-classes of callers' code (forwards, hooks, helpers). Output to files and terminals cannot be undone.
+On exit it restores attributes, hooks and buffers of modules. It also restores variables that the callers' code
+(forwards, hooks, helpers) can reach: containers, closures, globals that it assigns, and objects of the callers'
+classes. Output to files and terminals cannot be undone.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from fused_tp.parallelizing.checks.model_check import code_of, is_of_library
 from fused_tp.parallelizing.checks.unsharded import TABLES, ModuleState
 from fused_tp.parallelizing.forward_shard import version_of
 
-_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # exactly these types: others may have side effects
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # exact types only: iterating a subclass may run user code
 _COMPILED = "_compiled_call_impl"  # attribute set by `module.compile()`
 _NOT_FOLLOWED = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
-_DEPTH, _MOST_PARTS = 5, 1000  # limits: nesting of containers, and entries of one that are searched
+_MAX_DEPTH, _MAX_ENTRIES = 5, 1000  # limits of the search: nesting of containers, and entries of one container
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Mode(Enum):
-    """Modes of a model in a comparison, in the order in which they are tried. A rank with a shard of the tokens draws
-    other random numbers than one process with all, so a mode that draws any is not comparable."""
+    """Modes of a model in a comparison, in the order in which they are tried.
+
+    A mode is rejected if forward draws random numbers in it: a rank with a shard of the tokens draws different numbers
+    than a process with all tokens.
+    """
 
     AS_IT_IS = auto()
     WITHOUT_DROPOUT = auto()
@@ -49,12 +53,13 @@ def undisturbed(
 ) -> Iterator[Callable[[], bool]]:
     """Context for forward passes that leaves `models` unchanged.
 
-    Yields a function that returns, after the context has ended, True if random numbers were drawn.
+    Yields a function that returns, after the context has exited, True if random numbers were drawn.
 
     Args:
-        models: models to restore; layers of this package in them keep attributes that ranks have agreed on.
+        models: models to restore. Layers of this package keep their new attributes, which may hold results that ranks
+            have agreed on.
         gradients: enable gradients.
-        random_states: initial states, from `random_states_now`; by default always the same ones.
+        random_states: initial states, from `random_states_now`; by default those of seed 0.
     """
     modules = [module for model in models for module in model.modules()]
     held = [ModuleState.of(module) for module in modules]
@@ -74,9 +79,9 @@ def undisturbed(
             for module in modules:
                 module.training &= mode is not Mode.EVAL
                 if _COMPILED in vars(module):
-                    vars(module)[_COMPILED] = None  # it would be recompiled for other parameters
+                    vars(module)[_COMPILED] = None  # run eagerly: it would be recompiled for other parameters
                 if mode is Mode.WITHOUT_DROPOUT:
-                    vars(module).update(dict.fromkeys(_chances(module), 0.0))
+                    vars(module).update(dict.fromkeys(_dropout_names(module), 0.0))
             drew = False
             try:
                 yield lambda: drew
@@ -86,7 +91,7 @@ def undisturbed(
         for before in held:
             module, attributes = before.module, before.attributes
             if type(module).__module__.startswith("fused_tp."):
-                names = ("training", _COMPILED, *_chances(module))
+                names = ("training", _COMPILED, *_dropout_names(module))
                 vars(module).update({name: attributes[name] for name in names if name in attributes})
             else:
                 before.apply()
@@ -98,17 +103,17 @@ def undisturbed(
 
 @contextmanager
 def _saved_plainly() -> Iterator[None]:
-    """Context in which tensors for backward are saved as they are: a caller's checkpoint around it counts tensors."""
+    """Hide saved tensors from the caller's hooks: an activation checkpoint around the context counts its tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         yield
         return
-    # Detached: an output saved by its own node would never be freed.
+    # Detach, because a node that saves its own output would form a reference cycle and never be freed.
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
         yield
 
 
-def _chances(module: nn.Module) -> list[str]:
-    """Names of the attributes of `module` that are dropout probabilities."""
+def _dropout_names(module: nn.Module) -> list[str]:
+    """Return the names of the attributes of `module` that are dropout probabilities."""
     own = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ()
     return [n for n, v in vars(module).items() if isinstance(v, float) and (n in own or "drop" in n)]
 
@@ -118,7 +123,7 @@ def _devices() -> list[int]:
 
 
 def random_states_now() -> list[torch.Tensor]:
-    """Random states of the CPU and of the current GPU, if there is one."""
+    """Return the random states of the CPU and of the current GPU, if there is one."""
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _devices())]
 
 
@@ -126,18 +131,18 @@ def random_states_now() -> list[torch.Tensor]:
 
 
 def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
-    """Containers, cells of closures and assigned globals that code of the callers in `modules` reaches."""
+    """Return the containers, closure cells and assigned globals that the callers' code in `modules` can reach."""
     found: dict[object, Any] = {}
     seen: set[int] = set()
 
     def add(value: Any, depth: int) -> None:
-        if depth > _DEPTH or isinstance(value, _NOT_FOLLOWED) or id(value) in seen:
+        if depth > _MAX_DEPTH or isinstance(value, _NOT_FOLLOWED) or id(value) in seen:
             return
         seen.add(id(value))
         parts: Iterable[Any] = ()
         if type(value) in _CONTAINERS:
             found[id(value)] = value
-            parts = islice(value.values() if isinstance(value, dict) else value, _MOST_PARTS)
+            parts = islice(value.values() if isinstance(value, dict) else value, _MAX_ENTRIES)
         elif isinstance(value, partial):
             parts = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, MethodType):
@@ -163,12 +168,14 @@ def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def _reached_by(function: FunctionType, found: dict[object, Any]) -> Iterator[Any]:
-    """Yield values of the closure of `function` and of the globals that it names. Its cells, and the globals that it
-    assigns to, are added to `found`."""
+    """Yield the values in the closure of `function` and of the globals that it names.
+
+    The cells of the closure, and the globals that the function assigns to, are added to `found`.
+    """
     for cell in function.__closure__ or ():
         found[id(cell)] = cell
         yield _contents(cell)
-    for code in _codes(function.__code__):
+    for code in _nested_codes(function.__code__):
         for name in code.co_names:
             yield function.__globals__.get(name)
         for instruction in dis.get_instructions(code):
@@ -177,16 +184,19 @@ def _reached_by(function: FunctionType, found: dict[object, Any]) -> Iterator[An
                 found[id(function.__globals__), name] = function.__globals__, name, function.__globals__[name]
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield `code`, and the code of the functions in it."""
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield `code`, and the code of the functions that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from _nested_codes(constant)
 
 
 def _is_of_callers_class(value: object) -> bool:
-    """True for an object of a class defined outside of installed packages, whose threads may use their own objects."""
+    """True if the class of `value` is defined outside installed packages.
+
+    Objects of installed packages are not restored, because threads of those packages may be using them.
+    """
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
     main = type(value).__module__ == "__main__"
     own = main or (file is not None and not file.startswith(_INSTALLED))
@@ -202,7 +212,7 @@ def _contents(cell: CellType) -> Any:
 
 @contextmanager
 def _kept(state: Sequence[Any]) -> Iterator[None]:
-    """Context that restores the contents of `state`, see `_callers_state`, at its end."""
+    """Restore the contents of `state` on exit; `state` is a result of `_callers_state`."""
     held = [_contents(one) if isinstance(one, CellType) else copy.copy(one) for one in state]
     try:
         yield
@@ -215,7 +225,7 @@ def _kept(state: Sequence[Any]) -> Iterator[None]:
                 names, name, before = one
                 names[name] = before
             elif _entries(one) == _entries(value):
-                pass  # unchanged: do not write, as another thread of the caller's may be writing
+                pass  # unchanged: do not write, because another thread of the caller may be writing
             elif isinstance(one, list):
                 one[:] = value
             else:
@@ -224,7 +234,7 @@ def _kept(state: Sequence[Any]) -> Iterator[None]:
 
 
 def _entries(container: Any) -> list[Any]:
-    """Identities of the entries of a list, set or dict."""
+    """Return the identities of the entries of a list, set or dict."""
     if isinstance(container, dict):
         return [(id(key), id(value)) for key, value in container.items()]
     return [id(value) for value in container]

@@ -1,16 +1,16 @@
-"""Restore a parallel model to the whole one that it was before `parallelize`, for the duration of a context.
+"""Restore a parallel model to its unsharded state, from before `parallelize`, for the duration of a context.
 
-| of a module            | while the model is whole                                                  |
-|------------------------|---------------------------------------------------------------------------|
-| class, attributes      | those before sharding, except for later assignments                       |
-| hooks                  | those before sharding, and those registered later                         |
-| layers in it           | those before sharding, with later additions to the layers in their place  |
-| parameters             | whole ones, passed by the caller                                          |
-| buffers                | the current ones, and those of replaced layers                            |
+| of each module         | state in the context                                                           |
+|------------------------|--------------------------------------------------------------------------------|
+| class, attributes      | as before sharding, except attributes assigned since then                      |
+| hooks                  | hooks from before sharding, and hooks registered since then                    |
+| submodules             | the layers from before sharding, with changes made since to their replacements |
+| parameters             | full tensors, passed by the caller                                             |
+| buffers                | the current buffers, and the buffers of replaced layers                        |
 
-So the callers' current code runs, on one rank alone. Rejected: a copy of the model, made before sharding. Functions
-that callers have put into modules would compute with modules of the sharded model, and later additions would be
-missing.
+So the callers' current code runs, unsharded, on each rank alone. Rejected: a copy of the model, made before sharding.
+Functions that callers have set on modules would still compute with modules of the sharded model, and later changes
+would be missing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 
 # Dicts of every module: parameters, buffers, modules, hooks.
 TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
-_BY_NAME = {"_parameters", "_buffers"}  # `restored` fills these anew
+_BY_NAME = {"_parameters", "_buffers"}  # `restored` fills these itself
 
 
 @dataclass(frozen=True)
 class _Id:
-    """Identity of a module or tensor, without a reference that would keep its memory."""
+    """Identity of a module or tensor, without a reference that would keep its memory alive."""
 
     number: int
 
@@ -50,7 +50,10 @@ class ModuleState:
     """State of a module, or of another object with attributes.
 
     Attributes:
-        tables: entries of its dicts of parameters, hooks, ..., by the attribute's name.
+        module: the object.
+        kind: its class.
+        attributes: its other attributes.
+        tables: entries of its dicts of parameters, buffers, submodules and hooks, by the attribute's name.
     """
 
     module: Any
@@ -65,7 +68,7 @@ class ModuleState:
         return ModuleState(module, type(module), {k: v for k, v in held.items() if k not in tables}, tables)
 
     def apply(self) -> None:
-        """Restore `module` to this state, in place in its own dicts of hooks, to which handles refer."""
+        """Restore `module` to this state. Its dicts are changed in place, because handles of hooks refer to them."""
         module, held = self.module, vars(self.module)
         own = {name: held[name] for name in self.tables}
         held.clear()
@@ -78,12 +81,12 @@ class ModuleState:
             module.__class__ = self.kind
 
     def without_tensors(self) -> ModuleState:
-        """Copy for comparisons, without references to weights and modules."""
+        """Return a copy for comparisons, with identities in place of tensors and modules."""
         tables = {name: {k: _noted(v) for k, v in held.items()} for name, held in self.tables.items()}
         return ModuleState(None, self.kind, {k: _noted(v) for k, v in self.attributes.items()}, tables)
 
     def changed(self, sharded: ModuleState, now: ModuleState) -> ModuleState:
-        """Return this state, from before sharding, with the changes from `sharded` to `now`."""
+        """Return this state, from before sharding, with the changes between `sharded` and `now` applied."""
         kind = self.kind if now.kind is sharded.kind else now.kind
         attributes = _merged(self.attributes, sharded.attributes, now.attributes)
         tables = {
@@ -115,7 +118,7 @@ class UnshardedModel:
         for state in self._before.values():
             state.tables["_parameters"] = dict.fromkeys(state.tables["_parameters"])
         self._configs = {id(config): ModuleState.of(config) for config in _configs(model)}
-        self._cut: dict[str, ModuleState] = {}
+        self._sharded: dict[str, ModuleState] = {}
         self._sharded_configs: dict[int, ModuleState] = {}
 
     def __reduce__(self) -> Any:
@@ -123,32 +126,32 @@ class UnshardedModel:
 
     def note_sharded(self, model: nn.Module) -> None:
         """Record the state of `model` after sharding."""
-        self._cut = {name: ModuleState.of(module).without_tensors() for name, module in model.named_modules()}
-        for name, before in self._before.items():  # keep only buffers that the layer in its place does not have
-            own = self._cut[name].tables["_buffers"] if name in self._cut else {}
+        self._sharded = {name: ModuleState.of(module).without_tensors() for name, module in model.named_modules()}
+        for name, before in self._before.items():  # keep only buffers that the replacing layer lacks
+            own = self._sharded[name].tables["_buffers"] if name in self._sharded else {}
             before.tables["_buffers"] = {k: None if k in own else v for k, v in before.tables["_buffers"].items()}
         self._sharded_configs = {id(config): ModuleState.of(config).without_tensors() for config in _configs(model)}
 
     def obstacle(self, model: nn.Module) -> str:
-        """Return the reason why `model` cannot be made whole, or ""."""
-        if not self._cut:
-            return "it is a copy of the one that parallelize has returned"
+        """Return the reason why `model` cannot be restored to its unsharded state, or ""."""
+        if not self._sharded:
+            return "it is a copy of the model that parallelize returned"
         names = {name for name, _ in model.named_modules()}
-        other = sorted(names.symmetric_difference(self._cut) or names.symmetric_difference(self._before))
-        return f"the modules {other[:3]} were put into it, or taken out, after parallelize" if other else ""
+        other = sorted(names.symmetric_difference(self._sharded) or names.symmetric_difference(self._before))
+        return f"the modules {other[:3]} were added or removed after parallelize" if other else ""
 
     @contextmanager
     def restored(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context in which `model` is whole.
+        """Context in which `model` is unsharded.
 
         Args:
-            parameters: whole tensors, under each of their names.
+            parameters: full tensors by name; tied parameters under each of their names.
         """
         now = {name: ModuleState.of(module) for name, module in model.named_modules()}
         device = next(iter(parameters.values())).device
         whole: list[ModuleState] = []
         for name, before in self._before.items():
-            state = before.changed(self._cut[name], now[name])
+            state = before.changed(self._sharded[name], now[name])
             prefix = f"{name}." if name else ""
             own = before.tables["_parameters"]
             state.tables["_parameters"] = {key: parameters.get(f"{prefix}{key}") for key in own}
@@ -175,6 +178,6 @@ def _on(device: torch.device, buffer: Tensor | None) -> Tensor | None:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Configs of the transformers models in `model`, each once."""
+    """Return the configs of the transformers models in `model`, each once."""
     found = (module.config for module in model.modules() if is_transformers_model(module))
     return [*{id(config): config for config in found}.values()]

@@ -1,1 +1,1 @@
-"""Models of transformers: families, attention, caches."""
+"""Support for transformers models: sequence sharding, attention, state layers and KV caches."""

@@ -1,7 +1,7 @@
 """Attention and mask functions for transformers that run over the context parallel ranks of a forward pass.
 
-transformers looks up both by name (`AttentionInterface`, `AttentionMaskInterface`). A mask would be seq x seq, so none
-is built: models pass a `Window` to attention in its place, without reading it.
+transformers looks up both by name (`AttentionInterface`, `AttentionMaskInterface`). A mask would have seq x seq
+elements, so the mask function returns a `Window` instead, which models pass on to attention without reading it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 PREFIX = "fused_tp_"
 SEQUENCE = "_fused_tp_sequence"  # attribute of modules: the SequenceSharding of their model
 EAGER = "eager_attention_forward"  # name of the eager attention in transformers' modeling files
-# UNSERVED: keyword arguments of attention functions that change the result and are not supported over a ring. SERVED:
-# tensors that change nothing, are supported, or were read at the start of the forward pass. Other tensors (indices of
-# selected tokens, a bias) could mean anything, and are refused.
-UNSERVED = ("sinks", "position_bias", "head_mask", "cache")
-SERVED = {
+# Keyword arguments of attention functions that change the result, and are not supported over context parallel ranks.
+UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cache")
+# Keyword arguments that may be tensors: they do not change the result, are supported, or were read at the start of the
+# forward pass. Other tensors (indices of selected tokens, a bias) may change the result, and raise an error.
+SUPPORTED = {
     *("s_aux", "alibi_slopes", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
     *("labels", *SequenceSharding.known),  # some models pass these on with all other keywords
 }
@@ -42,7 +42,7 @@ SERVED = {
 
 @dataclass(frozen=True)
 class Window:
-    """Replacement for a mask: the number of keys (before, after) itself that a token sees."""
+    """Replacement for a mask: the numbers of keys that a token sees, as (before itself, after itself)."""
 
     sides: tuple[int, int]
 
@@ -50,9 +50,9 @@ class Window:
 def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> str:
     """Register the attention function for `model` with transformers, and return its name.
 
-    It runs ring attention in forward passes that are sharded over context parallel ranks, and the model's current
-    implementation in all others. It finds `sequence` through the calling module. Rejected: a keyword argument, since
-    not all models pass keywords on to their attention.
+    In forward passes that are sharded over context parallel ranks, the function runs ring attention. In all others, it
+    runs the model's current implementation. It reads `sequence` from an attribute of the calling module. Rejected:
+    passing it as a keyword argument, because not all models pass keywords on to their attention.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -72,11 +72,11 @@ def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> st
 
 
 def register_mask(config: Any) -> None:
-    """Make the mask function of the config's attention return masks of all tokens when a rank holds a part of them.
+    """Make the mask function of the config's attention build masks for the full sequence if a rank holds a shard of it.
 
-    `_mask` is registered under the existing name: it checks the running forward pass, and falls back to the previous
-    function. Rejected: a new name in the config, as for attention over context parallel ranks. Some models read the
-    name of the attention in the config, and sparse latent attention selects tokens only for "eager" and "sdpa".
+    `_mask` is registered under the existing name. It checks the running forward pass, and falls back to the previous
+    function. Rejected: a new name in the config, as for attention over context parallel ranks. Some models depend on
+    the name: sparse latent attention selects tokens only for "eager" and "sdpa".
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -88,20 +88,20 @@ def register_mask(config: Any) -> None:
 
 
 def has_eager(module: nn.Module) -> bool:
-    """True if `_eager` finds an attention function in a file that defines the class of `module` or a base."""
+    """True if a file that defines the class of `module`, or one of its base classes, has an eager attention."""
     return any(hasattr(sys.modules.get(kind.__module__), EAGER) for kind in type(module).__mro__)
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Run the eager attention of the model's own file, which has no entry in AttentionInterface."""
+    """Run the eager attention of the model's own file, because AttentionInterface has no entry for it."""
     for kind in type(module).__mro__:
         own = getattr(sys.modules.get(kind.__module__), EAGER, None)
         if own is not None:
             result: tuple[Tensor, Tensor | None] = own(module, *args, **kwargs)
             return result
     raise ValueError(
-        f"attn_implementation='eager': the file that {type(module).__name__} comes from has no {EAGER}. Load the model "
-        "with another attention of transformers."
+        f"attn_implementation='eager' is not supported: the file that defines {type(module).__name__} has no {EAGER}. "
+        "Load the model with another attn_implementation, such as 'sdpa'."
     )
 
 
@@ -114,7 +114,8 @@ def _attention(
     attention_mask: Tensor | Window | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
+    """Attend like a transformers attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim],
+    weights or None)."""
     sequence: SequenceSharding | None = getattr(module, SEQUENCE, None)  # None in another model with the same config
     over = None if sequence is None else _attends_over(sequence)
     if over is None:
@@ -131,22 +132,24 @@ def _attention_over(
     attention_mask: Tensor | Window | None,
     **kwargs: Any,
 ) -> Tensor:
-    """[batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim], with keywords of transformers' functions."""
+    """Attend over ranks: [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
+
+    `kwargs` are those of transformers' attention functions.
+    """
     kind = type(module).__name__
-    for name in UNSERVED:
+    for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{kind} asks for {name}, which attention over context parallel ranks does not do.")
+            raise ValueError(f"{kind} passes {name} to its attention; a cp_dim does not support that. Omit cp_dim.")
     tensors = (name for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim)
-    unknown = next((name for name in tensors if name not in SERVED), None)
+    unknown = next((name for name in tensors if name not in SUPPORTED), None)
     if unknown is not None:
         raise ValueError(
-            f"{kind} gives its attention the tensor {unknown!r}, of which attention over context parallel ranks knows "
-            "nothing. Use no cp_dim."
+            f"{kind} passes the tensor {unknown!r} to its attention, which is not supported with a cp_dim. Omit cp_dim."
         )
     if isinstance(attention_mask, Tensor):
         raise ValueError(
-            f"{kind} makes an attention mask of its own {tuple(attention_mask.shape)}; attention over context parallel "
-            "ranks takes no masks but causal ones, sliding windows and packed documents."
+            f"{kind} builds a custom attention mask of shape {tuple(attention_mask.shape)}; with a cp_dim only causal "
+            "masks, sliding windows and packed documents are supported. Omit cp_dim."
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -162,8 +165,8 @@ def _attention_over(
         return over.attention(module, query, key, value, **how).contiguous()
     if over.padded and not causal:
         raise ValueError(
-            f"{kind} is not causal, so its tokens would attend to the padding in attention_mask, which context "
-            "parallel ranks do not mask. Use rows of equal length, or no cp_dim."
+            f"{kind} is not causal, so its tokens would attend to the padding in attention_mask, which is not masked "
+            "with a cp_dim. Use rows of equal length, or omit cp_dim."
         )
     query = _scaled_by_position(module, query, over)
     dropout = kwargs.get("dropout", 0.0)
@@ -172,22 +175,26 @@ def _attention_over(
 
 
 def replace_own_attention(modules: Sequence[nn.Module], own: OwnAttention) -> None:
-    """Make `modules` with their own attention code attend over ranks in the same forward passes as other modules."""
+    """Make `modules`, which compute attention by their own code, attend over ranks like all other modules.
+
+    They do so in the forward passes that are sharded over context parallel ranks.
+    """
     for module in modules:
         if hasattr(module, "config"):
-            # The module's own code, which runs if nothing is sharded, reads the name that the model was loaded with.
+            # In unsharded passes the module's own code runs, and needs the attention name that the model was loaded
+            # with. The shared config gets another name.
             module.config = copy.copy(module.config)
-        setattr(module, own.method, partial(_by_ours, own, module, getattr(module, own.method)))
+        setattr(module, own.method, partial(_own_attention, own, module, getattr(module, own.method)))
 
 
-def _by_ours(own: OwnAttention, module: nn.Module, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _own_attention(own: OwnAttention, module: nn.Module, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     sequence: SequenceSharding = getattr(module, SEQUENCE)
     over, mesh = _attends_over(sequence), sequence.parallelism.tp_mesh
     if over is None:
         return theirs(*args, **kwargs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, **how: Any) -> Tensor:
-        query, key = query.to(value.dtype), key.to(value.dtype)  # CodeGen rotates in fp32
+        query, key = query.to(value.dtype), key.to(value.dtype)  # CodeGen returns q and k in fp32
         if alibi_slopes is not None and mesh is not None and holds_sharded_heads(module):
             start, stop = shard_rows(len(alibi_slopes), mesh)
             alibi_slopes = alibi_slopes[start:stop]
@@ -198,7 +205,7 @@ def _by_ours(own: OwnAttention, module: nn.Module, theirs: Callable[..., Any], *
 
 
 def _attends_over(sequence: SequenceSharding) -> CpContext | CachedPass | None:
-    """Return the object that shares attention over ranks now; None if each rank computes all of it."""
+    """Return the object that distributes attention in the running pass; None if each rank computes all of it."""
     cp = sequence.state_now().cp
     frame = running_forward()
     if cp is not None or frame is None or frame.owner is not sequence:
@@ -207,16 +214,16 @@ def _attends_over(sequence: SequenceSharding) -> CpContext | CachedPass | None:
 
 
 def _scaled_by_position(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
-    """Scale `query` [batch, heads, seq, head_dim] by its tokens' places in the whole sequence.
+    """Correct the scale of `query` [batch, heads, seq, head_dim] to the positions of its tokens in the full sequence.
 
-    Llama 4's layers without rotary embeddings scale queries by log1p(floor((place + 1) / floor_scale)) * attn_scale + 1
-    (Llama4TextAttention of transformers), and count places from the first token that they receive.
+    Llama 4's layers without rotary embeddings (Llama4TextAttention of transformers) multiply queries by
+    log1p(floor((position + 1) / floor_scale)) * attn_scale + 1. They count positions from 0 on each rank.
     """
     if not getattr(attention, "attn_temperature_tuning", False) or getattr(attention, "use_rope", True):
         return query
 
-    def scales(places: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((places.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
+    def scales(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
 
     given = torch.arange(query.shape[2], device=query.device)
     change = scales(cp.positions(query.device)) / scales(given)
@@ -224,8 +231,10 @@ def _scaled_by_position(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
 
 
 def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
-    """Window of the mask, or else of `sliding_window`, which counts the token itself. Not all models pass
-    `sliding_window` to their attention function; models whose attention makes its own masks pass only that."""
+    """Return the window of `mask`, or else the window that `sliding_window` specifies.
+
+    `sliding_window` counts the token itself. Some models pass only the mask, and some only `sliding_window`.
+    """
     if mask is not None:
         return mask.sides
     if sliding_window is None:
@@ -234,25 +243,27 @@ def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tu
 
 
 def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Mask function for transformers, called with keywords: returns a Window or None for a ring, else the mask of `own`
-    for the whole sequence."""
+    """Build a mask for transformers, which passes keywords.
+
+    If our attention computes the pass, return a Window or None. Else return the mask of `own` for the full sequence.
+    """
     frame = running_forward()
     shard, cache = (None, None) if frame is None else (frame.shard, cast("CachedPass | None", frame.cache))
-    # Set if we compute attention: over sharded tokens, or over a sharded cache.
+    # Not None if our attention computes this pass: over sharded tokens, or over a sharded cache.
     ours = cache if cache is not None else None if shard is None else shard.cp
     if frame is not None and ours is not None and getattr(frame.owner, "own_attention", None):
-        # Nothing reads this tensor, but MPT converts it.
+        # Our attention does not read this tensor, but MPT's model code converts the mask, so None would fail.
         return torch.zeros((1, 1, 1, 1), dtype=torch.float32, device="cpu")
     if ours is not None:
-        # transformers allows attention to skip a plain mask, causal or bidirectional.
+        # transformers sets one of these flags if the mask is plain causal or bidirectional, which needs no tensor.
         if kwargs.get("use_vmap") or not (
             kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip")
         ):
             raise ValueError(
-                "The model adds a mask of its own to attention, which context parallel ranks do not serve."
+                "The model changes the attention mask by custom code, which a cp_dim does not support. Omit cp_dim."
             )
         size = kwargs.get("local_size")
-        # transformers' mask of a window of 0 hides all keys: the config means no window, and no layer uses the mask.
+        # A config with a window of 0 means no window. No layer uses the mask for it, which would hide all keys.
         return None if not size or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
     if shard is None:
         return own(*args, **kwargs)
@@ -260,25 +271,30 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if mask is not None and mask.ndim == 2 and mask.shape[1] != shard.seq_len:
         if not bool(mask.all()):
             raise ValueError(
-                f"The model makes an attention_mask of its own {tuple(mask.shape)}, of a sequence of {shard.seq_len} "
-                "tokens; a sequence parallel rank serves only one without padding. Pass sequence_parallel=False."
+                f"The model builds a custom attention_mask of shape {tuple(mask.shape)} for a sequence of "
+                f"{shard.seq_len} tokens, and it has padding, which is not supported with sequence_parallel=True. Pass "
+                "sequence_parallel=False."
             )
-        kwargs["attention_mask"] = None  # the model derives one from the embeddings if the caller passes none
+        kwargs["attention_mask"] = None  # the model has derived this mask from the sharded embeddings
     # transformers reads the length from the embeddings, which are sharded on a sequence parallel rank.
     kwargs["q_length"] = kwargs["kv_length"] = shard.seq_len
     return own(*args, **kwargs)
 
 
 def _as_window(sees: Callable[..., Tensor], size: int) -> Window:
-    """Convert a mask function sees(batch, head, query, key) with a window or chunk of `size` to a Window."""
+    """Convert the mask function sees(batch, head, query, key) of a window of `size` tokens to a Window.
+
+    Raises:
+        ValueError: it describes chunks of `size` tokens instead.
+    """
 
     def token_sees(query: int, key: int) -> bool:
         return bool(sees(*torch.tensor([0, 0, query, key], dtype=torch.int64, device="cpu").unbind()))
 
-    if not token_sees(size, 1):  # does not see the `size` tokens before it: a new chunk begins here
+    if not token_sees(size, 1):  # in a window it would see this token: a new chunk begins at `size`
         raise ValueError(
-            f"The model attends within chunks of {size} tokens, shorter than the sequence, which context parallel "
-            "ranks do not serve. Use sequences that fit into a chunk, or no cp_dim."
+            f"The model attends within chunks of {size} tokens, which is not supported with a cp_dim for sequences "
+            "longer than a chunk. Use sequences that fit into a chunk, or omit cp_dim."
         )
     if token_sees(0, 1):
         return Window((size, size))  # transformers' bidirectional windows do not count the token itself

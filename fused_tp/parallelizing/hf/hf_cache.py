@@ -1,7 +1,7 @@
 """Key/value cache of transformers (as filled by `generate()`), sharded over the context parallel ranks.
 
-The layers of an empty `DynamicCache` are replaced in place, so its owner keeps using it. Caches that these layers
-cannot represent stay unchanged: every rank then holds the whole cache.
+The layers of an empty `DynamicCache` are replaced in place, so the caller can keep using the same object. Caches of
+other classes or contents are not changed: every rank then holds all keys and values.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ BLOCK = DEFAULT_BLOCK
 
 
 class ContextLayer:
-    """Keys and values of one attention layer. All ranks pass all new ones to `update`, which stores this rank's part.
+    """This rank's shard of the keys and values of one attention layer.
 
-    A sliding window is applied by masks only: the layer drops no tokens.
+    Each rank passes the keys and values of all new tokens to `update`, which stores the rank's shard. The layer keeps
+    tokens outside a sliding window: the mask hides them.
     """
 
     is_sliding = False
@@ -34,8 +35,8 @@ class ContextLayer:
     supports_early_init = False
 
     def __init__(self, mesh: DeviceMesh, window: int | None) -> None:
-        super().__init__()  # __init__ of transformers' class
-        self.window = window  # of the replaced layer, which would drop all tokens before it
+        super().__init__()  # calls CacheLayerMixin.__init__ in the subclass of `_layer_class`
+        self.window = window  # size of the replaced layer's sliding window, outside which it would drop tokens
         self.is_initialized = False
         self.cache = ContextKVCache(mesh, block=BLOCK)
         self._newest: tuple[torch.Size, ...] = ()  # shapes of new keys and values, until attention has used them
@@ -46,19 +47,19 @@ class ContextLayer:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values. Return only these: attention finds earlier ones in this layer."""
+        """Store new keys and values, and return them alone: our attention reads the earlier ones from this layer."""
         frame = running_forward()
         running = None if frame is None else frame.cache
         if not isinstance(running, CachedPass) or self not in running.layers:
             raise ValueError(
-                "A key/value cache of which each context parallel rank holds a part was given to another module than "
-                "the model that parallelize returned, which has filled it; only that one can read it."
+                "A key/value cache that is sharded over context parallel ranks was passed to another module than the "
+                "model that filled it, and only that model can read it. Call the model that parallelize returned."
             )
         if self._newest:
             raise ValueError(
-                "The model has put keys and values into its cache and has not attended to them by the attention that "
-                "transformers looks up, so context parallel ranks cannot share the cache. Pass use_cache=False, or a "
-                "cache of another class than DynamicCache."
+                "The model stores keys and values in its cache, but does not use transformers' AttentionInterface to "
+                "attend to them, so the cache cannot be sharded over context parallel ranks. Pass use_cache=False, or "
+                "a cache of another class than DynamicCache."
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -68,12 +69,15 @@ class ContextLayer:
         return key_states, value_states
 
     def check_keys(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
-        """Refuse keys and values of other shapes than `update` returned: the module computed them from cached ones."""
+        """Raise ValueError if `key` and `value` differ in shape from the result of `update`.
+
+        The module has then computed them from cached tensors, of which this rank has a shard only.
+        """
         if (key.shape, value.shape) != self._newest:
             raise ValueError(
-                f"{type(module).__name__} gives attention keys {tuple(key.shape)} and values {tuple(value.shape)}, and "
-                f"the cache {tuple(map(tuple, self._newest))}, so what context parallel ranks share is not what it "
-                "attends to. Pass use_cache=False, or a cache of another class than DynamicCache."
+                f"{type(module).__name__} passes keys {tuple(key.shape)} and values {tuple(value.shape)} to attention, "
+                f"but {tuple(map(tuple, self._newest))} to its cache, so the cache cannot be sharded over context "
+                "parallel ranks. Pass use_cache=False, or a cache of another class than DynamicCache."
             )
         self._newest = ()
 
@@ -88,21 +92,28 @@ class ContextLayer:
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5
+    get_max_cache_shape = get_max_length  # name of this method before transformers 5
 
     def reset(self) -> None:
         self.cache.reset()
         self.columns, self._newest = 0, ()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last -tokens_to_remove tokens, such as rejected drafts. A positive number, as before transformers 5,
-        is the number of tokens to keep."""
+        """Drop the last tokens, such as rejected drafts.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to drop; or, as before transformers 5, a positive number of
+                tokens to keep.
+        """
         if tokens_to_remove == 0 or self.columns == 0:
             return
         if tokens_to_remove > 0:
             tokens_to_remove = min(tokens_to_remove - self.columns, 0)
         if len(set(self.cache.lengths)) > 1:
-            raise ValueError("crop needs sequences that are equally long where context parallel ranks share the cache.")
+            raise ValueError(
+                "crop of a cache that is sharded over context parallel ranks needs sequences of equal length, got "
+                f"{self.cache.lengths}."
+            )
         removed = min(abs(tokens_to_remove), self.columns)
         self.cache.crop(max(0, self.cache.length - removed))
         self.columns -= removed
@@ -119,7 +130,7 @@ class ContextLayer:
 
 @lru_cache
 def _layer_class() -> Any:
-    """ContextLayer as one of transformers' cache layers."""
+    """Return a subclass of ContextLayer that is also a cache layer of transformers, imported when first needed."""
     from transformers.cache_utils import CacheLayerMixin
 
     return type("ContextParallelLayer", (ContextLayer, CacheLayerMixin), {})
@@ -127,14 +138,14 @@ def _layer_class() -> Any:
 
 @dataclass(frozen=True)
 class CachedPass:
-    """Forward pass that every rank computes in full, except for attention, which the ranks share.
+    """Forward pass that every rank computes in full, except for attention, in which each rank reads its cache shard.
 
     Attributes:
         layers: layers of the cache.
-        seq_len: columns of the batch after the pass.
-        new_lengths: number of new tokens that are not padding, per sequence; None for all.
-        tokens: checksum of the new tokens, which the ranks compare: with unequal random states, ranks would sample
-            different tokens for the same cache. 0 if reading them would synchronize with the device.
+        seq_len: number of columns of the batch after the pass.
+        new_lengths: number of new tokens that are not padding, per sequence; None if no token is padding.
+        tokens: checksum of the new tokens, which the ranks compare, because ranks with unequal random states would
+            sample different tokens for the same cache. 0 if reading the tokens would synchronize with the device.
     """
 
     layers: tuple[ContextLayer, ...]
@@ -143,26 +154,29 @@ class CachedPass:
     tokens: int = 0
 
     def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-        """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim], with keywords of context_parallel_decode."""
-        layer = self.layers[module.layer_id if hasattr(module, "layer_id") else module.layer_idx]  # for GPT-Neo
+        """Attend to new and cached tokens: [batch, heads, new, head_dim] -> [batch, new, heads, head_dim].
+
+        `keywords` are those of `context_parallel_decode`.
+        """
+        layer = self.layers[module.layer_id if hasattr(module, "layer_id") else module.layer_idx]  # layer_id: GPT-Neo
         layer.check_keys(module, k, v)
         if layer.window is not None and keywords.get("window") is None and self.seq_len > layer.window:
             raise ValueError(
-                f"{type(module).__name__} attends to all tokens in its cache, which on one rank would hold the last "
-                f"{layer.window} of {self.seq_len}; one that context parallel ranks share holds all. Pass "
-                "DynamicCache() without a config, or a cache of another class."
+                f"{type(module).__name__} attends to all tokens in its cache without a sliding window. A cache of this "
+                f"config would hold the last {layer.window} of {self.seq_len} tokens, but a cache that is sharded over "
+                "context parallel ranks holds all. Pass DynamicCache() without a config, or a cache of another class."
             )
         out: Tensor = layer.cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
         return out
 
 
 def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
-    """Describe a forward pass of `new` tokens over the cache in `arguments`; None if every rank holds the whole cache.
+    """Describe a pass of `new` tokens over the cache in `arguments`; return None if each rank holds the full cache.
 
-    Shares an empty cache if possible. The caller has checked that the model allows it.
+    An empty cache becomes a sharded one if its class allows it. The caller must have checked that the model does.
 
     Raises:
-        ValueError: the mask hides other tokens of the sequences than in earlier passes.
+        ValueError: the mask hides other tokens than in earlier passes.
     """
     from transformers import DynamicCache
 
@@ -187,7 +201,7 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
 
 
 def is_shared(cache: Any) -> bool:
-    """True if the ranks already share `cache`."""
+    """True if `cache` is already sharded over the ranks."""
     return any(isinstance(layer, ContextLayer) for layer in getattr(cache, "layers", ()))
 
 
@@ -205,7 +219,9 @@ def _can_be_shared(cache: Any) -> bool:
 
 def _pads_left(mask: Any) -> bool:
     """True if `mask` [batch, columns] has padding only on the left of each sequence."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2:  # transformers also accepts one mask per kind of layer
+    if (
+        not isinstance(mask, Tensor) or mask.ndim != 2
+    ):  # transformers also accepts a dict with one mask per kind of layer
         return False
     keep = mask.bool()
     return bool(keep[:, -1:].all()) and not bool((keep[:, :-1] & ~keep[:, 1:]).any())
@@ -218,14 +234,15 @@ def _new_lengths(mask: Tensor | None, layer: ContextLayer, new: int) -> list[int
     else:
         if not _pads_left(mask) or mask.shape[1] != columns + new:
             raise ValueError(
-                f"attention_mask is {tuple(mask.shape)}; next to a cache of {columns} tokens that context parallel "
-                f"ranks share it must be [batch, {columns + new}], with padding on the left alone."
+                f"attention_mask has shape {tuple(mask.shape)}; with a cache of {columns} tokens that is sharded over "
+                f"context parallel ranks it must be [batch, {columns + new}], with padding only on the left."
             )
         keep = mask.bool()
         shown, counted = keep[:, :columns].sum(1).tolist(), keep[:, columns:].sum(1).tolist()
     if held and shown != held:
         raise ValueError(
-            f"attention_mask shows {shown} tokens of the sequences in the cache, which holds {held}: padding is not "
-            "kept where context parallel ranks share the cache, so the mask must stay what it was."
+            f"attention_mask is True for {shown} earlier tokens of the sequences, but the cache holds {held}. A cache "
+            "that is sharded over context parallel ranks does not store padding, so pass the same mask as in earlier "
+            "calls for earlier tokens."
         )
     return counted

@@ -1,4 +1,4 @@
-"""Methods of transformers that change a model, adapted for calls after tensor parallelism was applied."""
+"""Methods of transformers models that change parameters, adapted to tensor parallel models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from fused_tp.nn.sharding import shown_as_dtensors
 
 
 def adapt_later_calls(model: nn.Module) -> None:
-    """Let `init_weights()` of `model`, and of the models in it, see whole parameters; refuse to resize embeddings."""
+    """Make `init_weights()` of `model` write full parameters, and `resize_token_embeddings()` raise an error.
+
+    This includes the transformers models inside `model`.
+    """
     for module in model.modules():
-        own: Any = module  # partials can be pickled, unlike methods of the instance; a copied model gets its own
+        own: Any = module  # gets partials, which can be pickled, and refer to the copy in a copied model
         if hasattr(module, "_init_weights"):
             own._init_weights = partial(_init_weights, module)
         if hasattr(module, "resize_token_embeddings"):
@@ -22,7 +25,7 @@ def adapt_later_calls(model: nn.Module) -> None:
 
 
 def _init_weights(model: Any, module: nn.Module) -> None:
-    # Every rank computes the whole values that the method copies into parameters, as if they were replicated.
+    # The method computes full tensors on every rank and copies them into parameters, so treat them as replicated.
     with shown_as_dtensors(module), implicit_replication():
         type(model)._init_weights(model, module)
 
@@ -37,7 +40,7 @@ def _resize_token_embeddings(
         wanted += -wanted % pad_to_multiple_of
     if wanted != size:
         raise ValueError(
-            f"resize_token_embeddings asks for {wanted} tokens, and the {size} rows of the embedding and of the output "
-            "layer are sharded over tensor parallel ranks. Resize the model before parallelize."
+            f"resize_token_embeddings to {wanted} tokens is not supported, because the {size} rows of the embedding "
+            "and of the output layer are sharded over tensor parallel ranks. Resize the model before parallelize."
         )
     return embeddings

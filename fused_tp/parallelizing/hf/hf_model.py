@@ -1,7 +1,7 @@
-"""Sharding of transformers models: limits, names of arguments, padding, packed documents, and the loss.
+"""Sequence sharding of transformers models: supported models, argument names, padding, packed documents, and the loss.
 
-A model's attention is selected by its config, not patched: see `hf_attention`. Only the attention of a few families,
-which compute it by their own code, is patched over context parallel ranks: see `own_attention`.
+Most models look up their attention by a name in their config, so our attention is selected by a new name there: see
+`hf_attention`. A few families compute attention by their own code, which is patched instead: see `own_attention`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-# Optional outputs of a model, one entry per token or a mean over tokens.
+# Optional outputs of a model that depend on the tokens, so that a rank has them for its own tokens only.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-# The registry through which a model calls the attention that its config names.
+# Name of the registry in which a model looks up the attention that its config names.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# A model that changes its mask requests one from transformers with this argument, even if attention needs none.
+# Source text in the forward of models that change their mask: it makes transformers build one in any case.
 OWN_MASK = "allow_is_causal_skip=False"
-# These name attentions only in code that no forward pass over context parallel ranks runs.
-NAMES_HARMLESSLY = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
+# Classes whose code for specific attention names never runs in a forward pass over context parallel ranks.
+NEVER_SPECIAL = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
 PADDED_DOCUMENTS = (
-    "attention_mask has padding in rows of packed documents; make the padding a document of its own and leave the mask "
-    "out."
+    "attention_mask has padding in rows of packed documents, which is not supported. Make the padding a separate "
+    "document and omit attention_mask."
 )
 
 
@@ -61,7 +61,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 @contextmanager
 def without_input_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove the embedding hooks of gradient_checkpointing_enable; on exit, hook the embeddings that exist then."""
+    """Remove the hooks that gradient_checkpointing_enable has set on embeddings; on exit, set them on the new ones."""
     users: Any = model
     if not getattr(model, "_require_grads_hooks", None):
         yield
@@ -74,10 +74,10 @@ def without_input_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
-    """Refuse a model whose attention, mask or loss is not supported, before anything is changed.
+    """Check that the attention, mask and loss of `model` are supported, before anything is changed.
 
     Raises:
-        ValueError: the message names the unsupported part and a remedy.
+        ValueError: they are not; the message names the unsupported part and a remedy.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -91,23 +91,23 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
         if makes_masks and any(
             forward_mentions(m, OWN_MASK, unknown=False) for m in model.modules() if is_transformers_model(m)
         ):
-            raise ValueError(f"{kind} adds a mask of its own to attention, which context parallel ranks do not serve.")
-        # transformers uses ForCausalLMLoss for classes without a loss type, whose names do not end in ForCausalLM.
+            raise ValueError(f"{kind} uses a custom attention mask, which a cp_dim does not support. Omit cp_dim.")
+        # transformers finds no loss type for classes whose names do not end in ForCausalLM, and uses ForCausalLMLoss.
         own_name = model.loss_type is None and model.get_output_embeddings() is not None
         if not (is_base or own_name or model.loss_type == "ForCausalLM"):
             raise ValueError(
-                f"{kind} is neither a causal language model nor a base model; {asked} serves only these. Leave it out."
+                f"{kind} is neither a causal language model nor a base model; {asked} supports only these. Omit it."
             )
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            f"{kind} has the loss function {model.loss_function}; loss_parallel and cp_dim compute the mean cross "
-            "entropy of ForCausalLMLoss themselves. Compute another loss from the logits instead: call the model "
-            "without labels."
+            f"{kind} has the loss function {model.loss_function}; loss_parallel and cp_dim support only the mean cross "
+            "entropy of ForCausalLMLoss. To use another loss, call the model without labels and compute the loss from "
+            "the logits."
         )
     if parallelism.computes_loss and not is_base and not forward_mentions(model, "loss_function", unknown=True):
         raise ValueError(
-            f"{kind}.forward computes its loss by other means than self.loss_function, which loss_parallel and cp_dim "
-            "replace by the loss over all ranks. Use neither, or give the class a forward that calls it."
+            f"{kind}.forward does not compute its loss by self.loss_function, which loss_parallel and cp_dim replace "
+            "by the loss over all ranks. Omit both, or change the forward so that it calls self.loss_function."
         )
     has_head = not (is_base or hasattr(model, PASSES_ON))
     if has_head and (parallelism.sequence_parallel or parallelism.loss_parallel):
@@ -123,7 +123,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
 
 
 def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked: str) -> None:
-    """Refuse attention that cannot be replaced and, over context parallel ranks, unknown layers with a state."""
+    """Raise ValueError for attention that cannot be replaced and, with a cp_dim, for unknown layers with a state."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind, over_cp = type(model).__name__, parallelism.cp_mesh is not None
@@ -132,78 +132,79 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
     others = _other_layers(model)
     if over_cp and others and not states:
         raise ValueError(
-            f"{kind} has layers that mix tokens by other means than attention ({', '.join(others)}); {asked} serves "
-            f"only those of {', '.join(sorted(STATE_LAYERS))}, where no kernel from the hub has replaced their "
-            "forward. Use no cp_dim."
+            f"{kind} has layers that mix tokens by other means than attention ({', '.join(others)}); {asked} supports "
+            f"such layers only in {', '.join(sorted(STATE_LAYERS))}, and only if no kernel from the hub has replaced "
+            "their forward. Omit cp_dim."
         )
     if states and not has_eager(model):
         return  # no attention at all
     implementation = model.config._attn_implementation
     is_eager, by_itself = implementation == "eager", own or (not over_cp and family.eager_sequences)
-    # transformers sets `_supports_attention_backend` to False for all models with a state, whatever their attention.
-    # modeling_utils, where the base class is defined, always has INTERFACE.
+    # Models with a state: transformers sets `_supports_attention_backend` to False for all of them, even if their
+    # attention can be replaced. modeling_utils is skipped because it contains INTERFACE for all models.
     kinds = (one for one in type(model).__mro__ if one.__module__ != "transformers.modeling_utils")
     files = (sys.modules.get(one.__module__) for one in kinds)
     replaceable = model._supports_attention_backend or states
-    named = not over_cp or family.names_attention  # a file may look up the attention of some of its modules only
+    named = not over_cp or family.names_attention  # False if only some modules of the file use the interface
     replaceable = replaceable or own or (named and any(hasattr(file, INTERFACE) for file in files))
     if not (replaceable or (by_itself and is_eager)):
         found = ((name, type(m).__name__) for name, m in model.named_modules() if "Attention" in type(m).__name__)
         name, attention = next(found, ("", kind))
         eager = not is_eager and (family.attention is not None if over_cp else by_itself)
         raise ValueError(
-            f"{kind} does not let its attention be replaced: {name!r} ({attention}) is not known to take it from "
+            f"the attention of {kind} cannot be replaced: {name!r} ({attention}) is not known to use "
             f"transformers' AttentionInterface, which {asked} needs. "
-            + ("Use no cp_dim" if over_cp else "Pass sequence_parallel=False")
+            + ("Omit cp_dim" if over_cp else "Pass sequence_parallel=False")
             + (", or load it with attn_implementation='eager'." if eager else ".")
         )
     known = by_itself or has_eager(model) if is_eager else implementation in ALL_ATTENTION_FUNCTIONS
     if not known:
         raise ValueError(
-            f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
-            f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
+            f"{kind} uses attn_implementation={implementation!r}, which is not in transformers' AttentionInterface, "
+            f"as {asked} needs. Load the model with one that is, such as attn_implementation='sdpa'."
         )
     if over_cp:
         _check_attention_named(model, implementation)
 
 
 def _check_attention_named(model: PreTrainedModel, implementation: str) -> None:
-    """Refuse modules with special code for the attention that the config names, since ours will replace it."""
+    """Raise ValueError for modules with special code for the configured attention, which ours will replace."""
     own = {id(module) for module in _own_attention(model)}
     for name, module in model.named_modules():
-        if id(module) in own or type(module).__name__ in NAMES_HARMLESSLY:
+        if id(module) in own or type(module).__name__ in NEVER_SPECIAL:
             continue
         if implementation in attentions_named(module):
             raise ValueError(
-                f"{name!r} ({type(module).__name__}) does something of its own where the config's attention is "
-                f"{implementation!r}, such as to select tokens, and attention over context parallel ranks does not "
-                "know of it. Use no cp_dim."
+                f"{name!r} ({type(module).__name__}) runs special code if the config's attention is "
+                f"{implementation!r}, for example to select tokens, which a cp_dim does not support. Omit cp_dim."
             )
 
 
 def _check_no_layers_dropped(model: PreTrainedModel, asked: str) -> None:
-    """Refuse layers that training drops at random. Even ranks with equal seeds would drop different layers, once parts
-    of different length have made dropout draw different amounts of random numbers. A message would then reach another
-    layer on its peer, and not always fail."""
+    """Raise ValueError if training drops layers at random.
+
+    Ranks could drop different layers even with equal seeds, because dropout on shards of different length draws
+    different amounts of random numbers. A message would then arrive in another layer of the peer, which may not fail.
+    """
     chances = {name: getattr(module, "layerdrop", 0.0) for name, module in model.named_modules()}
     dropping = next((name for name, chance in chances.items() if isinstance(chance, int | float) and chance > 0), None)
     if dropping is not None:
         raise ValueError(
-            f"{type(model).__name__} leaves out layers at random in training ({dropping!r} has "
-            f"layerdrop={chances[dropping]}), and ranks that hold different tokens would leave out different ones, so "
-            f"{asked} does not serve it. Set model.get_submodule({dropping!r}).layerdrop = 0.0, or leave it out."
+            f"{type(model).__name__} drops layers at random in training ({dropping!r} has "
+            f"layerdrop={chances[dropping]}), which {asked} does not support, because ranks with different tokens "
+            f"could drop different layers. Set model.get_submodule({dropping!r}).layerdrop = 0.0, or omit {asked}."
         )
 
 
 def _own_attention(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules with their own attention code, if we have a replacement for context parallel ranks."""
+    """Return the modules that compute attention by their own code, if we can replace it over context parallel ranks."""
     own = family_of(model.config).attention
-    causal = getattr(model.config, "is_causal", True)  # transformers' masks read it; our attention has no mask
+    causal = getattr(model.config, "is_causal", True)  # our replacement is always causal
     return [] if own is None or not causal else own.modules_of(model)
 
 
 def _other_layers(model: PreTrainedModel) -> list[str]:
-    """Kinds of layers that mix tokens by other means than attention."""
+    """Return the kinds of layers that mix tokens by other means than attention."""
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
     others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
     # transformers' flag for models with a state; some such models lack it.
@@ -211,21 +212,24 @@ def _other_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _is_base(model: PreTrainedModel) -> bool:
-    """True if `model` returns hidden states, and no logits or loss. (`model.base_model is model` is not enough: it is
-    also True if the class lacks the part that `base_model_prefix` names, as Llama4ForCausalLM does.)"""
+    """True if `model` returns hidden states, but no logits or loss.
+
+    Rejected: `model.base_model is model`, which is also True if the class lacks the submodule that `base_model_prefix`
+    names, as Llama4ForCausalLM does.
+    """
     forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
     takes_labels = any("labels" in inspect.signature(forward).parameters for forward in forwards)
-    # Question answering models have a loss, but other names for their labels.
+    # loss_type is checked too, because question answering models have a loss, but no argument named labels.
     return not takes_labels and model.loss_type is None and model.get_output_embeddings() is None
 
 
 class TransformersSequence(SequenceSharding):
-    """Sequence sharding of transformers models: names of arguments, and checks for unsupported ones."""
+    """Sequence sharding of transformers models: argument names, and checks for unsupported arguments."""
 
     tokens = ("input_ids", "inputs_embeds")
     positions = "position_ids"
     labels = "labels"
-    caches = ("past_key_values", "cache_params", "state")  # for attention, state spaces, RWKV
+    caches = ("past_key_values", "cache_params", "state")  # of attention, state spaces, RWKV
 
     def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__(model, parallelism)
@@ -234,30 +238,30 @@ class TransformersSequence(SequenceSharding):
         self.family = family_of(model.config)
         self.other_layers = _other_layers(model)
         self.own_attention = _own_attention(model) if parallelism.cp_mesh is not None else []
-        # Models like RoBERTa start to count positions after the position of padding.
+        # Models like RoBERTa number positions from padding_idx + 1, by a method of their embeddings.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
-        self._serves_logits = False  # True if router logits can be returned
-        self._router_logits: Any = None  # router logits of all tokens in the last forward pass
-        self._scored: scored_tokens.Targets | None = None  # set in a forward pass that returns their log-probabilities
-        self._attentions: list[tuple[Any, str]] = []  # (config, its attention) after `adapt`
+        self._returns_router_logits = False  # True if output_router_logits=True is supported
+        self._router_logits: Any = None  # router logits of all tokens in the running forward pass
+        self._scored: scored_tokens.Targets | None = None  # targets of a pass that returns log-probabilities
+        self._attentions: list[tuple[Any, str]] = []  # (config, name of its attention) as `adapt` has set it
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Make layers with a state receive it from the ranks that hold the preceding tokens."""
+        """Make layers with a state receive the state from the ranks that hold the preceding tokens."""
         if self.parallelism.cp_mesh is not None:
             pass_states_on(find_state_layers(model))
 
     def adapt(self, model: PreTrainedModel) -> None:
-        """Switch the model to our attention, masks and loss. Call it after its layers were replaced."""
+        """Switch `model` to our attention, masks and loss. Call this after its layers have been replaced."""
         parallelism = self.parallelism
         self.head = sharded_head(model.get_output_embeddings())
         if parallelism.tp_mesh is not None:
-            model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
+            model._tp_size = parallelism.tp_mesh.size()  # generate() computes the size of a static KV cache from it
             adapt_later_calls(model)
         save_whole(model)
         if parallelism.shards_sequence:
             _own_config(model)
-            self.config = model.config  # callers change its attributes: use_cache, ...
+            self.config = model.config  # the same object, since callers change its attributes, such as use_cache
             if self.family.attention is not None:
                 replace_own_attention(self.own_attention, self.family.attention)
             if parallelism.cp_mesh is not None:
@@ -282,12 +286,15 @@ class TransformersSequence(SequenceSharding):
             routers = _recorded_routers(model, inner[0])
             whole = all(map(self.is_whole, routers))
             if routers and (whole or all(map(self.flattens, routers))):
-                self._serves_logits = True
+                self._returns_router_logits = True
                 inner[0].register_forward_hook(partial(self._note_logits, whole))
 
     def _note_logits(self, whole: bool, base: nn.Module, args: Any, output: Any) -> None:
-        """Replace the router logits in the output of `base`, if present, with those of all tokens, in order.
-        `whole`: they already cover all tokens, since routers run on the whole sequence."""
+        """Replace the router logits in the output of `base`, if present, with the logits of all tokens, in order.
+
+        Args:
+            whole: the logits cover all tokens already, because routers run on the full sequence.
+        """
         state, logits = self.state_now(), getattr(output, "router_logits", None)
         if not state.tp_sharded or logits is None:
             return
@@ -300,7 +307,7 @@ class TransformersSequence(SequenceSharding):
 
     def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
         self._scored = None
-        if not arguments.get(scored_tokens.ASKED):
+        if not arguments.get(scored_tokens.ARGUMENT):
             return super()._targets(arguments, tokens, ignore_index)
         if self.parallelism.shards_sequence:
             self._scored = scored_tokens.take_targets(arguments, ignore_index)
@@ -317,7 +324,7 @@ class TransformersSequence(SequenceSharding):
         return sum(
             type(module).__name__.endswith("Attention")
             and type(module).__name__ != state
-            and type(getattr(module, "config", None)) is text  # others are for images and audio, which are not sharded
+            and type(getattr(module, "config", None)) is text  # other configs: layers for images or audio
             for module in model.modules()
         )
 
@@ -335,12 +342,12 @@ class TransformersSequence(SequenceSharding):
         self._check_attention()
         for name in EXTRA_OUTPUTS:
             asked = arguments.get(name)
-            served = name == "output_router_logits" and self._serves_logits
-            if not served and (getattr(self.config, name, False) if asked is None else asked):
+            supported = name == "output_router_logits" and self._returns_router_logits
+            if not supported and (getattr(self.config, name, False) if asked is None else asked):
                 raise ValueError(
-                    f"{name}=True is not served where the sequence is sharded over ranks (sequence_parallel, cp_dim): "
-                    f"each rank has only a part. Pass {name}=False (TRL asks for router logits unless "
-                    "router_aux_loss_coef=0.0)."
+                    f"{name}=True is not supported with sequence_parallel or cp_dim, because each rank has this output "
+                    f"for its own tokens only. Pass {name}=False (with TRL, router_aux_loss_coef=0.0 turns router "
+                    "logits off)."
                 )
         makes_cache = self._turn_cache_off(arguments)
         if self.parallelism.cp_mesh is None:
@@ -351,7 +358,7 @@ class TransformersSequence(SequenceSharding):
                 arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
             return RowMasks()
         mask = arguments.get("attention_mask")
-        # Check padding first: with padding on the left, positions look like those of packed documents.
+        # Check padding first: positions of rows with padding on the left look like positions of packed documents.
         _, tokens = self.find_tokens(arguments)
         ignored = arguments.get("ignore_index", -100)
         padded = mask is not None and check_no_padding_matters(mask, tuple(tokens.shape[:2]), targets, ignored)
@@ -362,23 +369,23 @@ class TransformersSequence(SequenceSharding):
         return RowMasks(padded, documents)
 
     def _check_attention(self) -> None:
-        """Refuse an attention that was set after `adapt`: it would see this rank's tokens only."""
+        """Raise ValueError if the attention was changed after `adapt`: it would see this rank's tokens only."""
         for config, ours in self._attentions:
             if config._attn_implementation != ours:
                 raise ValueError(
-                    f"The model's attention was set to {config._attn_implementation!r} after parallelize, which had "
-                    f"set it to {ours!r}, attention over ranks. Set it before parallelize, or back to {ours!r}."
+                    f"The model's attention was set to {config._attn_implementation!r} after parallelize, which needs "
+                    f"{ours!r} to attend over ranks. Set it before parallelize, or set it back to {ours!r}."
                 )
 
     def _check_padding(self, arguments: dict[str, Any]) -> None:
-        """Remove a mask without padding and refuse others, because layers with a state would receive a shard of it."""
+        """Remove a mask without padding, and raise for others, if layers with a state would need a shard of it."""
         mask = arguments.get("attention_mask")
         if not self.other_layers or not isinstance(mask, Tensor) or mask.ndim != 2:
             return
         if not bool(mask.all()):
             raise ValueError(
-                f"attention_mask has padding, which layers with {', '.join(self.other_layers)} are not given with "
-                "sequence_parallel=True. Use rows of equal length, or sequence_parallel=False."
+                f"attention_mask has padding, which layers with {', '.join(self.other_layers)} do not support with "
+                "sequence_parallel=True. Use rows of equal length, or pass sequence_parallel=False."
             )
         arguments["attention_mask"] = None
 
@@ -388,14 +395,14 @@ class TransformersSequence(SequenceSharding):
             return documents
         if len(_distinct(documents)) > 2:
             raise ValueError(
-                f"Rows hold packed documents (by position_ids or cu_seq_lens_q), and layers with "
-                f"{', '.join(self.other_layers)} would carry their state from one to the next over context parallel "
-                "ranks. Use rows of one document, padded on the right, or no cp_dim."
+                f"Rows hold packed documents (by position_ids or cu_seq_lens_q), which a cp_dim does not support for "
+                f"layers with {', '.join(self.other_layers)}: their state would leak from one document to the next. "
+                "Use rows of one document, padded on the right, or omit cp_dim."
             )
         return ()
 
     def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
-        """Turn the cache off, which the config may enable by default. Return True if it would have been on."""
+        """Turn the KV cache off, which the config may enable by default. Return True if it was enabled."""
         asked = arguments.get("use_cache")
         arguments["use_cache"] = False
         return bool(getattr(self.config.get_text_config(), "use_cache", False) if asked is None else asked)
@@ -408,7 +415,7 @@ class TransformersSequence(SequenceSharding):
         if mask is not None and not bool(mask.all()):
             raise ValueError(PADDED_DOCUMENTS)
         if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
-            # transformers separates documents by their positions if there is neither a mask nor a cache.
+            # Without a mask and a cache, transformers separates documents by their positions: pass such positions.
             counted = [torch.arange(stop - start, device="cpu") for start, stop in itertools.pairwise(documents)]
             source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)
             arguments["position_ids"] = torch.cat(counted).to(source.device).unsqueeze(0)
@@ -418,10 +425,10 @@ class TransformersSequence(SequenceSharding):
         needs_tokens = self.family.eager_sequences or self.family.needs_tokens
         if mesh is not None and self.parallelism.sequence_parallel and needs_tokens:
             cp_ranks = 1 if self.parallelism.cp_mesh is None else self.parallelism.cp_mesh.size()
-            # The two lengths that parts of context parallel ranks may have.
+            # Shards of context parallel ranks have one of these two lengths.
             for tokens in (seq_len // cp_ranks, -(-seq_len // cp_ranks)):
                 start, stop = shard_range(tokens, mesh.size(), mesh.size() - 1)
-                if start == stop:  # on no tokens their own code fails in a view [-1, 0, hidden]
+                if start == stop:  # without tokens, these models fail in a view [-1, 0, hidden]
                     return True
         return super().is_too_short(seq_len)
 
@@ -451,25 +458,29 @@ class TransformersSequence(SequenceSharding):
         return cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
 
     def _check_shared(self, model: nn.Module, arguments: dict[str, Any]) -> None:
-        """Refuse calls that attention over an already shared cache does not support."""
+        """Raise ValueError for calls that attention over a sharded cache does not support."""
         if model.training:
             raise ValueError(
-                "The context parallel ranks share the cache that was given, which is not for training: call "
-                "model.eval(), or leave past_key_values out."
+                "past_key_values is sharded over context parallel ranks, which does not support training. Call "
+                "model.eval(), or omit past_key_values."
             )
-        if self._gives_attentions(arguments):
+        if self._returns_attentions(arguments):
             raise ValueError(
-                "output_attentions=True is not served with a cache that the context parallel ranks share: no rank has "
-                "all weights. Leave it out, or give it in the pass that makes the cache; every rank then holds all."
+                "output_attentions=True is not supported with a cache that is sharded over context parallel ranks, "
+                "because no rank has all attention weights. Omit it, or pass it also in the call that creates the "
+                "cache: every rank then holds the full cache."
             )
 
-    def _gives_attentions(self, arguments: dict[str, Any]) -> bool:
+    def _returns_attentions(self, arguments: dict[str, Any]) -> bool:
         asked = arguments.get("output_attentions")
         return bool(getattr(self.config, "output_attentions", False) if asked is None else asked)
 
     def _may_share_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
-        """True if attention over a sharded cache computes the model's attention. It has no gradient and supports only
-        causal masks and windows. Tensors of unknown names may change the masks, so they exclude it."""
+        """True if attention over a sharded cache computes the same as the model's attention.
+
+        It has no gradient, and supports only causal masks and windows. Tensor arguments of unknown names may change
+        the masks, so a call with such arguments does not use it.
+        """
         text = self.config.get_text_config(decoder=True)
         kinds = set(getattr(text, "layer_types", None) or ())
         known = {*self.tokens, *self.known, self.positions, self.labels, "attention_mask", "cache_position"}
@@ -483,7 +494,7 @@ class TransformersSequence(SequenceSharding):
             or not all(family_of(one).shares_cache for one in (text, self.config))
             or getattr(text, "kv_lora_rank", None)  # the cache holds latents, from which keys and values are computed
             or arguments.get("is_causal") is not None
-            or self._gives_attentions(arguments)
+            or self._returns_attentions(arguments)
             or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
         )
 
@@ -493,8 +504,8 @@ class TransformersSequence(SequenceSharding):
         scored = {} if self._scored is None else {"shift_labels": scored_tokens.own_targets(self._scored, shard)}
         if shard.cp is None:
             return scored
-        # With a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
-        # packed documents.
+        # Without a mask, transformers would take gaps in a rank's positions for bounds of packed documents. `_mask`
+        # ignores this one.
         ones = torch.ones((shard.batch, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
         return {"attention_mask": ones, **scored}
 
@@ -513,11 +524,11 @@ class TransformersSequence(SequenceSharding):
                 parts[name] = self._main_output(value, shard)
             elif self.is_base and isinstance(value, Tensor):
                 raise ValueError(
-                    f"The model returns a tensor {name!r} next to {key!r}, made of this rank's part of the sequence; "
-                    "how to make the whole one of it is not known. Turn it off (a pooler by add_pooling_layer=False), "
-                    "or use neither cp_dim nor sequence_parallel."
+                    f"The model returns a tensor {name!r} beside {key!r}, computed from this rank's shard of the "
+                    "sequence. Such outputs are not supported with cp_dim or sequence_parallel. Turn the output off "
+                    "(a pooler with add_pooling_layer=False), or omit cp_dim and sequence_parallel."
                 )
-            elif value is not self._router_logits:  # these cover all tokens already
+            elif value is not self._router_logits:  # the stored router logits cover all tokens already
                 parts[name] = map_tensors(lambda t: self.whole_of_tokens(t, shard), value)
         self._router_logits = None  # frees their autograd graph
         if isinstance(output, tuple):
@@ -527,7 +538,7 @@ class TransformersSequence(SequenceSharding):
         return output
 
     def _main_output(self, t: Tensor, shard: ForwardShard) -> Tensor:
-        """Gather the main output: hidden states of a base model, logits of another model."""
+        """Gather the main output: the hidden states of a base model, or the logits of any other model."""
         if not self.is_base:
             t = self.whole_of_tokens(t, shard)
         else:
@@ -539,7 +550,7 @@ class TransformersSequence(SequenceSharding):
 
 
 def _recorded_routers(model: nn.Module, base: Any) -> list[str]:
-    """Names of the modules whose outputs transformers records as router logits; empty if they are unknown."""
+    """Return the names of the modules whose outputs transformers records as router logits; [] if they are unknown."""
     recorded = base.can_record_outputs.get("router_logits", ())
     kinds: list[Any] = [
         getattr(one, "target_class", one) for one in (recorded if isinstance(recorded, list | tuple) else [recorded])
@@ -559,7 +570,7 @@ def _depends_on_length(module: nn.Module) -> bool:
 def _add_last_position(
     sequence: SequenceSharding, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Append the greatest position of the whole sequence, so that all ranks compute the same frequencies."""
+    """Append the greatest position of the full sequence to `position_ids`, so that ranks compute equal frequencies."""
     cp = sequence.state_now().cp
     last = None if cp is None else cp.last_position
     if last is None:
@@ -575,20 +586,22 @@ def _add_last_position(
 
 
 def _drop_last_position(sequence: SequenceSharding, rotary: nn.Module, args: Any, output: Any) -> Any:
-    """Drop the entry of the appended position from outputs [..., seq, width]."""
+    """Drop the row of the appended position from outputs [..., seq, width]."""
     cp = sequence.state_now().cp
     return output if cp is None or cp.last_position is None else map_tensors(lambda t: t[..., :-1, :], output)
 
 
 def _count_all_tokens(sequence: SequenceSharding, positions: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Raise the past length that XGLM receives, so that its table of positions covers the tokens of all ranks."""
+    """Increase the past length that XGLM receives, so that its table of positions covers the tokens of all ranks."""
     cp, (own, *_) = sequence.state_now().cp, args
     return args if cp is None else (own, cp.seq_len - own.shape[1])
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """Copy the config of `model`: transformers shares one object between all models built from it, and the others must
-    keep their attention."""
+    """Replace the config of `model` by a copy.
+
+    transformers uses one object in all models built from it, and other models must keep their attention.
+    """
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -598,10 +611,10 @@ def _own_config(model: PreTrainedModel) -> None:
 
 
 def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor | None, ignore_index: int) -> bool:
-    """Accept a mask that causal attention over a ring does not need: no padding, or padding on the right (True).
+    """Check that causal attention needs no mask: return False without padding, True with padding on the right.
 
-    Causal attention does not see padding on the right of a token. The model's output at the padding itself differs from
-    its output with the mask, so targets there must be `ignore_index`.
+    Causal attention does not see padding on the right of a token. Only outputs at the padding itself change without
+    the mask, so targets there must be `ignore_index`.
 
     Args:
         tokens: (batch, seq) of the masked tokens.
@@ -612,8 +625,8 @@ def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor
     given = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in (tokens, (1, *tokens[1:])):
         raise ValueError(
-            f"attention_mask is {given}; over context parallel ranks only [batch, seq] is served, here {tokens}, "
-            "causal attention with padding on the right."
+            f"attention_mask is {given}; with a cp_dim it must be [batch, seq], here {tokens}, with padding only on "
+            "the right."
         )
     mask = mask.expand(tokens)
     keep = mask.bool()
@@ -621,37 +634,40 @@ def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor
         return False
     if bool((keep[:, 1:] & ~keep[:, :-1]).any()):
         raise ValueError(
-            "attention_mask has padding on the left of tokens, or holes; over context parallel ranks attention takes "
-            "no padding mask. Pad on the right (tokenizer.padding_side='right'), or, to generate, pass use_cache=True."
+            "attention_mask has padding on the left of tokens, which is not supported with a cp_dim. Pad on the right "
+            "(tokenizer.padding_side='right'), or, to generate, pass use_cache=True."
         )
     if targets is not None and bool((targets[~keep] != ignore_index).any()):
         raise ValueError(
-            "labels count at padding positions; over context parallel ranks padding is not masked, so set the labels "
-            f"of padding to {ignore_index}."
+            f"labels at padding positions must be {ignore_index}, because padding is not masked with a cp_dim. Set "
+            f"them to {ignore_index}."
         )
     return True
 
 
 # ---- packed documents -----------------------------------------------------------------------------------------------
 #
-# Without a mask and a cache, transformers treats positions [1 or batch, seq] that do not count up by one as packed
-# documents that do not see each other. Packing ("padding-free") data collators produce such positions, and may pass
-# `cu_seq_lens_q` and its companions, which transformers' flash attention reads. Here documents never see each other.
-# That includes the few models (gpt-oss) where only flash attention separates documents, since their masks for sdpa and
-# eager ignore positions.
+# Without a mask and a cache, transformers treats positions [1 or batch, seq] that do not increase by one as packed
+# documents, and tokens attend only within their document. Packing ("padding-free") data collators produce such
+# positions, and may also pass BOUNDS, which transformers' flash attention reads. Over context parallel ranks, tokens
+# always attend only within their document. This includes the few models (gpt-oss) whose masks for sdpa and eager ignore
+# positions, so that only flash attention separates documents.
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 NUMBERS = "seq_idx"  # [batch, seq], document index of each token, for kernels of state spaces
 
 
 def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> tuple[int, ...]:
-    """Return the bounds (0, ..., seq_len) of the documents in each row, () for one; remove BOUNDS from `arguments`.
+    """Return the bounds (0, ..., seq_len) of the documents in each row, or () for one document.
 
-    `makes_cache`: transformers would collect keys and values, requested or by default.
+    BOUNDS and NUMBERS are removed from `arguments`.
+
+    Args:
+        makes_cache: True if transformers would fill a KV cache, requested or by default.
 
     Raises:
-        ValueError: rows hold different documents, two descriptions disagree, `seq_idx` alone describes documents, or
-            positions alone do in a call in which transformers would not read them as documents.
+        ValueError: rows hold documents of different lengths; two descriptions disagree; only `seq_idx` describes
+            documents; or only positions do, in a call in which transformers would not read them as documents.
     """
     bounds = _from_bounds({name: arguments.pop(name, None) for name in BOUNDS}, seq_len)
     numbers = arguments.pop(NUMBERS, None)
@@ -661,21 +677,24 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
         _check_known_apart(mask, makes_cache)
     if bounds and counted and _distinct(bounds) != _distinct((*counted, seq_len)):
         raise ValueError(
-            f"cu_seq_lens_q has documents that begin at {_few(bounds[:-1])}, and position_ids start again at "
-            f"{_few(counted)}; they must describe the same documents."
+            f"cu_seq_lens_q has documents that begin at {_few(bounds[:-1])}, but position_ids start again at "
+            f"{_few(counted)}. Pass bounds and positions of the same documents."
         )
     if numbers is not None and not bounds and not counted and bool((numbers.diff(dim=-1) != 0).any()):
         raise ValueError(
-            f"{NUMBERS} has several documents in a row, and neither position_ids nor cu_seq_lens_q do; over context "
-            "parallel ranks these say where documents begin. Pass position_ids that start again at each."
+            f"{NUMBERS} has several documents in a row, but position_ids and cu_seq_lens_q do not, and a cp_dim needs "
+            "one of these. Pass position_ids that start again at each document."
         )
     return bounds or ((*counted, seq_len) if counted else ())
 
 
 def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> None:
-    """Check documents of a forward pass without a ring, in which transformers itself may separate documents.
+    """Check packed documents of a forward pass without context parallelism, in which transformers separates documents.
 
-    Without the cache, which is turned off here, transformers would separate documents that see each other with it.
+    The KV cache is turned off here. With it, transformers may let documents attend to each other; without it, not.
+
+    Raises:
+        ValueError: the call would therefore compute something else than without sharding.
     """
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     if not makes_cache or positions is None or positions.shape[-1] != seq_len or arguments.get(BOUNDS[0]) is not None:
@@ -686,12 +705,12 @@ def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: boo
 
 def _check_known_apart(mask: Tensor | None, makes_cache: bool) -> None:
     if makes_cache or mask is not None:
-        # Here flash attention still separates documents, while masks of sdpa and eager let them see each other.
+        # In this case flash attention separates documents, but the masks of sdpa and eager do not.
         raise ValueError(
-            "position_ids start again inside of rows, as those of packed documents do. Whether these documents see "
-            "each other depends on transformers' attention where there is an attention_mask or use_cache is on, which "
-            "it is by default. Pass use_cache=False and no attention_mask: documents then see only themselves. (Or "
-            "pass their bounds, cu_seq_lens_q.)"
+            "position_ids start again inside rows, like positions of packed documents. With an attention_mask, or with "
+            "use_cache=True (the default), it depends on transformers' attention whether such documents attend to each "
+            "other. Pass use_cache=False and omit attention_mask to keep them separate, or pass their bounds as "
+            "cu_seq_lens_q."
         )
 
 
@@ -701,27 +720,27 @@ def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:
         return ()
     queries = torch.as_tensor(queries, device="cpu")
     if keys is not None and torch.as_tensor(keys, device="cpu").tolist() != queries.tolist():
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; tokens attend to those of the same rows.")
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: only self-attention is supported.")
     return read_bounds("cu_seq_lens_q", queries, seq_len)
 
 
 def _from_positions(positions: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """Starts (0, ...) of the documents that `positions` [seq], [rows, seq] or [.., rows, seq] count; () for one."""
+    """Return the starts (0, ...) of the documents, where `positions` [..., seq] start again; () for one document."""
     breaks = positions.diff(dim=-1) != 1
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == breaks.shape[:-1] + positions.shape[-1:]:
-        breaks = breaks & mask[:, 1:].bool()  # positions of padding follow no rule
+        breaks = breaks & mask[:, 1:].bool()  # positions of padding may have any value
     if not bool(breaks.any()):
         return ()
     if positions.ndim > 2:
         raise ValueError(
-            f"position_ids {tuple(positions.shape)} do not count up by one; over context parallel ranks only positions "
-            "[batch, seq] may, those of packed documents."
+            f"position_ids {tuple(positions.shape)} do not increase by one, which with a cp_dim is supported only for "
+            "packed documents, with positions [batch, seq]. Omit cp_dim."
         )
     rows = breaks.view(-1, breaks.shape[-1])
     if not bool((rows == rows[0]).all()):
         raise ValueError(
-            "position_ids do not count up by one, and start again at other places in some rows than in others; over "
-            "context parallel ranks all rows must be packed of documents of the same lengths. Pack into one long row."
+            "position_ids start again at different positions in different rows; with a cp_dim, all rows must hold "
+            "packed documents of the same lengths. Pack all documents into one long row."
         )
     return (0, *(rows[0].nonzero().flatten() + 1).tolist())
 

@@ -1,16 +1,17 @@
-"""Log-probabilities instead of logits, as TRL's trainers request them, if a rank has a shard of the tokens.
+"""Support for TRL's trainers that request log-probabilities instead of logits, if the sequence is sharded.
 
-TRL's `add_fused_lm_head` replaces a model's forward. Called with fused_lm_head=True it gathers the whole weight of the
-output layer, and passes it with the hidden states to a kernel of TRL. If targets are shifted already it treats each
-token independently, so it accepts a shard of them:
+TRL's `add_fused_lm_head` replaces a model's forward. Called with fused_lm_head=True, the new forward passes the hidden
+states and the full weight of the output layer to a kernel of TRL. If targets are already shifted, the kernel treats
+each token independently, so it also works on a shard of the tokens:
 
 | tensors                  | tensor parallel     | + sequence parallel             | context parallel             |
 |--------------------------|---------------------|---------------------------------|------------------------------|
-| hidden states            | unchanged           | gathered behind the last norm   | of this rank's tokens        |
-| targets                  | unchanged           | shifted before                  | shifted before, then sharded |
+| hidden states            | unchanged           | gathered after the last norm    | this rank's tokens           |
+| targets                  | unchanged           | shifted by us                   | shifted by us, then sharded  |
 | log-probabilities, ...   | unchanged           | unchanged                       | gathered                     |
 
-If targets come from labels, which TRL would shift itself, the last position is dropped again: it has no target.
+TRL would itself shift targets that are passed as labels, and return no value for the last token. So if we have shifted
+them, the value of the last token is dropped.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ from torch import Tensor
 from fused_tp.parallelizing.forward_shard import ForwardShard
 from fused_tp.parallelizing.global_loss import shift
 
-ASKED = "fused_lm_head"
+ARGUMENT = "fused_lm_head"  # argument of forward by which TRL requests log-probabilities
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Target of each token, [batch, seq]; `shifted`: computed from labels, so that the last token has none."""
+    """Targets of a forward pass.
+
+    Attributes:
+        whole: target of each token of the full sequence, [batch, seq].
+        shifted: True if they were computed from labels, so that the last token has no target.
+        count: the argument num_items_in_batch, by which the loss is divided; None for the number of targets.
+    """
 
     whole: Tensor
     shifted: bool
-    count: Any  # num_items_in_batch
+    count: Any
 
 
 def take_targets(arguments: dict[str, Any], ignore_index: int) -> Targets:
@@ -43,23 +50,25 @@ def take_targets(arguments: dict[str, Any], ignore_index: int) -> Targets:
     if targets is not None:
         return Targets(targets, False, count)
     if labels is None:
-        raise ValueError(f"{ASKED}=True asks for log-probabilities of labels, and there are none.")
+        raise ValueError(f"{ARGUMENT}=True needs targets. Pass labels or shift_labels.")
     return Targets(shift(labels, ignore_index), True, count)
 
 
 def own_targets(targets: Targets, shard: ForwardShard) -> Tensor:
-    """Targets of this context parallel rank's tokens."""
+    """Return the targets of this context parallel rank's tokens."""
     return targets.whole if shard.cp is None else shard.cp.shard(targets.whole, 1)
 
 
 def whole_scores(output: Any, shard: ForwardShard, whole: Callable[[Tensor], Tensor], targets: Targets) -> Any:
-    """Return `output` for all tokens that have targets; its loss is their mean, or their sum over `targets.count`.
+    """Return `output` for all tokens of the sequence that have targets.
+
+    The loss is the sum of the negative log-probabilities, divided by `targets.count` or by the number of targets.
 
     Args:
-        whole: gathers a shard of the sequence along dim 1.
+        whole: function that gathers a tensor along dim 1 from its shards.
 
     Raises:
-        ValueError: `output` holds a number that was computed from this rank's tokens.
+        ValueError: `output` holds another scalar, computed from this rank's tokens.
     """
     for name, value in list(output.items()):
         if name == "loss" or not isinstance(value, Tensor):
@@ -70,9 +79,9 @@ def whole_scores(output: Any, shard: ForwardShard, whole: Callable[[Tensor], Ten
             output[name] = value[:, :-1] if targets.shifted else value
         elif shard.cp is not None:
             raise ValueError(
-                f"The model returns a number {name!r} next to its log-probabilities, made of this rank's tokens, which "
-                "context parallel ranks do not serve. Turn it off (the loss of routers by output_router_logits=False, "
-                "which TRL takes as router_aux_loss_coef=0.0)."
+                f"The model returns a scalar {name!r} beside its log-probabilities, computed from this rank's tokens, "
+                "which is not supported with a cp_dim. Turn it off (the loss of routers with "
+                "output_router_logits=False, or with router_aux_loss_coef=0.0 in TRL)."
             )
     if shard.cp is not None:
         count = output["label_mask"].sum() if targets.count is None else targets.count

@@ -1,8 +1,8 @@
 """Layers of transformers' hybrid models that carry a state from token to token, over context parallel ranks.
 
-A rank holds runs of consecutive tokens, two in the layout that balances causal attention, and causal convolutions,
-linear attention and state spaces need the preceding state of each run. All are affine in it, so no rank waits for
-another:
+A rank holds runs of consecutive tokens (two runs in the layout that balances causal attention). Causal convolutions,
+linear attention and state spaces need the state before each run. Their outputs and final states are affine functions
+of that state. So each rank computes its runs from a zero state, and adds the contribution of the state before:
 
 | layer               | all-gathered for each run        | state before a run         | contribution to a run    |
 |---------------------|----------------------------------|----------------------------|--------------------------|
@@ -11,21 +11,23 @@ another:
 |                     | product of its transitions       |                            | the product up to t      |
 | state space, mamba2 | its state B [p, n], and decay a  | S = a S + B, run by run    | a_t S C_t                |
 
-B is the final state of a run from a zero initial state, computed by transformers' function or the kernel that it has
-selected. Communication does not grow with the sequence: dk * (dk + dv), or p * n + 1, fp32 numbers for each run and
-head. Computation beyond the layer's own:
+B is the final state of a run that starts from a zero state, computed by transformers' function or by the kernel that it
+has selected. Communication does not grow with the sequence: each run and head sends dk * (dk + dv), or p * n + 1, fp32
+numbers. The additional computation is small:
 
-- The gated delta rule treats value columns independently. One call with dk more columns, of zero values and the
-  identity as initial state, returns A and q_t P_t beside B and the output. It computes dv + dk columns instead of dv.
-- A state space adds one product with C; its scan has four products of this size.
+- The gated delta rule treats value columns independently. One call with dk more columns, whose values are zero and
+  whose initial state is the identity, returns A and q_t P_t in addition to B and the output.
+- A state space adds one product with C, where its scan has four products of this size.
 
-Rejected: a contiguous layout that passes the state from rank to rank, where each rank waits for the previous one and
-the last computes twice the mean of causal attention; all-to-alls to heads and back, which send every token and need a
-number of heads that the ranks divide; transformers' cache classes as the hook, which are asked for a state before A and
-B are known.
+Rejected alternatives:
 
-Not supported: mamba 1 (its kernel takes no initial state, and has no gradient for the final one). Packed documents
-(state would leak between them, as it does in transformers' own path).
+- A contiguous layout that passes the state from rank to rank: each rank waits for the previous one, and the last rank
+  computes twice the mean work of causal attention.
+- All-to-alls that shard heads instead of tokens: they send every token, and the ranks must divide the number of heads.
+- Passing states through transformers' cache classes: the layers read the state before A and B are known.
+
+Not supported: mamba 1 (its kernel accepts no initial state, and has no gradient for the final state), and packed
+documents (state would leak between them, as it does in transformers itself).
 """
 
 from __future__ import annotations
@@ -49,16 +51,16 @@ from fused_tp.parallelizing.hf.hf_attention import SEQUENCE
 
 Function: TypeAlias = Callable[..., Any]
 
-# Names of the functions to replace, the same in all of transformers' model files.
+# Names of the functions to replace. They are the same in all model files of transformers.
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 DELTA_RULE_BY_CHANNEL = "chunk_kimi_delta_attention"
 STATE_SPACE = "mamba2_chunk_scan"
 FUSED = "mamba2_split_conv1d_scan_combined"
 
-# By model type: the class of its layers that carry a state, and the functions that it calls besides CONVOLUTION. All
-# other layers attend, or compute token by token. To add a model type, compare the forward of the class with those of
-# the others, and add the type to docs/model_types.json (see docs/reference/models.md).
+# By model type: the name of the layer class that carries a state, and the functions that its forward calls besides
+# CONVOLUTION. No other layer of these models carries a state. To add a model type, compare the forward of the class
+# with the forwards of the classes here, and add the type to docs/model_types.json (see docs/reference/models.md).
 STATE_LAYERS = {
     "bailing_hybrid": ("BailingHybridDeltaAttention", {DELTA_RULE_BY_CHANNEL}),
     "bamba": ("BambaMixer", {STATE_SPACE, FUSED}),
@@ -79,32 +81,32 @@ STATE_LAYERS = {
 
 
 def find_state_layers(model: Any) -> list[nn.Module]:
-    """Layers of a transformers model that carry a state and that `pass_states_on` supports: all of them or none."""
+    """Return the layers of `model` that carry a state; [] if `pass_states_on` does not support all of them."""
     name, calls = STATE_LAYERS.get(model.config.model_type, ("", set()))
     layers = [module for module in model.modules() if type(module).__name__ == name]
     return layers if all(_is_known(layer, {CONVOLUTION, *calls}) for layer in layers) else []
 
 
 def _is_known(layer: nn.Module, calls: set[str]) -> bool:
-    """True if the forward of `layer` is the known one, which depends on the version of transformers."""
+    """True if the forward of `layer` calls exactly `calls`, which may change between versions of transformers."""
     own: Any = inspect.unwrap(type(layer).forward)
     called = called_by(own)
-    if "forward" in vars(layer) or called.keys() != calls:  # kernels from the hub are set on the instance
+    if "forward" in vars(layer) or called.keys() != calls:  # kernels from the hub replace the forward of an instance
         return False
     return all(OURS[name][1] <= {*inspect.signature(one).parameters} for name, one in called.items())
 
 
 def called_by(forward: FunctionType) -> dict[str, Function]:
-    """Functions that `forward` calls by the names of OURS; not methods of these names."""
+    """Return the global functions with names in OURS that `forward` calls. Methods of these names do not count."""
     read = {one.argval for one in dis.get_instructions(forward) if one.opname == "LOAD_GLOBAL"}
     found = {name: forward.__globals__.get(name) for name in OURS if name in read}
     return {name: one for name, one in found.items() if callable(one)}
 
 
 def pass_states_on(layers: Sequence[nn.Module]) -> None:
-    """Make `layers` take the state before a rank's tokens from the ranks that hold the preceding tokens.
+    """Make `layers` receive the state before a rank's tokens from the ranks that hold the preceding tokens.
 
-    Call it before parameters become DTensors: the conversion to plain tensors must enclose this forward.
+    Call this before parameters become DTensors, because that conversion wraps forward, and must wrap this one too.
     """
     for layer in layers:
         kind: Any = type(layer)
@@ -113,16 +115,16 @@ def pass_states_on(layers: Sequence[nn.Module]) -> None:
 
 @cache
 def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
-    """Subclass of `kind` whose forward calls OURS in a forward pass that is sharded over context parallel ranks.
+    """Return a subclass of `kind` whose forward calls OURS in passes that are sharded over context parallel ranks.
 
-    It runs a copy of the forward with other globals. Rejected: writing to the globals of the file, which all models
-    made from it read.
+    In such passes it runs a copy of the original forward, in whose globals OURS replace transformers' functions.
+    Rejected: writing to the globals of transformers' file, which affects all models of the process.
     """
     own: Any = inspect.unwrap(kind.forward)
     ours = {name: partial(OURS[name][0], one) for name, one in called_by(own).items()}
     copied = FunctionType(own.__code__, {**own.__globals__, **ours}, own.__name__, own.__defaults__, own.__closure__)
     copied.__kwdefaults__ = own.__kwdefaults__
-    over_ranks = torch.compiler.disable(copied)  # torch.compile would look its globals up in the file
+    over_ranks = torch.compiler.disable(copied)  # torch.compile would read the globals of the original file
 
     @wraps(kind.forward)  # keeps the signature, which transformers reads
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -130,10 +132,10 @@ def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
         cp: CpContext | None = None if sequence is None else sequence.state_now().cp
         if cp is None:
             return kind.forward(self, *args, **kwargs)
-        # These forwards pass on unknown keywords, so `cp` reaches OURS, which raise without it.
+        # These forwards pass unknown keywords on to the functions, so OURS receive `cp`. Without it they would raise.
         return over_ranks(self, *args, cp=cp, **kwargs)
 
-    # Keep the name, by which libraries identify kinds of layers.
+    # Keep the name of the class, because libraries identify layers by it.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
@@ -142,13 +144,14 @@ def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of consecutive tokens.
+    """Runs of consecutive tokens on one rank, and on all ranks.
 
     Attributes:
         own: lengths of this rank's runs.
-        before: number of runs of all ranks that precede each of these.
+        before: for each of this rank's runs, the number of runs of all ranks that precede it in the sequence.
         lengths: lengths of all ranks' runs, in the order of the sequence.
-        slots: indices of these in the gathered tensors, to which every rank contributes `most` ones.
+        slots: for each of all ranks' runs, its index in the gathered tensor, to which every rank contributes `most`
+            entries.
         most: largest number of runs of a rank.
     """
 
@@ -161,7 +164,7 @@ class Runs:
 
 @lru_cache(maxsize=16)
 def runs_of(seq_len: int, world_size: int, rank: int, layout: str) -> Runs:
-    """Runs of `rank`, and of all ranks, in a sequence.
+    """Return the runs of `rank`, and of all ranks, in a sequence of `seq_len` tokens.
 
     >>> runs_of(10, 2, 0, "zigzag")
     Runs(own=(3, 2), before=(0, 2), lengths=(3, 5, 2), slots=(0, 2, 1), most=2)
@@ -183,10 +186,10 @@ def _runs(cp: CpContext) -> Runs:
 
 
 def _from_all(parts: list[Tensor], runs: Runs, cp: CpContext) -> tuple[Tensor, list[Tensor]]:
-    """Gather a tensor for each run of all ranks; return zeros, and the tensors in the order of the sequence.
+    """Gather one tensor for each run of all ranks. Return (zeros, the tensors in the order of the sequence).
 
-    The zeros are an empty sum of gathered tensors: they keep the gather in the graph of a rank that uses no other, as
-    all ranks must take part in its backward.
+    The zeros are an empty sum of gathered tensors, to be used as the state before the first run. They keep the gather
+    in the autograd graph of a rank that uses no other result, because all ranks must run its backward.
     """
     given = [*parts, *[torch.zeros_like(parts[0])] * (runs.most - len(parts))]
     everyone = all_gather(torch.stack(given), 0, group=cp.mesh)
@@ -200,12 +203,12 @@ def _from_all(parts: list[Tensor], runs: Runs, cp: CpContext) -> tuple[Tensor, l
 def _convolution(
     own: Function, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, cp: CpContext, **kwargs: Any
 ) -> Tensor:
-    """Convolve [batch, channels, seq]: each run with its halo before it, all runs in one call."""
+    """Convolve `hidden_states` [batch, channels, seq], each run with its halo in front, all runs in one call."""
     width, runs = weight.shape[-1] - 1, _runs(cp)
     parts = hidden_states.split(runs.own, dim=-1)
     tails = [functional.pad(part, (width, 0))[..., part.shape[-1] :] for part in parts]
     zeros, tails = _from_all(tails, runs, cp)
-    # A run may be shorter than a halo, which then holds the ends of several runs.
+    # A run may be shorter than a halo, so a halo may hold the ends of several runs.
     ends = [tail[..., width - min(width, length) :] for tail, length in zip(tails, runs.lengths, strict=True)]
     halos = [torch.cat([zeros, *ends[:n]], -1)[..., -width:] for n in runs.before]
     spans = [torch.cat(both, -1) for both in zip(halos, parts, strict=True)]
@@ -216,7 +219,10 @@ def _convolution(
 def _gated_delta_rule(
     own: Function, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, cp: CpContext, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Gated delta rule: [batch, seq, heads, dk or dv] -> [batch, seq, heads, dv]; g, beta [batch, seq, heads, ...]."""
+    """Run the gated delta rule: [batch, seq, heads, dk or dv] -> [batch, seq, heads, dv].
+
+    `g` and `beta` are [batch, seq, heads, ...].
+    """
     runs, (batch, _, heads, dv), dk = _runs(cp), value.shape, key.shape[-1]
     identity = torch.eye(dk, dtype=torch.float32, device=value.device).expand(batch, heads, dk, dk)
     kwargs |= {"initial_state": functional.pad(identity, (dv, 0)), "output_final_state": True}
@@ -248,10 +254,13 @@ def _state_space(
     cp: CpContext,
     **kwargs: Any,
 ) -> Tensor:
-    """State space on [batch, seq, heads, p], for dt [batch, seq, heads], A [heads], B and C [batch, seq, groups, n]."""
+    """Run a state space on `hidden_states` [batch, seq, heads, p].
+
+    `dt` is [batch, seq, heads], `A` is [heads], `B` and `C` are [batch, seq, groups, n].
+    """
     runs = _runs(cp)
     kwargs |= {"return_final_states": True}
-    # Compute steps from dt as the scan does, in fp32 like the kernels: its decays and those here must match.
+    # Compute the steps from dt here, in fp32 like the kernels, so that the scan and the decays below use the same ones.
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     pieces, parts = [], []
@@ -274,10 +283,10 @@ def _state_space(
 
 
 def _no_fusion(own: Function, *args: Any, cp: CpContext, **kwargs: Any) -> None:
-    """Replace a kernel for the whole layer, which takes no state: on None the layer falls back to other functions."""
+    """Replace the fused kernel of a layer, which accepts no state. On None, the layer falls back to other functions."""
 
 
-# By the name of the function to replace, with the parameters that it must have.
+# By name of the function to replace: the replacement, and the parameters that the original must have.
 OURS: dict[str, tuple[Function, set[str]]] = {
     CONVOLUTION: (_convolution, {"hidden_states", "weight", "bias"}),
     DELTA_RULE: (_gated_delta_rule, {"g", "beta", "initial_state", "output_final_state"}),
