@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_tp.attention.layout import BlockCyclicLayout, Ints, Tokens
 from fused_tp.backends.registry import ALL_TO_ALL, select_schedule
 from fused_tp.core import settings
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import Group
 from fused_tp.core.pending import check_equal, checksum
 
@@ -93,7 +93,7 @@ def _check_alike(group: Group, words: str, rows: Tensor) -> None:
     if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
         return
     mine = torch.full((1, 1), checksum(words), dtype=torch.float32, device=rows.device)
-    schedule = select_schedule(DispatchKey("all_gather", mine.dtype, mine.device, group.size, None, 1), group)
+    schedule = select_schedule(ScheduleKey("all_gather", mine.dtype, mine.device, group.size, None, 1), group)
     checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
     did = "append to a cache that they share with different keywords"
     check_equal(checksums, did, f"; rank {group.rank} with {words}. They must be the same on all.")
@@ -101,5 +101,5 @@ def _check_alike(group: Group, words: str, rows: Tensor) -> None:
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:
     """All-to-all from rows sorted by destination to rows sorted by source; `total` rows over all ranks."""
-    key = DispatchKey(ALL_TO_ALL, x.dtype, x.device, total, None, prod(x.shape[1:]))
+    key = ScheduleKey(ALL_TO_ALL, x.dtype, x.device, total, None, prod(x.shape[1:]))
     return select_schedule(key, group).all_to_all(x, send, receive)

@@ -42,7 +42,7 @@ from fused_tp.backends.registry import SCHEDULES, schedule_named, transport_key
 from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core import settings
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.store import exchange
@@ -69,7 +69,7 @@ _KEPT: GroupSlot[dict[str, Any]] = GroupSlot()
 Run = Callable[[Schedule], Any]
 
 
-def measures(name: str, key: DispatchKey, group: Group) -> bool:
+def measures(name: str, key: ScheduleKey, group: Group) -> bool:
     """True if the first call like this one of op `name` is measured. All ranks call together."""
     if group.size == 1 or settings.forced_schedule() is not None:
         return False
@@ -81,7 +81,7 @@ def measures(name: str, key: DispatchKey, group: Group) -> bool:
     return len(_candidates(name, key, group, _kept(group, key.device))) > 1
 
 
-def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Schedule | None:
+def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: Run) -> Schedule | None:
     """Return the fastest schedule for a call of op `name`, measuring it if needed. None if nothing can be measured:
     during the capture of a CUDA graph, or if `FUSED_TP_AUTOTUNE` is not set and memory is short.
 
@@ -109,7 +109,7 @@ def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Sched
     return schedule_named(choice["schedule"], group, key.device)
 
 
-def kept_choice(name: str, key: DispatchKey, group: Group) -> dict[str, Any] | None:
+def kept_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
     """The choice of this group for such a call; None if it has measured none."""
     kept = _KEPT.get(group)
     return None if kept is None else _found(name, key, group, kept)
@@ -138,7 +138,7 @@ def usable(
     return [_PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
-def _candidates(name: str, key: DispatchKey, group: Group, kept: Mapping[str, Any]) -> list[str]:
+def _candidates(name: str, key: ScheduleKey, group: Group, kept: Mapping[str, Any]) -> list[str]:
     """The schedules that may serve a call and were not found wrong; always includes the plain one."""
     among = None
     if settings.autotune() == settings.ONLINE:
@@ -148,7 +148,7 @@ def _candidates(name: str, key: DispatchKey, group: Group, kept: Mapping[str, An
     return [one for one in found if one == _PLAIN or not kept["wrong"].get(_what(one, name, key.dtype))]
 
 
-def _found(name: str, key: DispatchKey, group: Group, kept: Mapping[str, Any]) -> dict[str, Any] | None:
+def _found(name: str, key: ScheduleKey, group: Group, kept: Mapping[str, Any]) -> dict[str, Any] | None:
     """The saved choice for a call, if its schedule is still a candidate."""
     choices = [choice for words in _places(name, key) if (choice := kept["choices"].get(words)) is not None]
     if not choices:
@@ -183,7 +183,7 @@ def set_right(group: Group, device: torch.device, found: Iterable[tuple[str, str
         _keep(kept)
 
 
-def _measured(name: str, key: DispatchKey, group: Group, run: Run, kept: dict[str, Any]) -> dict[str, Any] | None:
+def _measured(name: str, key: ScheduleKey, group: Group, run: Run, kept: dict[str, Any]) -> dict[str, Any] | None:
     """Measure the choice for a call; record schedules with wrong results in `kept`. None if memory is short."""
     names = _candidates(name, key, group, kept)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
@@ -324,13 +324,13 @@ def checksum(t: Tensor) -> int:
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
-def _words(name: str, key: DispatchKey) -> str:
+def _words(name: str, key: ScheduleKey) -> str:
     dims = ("up to m", _rounded_up(key.m)), ("k", key.k), ("n", key.n)
     sizes = ", ".join(f"{dim}={size}" for dim, size in dims if size is not None)
     return f"{name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
 
 
-def _places(name: str, key: DispatchKey) -> list[str]:
+def _places(name: str, key: ScheduleKey) -> list[str]:
     """Keys of the saved choices for a call; a new choice is saved under the last one.
 
     A choice among few schedules does not serve FUSED_TP_AUTOTUNE=1, but one made with FUSED_TP_AUTOTUNE=1 serves both.

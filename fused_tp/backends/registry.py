@@ -18,7 +18,7 @@ from fused_tp.backends.shared_memory.shm import MAX_RANKS as SHM_RANKS
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.errors import FusedTPError, RankMismatchError, listed
 from fused_tp.core.group import Group, GroupSlot, empty_dict
 from fused_tp.core.store import agree, exchange, made_together
@@ -36,7 +36,7 @@ SYMM_MEM_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2
 MAX_RANKS = 63  # limit of kernels that write into peers' memory: their error record has one bit per rank
 _MAX_REMEMBERED = 4096
 _DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # settings that differ between ranks; empty: compared, equal
-_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by dispatch key and routing settings
+_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by schedule key and routing settings
 _MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by name, device and chunks
 _ARCHS: GroupSlot[dict[str, str]] = GroupSlot(empty_dict)  # by device type
 _COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(empty_dict)
@@ -83,7 +83,7 @@ ALONE = Decision("local", "none", "the group has one rank, so nothing moves")
 # -- selection --------------------------------------------------------------------------------------------------------
 
 
-def select_schedule(key: DispatchKey, group: Group) -> Schedule:
+def select_schedule(key: ScheduleKey, group: Group) -> Schedule:
     """Return the schedule for one call.
 
     Raises:
@@ -120,7 +120,7 @@ def _differing_settings(group: Group) -> str:
     return "; ".join(said)
 
 
-def _select(key: DispatchKey, group: Group) -> Schedule:
+def _select(key: ScheduleKey, group: Group) -> Schedule:
     if _DIFFERING.get(group) != "" and (differing := made_together(_DIFFERING, group, _differing_settings)):
         del _DIFFERING[group]  # the ranks compare again in their next call
         raise RankMismatchError(
@@ -164,14 +164,14 @@ def forced_schedule() -> str | None:
     return name
 
 
-def _forced_serves(name: str, key: DispatchKey, group: Group) -> Availability:
+def _forced_serves(name: str, key: ScheduleKey, group: Group) -> Availability:
     """True if a call uses the forced schedule, which must implement the op. A group that it is not available to raises
     an error later; for `hierarchical` it is false instead, because some groups of a mesh lie inside a host."""
     supported = SCHEDULES[name].supports(key.op, key.dtype)
     return SCHEDULES[name].available(group, key.device) if supported and name == "hierarchical" else supported
 
 
-def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
+def _choose(key: ScheduleKey, group: Group) -> dispatch.Choice:
     """Return the first rule of the table whose schedule can serve the call. CPU ranks of several hosts use two levels
     unless a table was measured for them, because messages between hosts cost by far the most."""
     device = key.device
@@ -207,7 +207,7 @@ def transport_key(group: Group, device: torch.device) -> str:
 
 
 def choose_by_table(
-    key: DispatchKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
+    key: ScheduleKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
 ) -> dispatch.Choice:
     """Return the first rule of the table whose schedule is usable, with the reasons why earlier rules are not.
 
@@ -247,7 +247,7 @@ def group_arch(group: Group, device: torch.device) -> str:
     return archs[device.type]
 
 
-def decide(key: DispatchKey, group: Group) -> Decision:
+def decide(key: ScheduleKey, group: Group) -> Decision:
     """Describe the result of `select_schedule`, with its reason."""
     if group.size == 1:
         return ALONE

@@ -27,7 +27,7 @@ _LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
 CHUNKED = frozenset({"copy_engine", "nccl_pipeline"})  # schedules for which a rule may set the number of chunks
 
 
-class DispatchKey(NamedTuple):
+class ScheduleKey(NamedTuple):
     """The properties of a call that select its schedule, besides the group.
 
     Attributes:
@@ -47,9 +47,9 @@ class DispatchKey(NamedTuple):
     n: int | None
 
     @staticmethod
-    def of(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> DispatchKey:
+    def of(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> ScheduleKey:
         """The key of an op whose `x` has `shape` [..., features] over all ranks."""
-        return DispatchKey(op, x.dtype, x.device, prod(shape[:-1]), k, n)
+        return ScheduleKey(op, x.dtype, x.device, prod(shape[:-1]), k, n)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def arch_of(device: torch.device) -> str:
     return _arch_of_cuda(device.index) if device.type == "cuda" else device.type
 
 
-def choose(key: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
+def choose(key: ScheduleKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
     """The table's schedule for one call, on `transport` ("shm", "nvlink" or the torch.distributed backend) and `arch`
     (from `arch_of`). Skips rules that name a schedule in `without`, which cannot serve this call."""
     return _choose(settings.table_path(), key, world_size, transport, arch, without)
@@ -84,7 +84,7 @@ def choose(key: DispatchKey, world_size: int, transport: str, arch: str, without
 
 @lru_cache(maxsize=4096)
 def _choose(
-    path: str | None, asked: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...]
+    path: str | None, asked: ScheduleKey, world_size: int, transport: str, arch: str, without: tuple[str, ...]
 ) -> Choice:
     op, dtype, _, m, k, n = asked
     columns = n if k is None else k  # of the gathered input or the summed output, which is the same on all ranks

@@ -26,7 +26,7 @@ from fused_tp.backends.hierarchical.two_level import Hosts, error_of_group, host
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.registry import select_schedule
 from fused_tp.backends.shared_memory import shm
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, resolve_group
 from fused_tp.core.store import made_together
@@ -80,7 +80,7 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         if dist.get_rank() >= len(names):
             return []
         world = len(names)
-        made = select_schedule(DispatchKey("all_reduce", dtype, torch.device("cpu"), 3, None, 4), resolve_group(group))
+        made = select_schedule(ScheduleKey("all_reduce", dtype, torch.device("cpu"), 3, None, 4), resolve_group(group))
         assert isinstance(made, Hierarchical)
         assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
         every_method(made, dtype, exact=False)  # unequal shards fall back to one level, with right results

@@ -16,7 +16,7 @@ from fused_tp.backends import registry
 from fused_tp.backends.registry import SCHEDULES, select_schedule
 from fused_tp.backends.symmetric_memory import symm_mem
 from fused_tp.core import dispatch
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import resolve_group
 from fused_tp.core.store import exchange
 from tests.workers import run_ranks
@@ -86,7 +86,7 @@ def of_mixed_gpus(group: Any) -> list[str]:
     ):
         for rows in (1, 2):
             device = torch.device("cuda", described.rank)
-            schedule = select_schedule(DispatchKey("all_reduce", torch.float32, device, rows, None, 8), described)
+            schedule = select_schedule(ScheduleKey("all_reduce", torch.float32, device, rows, None, 8), described)
             chosen.append(schedule.name)
     assert exchanged.call_count == 2  # one for settings, one for GPUs
     return chosen

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fused_tp
 from fused_tp.cli.main import main
 from fused_tp.core import dispatch, settings
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import check_mesh_order, group_by_name, resolve_group
 from fused_tp.core.partition import shard_range, shard_sizes
 from fused_tp.core.pending import sum_in_rank_order
@@ -79,7 +79,7 @@ def test_sum_is_in_rank_order_and_rounded_once() -> None:
 
 
 def choose(op: str, m: int, k: int | None, n: int | None) -> str:
-    return dispatch.choose(DispatchKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu").schedule
+    return dispatch.choose(ScheduleKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu").schedule
 
 
 def test_small_calls_run_plain_collectives_and_large_ones_overlap() -> None:
@@ -104,7 +104,7 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", rules))
 
     def ask(m: int, dtype: torch.dtype, world_size: int, *without: str) -> str:
-        key = DispatchKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
+        key = ScheduleKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
         choice = dispatch.choose(key, world_size, "gloo", "cpu", without)
         assert choice.chunks == (3 if choice.schedule == "nccl_pipeline" else None)
         return choice.schedule
