@@ -313,5 +313,5 @@ def test_who_waits_for_messages_of_a_rank_whose_kernels_failed_hears_of_it() -> 
     """The waiting rank also gives up its own kernels, which have not failed."""
     outcomes = device_ranks(2, kernels_fail, run=fresh_ranks)
     heard, refused = outcomes[1].unwrap()
-    assert "rank 0 has given the group up" in heard and "the kernels of rank 0 have failed." in heard
+    assert "rank 0 has aborted the group" in heard and "the kernels of rank 0 have failed." in heard
     assert "The group's kernels are unusable" in refused and "the kernels of rank 0 have failed." in refused

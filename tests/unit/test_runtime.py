@@ -65,7 +65,7 @@ def test_group_of_one_process() -> None:
     group = resolve_group(None)
     assert (group.size, group.rank, group.ranks) == (1, 0, (0,))
     assert group_by_name(group.name) is group
-    with pytest.raises(RuntimeError, match="no process group named 'gone'"):
+    with pytest.raises(RuntimeError, match="No process group is named 'gone'"):
         group_by_name("gone")
 
 
@@ -123,26 +123,38 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         ("{", "is not a dispatch table"),
         ("{}", "is not a dispatch table"),
         pytest.param("[" * 100_000, "is not a dispatch table", id="deep"),
-        ("[]", r"table\.json is not a dispatch table \(the file is \[\]; it must be an object"),
-        ('{"arch": {"cpu": {"gloo": 3}}}', "cpu/gloo is 3; it must be an object of named entries"),
-        ('{"arch": {"cpu": {"gloo": {"x": {}}}}}', "cpu/gloo/x is {}; it must be a list of rules"),
+        ("[]", r"table\.json is not a dispatch table \(the file must be a JSON object, got \[\]"),
+        ('{"arch": {"cpu": {"gloo": 3}}}', "cpu/gloo must be a JSON object, got 3"),
+        ('{"arch": {"cpu": {"gloo": {"x": {}}}}}', "cpu/gloo/x must be a list of rules, got {}"),
         (
             '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain"}, 1]}}}}',
-            "rule 1 of cpu/gloo/x, 1: it needs schedule",
+            "rule 1 of cpu/gloo/x, 1: required are schedule",
         ),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "max_m": "4"}]}}}}', "max_m is a number from 0 on"),
+        (
+            '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "max_m": "4"}]}}}}',
+            "max_m must be a number of at least 0",
+        ),
         (
             '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "dtypes": "float32"}]}}}}',
-            "dtypes is a list of names of dtypes",
+            "dtypes must be a list of dtype names",
         ),
         (
             '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "world_sizes": 2}]}}}}',
-            "world_sizes is a list of numbers",
+            "world_sizes must be a list of world sizes",
         ),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedul": "plain"}]}}}}', "needs schedule and may have"),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "chunks": 2}]}}}}', "chunks is a number from 1 on"),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "nccl_pipeline", "chunks": 0}]}}}}', "is a number from 1 on"),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "copy_engine", "chunks": true}]}}}}', "is a number from 1 on"),
+        ('{"arch": {"cpu": {"gloo": {"x": [{"schedul": "plain"}]}}}}', "required are schedule, and optional are"),
+        (
+            '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "chunks": 2}]}}}}',
+            "chunks must be a positive integer",
+        ),
+        (
+            '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "nccl_pipeline", "chunks": 0}]}}}}',
+            "must be a positive integer",
+        ),
+        (
+            '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "copy_engine", "chunks": true}]}}}}',
+            "must be a positive integer",
+        ),
         (
             '{"arch": {"default": {"default": {"default": [{"max_m": 1, "schedule": "plain"}]}}}}',
             "No rule of the dispatch table below default/default/default covers this call",

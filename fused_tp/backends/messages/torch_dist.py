@@ -19,14 +19,14 @@ from torch import Tensor
 
 from fused_tp.core import settings, tracing
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.core.failure import LOOK_SECONDS, GroupCalls, StartedCall
+from fused_tp.core.failure import PEER_POLL_SECONDS, GroupCalls, StartedCall
 from fused_tp.core.gloo import (
     AT_ONCE,
     Messages,
     close_connections,
     closed_peers,
     from_host,
-    host_room,
+    host_buffer,
     on_host,
     outlive,
 )
@@ -108,7 +108,7 @@ class TorchDist(GroupCalls):
         """Wait until `deadline`, and poll for peers that have given up or left."""
         posted = False
         gone_since: dict[int, float] = {}
-        while not _ended(work, min(LOOK_SECONDS, deadline - time.perf_counter())):
+        while not _ended(work, min(PEER_POLL_SECONDS, deadline - time.perf_counter())):
             now = time.perf_counter()
             if now >= deadline:
                 raise self.abort_timed_out(call)
@@ -223,7 +223,7 @@ class TorchDist(GroupCalls):
         self._meet(op, x)
         group = self.process_group
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-        room = host_room(out) if self._by_host else out
+        room = host_buffer(out) if self._by_host else out
 
         def launch() -> Any:
             ops, peers = [], []
@@ -238,7 +238,7 @@ class TorchDist(GroupCalls):
             if self.backend != "gloo":  # NCCL has one work for all of them, or none
                 return works
             # The waiting rank raises at the deadline, before gloo does.
-            return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)
+            return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + PEER_POLL_SECONDS)
 
         moving = self._start(op, launch)
         if not self._by_host:

@@ -36,7 +36,7 @@ from fused_tp.backends.symmetric_memory.symm_mem import made_on_device
 from fused_tp.core import settings, tracing
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.core.failure import LOOK_SECONDS, StartedCall
+from fused_tp.core.failure import PEER_POLL_SECONDS, StartedCall
 from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.core.pending import Done, Pending, current_stream, when
@@ -402,7 +402,7 @@ class NcclDist(TorchDist):
             if call is not None or self._captured:
                 self._tell()
             return
-        if call is None or time.perf_counter() - call.started < LOOK_SECONDS:
+        if call is None or time.perf_counter() - call.started < PEER_POLL_SECONDS:
             return
         if self._noticed < call.number:
             self._noticed = call.number
