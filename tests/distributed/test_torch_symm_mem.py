@@ -396,10 +396,10 @@ def kept_in(folder: str) -> dict[str, Any]:
 
 def online(group: Any, folder: str) -> list[Any]:
     """Calls of ranks with NVLink while no variable is set."""
-    measured = mock.Mock(wraps=autotune._measured)
+    measured = mock.Mock(wraps=autotune._measure)
     x, w = seeded(32, 64), seeded(64, 64, seed=1)
     ask: dict[str, Any] = {"dtype": FP32, "group": group}
-    with with_nvlink(XDG_CACHE_HOME=folder), mock.patch.object(autotune, "_measured", measured):
+    with with_nvlink(XDG_CACHE_HOME=folder), mock.patch.object(autotune, "_measure", measured):
         before = str(fused_tp.explain("matmul_all_reduce", (32, 64), (64, 64), **ask))
         for _ in range(2):
             y = fused_tp.matmul_all_reduce(x, w, group=group)
@@ -431,7 +431,7 @@ def test_ranks_with_nvlink_choose_by_time(tmp_path: Path) -> None:
 
 
 def off(group: Any) -> None:
-    with with_nvlink(FUSED_TP_AUTOTUNE="0"), mock.patch.object(autotune, "_measured", side_effect=AssertionError):
+    with with_nvlink(FUSED_TP_AUTOTUNE="0"), mock.patch.object(autotune, "_measure", side_effect=AssertionError):
         fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
         said = str(fused_tp.explain("matmul_all_reduce", (32, 64), (64, 64), dtype=FP32, group=group))
         assert "plain over gloo" in said and "measures" not in said
@@ -448,7 +448,7 @@ def nearly_full(group: Any) -> None:
     with with_nvlink(), mock.patch.object(autotune, "_free_bytes", lambda device: free):
         for _ in range(2):
             fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
-        assert CALLED == [] and autotune._KEPT[resolve_group(group)]["choices"] == {}
+        assert CALLED == [] and autotune._SAVED[resolve_group(group)]["choices"] == {}
 
 
 @pytest.mark.full
@@ -462,7 +462,7 @@ def captured_first(group: Any) -> None:
     with (
         with_nvlink(),
         mock.patch.object(autotune, "is_capturing", lambda device: True),
-        mock.patch.object(autotune, "_measured", side_effect=AssertionError),
+        mock.patch.object(autotune, "_measure", side_effect=AssertionError),
     ):
         fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
 
@@ -481,7 +481,7 @@ def joined(group: Any, folder: str) -> list[Any]:
     def tried(rows: int) -> set[str]:
         with with_nvlink(XDG_CACHE_HOME=folder):
             fused_tp.matmul_all_reduce(x[:rows], x, group=group)
-        choice = [one for words, one in autotune._KEPT[described]["choices"].items() if f"up to m={rows}" in words][-1]
+        choice = [one for words, one in autotune._SAVED[described]["choices"].items() if f"up to m={rows}" in words][-1]
         return {*choice["seconds"], *choice["slower"]}
 
     found.append(tried(8))

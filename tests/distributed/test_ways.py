@@ -26,7 +26,7 @@ GPU_ONLY = {
     "one_shot": "device kernels run on NVIDIA GPUs; this is cpu",
     "two_shot": "device kernels run on NVIDIA GPUs; this is cpu",
     "multimem": "device kernels run on NVIDIA GPUs; this is cpu",
-    "copy_engine": "copy engines are those of NVIDIA GPUs; this is cpu",
+    "copy_engine": "copy engines are supported on NVIDIA GPUs only, not on cpu",
     "nccl_pipeline": "NCCL moves tensors of NVIDIA GPUs, not of cpu",
 }
 
