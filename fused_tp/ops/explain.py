@@ -187,7 +187,7 @@ def explain_for(
             spec = SCHEDULES[forced]
             if supported := spec.supports(key.op, key.dtype):
                 if not (served := serves(spec)):
-                    raise ValueError(f"Schedule {forced!r} cannot serve this group: {served.reason}.")
+                    raise ValueError(f"Schedule {forced!r} does not support this group: {served.reason}.")
                 why = f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(forced)}"
                 return Decision(forced, spec.transport or messages, why)
             reason = f"FUSED_TP_SCHEDULE={forced}, but {supported.reason}; "

@@ -48,11 +48,11 @@ pytest.importorskip("fused_tp._core", reason="needs the native core: pip install
         ("aaabbb", 3),
         ("aabbcc", 2),
         ("aaaa", "all of its ranks are on one host"),
-        ("abcd", "each of its ranks is on a host of its own"),
-        ("abab", "its 4 ranks are not laid out host by host, equally many on each of 2 hosts"),
-        ("aaab", "not laid out host by host"),
-        ("aabbb", "not laid out host by host"),
-        ("aabbaa", "not laid out host by host"),
+        ("abcd", "each of its ranks is on a different host"),
+        ("abab", "its 4 ranks are not in consecutive blocks of equal size on the 2 hosts"),
+        ("aaab", "not in consecutive blocks"),
+        ("aabbb", "not in consecutive blocks"),
+        ("aabbaa", "not in consecutive blocks"),
     ],
 )
 def test_hosts_have_equally_many_ranks_side_by_side(names: str, answer: int | str) -> None:
@@ -207,7 +207,7 @@ def explanation(group: Any) -> str:
     ("names", "without_shared_memory", "taken", "why"),
     [
         ("aaaa", "", "one_sided", "but all of its ranks are on one host"),
-        ("abcd", "", "plain", "each of its ranks is on a host of its own"),
+        ("abcd", "", "plain", "each of its ranks is on a different host"),
         ("abab", "", "plain", "laid out"),
         ("aabb", "23", "plain", "no fast links inside of a host"),  # one host lacks them, so no host uses them
         ("aabb", "", "hierarchical", "forces it"),
@@ -224,7 +224,10 @@ def test_groups_without_two_levels_go_by_the_table(
 def test_ranks_of_several_hosts_take_two_levels_by_themselves(world: Any) -> None:
     assert "forward: hierarchical over" in (said := explained(world, "aabb")) and "several hosts" in said
     said = explained(world, "abab")
-    assert "forward: plain over gloo" in said and "no shared memory: FUSED_TP_HOST gives its ranks 2 hosts" in said
+    assert (
+        "forward: plain over gloo" in said
+        and "no shared memory: FUSED_TP_HOST assigns its ranks to 2 different hosts" in said
+    )
 
 
 @pytest.mark.skipif(

@@ -241,7 +241,7 @@ def test_ranks_take_the_ops_that_all_of_them_have() -> None:
     for outcome in fresh_ranks(2, without_some):
         reason, error = outcome.unwrap()
         assert "has no symm_mem.fused_all_gather_matmul for cpu" in reason
-        assert "Schedule 'symm_mem' cannot serve this group: " in error and reason in error
+        assert "Schedule 'symm_mem' does not support this group: " in error and reason in error
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_memory_does_not_grow_while_a_graph_is_captured() -> None:
         assert first == second == "None"
         for op, error in zip(("matmul_reduce_scatter", "all_reduce"), refused, strict=True):
             assert f"{op} needs 2097152 bytes of symmetric memory for torch's op" in error
-            assert "cannot be made while a CUDA graph is being captured. Run the same ops once before" in error
+            assert "cannot be created during CUDA graph capture. Run the same ops once before" in error
 
 
 def short_of_memory(group: Any) -> None:
@@ -276,7 +276,7 @@ def short_of_memory(group: Any) -> None:
     x, few, w = seeded(1 << 17, 4), seeded(64, 4), torch.eye(4)
 
     def refuse(*_: Any) -> Any:
-        raise symm_mem.NoSymmetricMemory("rank 1 says: out of memory")
+        raise symm_mem.NoSymmetricMemory("rank 1: out of memory")
 
     with schedule_on(group, "symm_mem") as schedule:
         schedule.all_reduce(few)
@@ -321,7 +321,7 @@ def test_no_rank_waits_for_one_that_cannot_allocate() -> None:
     for outcome in fresh_ranks(2, refused_on_one):
         said = outcome.unwrap()
         assert said == (
-            "NoSymmetricMemory: 1024 bytes of symmetric memory could not be allocated; rank 1 says: CUDA out of memory"
+            "NoSymmetricMemory: 1024 bytes of symmetric memory could not be allocated; rank 1: CUDA out of memory"
         )
 
 

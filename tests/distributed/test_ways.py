@@ -27,7 +27,7 @@ GPU_ONLY = {
     "two_shot": "device kernels run on NVIDIA GPUs; this is cpu",
     "multimem": "device kernels run on NVIDIA GPUs; this is cpu",
     "copy_engine": "copy engines are supported on NVIDIA GPUs only, not on cpu",
-    "nccl_pipeline": "NCCL moves tensors of NVIDIA GPUs, not of cpu",
+    "nccl_pipeline": "NCCL supports NVIDIA GPUs only, not cpu",
 }
 
 
@@ -43,9 +43,9 @@ def asked_for(_: Any) -> list[str]:
 def test_forced_schedules_are_refused_with_the_reason() -> None:
     pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
     wanted = [
-        *(f"Schedule {name!r} cannot serve this group: rank 0: {why}." for name, why in GPU_ONLY.items()),
-        "Schedule 'one_sided' cannot serve this group: FUSED_TP_SHM=0 turns it off.",
-        f"FUSED_TP_SCHEDULE names schedule 'fastest'; there are {', '.join(SCHEDULES)}.",
+        *(f"Schedule {name!r} does not support this group: rank 0: {why}." for name, why in GPU_ONLY.items()),
+        "Schedule 'one_sided' does not support this group: FUSED_TP_SHM=0 turns it off.",
+        f"FUSED_TP_SCHEDULE is 'fastest'; it must be one of {', '.join(SCHEDULES)}.",
     ]
     assert run_ranks(4, asked_for, env={"FUSED_TP_SHM": "0"}) == [wanted] * 4
 

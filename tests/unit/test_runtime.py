@@ -203,11 +203,11 @@ def test_explain_where_a_table_prefers_messages_to_shared_memory(
 
 
 FORCED = [  # FUSED_TP_SCHEDULE, options, output for an all_reduce: an error except in the last three
-    ("nonsense", "", "FUSED_TP_SCHEDULE names schedule 'nonsense'; there are plain, "),
-    ("two_shot", "", "Schedule 'two_shot' cannot serve this group: it is for cuda, not cpu."),
+    ("nonsense", "", "FUSED_TP_SCHEDULE is 'nonsense'; it must be one of plain, "),
+    ("two_shot", "", "Schedule 'two_shot' does not support this group: it is for cuda, not cpu."),
     ("two_shot", "--arch sm_90 --ranks 64", "this group: it serves up to 63 ranks, and the group has 64."),
     ("one_sided", "--transport gloo", "this group: its transport is gloo."),
-    ("one_sided", "--ranks 65", "this group: the group has 65 ranks; shared memory serves at most 64."),
+    ("one_sided", "--ranks 65", "this group: the group has 65 ranks; shared memory supports at most 64."),
     ("copy_engine", "", "copy engines have nothing for all_reduce; dispatch table as shipped, rule cpu/shm/default"),
     (
         "",
@@ -234,7 +234,7 @@ def test_explain_of_a_table_that_names_no_schedule(
 ) -> None:
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", [{"schedule": "nonesuch"}]))
     assert main(["explain", "all_reduce", "2x64"]) == 2
-    assert "every size, names schedule 'nonesuch'; there are plain, " in capsys.readouterr().err
+    assert "every size, names schedule 'nonesuch'; it must be one of plain, " in capsys.readouterr().err
 
 
 def test_help_of_explain_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:

@@ -260,11 +260,11 @@ class CopyEngine(GroupKernels[_NativeSlot]):
 
     def stop(self) -> None:
         """Stop the native threads; called when the process exits."""
-        for slot in self._all():
+        for slot in self._all_slots():
             slot.core.stop()
 
     def _failure(self) -> FusedTPError | None:
-        failed = next((slot.core for slot in self._all() if slot.core.failure != _NONE), None)
+        failed = next((slot.core for slot in self._all_slots() if slot.core.failure != _NONE), None)
         if failed is None:
             return None
         kind = {_TIMEOUT: CollectiveTimeoutError, _LOST: PeerLostError}.get(failed.failure, FusedTPError)
@@ -293,7 +293,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         )
         core = import_module("fused_tp._core").CopyEngineWorkspace
         nbytes = core.bytes(self.world_size, gather_bytes, scatter_bytes)
-        with self._making(nbytes, op):
+        with self._creation_scope(nbytes, op):
             # A rank must not free memory to which a peer may still write. So each rank waits for its own streams, and
             # then allocates the new memory, which waits for all ranks. Twice the timeout suffices, because the
             # watchdog aborts every wait of a stream after the timeout.

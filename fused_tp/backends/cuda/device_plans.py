@@ -128,7 +128,7 @@ class Plans:
 
 
 class AllToAllLayout(NamedTuple):
-    """Layout of an all-to-all of equal chunks: chunk p goes to rank p, and rank p's chunk becomes chunk p of the result.
+    """Layout of an all-to-all of equal chunks: chunk p goes to rank p, and rank p's chunk becomes result chunk p.
 
     A chunk consists of [batches, rows] contiguous runs of row_bytes. Strides are in bytes, for the input and the output
     ("part" is a chunk). csrc/cuda/launchers.h has the same struct.

@@ -108,7 +108,7 @@ def _requirements_met(arch: int) -> Availability:
     if driver is not None and driver[0] < built.toolkit[0]:
         return unavailable(
             f"they were built with CUDA {built.toolkit[0]}.{built.toolkit[1]}, and the driver supports only "
-            f"CUDA {driver[0]}.{driver[1]}; update the driver, or reinstall fused_tp with a CUDA toolkit of that version"
+            f"CUDA {driver[0]}.{driver[1]}; update the driver, or reinstall fused_tp with a toolkit of that version"
         )
     return AVAILABLE
 

@@ -1,7 +1,7 @@
-"""Plain torch.distributed: works on every group. Every transfer is asynchronous, every wait has a deadline.
+"""Transport over torch.distributed, for every group. Transfers are asynchronous, and every wait has a deadline.
 
-On NCCL, sums are NCCL's. gloo's own sums round to the tensor's dtype at every hop, in an order that depends on the
-position in the ring. So on gloo, and any other backend, the terms are exchanged and summed here: in rank order, in
+On NCCL, sums are computed by NCCL. gloo's sums round to the tensor's dtype at every hop, in an order that depends on
+the rank. So on gloo, and on every other backend, this module exchanges the terms and sums them in rank order, in
 float32 or float64.
 """
 
@@ -46,8 +46,8 @@ from fused_tp.core.pending import (
 ONE_SHOT_BYTES = 64 * 1024
 
 _SIGNATURE_BYTES = 512
-_GONE_SECONDS = 1.0  # by then gloo has processed all data that arrived before a connection was closed
-_SPENT_SECONDS = 5.0  # by then the remaining ranks, if all had arrived, have exchanged their data
+_GONE_SECONDS = 1.0  # seconds after which gloo has processed all data that arrived before a connection was closed
+_SPENT_SECONDS = 5.0  # seconds after which remaining ranks that have all arrived have exchanged their data
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
 
@@ -68,7 +68,7 @@ class TorchDist(GroupCalls):
         super().__init__(group, backend or backend_of(group, device_type), f"fused_tp/{own}{device_type}")
         self.reduces_in_place = self.backend == "nccl"
         self._collectives: list[Any] = []  # works under way on gloo
-        self._met = self.backend != "nccl"
+        self._communicator_created = self.backend != "nccl"
         self._by_host = self.backend == "gloo" and device_type != "cpu"
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class TorchDist(GroupCalls):
         return After(lambda: self._wait(call, work))
 
     def _wait(self, call: StartedCall, work: Any) -> None:
-        if self.broken is not None:  # this transfer has ended with the one that failed
+        if self.broken is not None:  # the failure of another transfer has aborted this one
             raise self.unusable()
         deadline = time.perf_counter() + settings.timeout_seconds()
         try:
@@ -105,10 +105,10 @@ class TorchDist(GroupCalls):
                 self._collectives.remove(work)
 
     def _wait_in_slices(self, call: StartedCall, work: Any, deadline: float) -> None:
-        """Wait until `deadline`, and poll for peers that have given up or left."""
+        """Wait until `deadline`, and poll for peers that have failed or left."""
         posted = False
         gone_since: dict[int, float] = {}
-        while not _ended(work, min(PEER_POLL_SECONDS, deadline - time.perf_counter())):
+        while not _wait_up_to(work, min(PEER_POLL_SECONDS, deadline - time.perf_counter())):
             now = time.perf_counter()
             if now >= deadline:
                 raise self.abort_timed_out(call)
@@ -141,7 +141,7 @@ class TorchDist(GroupCalls):
     # -- failing ------------------------------------------------------------------------------------------------------
 
     def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
-        """Return the error to raise for one of torch.distributed. Makes the group unusable and notifies peers."""
+        """Abort because of `error` of torch.distributed, and return the error to raise."""
         if self.broken is not None:
             return self.unusable()
         reason = str(error).splitlines()[0]
@@ -156,8 +156,8 @@ class TorchDist(GroupCalls):
             what = " lost a peer: {reason}"
         elif late:  # the watchdog raises long after the ranks have enqueued other calls, so statuses show nothing
             what = (
-                f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, torch's "
-                "flight recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: "
+                f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not report which. Use "
+                "torch's flight recorder (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). Error: "
                 "{reason}"
             )
         return self.abort(call, self.error(kind, call, what, reason=reason))
@@ -220,7 +220,7 @@ class TorchDist(GroupCalls):
         gloo has no messages from or to GPU memory, so these pass through the host: the host waits until the current
         stream has computed `x`, and `out` is written on the stream that is current in `wait`.
         """
-        self._meet(op, x)
+        self._create_communicator(op, x)
         group = self.process_group
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
         room = host_buffer(out) if self._by_host else out
@@ -251,14 +251,14 @@ class TorchDist(GroupCalls):
 
         return After(finish)
 
-    def _meet(self, op: str, like: Tensor) -> None:
-        """Make the group's communicator, at the first shift, together with all ranks.
+    def _create_communicator(self, op: str, like: Tensor) -> None:
+        """Create the group's communicator at the first shift, by a collective call of all ranks.
 
         torch makes it at the first call, and if that is a batch of sends and receives, all ranks must have some (see
         batch_isend_irecv). In a shift some may have none: with a sliding window most pairs of ranks exchange nothing.
         """
-        if not self._met:
-            self._met = True
+        if not self._communicator_created:
+            self._communicator_created = True
             word = like.new_zeros(1)
             self._start(op, lambda: dist.all_reduce(word, group=self.process_group, async_op=True)).wait()
 
@@ -316,8 +316,8 @@ def _shown(signature: Tensor) -> str:
     return bytes(signature.tolist())[4:].rstrip(b"\0").decode("utf-8", "replace")
 
 
-def _ended(work: Any, seconds: float) -> bool:
-    """True if `work` has ended; waits no longer than `seconds`."""
+def _wait_up_to(work: Any, seconds: float) -> bool:
+    """Wait up to `seconds`; return True if `work` has finished."""
     if isinstance(work, Messages):
         return work.wait_for(seconds)
     try:
@@ -336,10 +336,10 @@ _TRANSPORTS: GroupSlot[dict[str, TorchDist]] = GroupSlot(lambda group: {})  # by
 
 
 def backend_of(group: Group, device_type: str) -> str:
-    """Name of the backend that moves `group`'s tensors on `device_type`.
+    """Return the name of the backend of `group` for tensors on `device_type`.
 
     Raises:
-        ValueError: the group has none.
+        ValueError: the group has no backend for them.
     """
     if (known := _BACKENDS[group].get(device_type)) is not None:
         return known
@@ -348,14 +348,14 @@ def backend_of(group: Group, device_type: str) -> str:
     if device_type not in backends:
         raise ValueError(
             f"The tensors are on {device_type}, but group {group.name!r} has backends for {sorted(backends)} only; "
-            f"make the group with a backend for {device_type}."
+            f"create the group with a backend for {device_type}."
         )
     backend = _BACKENDS[group][device_type] = backends[device_type]
     return backend
 
 
 def torch_dist(group: Group, device_type: str) -> TorchDist:
-    """The transport of `group` for tensors on `device_type`, made once."""
+    """Return the transport of `group` for tensors on `device_type`; the first call creates it."""
     made = _TRANSPORTS[group]
     if device_type not in made:
         made[device_type] = TorchDist(group, device_type)
@@ -372,5 +372,5 @@ def _leave(group: Group) -> None:
 
 
 def known_torch_dist(group: Group, device_type: str) -> TorchDist | None:
-    """The transport that `torch_dist` has made, or None."""
+    """Return the transport that `torch_dist` has created, or None."""
     return _TRANSPORTS[group].get(device_type)

@@ -24,7 +24,7 @@ from fused_tp.backends.cuda.device_collectives import sum_into
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.nccl.chunk_plan import gather_plan, scatter_plan
-from fused_tp.backends.nccl.nccl import Moving, NcclDist
+from fused_tp.backends.nccl.nccl import NcclDist, PendingExchanges
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Work, rank_offsets
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.core.partition import shard_range
@@ -146,8 +146,8 @@ class NcclPipeline(Plain):
                 return moving()
             chunks = self._chunks(out.nbytes)
             ranges = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
-            add_up: Callable[[], Moving] | None = None
-            gathering: list[Moving] = []
+            add_up: Callable[[], PendingExchanges] | None = None
+            gathering: list[PendingExchanges] = []
             for i, (begin, end) in enumerate(ranges):
                 with span("chunk", i + 1, "of", len(ranges), (begin, end), self.name):
                     partial = sum_of_products(_rows_of(products, begin, end))
@@ -182,7 +182,7 @@ class NcclPipeline(Plain):
 
         return add_up
 
-    def _share_out(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Moving]:
+    def _share_out(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], PendingExchanges]:
         """Start sending every rank its share of `partial` to add. The returned function adds this rank's share, and
         starts gathering all sums into `out`. Shares are split by elements, so that one long row is shared evenly too.
         """
@@ -194,7 +194,7 @@ class NcclPipeline(Plain):
         own, start = counts[self.rank], rank_offsets(counts)[self.rank]
         moving, terms = self._swap_terms(op, flat, counts)
 
-        def add_up() -> Moving:
+        def add_up() -> PendingExchanges:
             moving.wait()
             mine = flat_out[start : start + own]
             sum_into(mine.view(-1), terms, _bias_from(bias, start, own))
@@ -202,7 +202,7 @@ class NcclPipeline(Plain):
 
         return add_up
 
-    def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[Moving, Tensor]:
+    def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[PendingExchanges, Tensor]:
         """Start sending each rank its `counts[rank]` terms [sum(counts), 1]; the own terms arrive in [W, own]."""
         own, start = counts[self.rank], rank_offsets(counts)[self.rank]
         terms = terms_of_all.new_empty((self.world_size, own, 1))

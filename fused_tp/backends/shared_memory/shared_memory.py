@@ -50,7 +50,7 @@ class SharedMemory(RowSchedule):
 
     @property
     def messages(self) -> TorchDist:
-        raise ValueError("Ranks that share memory send no messages; ask for `transport`, what they share.")
+        raise ValueError("Schedule 'one_sided' has no message transport; use its `transport`, the shared memory.")
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:

@@ -63,7 +63,7 @@ def dtype_number(dtype: torch.dtype) -> int:
         return _DTYPE_NUMBERS[dtype]
     except KeyError:
         names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPE_NUMBERS)
-        raise TypeError(f"Shared-memory collectives take {names}, not {dtype}.") from None
+        raise TypeError(f"Shared-memory collectives support {names}, got {dtype}.") from None
 
 
 class ShmCall:
@@ -140,7 +140,7 @@ def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_summable(dtype: torch.dtype) -> None:
     if dtype == torch.bool:
-        raise TypeError("A sum of torch.bool is no torch.bool; convert tensor first.")
+        raise TypeError("Sums of torch.bool are not supported; convert the tensor to an integer dtype first.")
 
 
 class ShmTransport:
@@ -357,7 +357,7 @@ def shm_serves(size: int) -> Availability:
     if not settings.shared_memory_allowed():
         return unavailable("FUSED_TP_SHM=0 turns shared memory off")
     if size > MAX_RANKS:
-        return unavailable(f"the group has {size} ranks; shared memory serves at most {MAX_RANKS}")
+        return unavailable(f"the group has {size} ranks; shared memory supports at most {MAX_RANKS}")
     return AVAILABLE
 
 
@@ -393,7 +393,7 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
     own = core_group.address.hex() if core_group is not None else "", settings.host_name()
     found = exchange(group, _MEETING, own, gone)
     if len(hosts := {host for _, host in found}) > 1:
-        return unavailable(f"FUSED_TP_HOST gives its ranks {len(hosts)} hosts")
+        return unavailable(f"FUSED_TP_HOST assigns its ranks to {len(hosts)} different hosts")
     addresses = [bytes.fromhex(address) for address, _ in found]
     if core_group is not None and all(addresses):
         try:
