@@ -113,7 +113,7 @@ def test_two_hosts_of_two_ranks(dtype: torch.dtype, chunk_bytes: int) -> None:
         ["(2, 3)", "(0, 2)"],
         ["(2, 3)", "(1, 3)"],
     ]
-    assert "hierarchical over memory inside of hosts, messages across" in answers[0][0]
+    assert "hierarchical over memory inside hosts, messages across" in answers[0][0]
 
 
 def count_bytes(_: Any) -> dict[str, list[tuple[tuple[int, ...], int]]]:
@@ -208,7 +208,7 @@ def explanation(group: Any) -> str:
     [
         ("aaaa", "", "one_sided", "but all of its ranks are on one host"),
         ("abcd", "", "plain", "each of its ranks is on a different host"),
-        ("abab", "", "plain", "laid out"),
+        ("abab", "", "plain", "consecutive blocks"),
         ("aabb", "23", "plain", "no fast links inside of a host"),  # one host lacks them, so no host uses them
         ("aabb", "", "hierarchical", "forces it"),
     ],
