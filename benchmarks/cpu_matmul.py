@@ -83,11 +83,11 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
     def ours() -> Contestant:
         import fused_tp
         from fused_tp.backends.registry import decide
-        from fused_tp.core.dispatch import DispatchKey
+        from fused_tp.core.dispatch import ScheduleKey
         from fused_tp.core.group import resolve_group
 
         k, n = (features, None) if op == "all_gather_matmul" else (None, features)
-        key = DispatchKey(op, x.dtype, x.device, rows, k, n)
+        key = ScheduleKey(op, x.dtype, x.device, rows, k, n)
         chosen = decide(key, resolve_group(None))  # recorded, as figures depend on the schedule
         call = getattr(fused_tp, op)
         note = f"{chosen.schedule} over {chosen.transport}"

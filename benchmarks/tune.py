@@ -281,5 +281,5 @@ def _winner(measured: Measured, transport: str, world_size: int) -> str:
 def _incumbent(measured: Measured, transport: str, world_size: int) -> str:
     gathers = measured.op == "all_gather_matmul"
     k, n = (FEATURES, None) if gathers else (None, FEATURES)
-    key = dispatch.DispatchKey(measured.op, measured.dtype, torch.device("cpu"), measured.rows, k, n)
+    key = dispatch.ScheduleKey(measured.op, measured.dtype, torch.device("cpu"), measured.rows, k, n)
     return dispatch.choose(key, world_size, transport, "cpu").schedule

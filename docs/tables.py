@@ -177,7 +177,7 @@ def defaults() -> str:
     )
 
     def chosen(op: str, rows: int, transport: str, arch: str) -> str:
-        key = dispatch.DispatchKey(op, torch.bfloat16, torch.device("cpu"), rows, HIDDEN, HIDDEN)
+        key = dispatch.ScheduleKey(op, torch.bfloat16, torch.device("cpu"), rows, HIDDEN, HIDDEN)
         return f"`{dispatch.choose(key, RANKS, transport, arch).schedule}`"
 
     rows = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_tp.attention.layout import BlockCyclicLayout, Ints, Tokens
 from fused_tp.backends.registry import ALL_TO_ALL, select_schedule
 from fused_tp.core import settings
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import Group
 from fused_tp.core.pending import check_equal, checksum
 
@@ -97,7 +97,7 @@ def _check_same_keywords(group: Group, keywords: str, rows: Tensor) -> None:
     if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
         return
     mine = torch.full((1, 1), checksum(keywords), dtype=torch.float32, device=rows.device)
-    schedule = select_schedule(DispatchKey("all_gather", mine.dtype, mine.device, group.size, None, 1), group)
+    schedule = select_schedule(ScheduleKey("all_gather", mine.dtype, mine.device, group.size, None, 1), group)
     checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
     did = "append to the same cache with different keywords"
     check_equal(checksums, did, f"; rank {group.rank} passed {keywords}. Pass the same on all ranks.")
@@ -108,5 +108,5 @@ def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], tota
 
     `send` and `receive` are row counts per rank, and `total` is the number of rows over all ranks.
     """
-    key = DispatchKey(ALL_TO_ALL, x.dtype, x.device, total, None, prod(x.shape[1:]))
+    key = ScheduleKey(ALL_TO_ALL, x.dtype, x.device, total, None, prod(x.shape[1:]))
     return select_schedule(key, group).all_to_all(x, send, receive)

@@ -1,1 +1,1 @@
-"""Backends: one folder per way to move bytes, with its transport and its schedules; the registry chooses among them."""
+"""Backends: one folder per transport, with its schedules. The registry selects a schedule for each call."""

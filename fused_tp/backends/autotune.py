@@ -1,21 +1,22 @@
-"""Schedules chosen by measurement at run time: with `FUSED_TP_AUTOTUNE`, and between GPUs with NVLink by default.
+"""Selection of schedules by measurement at run time: with `FUSED_TP_AUTOTUNE`, and by default between NVLink GPUs.
 
 The first call of an op with new sizes runs on every schedule available to its group, with the call's own tensors, on
 all ranks together:
 
-    1. check      a result must equal that of the plain schedule up to rounding. If the plain schedule repeats its bits,
-                  so must this one; if its bits agree on all ranks in an op whose result all ranks get, so must these.
-                  A schedule that fails is not chosen again for that op and dtype, by this group or, through the file,
-                  by another on this machine
-    2. measure    the schedules in turn, in rounds; the slowest rank's time counts in each round
-    3. choose     the one that beats the plain schedule by a clear margin in three quarters of the rounds, else plain
+    1. check      The result must equal that of the plain schedule up to rounding. If the plain schedule returns the
+                  same bits in two calls, or on all ranks for an op with replicated output, this schedule must too. A
+                  schedule that fails is not used again for that op and dtype by this group, nor by any group on this
+                  machine that loads the file of saved choices.
+    2. measure    The schedules run in turn, for several rounds. The time of a round is that of the slowest rank.
+    3. choose     The fastest schedule that beats the plain one by a clear margin in three quarters of the rounds, or
+                  the plain schedule if there is none.
 
 If the variable is not set, the shipped table decides, except for GPUs that write into each other's memory, for which
-the table has published figures only. For these, plain collectives and torch's own ops (`symm_mem`) are measured, and
-those of our own schedules that `fused-tp tune` has verified on this machine.
+the table has published numbers only, none measured with this package. There the candidates are the plain schedule,
+torch's own ops (`symm_mem`), and the other schedules that `fused-tp tune` has verified on this machine.
 
-Ranks exchange their results and make the same choice. Rank 0 saves choices in a file, keyed by device, versions and
-ranks; later programs on the same machine load them.
+Ranks exchange their results, so all make the same choice. Rank 0 saves choices in a file, keyed by device, versions and
+ranks. Later programs on the same machine load them.
 """
 
 from __future__ import annotations
@@ -42,86 +43,88 @@ from fused_tp.backends.registry import SCHEDULES, schedule_named, transport_key
 from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core import settings
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.store import exchange
 
 ROUNDS = 9
-ROUND_SECONDS = 2e-3  # minimum for one schedule: a call of microseconds is made several times
-MOST_CALLS = 50  # in a round
-MARGIN = 0.95  # of plain's time: the third quartile of the rounds must be below it
-HOPELESS = 3.0  # dropped if this many times as long as the fastest in the first look
+ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
+MOST_CALLS = 50  # largest number of calls per schedule and round
+MARGIN = 0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
+HOPELESS = 3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
 EVERYWHERE = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
 )
 
 _PLAIN = "plain"
-_TRUSTED = (_PLAIN, "symm_mem")  # measured if FUSED_TP_AUTOTUNE is not set
-_ABOUT = (
-    "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, and "
-    "those whose results were wrong, or found right by fused-tp tune. Delete the file to measure again."
+_TRUSTED = (_PLAIN, "symm_mem")  # candidates without verification by `fused-tp tune`, if FUSED_TP_AUTOTUNE is not set
+_FILE_DESCRIPTION = (
+    "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, the "
+    "schedules with wrong results, and the schedules verified by fused-tp tune. Delete the file to measure again."
 )
 _LOG = logging.getLogger("fused_tp")
-_PARTS = ("choices", "wrong", "right")  # sections of the file
-_KEPT: GroupSlot[dict[str, Any]] = GroupSlot()
+_SECTIONS = ("choices", "wrong", "right")  # of the file
+_SAVED: GroupSlot[dict[str, Any]] = GroupSlot()
 
 Run = Callable[[Schedule], Any]
 
 
-def measures(name: str, key: DispatchKey, group: Group) -> bool:
-    """True if the first call like this one of op `name` is measured. All ranks call together."""
+def measures(name: str, key: ScheduleKey, group: Group) -> bool:
+    """True if the first call of op `name` with `key` is measured. All ranks call together."""
     if group.size == 1 or settings.forced_schedule() is not None:
         return False
-    asked = settings.autotune()
-    if asked != settings.ONLINE:
-        return asked is not None
+    setting = settings.autotune()
+    if setting != settings.ONLINE:
+        return setting is not None
     if settings.table_path() is not None or transport_key(group, key.device) != "nvlink":
         return False
-    return len(_candidates(name, key, group, _kept(group, key.device))) > 1
+    return len(_candidates(name, key, group, _load_once(group, key.device))) > 1
 
 
-def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Schedule | None:
-    """Return the fastest schedule for a call of op `name`, measuring it if needed. None if nothing can be measured:
-    during the capture of a CUDA graph, or if `FUSED_TP_AUTOTUNE` is not set and memory is short.
+def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: Run) -> Schedule | None:
+    """Return the fastest schedule for a call of op `name`, and measure the schedules if there is no saved choice.
+
+    Returns None if schedules cannot be measured: during CUDA graph capture, or if `FUSED_TP_AUTOTUNE` is not set and
+    memory is short.
 
     Args:
-        run: makes the call on a schedule; the same call on all ranks, repeatable any number of times.
+        run: runs the call on a schedule. It is called repeatedly, and must make the same call on all ranks.
 
     Raises:
         FusedTPError: a schedule failed and left the group unusable; the message names the schedule.
     """
-    kept = _kept(group, key.device)
-    # A schedule that was fast may be turned off today, or have been found wrong at other sizes.
-    choice = _found(name, key, group, kept)
+    saved = _load_once(group, key.device)
+    # Checked at every call: the chosen schedule may have been disabled, or found wrong at other sizes, since.
+    choice = _saved_choice(name, key, group, saved)
     if choice is None:
         if is_capturing(key.device):
             return None
         with torch.no_grad():
-            choice = _measured(name, key, group, run, kept)
+            choice = _measure(name, key, group, run, saved)
         if choice is None:
             return None
-        words = _places(name, key)[-1]
-        kept["choices"][words] = choice
+        call = _choice_keys(name, key)[-1]
+        saved["choices"][call] = choice
         if group.rank == 0:
-            _keep(kept)
-            _LOG.info("autotune: %s: %s", words, told(choice))
+            _save(saved)
+            _LOG.info("autotune: %s: %s", call, told(choice))
     return schedule_named(choice["schedule"], group, key.device)
 
 
-def kept_choice(name: str, key: DispatchKey, group: Group) -> dict[str, Any] | None:
-    """The choice of this group for such a call; None if it has measured none."""
-    kept = _KEPT.get(group)
-    return None if kept is None else _found(name, key, group, kept)
+def kept_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
+    """Return the saved choice of this group for a call of op `name` with `key`; None if there is none."""
+    saved = _SAVED.get(group)
+    return None if saved is None else _saved_choice(name, key, group, saved)
 
 
 def told_choices(group: Group) -> dict[str, str]:
-    """Descriptions of all choices of this group, by the description of the call."""
-    return {words: told(choice) for words, choice in _KEPT.get(group, {"choices": {}})["choices"].items()}
+    """Return descriptions of all choices of this group, keyed by the description of the call."""
+    return {call: told(choice) for call, choice in _SAVED.get(group, {"choices": {}})["choices"].items()}
 
 
 def kept_files() -> list[tuple[Path, dict[str, Any]]]:
-    """Files of choices in the folder that this process would use, with their contents."""
+    """Return (path, content) of all files of saved choices in the folder that this process uses."""
     found = ((path, _read(path)) for path in sorted(_folder().glob("autotune-*.json")))
     return [(path, content) for path, content in found if content is not None]
 
@@ -129,82 +132,83 @@ def kept_files() -> list[tuple[Path, dict[str, Any]]]:
 def usable(
     op: str, dtype: torch.dtype, device: torch.device, group: Group, among: Collection[str] | None = None
 ) -> list[str]:
-    """Names of the schedules available to this group for an op, the plain one first. All ranks call together.
+    """Return the names of the schedules available to `group` for `op`, "plain" first. All ranks call together.
 
     Args:
-        among: names to choose from; None: all.
+        among: names of schedules to consider; None: all.
     """
     rest = (spec for spec in SCHEDULES.values() if spec.name != _PLAIN and (among is None or spec.name in among))
     return [_PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
-def _candidates(name: str, key: DispatchKey, group: Group, kept: Mapping[str, Any]) -> list[str]:
-    """The schedules that may serve a call and were not found wrong; always includes the plain one."""
+def _candidates(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
+    """Return the schedules that support a call and have not returned wrong results; always includes "plain"."""
     among = None
     if settings.autotune() == settings.ONLINE:
-        right = kept.get("right", {})
-        among = [one for one in SCHEDULES if one in _TRUSTED or right.get(_what(one, name, key.dtype))]
+        right = saved.get("right", {})
+        among = [one for one in SCHEDULES if one in _TRUSTED or right.get(_check_key(one, name, key.dtype))]
     found = usable(key.op, key.dtype, key.device, group, among)
-    return [one for one in found if one == _PLAIN or not kept["wrong"].get(_what(one, name, key.dtype))]
+    return [one for one in found if one == _PLAIN or not saved["wrong"].get(_check_key(one, name, key.dtype))]
 
 
-def _found(name: str, key: DispatchKey, group: Group, kept: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The saved choice for a call, if its schedule is still a candidate."""
-    choices = [choice for words in _places(name, key) if (choice := kept["choices"].get(words)) is not None]
+def _saved_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the saved choice for a call if its schedule is still a candidate, else None."""
+    choices = [choice for call in _choice_keys(name, key) if (choice := saved["choices"].get(call)) is not None]
     if not choices:
         return None
-    candidates = _candidates(name, key, group, kept)
+    candidates = _candidates(name, key, group, saved)
     return next((choice for choice in choices if choice["schedule"] in candidates), None)
 
 
-def _what(schedule: str, name: str, dtype: torch.dtype) -> str:
+def _check_key(schedule: str, name: str, dtype: torch.dtype) -> str:
+    """Return the key of a schedule, op and dtype in the sections "wrong" and "right"."""
     return f"{schedule}: {name} in {str(dtype).removeprefix('torch.')}"
 
 
 def known_problem(group: Group, device: torch.device, schedule: str, name: str, dtype: torch.dtype) -> str:
-    """The problem found with an op on a schedule, empty if none was found. All ranks call together."""
-    return str(_kept(group, device)["wrong"].get(_what(schedule, name, dtype), ""))
+    """Return the recorded problem of op `name` on a schedule; empty if there is none. All ranks call together."""
+    return str(_load_once(group, device)["wrong"].get(_check_key(schedule, name, dtype), ""))
 
 
 def set_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
-    """Save problems by schedule, op and dtype; empty ones clear an earlier problem. All ranks call together."""
-    kept = _kept(group, device)
-    kept["wrong"].update({_what(*what): problem for what, problem in found.items()})
-    kept["right"].update({_what(*what): "" for what in found})
+    """Save problems by (schedule, op, dtype); an empty problem clears an earlier one. All ranks call together."""
+    saved = _load_once(group, device)
+    saved["wrong"].update({_check_key(*what): problem for what, problem in found.items()})
+    saved["right"].update({_check_key(*what): "" for what in found})
     if group.rank == 0:
-        _keep(kept)
+        _save(saved)
 
 
 def set_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
-    """Save schedules, ops and dtypes that `verify` has found right. All ranks call together."""
-    kept = _kept(group, device)
-    kept["right"].update(dict.fromkeys((_what(*what) for what in found), "checked by fused-tp tune"))
+    """Save that the (schedule, op, dtype) in `found` are verified by fused-tp tune. All ranks call together."""
+    saved = _load_once(group, device)
+    saved["right"].update(dict.fromkeys((_check_key(*what) for what in found), "checked by fused-tp tune"))
     if group.rank == 0:
-        _keep(kept)
+        _save(saved)
 
 
-def _measured(name: str, key: DispatchKey, group: Group, run: Run, kept: dict[str, Any]) -> dict[str, Any] | None:
-    """Measure the choice for a call; record schedules with wrong results in `kept`. None if memory is short."""
-    names = _candidates(name, key, group, kept)
+def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[str, Any]) -> dict[str, Any] | None:
+    """Measure all candidates and return the choice; None if memory is short. Records wrong results in `saved`."""
+    names = _candidates(name, key, group, saved)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
     reference = _leaves(run(schedules[_PLAIN]))
     if settings.autotune() == settings.ONLINE:
-        # A rank that runs out of memory inside one of torch's ops would leave its peers waiting without a deadline.
+        # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
         moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
         short = sum(t.nbytes for t in reference) * 3 + 4 * moved > _free_bytes(key.device)
         if any(exchange(group, f"autotuning of {name}: memory", short)):
             return None
-    looks = exchange(
+    trials = exchange(
         group,
-        f"autotuning of {name}: first look",
-        {one: _look(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
+        f"autotuning of {name}: first calls",
+        {one: _try(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
     )
     for one in names:
-        problem = _problem([look[one] for look in looks], [look[_PLAIN] for look in looks], name in EVERYWHERE)
+        problem = _problem([trial[one] for trial in trials], [trial[_PLAIN] for trial in trials], name in EVERYWHERE)
         if problem and one != _PLAIN:
-            kept["wrong"][_what(one, name, key.dtype)] = problem
+            saved["wrong"][_check_key(one, name, key.dtype)] = problem
             del schedules[one]
-    slowest = {one: max(look[one]["seconds"] for look in looks) for one in schedules}
+    slowest = {one: max(trial[one]["seconds"] for trial in trials) for one in schedules}
     fastest = min(slowest.values())
     rivals = [one for one in schedules if one == _PLAIN or slowest[one] < HOPELESS * fastest]
     calls = min(MOST_CALLS, 1 + int(ROUND_SECONDS / max(fastest, 1e-9)))
@@ -219,15 +223,15 @@ def _measured(name: str, key: DispatchKey, group: Group, run: Run, kept: dict[st
     return {"schedule": chosen, "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
 
 
-def _look(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], device: torch.device) -> dict[str, Any]:
-    """Results of a schedule as one rank sees them, and the duration of a second call."""
+def _try(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], device: torch.device) -> dict[str, Any]:
+    """Run the call three times on a schedule; return its problem, its duration and the checksums of its results."""
     try:
         first = _leaves(run(schedule))
         seconds = _seconds(schedule, run, 1, device)
         again = _leaves(run(schedule))
     except FusedTPError as error:
-        sentence = " FUSED_TP_AUTOTUNE had this call tried on schedule {tried!r}; set it to 0 to try none."
-        raise error.copy(sentence, tried=name) from error
+        more = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
+        raise error.copy(more, tried=name) from error
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
     return {
@@ -238,22 +242,28 @@ def _look(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], 
     }
 
 
-def _problem(looks: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], everywhere: bool) -> str:
-    """The problem with a schedule, from all ranks' looks at it and at the plain one; empty if there is none."""
-    for rank, look in enumerate(looks):
-        if look["problem"]:
-            return f"on rank {rank} {look['problem']}"
-    for rank, (look, reference) in enumerate(zip(looks, plain, strict=True)):
-        if look["bits"] != look["again"] and reference["bits"] == reference["again"]:
-            return f"on rank {rank} a second call gave other bits"
-    differ = [len({tuple(look["bits"]) for look in one}) > 1 for one in (looks, plain)]
+def _problem(trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], everywhere: bool) -> str:
+    """Return the problem of a schedule, from the results of `_try` on each rank; empty if there is none.
+
+    Args:
+        trials: results for this schedule, by rank.
+        plain: results for the plain schedule, by rank.
+        everywhere: True if all ranks get the same result from this op.
+    """
+    for rank, trial in enumerate(trials):
+        if trial["problem"]:
+            return f"on rank {rank} {trial['problem']}"
+    for rank, (trial, reference) in enumerate(zip(trials, plain, strict=True)):
+        if trial["bits"] != trial["again"] and reference["bits"] == reference["again"]:
+            return f"on rank {rank} two equal calls returned different bits"
+    differ = [len({tuple(trial["bits"]) for trial in one}) > 1 for one in (trials, plain)]
     return "ranks hold different bits" if everywhere and differ == [True, False] else ""
 
 
 def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
-    """Describe a difference between results larger than rounding; empty if there is none.
+    """Describe a difference between two results that is larger than rounding; empty if there is none.
 
-    Compares element by element, because a wrong tile may be a thousandth of a result.
+    Elements are compared one by one, because one wrong tile of a large result would not change its norm noticeably.
     """
     if [t.shape for t in found] != [t.shape for t in wanted]:
         return f"the result has shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in wanted]}"
@@ -264,7 +274,7 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
             if not torch.equal(mine, reference):
                 return "the result differs"
             continue
-        # Terms are rounded before they are summed; float32 may be multiplied as tf32.
+        # Schedules round the terms of a sum differently, and GPUs may multiply float32 as tf32 (10 bits).
         eps = torch.finfo(reference.dtype).eps
         tolerance = 8 * (eps if reference.dtype == torch.float64 else max(eps, 2.0**-11))
         wide = torch.float64 if reference.dtype == torch.float64 else torch.float32
@@ -275,12 +285,13 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
         bad = known & ~(error <= allowed)
         if bad.any():
             part = bad.sum().item() / reference.numel()
-            return f"{part:.2%} of the result are wrong, by up to {float((error / size)[bad].max()):.2g} of its size"
+            worst = float((error / size)[bad].max())
+            return f"{part:.2%} of the result are wrong, by up to {worst:.2g} of its root mean square"
     return ""
 
 
 def _fastest(times: Mapping[str, Sequence[float]]) -> str:
-    """The schedule with the smallest median among those that clearly beat the plain one; plain if none does.
+    """Return the schedule with the smallest median time ratio to plain, out of those within `MARGIN`; else plain.
 
     >>> _fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
     'pipelined'
@@ -303,7 +314,7 @@ def _seconds(schedule: Schedule, run: Run, calls: int, device: torch.device) -> 
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Bytes that can still be allocated; infinite on a CPU, where this is not queried."""
+    """Return the bytes of GPU memory that can still be allocated; infinity for a CPU."""
     if device.type != "cuda":
         return float("inf")
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -320,29 +331,28 @@ def _leaves(results: Any) -> list[Tensor]:
 
 
 def checksum(t: Tensor) -> int:
-    """Checksum of a tensor's bits."""
+    """Return a CRC of the bytes of `t`."""
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
-def _words(name: str, key: DispatchKey) -> str:
+def _describe_call(name: str, key: ScheduleKey) -> str:
     dims = ("up to m", _rounded_up(key.m)), ("k", key.k), ("n", key.n)
     sizes = ", ".join(f"{dim}={size}" for dim, size in dims if size is not None)
     return f"{name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
 
 
-def _places(name: str, key: DispatchKey) -> list[str]:
-    """Keys of the saved choices for a call; a new choice is saved under the last one.
+def _choice_keys(name: str, key: ScheduleKey) -> list[str]:
+    """Return the keys under which choices for a call are looked up, in order; a new choice is saved under the last.
 
-    A choice among few schedules does not serve FUSED_TP_AUTOTUNE=1, but one made with FUSED_TP_AUTOTUNE=1 serves both.
+    With FUSED_TP_AUTOTUNE=1 all schedules are measured, so such a choice is also valid if the variable is not set.
+    Choices made while it is not set compare few schedules, so they have a separate key.
     """
-    words = _words(name, key)
-    return (
-        [words] if settings.autotune() != settings.ONLINE else [words, f"{words}, where FUSED_TP_AUTOTUNE is not set"]
-    )
+    call = _describe_call(name, key)
+    return [call] if settings.autotune() != settings.ONLINE else [call, f"{call}, where FUSED_TP_AUTOTUNE is not set"]
 
 
 def _rounded_up(rows: int) -> int:
-    """Round up to a power of two, or 1.5 times one: varying batch lengths would otherwise be measured for ever.
+    """Round `rows` up to 2^i or 1.5 * 2^i, so that a program with varying batch lengths measures few sizes.
 
     >>> [_rounded_up(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
     [0, 1, 3, 6, 6, 8, 128, 1536]
@@ -352,7 +362,7 @@ def _rounded_up(rows: int) -> int:
 
 
 def told(choice: Mapping[str, Any]) -> str:
-    """A choice in words, with the measured times."""
+    """Describe a choice: the schedule and the measured time of each candidate."""
     times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in choice["seconds"].items())
     return f"{choice['schedule']} ({times})"
 
@@ -368,7 +378,7 @@ def _folder() -> Path:
 
 
 def _machine(group: Group, device: torch.device) -> dict[str, Any]:
-    """The hardware and versions that choices are valid for. A collective call."""
+    """Return the hardware and versions for which saved choices are valid. A collective call."""
     hosts = exchange(group, "autotuning: hosts", own_host())
     ranks = [hosts.count(one) for one in dict.fromkeys(hosts)]
     if device.type == "cuda":
@@ -379,21 +389,21 @@ def _machine(group: Group, device: torch.device) -> dict[str, Any]:
     return {**versions, "ranks of each host": ranks, "device": name, "driver": driver}
 
 
-def _kept(group: Group, device: torch.device) -> dict[str, Any]:
-    kept = _KEPT.get(group)
-    if kept is None:
-        kept = _KEPT[group] = _load(group, device)
-    return kept
+def _load_once(group: Group, device: torch.device) -> dict[str, Any]:
+    saved = _SAVED.get(group)
+    if saved is None:
+        saved = _SAVED[group] = _load(group, device)
+    return saved
 
 
 def _load(group: Group, device: torch.device) -> dict[str, Any]:
-    """Load the choices that rank 0 saved in earlier runs, on all ranks."""
+    """Return the content of rank 0's file of saved choices. A collective call."""
     machine = _machine(group, device)
     path = _folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
     mine = _read(path) if group.rank == 0 else None
-    theirs = exchange(group, "autotuning: choices kept", mine)[0] or {}
-    kept = {part: theirs.get(part, {}) for part in _PARTS}
-    return {"about": _ABOUT, "machine": machine, **kept, "path": str(path)}
+    theirs = exchange(group, "autotuning: saved choices", mine)[0] or {}
+    sections = {section: theirs.get(section, {}) for section in _SECTIONS}
+    return {"about": _FILE_DESCRIPTION, "machine": machine, **sections, "path": str(path)}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -404,18 +414,18 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _LOG.warning("%s is not a file of measured choices (%s); it is written anew.", path, error)
+        _LOG.warning("%s is not a valid file of saved choices (%s); it will be overwritten.", path, error)
     return None
 
 
-def _keep(kept: Mapping[str, Any]) -> None:
-    """Write the file atomically: several groups, and programs, may write it."""
-    path = Path(kept["path"])
+def _save(saved: Mapping[str, Any]) -> None:
+    """Merge `saved` into its file, and replace the file atomically, because other groups and programs may write it."""
+    path = Path(saved["path"])
     before = _read(path) or {}
     content = {
-        "about": kept["about"],
-        "machine": kept["machine"],
-        **{part: {k: v for k, v in (before.get(part, {}) | kept.get(part, {})).items() if v} for part in _PARTS},
+        "about": saved["about"],
+        "machine": saved["machine"],
+        **{part: {k: v for k, v in (before.get(part, {}) | saved.get(part, {})).items() if v} for part in _SECTIONS},
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -423,4 +433,4 @@ def _keep(kept: Mapping[str, Any]) -> None:
             file.write(json.dumps(content, indent=1) + "\n")
         os.replace(file.name, path)
     except OSError as error:
-        _LOG.warning("Choices of schedules could not be kept in %s (%s); the next run measures again.", path, error)
+        _LOG.warning("Choices of schedules could not be saved in %s (%s); the next run measures again.", path, error)

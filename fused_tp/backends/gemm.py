@@ -1,15 +1,15 @@
-"""Choice of the matmul library on CPU: torch's choice, unless measurement shows a faster one.
+"""Choice of the matmul library on CPU: torch's choice, except where another library was measured to be faster.
 
-torch multiplies float32 with MKL, which on CPUs not made by Intel runs well below oneDNN (measured on AMD
-Zen 4, one thread, weights [4096, 2048]: oneDNN takes 0.64 to 0.83 of MKL's time for 16 to 1024 rows). The choice
-depends on the CPU's maker and on the shape, never on a timing: two runs must give the same bits.
+torch multiplies float32 with MKL, which is slower than oneDNN on CPUs that are not made by Intel. On AMD Zen 4, one
+thread, weights [4096, 2048], oneDNN takes 0.64 to 0.83 of MKL's time for 16 to 1024 rows. The choice depends on the
+CPU's vendor and on the shape, but never on a run-time measurement, because two runs must produce the same bits.
 
 Few rows of x, as in decoding, are multiplied by the native core (csrc/matmul), which reads the weight once and in its
-own layout; libraries reorder the weight in every call. Measured on the same CPU, two ranks of one thread, weights
-[4096, 2048], relative to torch's own time, over several runs: bfloat16 0.5 to 0.65 for one row, 0.75 to 0.85 for 16;
-float32 0.7 to 0.9 for one, 0.45 to 0.6 for 4 to 16.
-Rejected: a copy that oneDNN reorders once. It was slower for one and two rows and 10 to 20 % faster for 16, doubled the
-weight's memory, and had to detect every write to the weight.
+stored layout, whereas the libraries reorder the weight in every call. Run time relative to torch on the same CPU, two
+ranks of one thread, weights [4096, 2048], over several runs: bfloat16 0.5 to 0.65 for 1 row and 0.75 to 0.85 for 16;
+float32 0.7 to 0.9 for 1 row and 0.45 to 0.6 for 4 to 16.
+Rejected: a copy of the weight that oneDNN reorders once. It was slower for 1 and 2 rows and 10 to 20 % faster for 16,
+doubled the weight's memory, and had to detect every write to the weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ try:
 except ImportError:  # a pure Python installation
     _BUILT = False
 
-# x [..., K] and w [N, K], for x @ w^T. In backward `w` is a transposed view, which costs no copy.
+# (x [..., K], w [N, K]), multiplied as x @ w^T. Backward passes a transposed view as w, which needs no copy.
 Product: TypeAlias = tuple[Tensor, Tensor]
 
 # Multiply-adds below which oneDNN's dispatch costs more than it gains.
@@ -58,38 +58,37 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
         and _onednn_beats_mkl()
         and bool(torch.backends.mkldnn.enabled)
         and not torch._C._len_torch_dispatch_stack()  # FlopCounterMode does not count oneDNN's op
-        # oneDNN's op has no derivative: differentiating the backward would silently lose this term.
+        # oneDNN's op has no derivative, so a double backward would silently omit this term.
         and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
     )
 
 
-def _by_onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
-        bias = bias.contiguous()  # oneDNN reads a strided bias as if it were dense
+        bias = bias.contiguous()  # oneDNN ignores the stride of a bias
     (rows, columns), (across, along) = w.shape, w.stride()
     if not ((along == 1 and across >= columns) or (across == 1 and along >= rows)):
-        w = w.contiguous()  # oneDNN multiplies an expanded w, such as the gradient of a sum, a thousand times slower
+        w = w.contiguous()  # oneDNN is a thousand times slower for an expanded w, such as the gradient of a sum
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
     return out
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # types whose memory holds their values
-_SMALLEST_NATIVE = 1 << 17  # elements of w; below it the overhead of a call dominates
+_PLAIN = (Tensor, torch.nn.Parameter)  # types whose memory holds their values; subclasses may interpret it differently
+_SMALLEST_NATIVE = 1 << 17  # fewest elements of w; for smaller weights the overhead of a call dominates
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
-_FEW_ROWS: int = _core.FEW_ROWS if _BUILT else 0  # the most that the native core takes of any dtype
+_FEW_ROWS: int = _core.FEW_ROWS if _BUILT else 0  # largest number of rows that the native core supports
 
 
 @cache
 def _native_rows(dtype: torch.dtype) -> int:
-    """Largest number of rows of x for which the native core is faster than torch's choice."""
+    """Return the largest number of rows of x for which the native core is used; 0 if never."""
     if dtype is torch.float32 and not _onednn_beats_mkl():
-        return 0  # not measured against MKL on Intel's CPUs
+        return 0  # not measured against MKL on Intel CPUs
     return _FEW_ROWS if _BUILT and _core.few_rows_isa(_NATIVE_DTYPES[dtype]) else 0
 
 
 def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor | None:
-    """x @ w^T + bias, into `out` where given, by the native core's kernels for few rows. None if they do not serve this
-    call; another library then multiplies."""
+    """Return x @ w^T + bias (in `out` if given) by the native kernels for few rows; None if not supported."""
     dtype, depth = x.dtype, w.shape[-1]
     if dtype not in _NATIVE_DTYPES or not 0 < x.numel() <= _native_rows(dtype) * depth:
         return None
@@ -98,7 +97,7 @@ def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = No
     if type(x) not in _PLAIN or type(w) not in _PLAIN or w.stride(1) != 1 or x.stride(-1) != 1:
         return None
     if x.is_neg() or w.is_neg() or not (x.data_ptr() and w.data_ptr()):
-        return None  # their memory does not hold their values
+        return None  # lazily negated, or without memory: the memory does not hold the values
     if (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)) or torch._C._len_torch_dispatch_stack():
         return None  # the kernels have no derivative, and are invisible to modes such as FlopCounterMode
     rows, columns = as_rows(x), w.shape[0]
@@ -122,46 +121,46 @@ def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = No
 
 
 def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
-    """(True if the native core's kernels for few rows compute x @ w^T when nothing needs a gradient, the reason)."""
+    """Return (used, reason): whether the native kernels for few rows compute x @ w^T when no gradient is needed."""
     if not x.is_cpu:
-        return False, f"the kernels for few rows are for CPUs, not {x.device.type}"
+        return False, f"the kernels for few rows run on CPUs, not on {x.device.type}"
     for name, t in (("x", x), ("weight", w)):
         if (why := why_not_plain(type(t))) is not None:
-            return False, f"of {name}, {why}"
+            return False, f"{name} is not a plain tensor: {why}"
     if x.dtype not in _NATIVE_DTYPES or w.dtype is not x.dtype or not _native_rows(x.dtype):
         return False, f"the kernels for few rows do not multiply {x.dtype} by {w.dtype} on this CPU"
     rows, most = prod(x.shape[:-1]), _native_rows(x.dtype)
     if not 0 < rows <= most:
-        return False, f"x has {rows} rows, and the kernels for few rows take 1 to {most}"
+        return False, f"x has {rows} rows, and the kernels for few rows support 1 to {most}"
     if w.numel() < _SMALLEST_NATIVE:
-        return False, f"weight has {w.numel()} elements; the kernels for few rows take {_SMALLEST_NATIVE} or more"
+        return False, f"weight has {w.numel()} elements; the kernels for few rows need at least {_SMALLEST_NATIVE}"
     for name, t in (("x", x), ("weight", w)):
         if t.stride(-1) != 1:
-            return False, f"the last dim of {name} has stride {t.stride(-1)}; the kernels for few rows read along it"
+            return False, f"the last dim of {name} has stride {t.stride(-1)}; the kernels for few rows need stride 1"
         if t.is_neg():
-            return False, f"{name} is negated lazily, so its memory is not what it shows"
-    return True, f"{rows} rows of x read the weight once, as it lies"
+            return False, f"{name} is negated lazily, so its memory does not hold its values"
+    return True, f"{rows} rows of x read the weight once, in its stored layout"
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ w^T + bias` for x [..., K], w [N, K] (any strides), bias [N]."""
+    """Return `x @ w^T + bias` for x [..., K], w [N, K] (any strides), bias [N]."""
     # Sizes that rule a library out are compared here, because a call costs more.
     if w.numel() >= _SMALLEST_NATIVE and (y := _few_rows(x, w, bias)) is not None:
         return y
     if x.dtype is torch.float32 and x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN and _use_onednn(x, w):
-        return _by_onednn(x, w, bias)
+        return _onednn_linear(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
 
 
 def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """sum_i x_i @ w_i^T + bias, keeping the leading dims of x; into `out` [rows, N] where given."""
+    """Return sum_i x_i @ w_i^T + bias with the leading dims of x; in `out` [rows, N] if given."""
     (x, w), *others = products
     if out is None:
         out = linear(x, w, bias)
     elif x.numel() <= _FEW_ROWS * w.shape[-1] and out.is_contiguous() and _few_rows(x, w, bias, out) is not None:
         pass
     elif x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN and _use_onednn(x, w):
-        out.copy_(_by_onednn(x, w, bias).view(out.shape))
+        out.copy_(_onednn_linear(x, w, bias).view(out.shape))
     elif bias is None:
         torch.mm(as_rows(x), w.t(), out=out)
     else:
@@ -172,15 +171,15 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` [..., n] as [rows, n]; unlike reshape(-1, n), also for an empty tensor."""
+    """Reshape `x` [..., n] to [rows, n]. Unlike reshape(-1, n), it supports empty tensors."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def weight_grad(d_output: Tensor, x: Tensor) -> Tensor:
-    """dW [N, K] = dY^T @ X, over all leading dims."""
+    """Return the weight gradient dW [N, K] = dY^T @ X, summed over all leading dims."""
     return linear(as_rows(d_output).t(), as_rows(x).t())
 
 
 def bias_grad(d_output: Tensor) -> Tensor:
-    """db [N]: the sum of dY over all leading dims."""
+    """Return the bias gradient db [N], the sum of dY over all leading dims."""
     return as_rows(d_output).sum(0)

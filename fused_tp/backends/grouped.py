@@ -1,10 +1,10 @@
-"""Matmuls of experts: rows sorted by expert are multiplied by their expert's weight and summed by token.
+"""Grouped matmuls of experts: each row is multiplied by its expert's weight, and the products are summed by token.
 
     y[s]   = x[s] @ w[e]^T               for the rows s of expert e: offsets[e - 1] <= s < offsets[e]
     out[t] = sum of scale[s] * y[s]      over the rows s of token t: tokens[s] = t
 
-On CPU the experts are multiplied one by one, each by the fastest library for its rows (`gemm`); elsewhere by torch's
-grouped_mm, which does not need the end of each expert's rows on the host.
+Rows are sorted by expert. On CPU the experts are multiplied one by one, each by the fastest library for its number of
+rows (`gemm`). On GPU torch's grouped_mm is used, which reads the offsets on the device, without a host synchronization.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ except ImportError:  # a pure Python installation
     _BUILT = False
 
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/dtype.h
-_ALIGNMENT = 16  # bytes: grouped_mm requires it of rows and addresses
+_ALIGNMENT = 16  # alignment in bytes that grouped_mm requires for rows and addresses
 
 
 class Routing(NamedTuple):
@@ -41,23 +41,22 @@ class Routing(NamedTuple):
     offsets: Tensor
 
     def check(self, num_tokens: int) -> None:
-        """Raise ValueError if the numbers are inconsistent. Not checked on a GPU, as reading them would wait for it."""
+        """Raise ValueError if tokens or offsets are inconsistent. Not checked on GPUs, where it would synchronize."""
         if not self.tokens.is_cpu:
             return
         ends = self.offsets.tolist()
         if ends != sorted(ends) or ends[0] < 0 or ends[-1] != len(self.tokens):
             raise ValueError(
-                f"offsets are {ends if len(ends) <= 8 else f'{ends[:8]} and so on'}; they must grow up to the number "
-                f"of rows, {len(self.tokens)}: each is where the rows of one expert end."
+                f"offsets must be the end of each expert's rows: ascending, with the number of rows, "
+                f"{len(self.tokens)}, last. Got {ends if len(ends) <= 8 else f'{ends[:8]} ...'}."
             )
         if len(self.tokens) and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < num_tokens:
             raise ValueError(
-                f"tokens are from {int(self.tokens.min())} to {int(self.tokens.max())}; there are {num_tokens} tokens, "
-                "counted from 0."
+                f"tokens must be from 0 to {num_tokens - 1}, got {int(self.tokens.min())} to {int(self.tokens.max())}."
             )
 
     def experts(self) -> Iterator[tuple[int, int, int]]:
-        """(expert, first row, end of its rows) of each expert that has rows."""
+        """Yield (expert, first row, end of its rows) for each expert with rows."""
         start = 0
         for expert, stop in enumerate(self.offsets.tolist()):
             if stop > start:
@@ -65,7 +64,7 @@ class Routing(NamedTuple):
                 start = stop
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """[S, n]: for each routed row, the row of `x` [..., n] of its token."""
+        """Return [S, n]: for each routed row, its token's row of `x` [..., n]."""
         return as_rows(x).index_select(0, self.tokens)
 
 
@@ -89,17 +88,20 @@ class GroupedProduct(NamedTuple):
         return self.num_tokens, self.weight.shape[1]
 
     def columns(self, start: int, stop: int) -> GroupedProduct:
-        """The product for columns `start` to `stop` of the output."""
+        """Return the product for output columns `start` to `stop`."""
         return self._replace(weight=self.weight[:, start:stop])
 
     def in_order(self, places: Tensor) -> GroupedProduct:
-        """The product with tokens reordered: `places` [num_tokens] is the new index of each token."""
+        """Return the product with reordered tokens; `places` [num_tokens] is the new index of each token."""
         return self._replace(routing=self.routing._replace(tokens=places[self.routing.tokens]))
 
     def sum(self, out: Tensor | None = None, *, rows: Tensor | None = None) -> Tensor:
-        """Sum in float32 (float64 for float64) in the order of the rows, rounded once; into `out` where given.
+        """Return the sum by token, in `out` if given.
 
-        `rows`: memory [S, N] for the products. (New memory for large tensors costs as much as the summation.)
+        Rows are added in order, in float32 (float64 for float64), and the sum is rounded once.
+
+        Args:
+            rows: memory [S, N] for the products; allocating it would take as long as the summation.
         """
         y = grouped_linear(self.x, self.weight, self.routing, out=rows)
         order = self.routing.tokens.argsort(stable=True)
@@ -108,7 +110,7 @@ class GroupedProduct(NamedTuple):
         scale = None if self.scale is None else self.scale[order]
         if _BUILT and y.is_cpu and y.dtype in _NATIVE_DTYPES and y.is_contiguous():
             return _sum_rows(y, order, starts, scale, y.new_empty(self.shape) if out is None else out)
-        if scale is not None and scale.dtype != y.dtype:  # routing weights often have more precision than activations
+        if scale is not None and scale.dtype != y.dtype:  # routing weights are often float32 with bfloat16 activations
             dtype = torch.promote_types(scale.dtype, y.dtype)
             y, scale = y.to(dtype), scale.to(dtype)
         total = embedding_bag(order, y, starts, mode="sum", include_last_offset=True, per_sample_weights=scale)
@@ -116,7 +118,7 @@ class GroupedProduct(NamedTuple):
 
 
 def _sum_rows(y: Tensor, order: Tensor, starts: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
-    """Sum rows by the native core, which takes float32 factors with rows of any dtype; torch would convert the rows."""
+    """Sum rows by the native core, which multiplies rows of any dtype by float32 factors without a conversion."""
     scale = None if scale is None else scale.float()
     _core.sum_rows(
         _NATIVE_DTYPES[y.dtype],
@@ -135,28 +137,29 @@ def _sum_rows(y: Tensor, order: Tensor, starts: Tensor, scale: Tensor | None, ou
 def grouped_linear(
     x: Tensor, weight: Tensor, routing: Routing, *, by_token: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """[S, N]: each row of `x` [S, K] times its expert's weight in `weight` [experts, N, K]; into `out` where given.
+    """Return [S, N]: each row of `x` [S, K] times its expert's weight in `weight` [experts, N, K]; in `out` if given.
 
-    `by_token`: `x` [..., K] has one row per token instead, which is used for each of the token's routed rows.
+    Args:
+        by_token: `x` [..., K] has one row per token instead, and each routed row uses its token's row.
     """
-    if _takes_grouped_mm(x, weight):
+    if _supports_grouped_mm(x, weight):
         rows = routing.rows_of(x) if by_token else x.contiguous()  # grouped_mm does not accept expanded gradients
         found = grouped_mm(rows, weight.transpose(1, 2), offs=routing.offsets)
         return found if out is None else out.copy_(found)
     x = as_rows(x)
     out = x.new_empty((len(routing.tokens), weight.shape[1])) if out is None else out
     for expert, start, stop in routing.experts():
-        # Indexing expert by expert keeps the rows in the cache for the matmul, and needs no copy of all rows.
+        # Rows are gathered per expert, so that they are still in the CPU cache for the matmul.
         rows = x.index_select(0, routing.tokens[start:stop]) if by_token else x[start:stop]
         sum_of_products([(rows, weight[expert])], out=out[start:stop])
     return out
 
 
 def grouped_weight_grad(d_output: Tensor, x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
-    """dW like `weight` [experts, N, K]: dY^T @ X over the rows of each expert; zeros for an expert without rows."""
-    if _takes_grouped_mm(x, weight) and _takes_grouped_mm(d_output, weight):
+    """Return dW [experts, N, K], dY^T @ X over the rows of each expert; zeros for an expert without rows."""
+    if _supports_grouped_mm(x, weight) and _supports_grouped_mm(d_output, weight):
         return grouped_mm(d_output.contiguous().t(), x.contiguous(), offs=routing.offsets)
-        # Same strides as the weight: a transposed weight has a transposed gradient, which accumulates without a copy.
+    # The gradient has the strides of the weight, so that autograd accumulates it without a copy.
     d_weight = torch.empty_like(weight)
     unused = set(range(len(weight)))
     for expert, start, stop in routing.experts():
@@ -172,19 +175,19 @@ def grouped_weight_grad(d_output: Tensor, x: Tensor, weight: Tensor, routing: Ro
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Rows of `x` times `scale`, in the dtype of `x`."""
+    """Return the rows of `x` times `scale`, in the dtype of `x`."""
     return (x * scale[:, None]).to(x.dtype)
 
 
 def scaled_grads(d_scaled: Tensor, x: Tensor, scale: Tensor | None, needs: Any) -> dict[str, Tensor]:
-    """Gradients of `scale * x` for those of "x" and "scale" that need one."""
+    """Return the gradients of `scale * x` by name, for "x" and "scale" if `needs` requests them."""
     found = {"x": d_scaled if scale is None else scaled(d_scaled, scale)} if needs.x else {}
     if needs.scale and scale is not None:
         found["scale"] = (d_scaled * x).sum(1, dtype=torch.promote_types(scale.dtype, torch.float32)).to(scale.dtype)
     return found
 
 
-def _takes_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+def _supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     if x.is_cpu:
         return False
     sizes: Sequence[int] = (x.shape[-1], *weight.shape[1:])

@@ -1,4 +1,4 @@
-"""Schedule of a group of one rank: nothing moves."""
+"""Schedule of a group of one rank, without communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Local(Schedule):
-    """The ops on one rank, where every schedule reduces to compute."""
+    """The ops on one rank: only their compute."""
 
     name = "local"
     rank = 0
@@ -25,7 +25,7 @@ class Local(Schedule):
 
     @property
     def messages(self) -> TorchDist:
-        raise ValueError("A group of one rank sends no messages.")
+        raise ValueError("A group of one rank has no message transport.")
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return nullcontext()

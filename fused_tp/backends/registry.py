@@ -1,6 +1,6 @@
 """Registry of schedules, and the selection for an op: `FUSED_TP_SCHEDULE` where set, else the dispatch table.
 
-A schedule and its transport are imported where the schedule is checked or made: a group uses one or two of eleven.
+Modules of schedules are imported at their first use, because a group uses one or two of eleven.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fused_tp.backends.shared_memory.shm import MAX_RANKS as SHM_RANKS
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.errors import FusedTPError, RankMismatchError, listed
 from fused_tp.core.group import Group, GroupSlot, empty_dict
 from fused_tp.core.store import agree, exchange, made_together
@@ -35,8 +35,8 @@ ALL_TO_ALL = "all_to_all"
 SYMM_MEM_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2048 bytes
 MAX_RANKS = 63  # limit of kernels that write into peers' memory: their error record has one bit per rank
 _MAX_REMEMBERED = 4096
-_DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # settings that differ between ranks; empty: compared, equal
-_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by dispatch key and routing settings
+_DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # differing settings of the ranks; "": compared and equal
+_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by schedule key and routing settings
 _MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by name, device and chunks
 _ARCHS: GroupSlot[dict[str, str]] = GroupSlot(empty_dict)  # by device type
 _COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(empty_dict)
@@ -45,17 +45,17 @@ _ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(empty_dict)
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Description of a schedule for dispatch.
+    """Entry of a schedule in the registry.
 
     Attributes:
         name: name of the schedule in `FUSED_TP_SCHEDULE` and the dispatch table.
-        supports: availability of its own implementation of an op in a dtype, for any group.
-        available: availability to a group on a device. All ranks must make the first call together.
-        make: makes the schedule for a group it is available to; the number is that of chunks, None for its own choice.
-        transport: the transport of its bytes, for `explain`; None is the group's torch.distributed backend.
-        devices: device types it runs on; empty: any that torch.distributed serves.
+        supports: returns whether the schedule implements an op in a dtype, for any group.
+        available: returns whether a group can use it on a device. All ranks must make the first call together.
+        make: creates the schedule from (group, device, number of chunks); None: the schedule computes the number.
+        transport: name of its transport in `explain`; None: the group's torch.distributed backend.
+        devices: supported device types; empty: all that torch.distributed supports.
         max_ranks: largest group; None: no limit.
-        caveat: guarantee of the other schedules that this one lacks, in a sentence, for `explain`.
+        caveat: guarantee that this schedule lacks compared to the others, as a clause, for `explain`.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ScheduleSpec:
 
 @dataclass(frozen=True)
 class Decision:
-    """The schedule that would run, its transport, and the reason."""
+    """Selected schedule, its transport, and the reason."""
 
     schedule: str
     transport: str
@@ -83,12 +83,12 @@ ALONE = Decision("local", "none", "the group has one rank, so nothing moves")
 # -- selection --------------------------------------------------------------------------------------------------------
 
 
-def select_schedule(key: DispatchKey, group: Group) -> Schedule:
+def select_schedule(key: ScheduleKey, group: Group) -> Schedule:
     """Return the schedule for one call.
 
     Raises:
-        ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group, or the group has no backend for
-            tensors on the key's device.
+        ValueError: `FUSED_TP_SCHEDULE` names a schedule that does not support this group, or the group has no backend
+            for tensors on the key's device.
         RankMismatchError: in the first call, if ranks differ in settings that must be equal.
     """
     if group.size == 1:
@@ -105,8 +105,10 @@ def select_schedule(key: DispatchKey, group: Group) -> Schedule:
 
 
 def _differing_settings(group: Group) -> str:
-    """Describe the settings that must be equal on all ranks and are not, with the ranks' values; empty if all are
-    equal. Ranks that differ would wait for each other in different places, or misread each other's bytes."""
+    """Describe the settings that differ between ranks but must be equal, with the ranks' values; empty if none differ.
+
+    With different settings, ranks could wait for each other in different calls, or misread each other's data.
+    """
     mine = {**settings.equal_settings(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
     everyone = exchange(group, "the first call", mine)
     said = []
@@ -120,9 +122,9 @@ def _differing_settings(group: Group) -> str:
     return "; ".join(said)
 
 
-def _select(key: DispatchKey, group: Group) -> Schedule:
+def _select(key: ScheduleKey, group: Group) -> Schedule:
     if _DIFFERING.get(group) != "" and (differing := made_together(_DIFFERING, group, _differing_settings)):
-        del _DIFFERING[group]  # the ranks compare again in their next call
+        del _DIFFERING[group]  # so that the ranks compare again in their next call
         raise RankMismatchError(
             f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differing}."
         )
@@ -136,10 +138,10 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
 
 
 def schedule_named(name: str, group: Group, device: torch.device, chunks: int | None = None) -> Schedule:
-    """Return the group's schedule of this name. The first call makes it and must be made by all ranks together.
+    """Return the schedule `name` of `group`. The first call creates it, and all ranks must make it together.
 
     Raises:
-        ValueError: the schedule cannot serve this group.
+        ValueError: the schedule does not support this group.
     """
     made, what = _MADE[group], (name, device, chunks)
     schedule = made.get(what)
@@ -147,38 +149,44 @@ def schedule_named(name: str, group: Group, device: torch.device, chunks: int | 
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
         available = SCHEDULES[name].available(group, device)
         if not available:
-            raise ValueError(f"Schedule {name!r} cannot serve this group: {available.reason}.")
+            raise ValueError(f"Schedule {name!r} does not support this group: {available.reason}.")
         schedule = made[what] = SCHEDULES[name].make(group, device, chunks)
     return schedule
 
 
 def forced_schedule() -> str | None:
-    """The schedule that `FUSED_TP_SCHEDULE` names; None if it is not set.
+    """Return the name in `FUSED_TP_SCHEDULE`; None if it is not set.
 
     Raises:
         ValueError: the named schedule does not exist.
     """
     name = settings.forced_schedule()
     if name is not None and name not in SCHEDULES:
-        raise ValueError(f"FUSED_TP_SCHEDULE names schedule {name!r}; there are {', '.join(SCHEDULES)}.")
+        raise ValueError(f"FUSED_TP_SCHEDULE is {name!r}; it must be one of {', '.join(SCHEDULES)}.")
     return name
 
 
-def _forced_serves(name: str, key: DispatchKey, group: Group) -> Availability:
-    """True if a call uses the forced schedule, which must implement the op. A group that it is not available to raises
-    an error later; for `hierarchical` it is false instead, because some groups of a mesh lie inside a host."""
+def _forced_serves(name: str, key: ScheduleKey, group: Group) -> Availability:
+    """Return whether a call uses the forced schedule: whether the schedule implements the op.
+
+    If the group cannot use the schedule, its creation raises later. Only for `hierarchical` this returns false instead,
+    because some groups of a mesh are inside one host.
+    """
     supported = SCHEDULES[name].supports(key.op, key.dtype)
     return SCHEDULES[name].available(group, key.device) if supported and name == "hierarchical" else supported
 
 
-def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
-    """Return the first rule of the table whose schedule can serve the call. CPU ranks of several hosts use two levels
-    unless a table was measured for them, because messages between hosts cost by far the most."""
+def _choose(key: ScheduleKey, group: Group) -> dispatch.Choice:
+    """Return the first rule of the table whose schedule supports the call.
+
+    With the shipped table, CPU ranks of several hosts use `hierarchical`, because messages between hosts are by far the
+    slowest part.
+    """
     device = key.device
     transport = transport_key(group, device)
     may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
     if may_span_hosts and settings.table_path() is None and _forced_serves("hierarchical", key, group):
-        return dispatch.Choice("hierarchical", "CPU ranks of several hosts take two levels")
+        return dispatch.Choice("hierarchical", "CPU ranks of several hosts use the two-level schedule")
 
     def usable(spec: ScheduleSpec) -> Availability:
         supported = spec.supports(key.op, key.dtype)
@@ -189,10 +197,12 @@ def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
 
 
 def transport_key(group: Group, device: torch.device) -> str:
-    """Key of the transport in the table: "shm", "nvlink" or the torch.distributed backend. All ranks call together.
+    """Return the key of the transport in the dispatch table. All ranks call together.
 
-    "nvlink" is NCCL between GPUs that write into each other's memory. If a group's first call is captured in a CUDA
-    graph, that cannot be determined.
+    It is "shm", "nvlink" or the name of the torch.distributed backend.
+
+    "nvlink" is NCCL between GPUs that write into each other's memory. This cannot be determined if a group's first call
+    is captured in a CUDA graph.
     """
     if _shared_memory_available(group, device):
         return "shm"
@@ -207,7 +217,7 @@ def transport_key(group: Group, device: torch.device) -> str:
 
 
 def choose_by_table(
-    key: DispatchKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
+    key: ScheduleKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
 ) -> dispatch.Choice:
     """Return the first rule of the table whose schedule is usable, with the reasons why earlier rules are not.
 
@@ -221,7 +231,7 @@ def choose_by_table(
             names = ", ".join(SCHEDULES)
             raise ValueError(
                 f"Dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}, names schedule "
-                f"{choice.schedule!r}; there are {names}."
+                f"{choice.schedule!r}; it must be one of {names}."
             )
         # Rules are checked one by one and only as needed, because `usable` may be a collective call.
         if found := usable(SCHEDULES[choice.schedule]):
@@ -231,11 +241,12 @@ def choose_by_table(
 
 
 def group_arch(group: Group, device: torch.device) -> str:
-    """The architecture by which all ranks of `group` choose for tensors on devices of this type: the lowest where GPUs
-    differ, because all ranks wait for the slowest. All ranks must make the first call together.
+    """Return the architecture that all ranks of `group` use for the dispatch table. The first call is collective.
+
+    If GPUs differ it is the lowest architecture, because all ranks wait for the slowest one.
 
     Raises:
-        CollectiveTimeoutError: some rank did not call within `FUSED_TP_TIMEOUT` seconds.
+        CollectiveTimeoutError: a rank did not call within `FUSED_TP_TIMEOUT` seconds.
     """
     own = dispatch.arch_of(device)
     if device.type != "cuda":
@@ -247,11 +258,11 @@ def group_arch(group: Group, device: torch.device) -> str:
     return archs[device.type]
 
 
-def decide(key: DispatchKey, group: Group) -> Decision:
+def decide(key: ScheduleKey, group: Group) -> Decision:
     """Describe the result of `select_schedule`, with its reason."""
     if group.size == 1:
         return ALONE
-    if key.device == torch.device("cuda"):  # add the index, which tensors' devices have
+    if key.device == torch.device("cuda"):  # tensors report cuda:N, so add the index
         key = key._replace(device=torch.device("cuda", torch.cuda.current_device()))
     device = key.device
     name = select_schedule(key, group).name
@@ -269,7 +280,7 @@ def decide(key: DispatchKey, group: Group) -> Decision:
 
 
 def caveat_of(name: str) -> str:
-    """A schedule's caveat as the end of a reason; empty if it has none."""
+    """Return a schedule's caveat as the end of a reason; empty if it has none."""
     caveat = SCHEDULES[name].caveat
     return f"; note that {caveat}" if caveat else ""
 
@@ -282,13 +293,13 @@ def _always(*_: object) -> Availability:
 
 
 def _lacks(text: str, *ops: str) -> Callable[[str, torch.dtype], Availability]:
-    """Support of every op except `ops`; `text` is the reason for those."""
+    """Return a `supports` function for all ops except `ops`; `text` is the reason for these."""
     return lambda op, dtype: unavailable(text.format(op=op)) if op in ops else AVAILABLE
 
 
 def _shared_memory_available(group: Group, device: torch.device) -> Availability:
     if device.type != "cpu":
-        return unavailable(f"it moves CPU tensors only, not {device.type}")
+        return unavailable(f"it supports CPU tensors only, not {device.type}")
     if not settings.shared_memory_allowed():
         return unavailable("FUSED_TP_SHM=0 turns it off")
     return AVAILABLE if shm_transport(group) is not None else shm_availability(group)
@@ -407,7 +418,7 @@ def _nccl_available(group: Group, device: torch.device) -> Availability:
     return transport if isinstance(transport, Availability) else AVAILABLE
 
 
-# Ranks of one host use the first of these that is available. Without any, two levels have no advantage.
+# Schedules inside a host, of which the first available one is used. Without any, two levels have no advantage.
 INSIDE = ("one_sided", "fused_kernel", "two_shot")
 
 
@@ -429,7 +440,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# -- how a schedule is made -------------------------------------------------------------------------------------------
+# -- creation of schedules -------------------------------------------------------------------------------------------
 
 
 def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Plain:
@@ -451,7 +462,7 @@ def _shared_memory(group: Group, device: torch.device, chunks: int | None) -> Sc
 
 
 def _known(kind: type[T], found: object) -> T:
-    """Narrow the result of an availability check to `kind`."""
+    """Assert that `found`, the result of an availability check, has type `kind`."""
     assert isinstance(found, kind), "it is available"
     return found
 
@@ -544,7 +555,9 @@ _TORCH_KERNELS = (
     "torch's kernels wait for peers without a deadline (FUSED_TP_TIMEOUT bounds their set-up only), and without a "
     "multicast switch their all-reduces of 16-bit numbers round after every addition"
 )
-_TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
+_HIERARCHICAL_TRANSPORT = (
+    "memory inside hosts, messages across hosts (all by messages if rows do not divide evenly by the ranks)"
+)
 _device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
 _copy_engines_available = _in_symmetric_memory("copy engines", _copy_engine_on)
 _multimem = _in_symmetric_memory("device kernels", device_kernels_on, multicast=True)
@@ -594,7 +607,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             _lacks("it has no {op}", RING, ALL_TO_ALL),  # movements around grouped matmuls use two levels, too
             _two_levels_available,
             _hierarchical,
-            _TWO_LEVELS,
+            _HIERARCHICAL_TRANSPORT,
             ("cpu", "cuda"),
         ),
     )

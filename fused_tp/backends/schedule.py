@@ -22,7 +22,7 @@ from fused_tp.core.pending import Pending, accumulate_dtype
 if TYPE_CHECKING:
     from fused_tp.backends.messages.torch_dist import TorchDist
 
-# Work of the caller that a schedule overlaps with communication; it is called exactly once.
+# A function of the caller, called exactly once, that a schedule overlaps with communication.
 Work: TypeAlias = Callable[[], None] | None
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class GatherMatmul(NamedTuple):
     """Arguments of `Schedule.all_gather_matmul`, which computes `gathered x @ w^T + b` for every weight.
 
     Attributes:
-        gather_size: length of `gather_dim` over all ranks; None: all shards are equally long.
+        gather_size: length of `gather_dim` in the gathered x; None: all shards are equally long.
         return_gathered: also return the gathered x.
     """
 
@@ -44,9 +44,9 @@ class GatherMatmul(NamedTuple):
 
 
 class Schedule(ABC):
-    """One way to run the ops over one group.
+    """Interface of schedules: implementations of the ops for one group.
 
-    Dims to gather or scatter satisfy 0 <= dim < x.ndim - 1 (any dim where there is no matmul).
+    Dims to gather or scatter satisfy 0 <= dim < x.ndim - 1 (for ops without a matmul, any dim).
 
     Attributes:
         name: name of the schedule in `FUSED_TP_SCHEDULE`, the dispatch table and `explain`.
@@ -59,22 +59,24 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def messages(self) -> TorchDist:
-        """The transport of this schedule's asynchronous messages: `shift`, `all_to_all` and the like.
+        """Transport of this schedule for asynchronous messages, such as `shift` and `all_to_all`.
 
         Raises:
-            ValueError: this schedule has none.
+            ValueError: this schedule has no message transport.
         """
 
     @abstractmethod
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        """Scope of an op that makes several calls. An exception raised inside, after the first exchange, aborts the
-        group and notifies peers, which could not distinguish this rank's next call from the one they wait for."""
+        """Return a context manager around an op with several exchanges, which aborts the group if the op raises.
+
+        After the first exchange, peers would mistake this rank's next call for the continuation of the op.
+        """
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        """Start gathering the shards along `gather_dim`; `gather_size` as in `GatherMatmul`."""
+        """Start gathering the shards along `gather_dim`; see `GatherMatmul` for `gather_size`."""
 
     @abstractmethod
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
@@ -91,11 +93,11 @@ class Schedule(ABC):
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
-        """Return a forward of `op` for tensors like those in `args`, called with them one by one, without the group.
+        """Return a fast forward function of `op` for arguments of the shapes and dtypes of `args`; None if none.
 
-        Decoding repeats one call; work that is the same for every token is done here, once. None, the default, means
-        that the op calls its own method of this class. The forward may also return None before anything is sent; the
-        op then checks its arguments and calls that method.
+        Decoding repeats one call, so work that is equal for every token is done once, in this method. The function
+        receives the arguments except the group. It may return None before anything is sent. Without a function, or if
+        it returns None, the op checks its arguments and calls the method of this class.
         """
         return None
 
@@ -114,7 +116,7 @@ class Schedule(ABC):
         """Return the sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
 
     def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
-        """Return `use(gathered x)`, which must not keep any of its input: the ranks' common memory may hold it."""
+        """Return `use(gathered x)`. `use` must not keep a reference to its input, which may be in shared memory."""
         with self.abort_scope(op):
             return use(self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait())
 
@@ -139,20 +141,20 @@ class Schedule(ABC):
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(new_residual) * norm_weight, new_residual) for new_residual = residual + sum of `partial`."""
+        """Return (rms_norm(new_residual) * norm_weight, new_residual), new_residual = residual + sum of `partial`."""
         return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`all_reduce_rms_norm` of `x @ weight^T`."""
+        """Return `all_reduce_rms_norm` of `x @ weight^T`."""
         return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
 
 
 class RowSchedule(Schedule):
-    """A schedule that moves rank-major rows (`DimShards`); a subclass implements one inner step per op.
+    """Base of schedules that communicate rank-major rows (`DimShards`); subclasses implement one step per op.
 
-    The steps receive checked and sharded arguments; this class reshapes their results.
+    This class checks and reshapes the arguments of the steps, and reshapes their results.
     """
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
@@ -220,22 +222,22 @@ class RowSchedule(Schedule):
     # -- implemented by subclasses ------------------------------------------------------------------------------------
 
     def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
-        """The schedule that runs `op` if this one cannot, in a dtype and this shape over all ranks; None if it can."""
+        """Return the fallback schedule if this one does not support `op` in `dtype` and global `shape`; else None."""
         return None
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
-        """Compare the call between ranks if FUSED_TP_CHECK=1; `dims`: sizes and other numbers that must agree."""
+        """Compare the call between ranks if FUSED_TP_CHECK=1. `dims`: sizes and other numbers that must be equal."""
 
     @abstractmethod
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
-        """`all_gather`; `dim_shards` is the sharding of the gathered x."""
+        """Implement `all_gather`; `dim_shards` is the sharding of the gathered x."""
 
     @abstractmethod
     def _all_reduced(self, partial: Tensor) -> Tensor:
-        """`all_reduce`."""
+        """Implement `all_reduce`."""
 
     def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        """`all_gather_matmul`; `dim_shards` is the sharding of the gathered x."""
+        """Implement `all_gather_matmul`; `dim_shards` is the sharding of the gathered x."""
         with self.abort_scope("all_gather_matmul"):
             x = self.all_gather(asked.x_shard, gather_dim=dim_shards.dim, gather_size=asked.gather_size).wait()
             outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
@@ -243,32 +245,32 @@ class RowSchedule(Schedule):
 
     @abstractmethod
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
-        """Return the rows of this rank of the sum of rank-major `rows` [M, 1] over ranks."""
+        """Return this rank's rows of the sum of rank-major `rows` [M, 1] over ranks."""
 
     @abstractmethod
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        """Return this rank's rows of the sum of all `products`, in rank-major rows; `dim_shards` is its sharding."""
+        """Return this rank's rows of the sum of all `products`; `dim_shards` is the sharding of the sum."""
 
     @abstractmethod
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         """Return the sum [M, N] over ranks of all `products`, whose x is given as rows."""
 
 
-# -- rows in the order of the ranks that hold them --------------------------------------------------------------------
+# -- rank-major rows --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class DimShards:
     """Sharding over the ranks of a dim of length G in a tensor [lead, G, trail, n].
 
-    Rank-major rows are all of rank 0's rows, then all of rank 1's: [sum_r lead * G_r * trail, n], the order in which
-    transports move them. If `lead` is 1, this is the tensor's own order and nothing is copied. Otherwise the side with
-    fewer bytes is copied, which is the input of a matmul, not its output.
+    Rank-major rows [sum_r lead * G_r * trail, n] are all rows of rank 0, then all rows of rank 1, and so on; transports
+    send rows in this order. If `lead` is 1, it is the order of the tensor itself, so nothing is copied. Otherwise the
+    input of a matmul is reordered rather than its output, because it has fewer bytes.
 
     Attributes:
-        shape: shape of the whole tensor.
+        shape: shape of the unsharded tensor.
         sizes: length of `dim` on each rank.
     """
 
@@ -276,29 +278,31 @@ class DimShards:
     dim: int
     sizes: tuple[int, ...]
 
-    # Cached, as calls of one shape repeat; a hit runs no Python.
+    # Cached, because calls of one shape repeat; a cache hit runs in C.
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(shape: tuple[int, ...], dim: int, world_size: int) -> DimShards:
-        """Shard a tensor of `shape` as torch.chunk does."""
+        """Return the sharding of dim `dim` of a tensor of `shape` that torch.chunk produces."""
         return DimShards(shape, dim, tuple(shard_sizes(shape[dim], world_size)))
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def of_shards(shard: tuple[int, ...], dim: int, size: int | None, world_size: int) -> DimShards:
-        """The sharding of the gathered tensor, from the shape of one shard; `size` None means that all shards are as
-        long as this one."""
+        """Return the sharding of the gathered tensor, from the shape of this rank's shard.
+
+        `size` is the gathered length of `dim`; None: all shards have the same length.
+        """
         sizes = [shard[dim]] * world_size if size is None else shard_sizes(size, world_size)
         return DimShards((*shard[:dim], sum(sizes), *shard[dim + 1 :]), dim, tuple(sizes))
 
     @cached_property
     def in_order(self) -> bool:
-        """True if rank-major rows are in the tensor's own order."""
+        """True if rank-major order is the order of the tensor itself."""
         return prod(self.shape[: self.dim]) == 1
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Number of rows (product of all dims but the last) of each rank."""
+        """Number of rows of each rank (product of all dims except the last)."""
         others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
         return tuple(others * size for size in self.sizes)
 
@@ -313,7 +317,7 @@ class DimShards:
         return tuple((*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes)
 
     def rank_major(self, x: Tensor) -> Tensor:
-        """`x`, of this shape except for its last dim k, as contiguous rank-major rows [M, k]."""
+        """Return `x` (this shape, except for the last dim k) as contiguous rank-major rows [M, k]."""
         if self.in_order:
             return as_rows(x).contiguous()
         out = x.new_empty((prod(x.shape[:-1]), x.shape[-1]))
@@ -322,34 +326,34 @@ class DimShards:
         return out
 
     def places(self, device: torch.device) -> Tensor:
-        """[M]: the rank-major index of each row in the tensor's own order."""
+        """Return [M]: the rank-major index of each row of the tensor."""
         rows = torch.arange(prod(self.shape[:-1]), device=device)
         places = torch.empty_like(rows)
         places[self.rank_major(rows.view(*self.shape[:-1], 1)).view(-1)] = rows
         return places
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, which must not be empty, from the ranks' parts, contiguous and of any shape."""
+        """Join the ranks' contiguous shards, of any shape, to the unsharded tensor, which must not be empty."""
         lead, trail = self.shape[: self.dim], self.shape[self.dim + 1 :]
         return torch.cat([part.view(*lead, -1, *trail) for part in parts if part.numel()], dim=self.dim)
 
     def placed(self, rows: Tensor) -> Tensor:
-        """Rank-major `rows` [M, n] as [*shape[:-1], n]. A copy if dims before `dim` are longer than 1."""
+        """Return rank-major `rows` [M, n] as [*shape[:-1], n]; a copy if the dims before `dim` are longer than 1."""
         if self.in_order or rows.numel() == 0:
             return rows.view(*self.shape[:-1], rows.shape[-1])
         return replace(self, shape=(*self.shape[:-1], rows.shape[-1])).joined(rows.split(self.counts))
 
 
 def rank_offsets(sizes: Sequence[int]) -> list[int]:
-    """Start of each rank's part."""
+    """Return the start of each rank's shard, from the sizes of the shards."""
     return [0, *accumulate(sizes)][:-1]
 
 
 def add_rms_norm(total: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed, new_residual) for new_residual = residual + total, normed = new_residual / rms(new_residual) * weight.
+    """Return (new_residual / rms(new_residual) * norm_weight, new_residual) for new_residual = residual + total.
 
-    The norm is taken of the rounded new_residual, because backward has that value and the next layer reads it. The norm
-    is computed in float32 (float64 for float64) and rounded once.
+    The norm uses the rounded new_residual, which backward and the next layer also use. It is computed in float32
+    (float64 for float64) and rounded once.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     new_residual = residual + total

@@ -11,7 +11,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Availability:
-    """Truthy if a feature can be used; `reason`: why it cannot be used, as a clause without a full stop."""
+    """Truthy if a feature can be used. Otherwise `reason` is the reason, as a clause without a full stop."""
 
     ok: bool
     reason: str = ""
@@ -24,11 +24,11 @@ AVAILABLE = Availability(True)
 
 
 def unavailable(reason: str) -> Availability:
-    """An `Availability` that is false, with `reason`."""
+    """Return an `Availability` that is false and has the given `reason`."""
     return Availability(False, reason)
 
 
-# -- Triton: importing it takes 0.2 s and it may not be installed, so kernels are imported where first needed ---------
+# -- Triton: may not be installed, and its import takes 0.2 s, so modules with kernels are imported at their first use -
 
 
 @cache
@@ -39,7 +39,7 @@ def has_triton() -> bool:
 
 @cache
 def interpreted() -> bool:
-    """True if kernels run interpreted on the CPU (`TRITON_INTERPRET=1`), which Triton decides when it is imported."""
+    """True if Triton interprets kernels on the CPU (`TRITON_INTERPRET=1`). Triton reads the variable at its import."""
     if "triton" in sys.modules:
         return bool(sys.modules["triton"].knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

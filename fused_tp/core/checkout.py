@@ -1,8 +1,8 @@
 """Import `fused_tp.triton_kernels`, `.examples` and `.benchmarks` from a checkout that is not installed.
 
-These folders are stored beside the package and are installed inside it (setup.py, `FOLDED_IN`). In a checkout without
-`pip install` nothing maps them, so this finder does. It precedes the other finders, because an editable installation of
-another checkout would otherwise mix two trees.
+In a checkout these folders are beside the package; `pip install` copies them into the package (setup.py, `FOLDED_IN`).
+In a checkout that is not installed, this finder maps the three module names to the folders. It is the first finder, so
+that an editable installation of another checkout cannot supply modules of a different version.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDERS = ("triton_kernels", "examples", "benchmarks")
-_MARK = Path("csrc", "native_build.py")  # only in a checkout: site-packages may hold such folders of other projects
+# exists only in a source checkout; site-packages may contain unrelated folders with these names
+_CHECKOUT_FILE = Path("csrc", "native_build.py")
 
 
 class CheckoutFinder:
-    """Meta path finder of the three folders inside fused_tp; top-level packages of the same names are not touched."""
+    """Meta path finder for `fused_tp.<folder>` of the three folders; ignores top-level packages of the same names."""
 
     def __init__(self, checkout: Path) -> None:
-        self._places = {f"fused_tp.{folder}": checkout / folder / "__init__.py" for folder in FOLDERS}
+        self._init_files = {f"fused_tp.{folder}": checkout / folder / "__init__.py" for folder in FOLDERS}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        place = self._places.get(name)
-        if place is None or not place.exists():
+        init_file = self._init_files.get(name)
+        if init_file is None or not init_file.exists():
             return None
-        return spec_from_file_location(name, place, submodule_search_locations=[str(place.parent)])
+        return spec_from_file_location(name, init_file, submodule_search_locations=[str(init_file.parent)])
 
 
 def find_folders() -> None:
     """Make the folders importable if this package is in a checkout; do nothing in an installation."""
     checkout = Path(__file__).resolve().parents[2]
-    if (checkout / _MARK).exists() and not any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path):
+    if (checkout / _CHECKOUT_FILE).exists() and not any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, CheckoutFinder(checkout))

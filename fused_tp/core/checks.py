@@ -1,4 +1,4 @@
-"""The calls at which ranks compare their data: the first ones, then one of every `FUSED_TP_CHECK_BATCH`."""
+"""Selection of the calls at which ranks compare their data: the first 3, then every `FUSED_TP_CHECK_BATCH`-th."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ FIRST_CALLS = 3
 
 
 def is_due(call: int) -> bool:
-    """True if ranks compare their data at call number `call` (from 1). False while a CUDA graph is captured."""
+    """True if ranks compare their data at call number `call`, counted from 1. False during CUDA graph capture."""
     every = settings.batch_check_every()
     return every > 0 and (call <= FIRST_CALLS or call % every == 0) and not is_capturing()
 
 
 def is_capturing() -> bool:
-    """True while a CUDA graph is captured, when no value can be read."""
+    """True during CUDA graph capture, in which the host cannot read tensor values."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,9 +1,9 @@
 """Dispatch table: maps op, dtype, shape, group size, transport and architecture to a schedule.
 
-The shipped table is `dispatch.json` next to this file; `FUSED_TP_TABLE` names another one, as `fused-tp bench --tune`
-writes. All ranks must read the same table, and the choice depends only on values that all ranks know: a sharded dim may
-differ by one between ranks and is ignored. A process reads a table once, at the first call that needs it. If a
-rewritten file were read again, ranks would read it at different calls and choose different schedules.
+The shipped table is `dispatch.json` next to this file. `FUSED_TP_TABLE` selects another one, such as the output of
+`fused-tp bench --tune`. All ranks must read the same table. The choice depends only on values that are equal on all
+ranks; sizes of sharded dims are ignored, because uneven shards differ between ranks. A process reads a table once, at
+the first call that needs it. Reading a rewritten file again would let ranks choose different schedules for one call.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
 CHUNKED = frozenset({"copy_engine", "nccl_pipeline"})  # schedules for which a rule may set the number of chunks
 
 
-class DispatchKey(NamedTuple):
-    """The properties of a call that select its schedule, besides the group.
+class ScheduleKey(NamedTuple):
+    """Properties of a call that, together with the group, select its schedule.
 
     Attributes:
         op: name of the op.
-        dtype: dtype of the tensor that is communicated.
-        device: device of the tensors. The choice depends on its type only; the schedule is made for this device.
+        dtype: dtype of the communicated tensor.
+        device: device of the tensors. The choice depends on its type only; the schedule runs on this device.
         m: rows (tokens) over all ranks.
-        k: reduction dim; None where it is sharded (row-parallel ops).
-        n: columns; None where they are sharded (column-parallel ops).
+        k: size of the reduction dim; None if it is sharded (row-parallel ops).
+        n: number of columns; None if they are sharded (column-parallel ops).
     """
 
     op: str
@@ -47,21 +47,22 @@ class DispatchKey(NamedTuple):
     n: int | None
 
     @staticmethod
-    def of(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> DispatchKey:
-        """The key of an op whose `x` has `shape` [..., features] over all ranks."""
-        return DispatchKey(op, x.dtype, x.device, prod(shape[:-1]), k, n)
+    def of(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> ScheduleKey:
+        """Return the key of a call of `op`, where `shape` [..., features] is the global shape of the shard `x`."""
+        return ScheduleKey(op, x.dtype, x.device, prod(shape[:-1]), k, n)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule's name and the rule of the table that chose it.
+    """A schedule's name and the table rule that selected it.
 
     Attributes:
-        chunks: number of chunks the schedule splits the transfer into; None leaves the number to the schedule.
+        rule: description of the rule, with its source.
+        chunks: number of chunks that the schedule splits the transfer into; None: the schedule computes the number.
     """
 
     schedule: str
-    rule: str  # in words, with its source
+    rule: str
     chunks: int | None = None
 
 
@@ -72,29 +73,37 @@ def _arch_of_cuda(index: int | None) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """`cpu`, or `sm_90` and the like. The architecture of a whole group is `backends.registry.group_arch`."""
+    """Return the architecture of `device`, such as `cpu` or `sm_90`. For groups use `backends.registry.group_arch`."""
     return _arch_of_cuda(device.index) if device.type == "cuda" else device.type
 
 
-def choose(key: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
-    """The table's schedule for one call, on `transport` ("shm", "nvlink" or the torch.distributed backend) and `arch`
-    (from `arch_of`). Skips rules that name a schedule in `without`, which cannot serve this call."""
+def choose(key: ScheduleKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
+    """Return the table's choice for one call.
+
+    Args:
+        transport: "shm", "nvlink" or the name of the torch.distributed backend.
+        arch: architecture, as returned by `arch_of`.
+        without: schedules that do not support this call; rules that name them are skipped.
+    """
     return _choose(settings.table_path(), key, world_size, transport, arch, without)
 
 
 @lru_cache(maxsize=4096)
 def _choose(
-    path: str | None, asked: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...]
+    path: str | None, call_key: ScheduleKey, world_size: int, transport: str, arch: str, without: tuple[str, ...]
 ) -> Choice:
-    op, dtype, _, m, k, n = asked
-    columns = n if k is None else k  # of the gathered input or the summed output, which is the same on all ranks
+    op, dtype, _, m, k, n = call_key
+    columns = n if k is None else k  # of the communicated tensor: the gathered input or the summed output
     moved = m * (columns or 0) * dtype.itemsize
     keys: list[str] = []
     level: Any = load_table(path)
-    for key in (arch, transport, op):
-        key = key if key in level else "default"
+    for wanted in (arch, transport, op):
+        key = wanted if wanted in level else "default"
         if key not in level:
-            raise ValueError(f"The dispatch table has neither an entry nor a default below {'/'.join(keys) or 'arch'}.")
+            raise ValueError(
+                f"The dispatch table has no entry for {key!r} below {'/'.join(keys) or 'arch'}, and no default there. "
+                "Add one of them."
+            )
         keys.append(key)
         level = level[key]
     name = str(dtype).removeprefix("torch.")
@@ -108,15 +117,15 @@ def _choose(
         ):
             limits = ", ".join(f"{key} {value}" for key, value in rule.items() if key in _LIMITS) or "every size"
             source = rule.get("source", "by default" if path is None else "")
-            words = f"{'/'.join(keys)}: {limits}" + (f" ({source})" if source else "")
-            return Choice(rule["schedule"], words, rule.get("chunks"))
+            description = f"{'/'.join(keys)}: {limits}" + (f" ({source})" if source else "")
+            return Choice(rule["schedule"], description, rule.get("chunks"))
     raise ValueError(
-        f"No rule of the dispatch table below {'/'.join(keys)} covers this call; end it with a rule without limits."
+        f"No rule of the dispatch table below {'/'.join(keys)} covers this call; add a last rule without limits there."
     )
 
 
 def table_checksum() -> str:
-    """Checksum of the text of the table in use, which ranks compare."""
+    """Return the checksum of the table in use, or the error if it cannot be read. Ranks compare the result."""
     try:
         return f"{zlib.crc32(Path(settings.table_path() or SHIPPED).read_bytes()):08x}"
     except OSError as error:
@@ -124,16 +133,16 @@ def table_checksum() -> str:
 
 
 def load_table(path: str | None = None) -> dict[str, Any]:
-    """The rules of a table for ops; None is the shipped table.
+    """Return the op rules of the table at `path`; None is the shipped table.
 
     Raises:
-        ValueError: the file is missing or not a dispatch table; the message names the entry.
+        ValueError: the file is missing or is not a dispatch table; the message names the invalid entry.
     """
     return _load(path)[0]
 
 
 def attention_rules(path: str | None = None) -> list[dict[str, Any]]:
-    """The rules of a table for attention: the kernel measured as faster on the CPU. Raises as `load_table`."""
+    """Return the attention rules of the table at `path`, which select CPU kernels. Raises as `load_table` does."""
     return _load(path)[1]
 
 
@@ -150,55 +159,57 @@ def _load(path: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         attention = content.get("attention", [])
         _check_rules("attention", attention, ("kernel", "dtypes", "backward"), ("max_head_dim",))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a dispatch table ({error}); see {SHIPPED.name} for the format.") from error
+        raise ValueError(f"{file} is not a dispatch table ({error}). {SHIPPED} shows the format.") from error
     return table, attention
 
 
 def _entries(level: Any, where: str) -> dict[str, Any]:
     if not isinstance(level, dict):
-        raise ValueError(f"{where} is {level!r}; it must be an object of named entries")
+        raise ValueError(f"{where} must be a JSON object, got {level!r}")
     return level
 
 
-# For each key of a rule: the test of a value, and the description of a valid one.
-_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+# For each key of a rule: a function that returns True for valid values, and a description of the valid values.
+_RULE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (lambda value: isinstance(value, str), "the name of a schedule"),
     "kernel": (lambda value: isinstance(value, str), "the name of a kernel"),
-    "source": (lambda value: isinstance(value, str), "where the rule comes from, in words"),
+    "source": (lambda value: isinstance(value, str), "a string that describes the origin of the rule"),
     "backward": (lambda value: isinstance(value, bool), "true or false"),
     "dtypes": (
         lambda value: (
             isinstance(value, list) and all(isinstance(getattr(torch, str(x), None), torch.dtype) for x in value)
         ),
-        "a list of names of dtypes",
+        "a list of dtype names",
     ),
     "world_sizes": (
         lambda value: isinstance(value, list) and all(type(x) is int for x in value),
-        "a list of numbers of ranks",
+        "a list of world sizes",
     ),
-    "chunks": (lambda value: type(value) is int and value > 0, f"a number from 1 on, for {sorted(CHUNKED)}"),
+    "chunks": (lambda value: type(value) is int and value > 0, f"a positive integer, in rules for {sorted(CHUNKED)}"),
     **dict.fromkeys(
         ("max_m", "max_bytes", "max_head_dim"),
-        (lambda value: type(value) in (int, float) and value >= 0, "a number from 0 on"),
+        (lambda value: type(value) in (int, float) and value >= 0, "a number of at least 0"),
     ),
 }
 
 
-def _check_rules(where: str, rules: Any, needs: Sequence[str], may: Sequence[str]) -> None:
+def _check_rules(where: str, rules: Any, required: Sequence[str], optional: Sequence[str]) -> None:
     if not isinstance(rules, list):
-        raise ValueError(f"{where} is {rules!r}; it must be a list of rules")
+        raise ValueError(f"{where} must be a list of rules, got {rules!r}")
     for number, rule in enumerate(rules):
-        of = f"rule {number} of {where}, {rule!r}"
-        if not isinstance(rule, dict) or set(rule) - {*needs, *may} or set(needs) - set(rule):
-            raise ValueError(f"{of}: it needs {', '.join(needs)} and may have {', '.join(sorted(may))}")
+        rule_text = f"rule {number} of {where}, {rule!r}"
+        if not isinstance(rule, dict) or set(rule) - {*required, *optional} or set(required) - set(rule):
+            raise ValueError(
+                f"{rule_text}: required are {', '.join(required)}, and optional are {', '.join(sorted(optional))}"
+            )
         for key, value in rule.items():
-            fits, what = _VALUES[key]
-            if not fits(value) or (key == "chunks" and rule["schedule"] not in CHUNKED):
-                raise ValueError(f"{of}: {key} is {what}")
+            is_valid, valid_values = _RULE_FIELDS[key]
+            if not is_valid(value) or (key == "chunks" and rule["schedule"] not in CHUNKED):
+                raise ValueError(f"{rule_text}: {key} must be {valid_values}")
 
 
 def attention_kernel(dtype: torch.dtype, head_dim: int, backward: bool) -> str | None:
-    """The kernel named by the first matching attention rule for one direction; None if no rule matches."""
+    """Return the kernel of the first attention rule that matches; None if no rule matches."""
     name = str(dtype).removeprefix("torch.")
     for rule in attention_rules(settings.table_path()):
         named = name in rule["dtypes"] and backward == rule["backward"]

@@ -1,6 +1,6 @@
-"""Errors that the ranks of a group send each other.
+"""Exceptions for failures between ranks, which the ranks of a group send to each other.
 
-Bad arguments are not among them: they raise `ValueError` or `TypeError` before anything is sent.
+Invalid arguments raise `ValueError` or `TypeError` instead, before anything is sent.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _FIELDS = ("op", "call", "group", "rank", "size", "missing", "reason", "cause")
 
 
 class FusedTPError(RuntimeError):
-    """Any failure between ranks. The class itself is raised by calls on a group that an earlier failure made unusable.
+    """Base class of failures between ranks; raised itself by calls on a group that an earlier failure made unusable.
 
-    An error with only a sentence prints that sentence unchanged. Any other sentence names the fields in braces, so that
-    the error can be restated for another group (`in_ranks_of`) and sent to peers (`as_dict`).
+    If neither `op`, `group` nor `rank` is set, `sentence` is the message. Otherwise it is a format string with fields
+    in braces, so that the message can be rebuilt for another group (`in_ranks_of`) and on other ranks (`as_dict`).
 
     Attributes:
-        op: the op that failed; empty where unknown.
-        call: number of the call in the group; 0 where unknown.
+        op: the op that failed; empty if unknown.
+        call: number of the call in the group; 0 if unknown.
         group: name of the group.
-        rank: the rank that raises; -1 where unknown.
+        rank: the rank that raises; -1 if unknown.
         size: number of ranks in the group.
-        missing: ranks that had not arrived, or are lost, each with its last known state.
+        missing: ranks that had not arrived or are lost, each with its last known state.
         reason: message of the backend, or of another exception.
-        cause: the error that caused this one: a peer's, or an earlier one of this rank.
+        cause: the error of a peer, or an earlier error of this rank, that caused this one.
 
     Example:
         >>> str(PeerLostError("{op} on rank {rank} lost {missing}.", op="all_gather", rank=0, missing={1: ""}))
@@ -56,13 +56,13 @@ class FusedTPError(RuntimeError):
 
     @property
     def sentence(self) -> str:
-        """The sentence with its fields in braces, before `__str__` fills them in."""
+        """Format string of the message; `__str__` fills in its fields."""
         return str(self.args[0]) if self.args else ""
 
     def __str__(self) -> str:
         if not self.op and not self.group and self.rank < 0:
             return self.sentence
-        missing = _named(self.missing)
+        missing = _list_ranks(self.missing)
         fields = self._fields() | {"missing": missing, "Missing": missing[0].upper() + missing[1:]}
         return self.sentence.format(**fields)
 
@@ -73,14 +73,17 @@ class FusedTPError(RuntimeError):
         return {name: getattr(self, name) for name in _FIELDS}
 
     def copy(self: _ErrorT, more: str = "", **fields: Any) -> _ErrorT:
-        """A copy without the traceback, which would keep all tensors of its frames alive; `more` extends the text."""
-        made = copy.copy(self)
-        made.args = (self.sentence + more,)
-        vars(made).update(fields)
-        return made
+        """Return a copy with `fields` replaced and `more` appended to the message.
+
+        The copy has no traceback, because that would keep all tensors of its frames alive.
+        """
+        copied = copy.copy(self)
+        copied.args = (self.sentence + more,)
+        vars(copied).update(fields)
+        return copied
 
     def in_ranks_of(self: _ErrorT, group: str, size: int, ranks: Sequence[int]) -> _ErrorT:
-        """The error of a subgroup, restated for its parent `group`; `ranks[r]` is the parent's number of rank r."""
+        """Convert an error of a subgroup to one of the parent `group`, in which subgroup rank r is rank `ranks[r]`."""
         return self.copy(
             group=group,
             size=size,
@@ -90,14 +93,14 @@ class FusedTPError(RuntimeError):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Class and fields of the error, for JSON."""
+        """Return the class name and the fields of the error as a dict that JSON can represent."""
         cause = self.cause and self.cause.as_dict()
         return {"class": type(self).__name__, "sentence": self.sentence, **self._fields(), "cause": cause}
 
     @staticmethod
-    def from_dict(told: Mapping[str, Any]) -> FusedTPError:
-        """Restore an error from `as_dict` of this or another process."""
-        fields = dict(told)
+    def from_dict(content: Mapping[str, Any]) -> FusedTPError:
+        """Restore an error from the result of `as_dict`, in this or another process."""
+        fields = dict(content)
         kind = _CLASSES.get(fields.pop("class"), FusedTPError)
         fields["missing"] = {int(rank): heard for rank, heard in fields["missing"].items()}
         fields["cause"] = fields["cause"] and FusedTPError.from_dict(fields["cause"])
@@ -109,13 +112,13 @@ class CollectiveTimeoutError(FusedTPError):
 
 
 class PeerLostError(FusedTPError):
-    """A peer's process died or closed its connection. The group is unusable afterwards; make one of the other ranks."""
+    """A peer's process died or closed its connection. The group is unusable afterwards; use one without that peer."""
 
 
 class RankMismatchError(FusedTPError):
     """The ranks of a group called different ops, or the same op with different shapes, dtypes or keywords.
 
-    All of them raise it, and are in step again for their next call.
+    All ranks raise it, and the group stays usable.
     """
 
 
@@ -123,23 +126,23 @@ _CLASSES = {kind.__name__: kind for kind in (CollectiveTimeoutError, PeerLostErr
 
 
 def raised_midway(error: BaseException) -> str:
-    """Describe an op in which this rank raised after its peers had taken part: the rest of a sentence."""
-    said = str(error).splitlines()
-    reason = type(error).__name__ + (f" ({said[0][:300]})" if said else "")
+    """Return the end of a message about an op that raised `error` on this rank after its peers had started the op."""
+    lines = str(error).splitlines()
+    reason = type(error).__name__ + (f" ({lines[0][:300]})" if lines else "")
     return (
-        f"raised {reason} half-way, when its peers had taken part in it: from there on the ranks would have been out "
-        "of step."
+        f"raised {reason} midway, after its peers had started the op. The group was aborted, because the next calls "
+        "of the ranks would not have matched."
     )
 
 
 def listed(words: Iterable[str]) -> str:
-    """ "1", "1 and 2", "1, 2 and 3"."""
+    """Join `words` to "1", "1 and 2" or "1, 2 and 3"."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _named(missing: Mapping[int, str]) -> str:
-    """ "rank 2", or "ranks 1 (last heard of at call 4, all_gather) and 2"."""
+def _list_ranks(missing: Mapping[int, str]) -> str:
+    """Describe the missing ranks: "rank 2", or "ranks 1 (last heard of at call 4, all_gather) and 2"."""
     if not missing:
         return "a peer"
     words = [f"{rank} ({heard})" if heard else str(rank) for rank, heard in missing.items()]

@@ -1,19 +1,21 @@
-"""Features that gloo has no call for: detecting closed connections, closing its own, and waiting in slices.
+"""Workarounds for calls that gloo lacks: detect connections that peers have closed, close the own ones, bounded waits.
 
-The first two are receives that no peer answers, with reserved tags. gloo refuses to begin a receive on a closed
-connection, and a receive that times out closes every connection of this process in the group
-(gloo/transport/tcp/unbound_buffer.cc, `waitRecv`), as `Work.abort` does on NCCL but not on gloo. Peers then notice it
-within milliseconds, in any wait.
+The first two start receives with reserved tags, which no peer answers. gloo raises when a receive is started on a
+closed connection. A receive that times out closes every connection of this process in the group
+(gloo/transport/tcp/unbound_buffer.cc, `waitRecv`); `Work.abort` does this on NCCL, but not on gloo. Peers notice the
+closed connection within milliseconds, in any wait.
 
-With TORCH_GLOO_LAZY_INIT a receive connects first, which blocks if the peer is absent. Nothing is probed or closed
-then: ranks that wait for a lost peer notice it, and an aborted survivor is noticed by its status (`failure`).
+With TORCH_GLOO_LAZY_INIT a receive opens the connection first, which blocks if the peer is absent. Connections are then
+neither probed nor closed: ranks that wait for a lost peer get an error from gloo, and a rank that has aborted is
+detected by its published status (`failure`).
 
-gloo does not end all transfers on a closed connection. It forgets a part that was being written when the peer closed
-(`Pair::signalException` passes over it), so a worker thread of the process group waits for it until the group's own
-timeout, half an hour by default; and the group's destructor waits for that thread (`outlive`).
+gloo does not finish all transfers on a closed connection. It drops a message that was being written when the peer
+closed (`Pair::signalException` skips it), so a worker thread of the process group waits for that message until the
+group's own timeout, by default half an hour. The group's destructor waits for that thread (`outlive`).
 
-Sends and receives accept host memory only: they pass its address to the socket (`ProcessGroupGloo::send`, `recv`). Of
-the collectives, broadcast, all-gather, all-to-all, gather and scatter copy a GPU's tensors to the host themselves.
+Sends and receives accept host memory only, because they pass its address to the socket (`ProcessGroupGloo::send`,
+`recv`). The collectives broadcast, all-gather, all-to-all, gather and scatter accept GPU tensors and copy them to the
+host themselves.
 """
 
 from __future__ import annotations
@@ -38,44 +40,45 @@ from fused_tp.core.pending import start_thread
 
 AT_ONCE = timedelta(milliseconds=1)  # for torch, 0 means "no timeout"
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
-_END_SECONDS = 0.3  # the end of a work is visible within a millisecond if the machine is not busy
+_COMPLETION_SECONDS = 0.3  # gloo marks a finished work as completed within 1 ms, unless the machine is overloaded
 _CLOSED_HERE = "Application timeout"  # gloo's message for a connection that a timeout of this process has closed
 
 
 def closed_peers(group: dist.ProcessGroup) -> list[int]:
-    """Group ranks that have died, or have closed their connection to this process. Never waits.
+    """Return the group ranks that have died or have closed their connection to this process. Never waits.
 
-    A connection that this process has closed shows nothing about its peer, which is then not included. Each call leaves
-    a receive of one byte pending with every live peer, which costs gloo some 100 bytes.
+    Peers whose connection this process has closed itself are not included, because their state is unknown. Each call
+    leaves a receive of one byte pending for every live peer, for which gloo allocates about 100 bytes.
     """
     return [rank for rank in _peers(group) if _has_closed(group, rank)]
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Close this process's connections in `group`, which ends all transfers there, here and on all peers."""
+    """Close this process's connections in `group`, which aborts the group's transfers on this rank and its peers."""
     for rank in _peers(group):
-        # The timeout of the first receive on an open connection closes all, and the rest fail at once.
+        # The first receive that times out closes all connections; the receives after it then raise immediately.
         with suppress(RuntimeError):
             _receive(group, rank, _CLOSE_TAG).wait(AT_ONCE)
 
 
 def outlive(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
-    """Keep `group` until the process exits if some of its collectives `works` do not end, as they should by now.
+    """Keep `group` alive until the process exits if some of its collectives `works` do not complete; True if kept.
 
-    Otherwise the owner of the last reference, `destroy_process_group` or a traceback, would wait for gloo's timeout.
+    Otherwise whoever drops the last reference, such as `destroy_process_group` or a traceback, would run the group's
+    destructor and wait for gloo's timeout.
     """
-    deadline = time.perf_counter() + _END_SECONDS
+    deadline = time.perf_counter() + _COMPLETION_SECONDS
     while not all(work.is_completed() for work in works):
         if time.perf_counter() > deadline:
-            # A module-level list is not enough: the interpreter frees it, with its content, at exit.
+            # A reference from a module-level list would not suffice: the interpreter frees the list at exit.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             return True
-        time.sleep(0.001)  # a thread of gloo has to wake up first, without a notification
+        time.sleep(0.001)  # polls, because gloo's threads do not notify when a work completes
     return False
 
 
-def serves_cpu(group: dist.ProcessGroup) -> bool:
-    """True if gloo moves the group's CPU tensors."""
+def uses_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
+    """True if gloo is the backend of `group` for CPU tensors."""
     return not {"gloo", "cpu:gloo"}.isdisjoint(dist.get_backend_config(group).split(","))
 
 
@@ -94,25 +97,25 @@ def _has_closed(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
-    # Not dist.irecv, which refuses a group that has been destroyed.
+    # not dist.irecv, which raises for a group that has been destroyed
     return group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, tag)
 
 
-# -- messages from and to a GPU, through the host ----------------------------------------------------------------------
+# -- staging GPU tensors in host memory --------------------------------------------------------------------------------
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Copy `x` to host memory, complete on return, as the current stream leaves it."""
-    host = host_room(x)
+    """Return a copy of `x` in host memory, made in the order of the current stream and complete on return."""
+    host = host_buffer(x)
     host.copy_(x, non_blocking=x.is_cuda)
     if x.is_cuda:
-        # Synchronizes this stream only: others may wait for data that peers have yet to send.
+        # Synchronize this stream only: other streams may be waiting for data that peers have not sent yet.
         torch.cuda.current_stream(x.device).record_event().synchronize()
     return host
 
 
-def host_room(like: Tensor) -> Tensor:
-    """Host memory for the bytes of `like`; pinned if `like` is on a GPU, so that copies run on the stream."""
+def host_buffer(like: Tensor) -> Tensor:
+    """Allocate a host tensor with the shape and dtype of `like`; pinned for GPU tensors, so that copies are async."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
@@ -121,79 +124,79 @@ def from_host(host: Tensor, out: Tensor) -> None:
     out.copy_(host, non_blocking=out.is_cuda)
 
 
-# -- sends and receives, waited for in slices --------------------------------------------------------------------------
+# -- sends and receives with interruptible waits -----------------------------------------------------------------------
 
-_EXIT_SECONDS = 0.5  # longest wait at exit for a thread that waits in gloo
+_EXIT_SECONDS = 0.5  # longest time that the process exit waits for a thread that is blocked in gloo
 
 
 class Messages:
-    """Works that are waited for together, within `seconds` from their first wait.
+    """Sends and receives that one thread waits for, so that the caller can poll other conditions meanwhile.
 
     Args:
-        works: each with the group rank at its other end. Receives first: they report closed connections more reliably.
-        seconds: longest wait, after which gloo closes the connections of the group.
+        works: pairs (group rank of the peer, work). Receives come first: they report closed connections more reliably.
+        seconds: timeout, from the first `wait_for`; when it expires, gloo closes the connections of the group.
 
     Example:
         messages = Messages([(1, dist.irecv(x, 1)), (2, dist.isend(y, 2))], 60.0)
         while not messages.wait_for(0.5):
-            look_around()
+            poll_for_failures()
     """
 
     def __init__(self, works: Sequence[tuple[int, Any]], seconds: float) -> None:
         self._left = list(works)
         self._seconds = seconds
-        self._ended = Event()
+        self._finished = Event()
         self._error: BaseException | None = None
         self._begun = False
         if not works:
-            self._ended.set()
+            self._finished.set()
 
     @property
     def peer(self) -> int | None:
-        """The other end of the work that is waited for now; works behind it may have ended long ago."""
+        """Peer of the work that the thread waits for now; None if all works have finished."""
         return next((peer for peer, _ in self._left), None)
 
     def wait_for(self, seconds: float) -> bool:
-        """True once they have ended; waits no longer than `seconds`. Raises the error that one of them ended with."""
+        """Wait up to `seconds`; return True if all works have finished. Raises the error of a work that failed."""
         if not self._begun and self._left:
             self._begun = True
-            _waiter().put(self)
-        ended = self._ended.wait(seconds)
+            _idle_or_new_waiter().put(self)
+        finished = self._finished.wait(seconds)
         if self._error is not None:
             raise self._error
-        return ended
+        return finished
 
     def run(self) -> None:
-        """Wait for the works one after the other, on the calling thread."""
+        """Wait for the works in order, on the calling thread."""
         deadline = time.perf_counter() + self._seconds
         try:
             while self._left:
                 self._left[0][1].wait(max(timedelta(seconds=deadline - time.perf_counter()), AT_ONCE))
                 del self._left[0]
-        except BaseException as error:  # any kind: memory that was not received must not pass for data
-            self._error = error.with_traceback(None)  # its frame references this object, and with it the tensors
+        except BaseException as error:  # not only Exception: the caller must not read memory that was not received
+            self._error = error.with_traceback(None)  # the traceback would keep this object and its tensors alive
         finally:
-            self._ended.set()
+            self._finished.set()
 
 
 class _Waiter:
-    """A thread that waits for messages, one op at a time. It is not reused while its messages have not ended."""
+    """A thread that waits for one `Messages` object at a time. It is reused once these have finished."""
 
     def __init__(self) -> None:
         self._next: SimpleQueue[Messages | None] = SimpleQueue()
-        # A daemon, so that the process may exit while it waits.
+        # a daemon, so that the process can exit while the thread is blocked
         thread = Thread(target=self._run, name="fused_tp messages", daemon=True)
         start_thread(thread)
         _threads.add(thread)
 
     def put(self, messages: Messages | None) -> None:
-        """Wait for `messages` next; None ends the thread."""
+        """Make the thread wait for `messages` next; None ends the thread."""
         self._next.put(messages)
 
     def _run(self) -> None:
         while (messages := self._next.get()) is not None:
             messages.run()
-            del messages  # releases the tensors
+            del messages  # the loop variable would keep the tensors alive until the next messages
             _idle.append(self)
 
 
@@ -202,19 +205,19 @@ _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
-    """End the waiting threads: one that returns from torch while the interpreter exits would abort the process."""
+def _end_threads() -> None:
+    """End the waiting threads: a thread that returns from torch during interpreter exit would abort the process."""
     while _idle:
         _idle.pop().put(None)
     for thread in list(_threads):
         thread.join(_EXIT_SECONDS)
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # its threads exist in the parent only
+os.register_at_fork(after_in_child=_idle.clear)  # a forked child inherits the list, but not the threads
 
 
-def _waiter() -> _Waiter:
-    """An idle waiter, or a new one if there is none."""
+def _idle_or_new_waiter() -> _Waiter:
+    """Return an idle waiter, or a new one if none is idle."""
     try:
         return _idle.pop()
     except IndexError:

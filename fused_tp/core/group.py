@@ -1,7 +1,7 @@
-"""Ranks an op runs over: one description for ProcessGroup, 1-D DeviceMesh and "the whole world".
+"""Description of the ranks of an op, for a ProcessGroup, a 1-D DeviceMesh or None (all ranks).
 
-Custom ops carry a group as its name (a string passes through `torch.compile`, a ProcessGroup does not); `group_by_name`
-maps the name back. Both directions are one dict lookup, because every op call pays for them.
+Custom ops receive a group by its name, because `torch.compile` traces strings, but not ProcessGroups. `group_by_name`
+maps the name to the group. Both directions are one dict lookup, because every op call needs them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from fused_tp.core.errors import FusedTPError
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 T = TypeVar("T")
 
-SINGLE_NAME = ""  # torch.distributed never gives a group the empty name
+SINGLE_NAME = ""  # torch.distributed never assigns the empty name
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks that share an op. Each module keeps its data of a group in its own `GroupSlot`.
+    """The ranks that run an op together. Modules keep their own data about a group in a `GroupSlot`.
 
-    `process_group` is None if torch.distributed is not initialised (a world of one); `ranks` are the global ranks, by
-    group rank; `owned` are groups made for this one, and destroyed after it; `process` is the pid of the process that
-    made the description.
+    Attributes:
+        process_group: None if torch.distributed is not initialised, so that the group is this process alone.
+        ranks: global ranks, in the order of the group ranks.
+        owned: process groups that were created for this group; they are destroyed after it.
+        process: pid of the process that created this object.
     """
 
     process_group: ProcessGroup | None
@@ -46,11 +48,11 @@ class Group:
     process: int = field(default_factory=os.getpid, repr=False)
 
     def check_process(self) -> None:
-        """Raise FusedTPError in a forked child, which inherits its parent's state and would act as that rank."""
+        """Raise FusedTPError in a forked child, which inherited its parent's state and would act as the same rank."""
         if self.size > 1 and self.process != os.getpid():
             raise FusedTPError(
-                "This process is a fork of rank {rank} of group {group!r}; only the rank itself can call the group's "
-                "ops. Fork before init_process_group(), or start the process by spawn, and give it groups of its own.",
+                "This process is a fork of rank {rank} of group {group!r}, and a forked process cannot call the ops of "
+                "an inherited group. Fork before init_process_group(), or spawn the process and create groups in it.",
                 group=self.name,
                 rank=self.rank,
                 size=self.size,
@@ -58,11 +60,11 @@ class Group:
 
 
 class GroupSlot(dict[Group, T]):
-    """One module's data for each group: made by `make` at the first `slot[group]`, or set by the module if there is no
-    `make`; dropped once the group is destroyed.
+    """Map from groups to one module's data about them; a destroyed group is removed.
 
-    It subclasses dict instead of wrapping one: decode-sized calls look up several slots, and a Python frame costs more
-    than a lookup (`ops.op` has the numbers).
+    The first `slot[group]` creates the data by `make(group)`. Without `make` the module assigns the data itself.
+    It is a dict instead of a wrapper around one, because decode-sized calls look up several slots and a Python method
+    call costs more than the lookup (`ops.op` has measurements).
     """
 
     def __init__(self, make: Callable[[Group], T] | None = None) -> None:
@@ -81,7 +83,7 @@ _slots: list[GroupSlot[Any]] = []
 
 
 def empty_dict(group: Group) -> dict[Any, Any]:
-    """`make` of a slot that holds a dict for each group."""
+    """Return an empty dict; the `make` function of slots that hold a dict for each group."""
     return {}
 
 
@@ -97,7 +99,7 @@ def _describe(process_group: ProcessGroup) -> Group:
         return known
     name = process_group.group_name
     if process_group not in _pg_map:
-        raise ValueError(f"group {name!r} has been destroyed; its ops cannot be called any more.")
+        raise ValueError(f"group {name!r} has been destroyed, so its ops cannot be called. Create a new process group.")
     ranks = _world.pg_group_ranks[process_group] = _GroupRanks(_world.pg_group_ranks[process_group])
     process = 0 if process_group in _inherited else os.getpid()
     group = Group(process_group, name, process_group.rank(), process_group.size(), tuple(ranks), process=process)
@@ -107,14 +109,15 @@ def _describe(process_group: ProcessGroup) -> Group:
     return group
 
 
-# -- groups that end --------------------------------------------------------------------------------------------------
+# -- destruction of groups --------------------------------------------------------------------------------------------
 
 
 class _GroupRanks(dict[int, int]):
-    """A group's ranks as torch stores them, in a dict that allows weak references: its end is that of the group.
+    """The dict of a group's ranks in torch's registry, replaced by a subclass that supports weak references.
 
-    torch drops it within destroy_process_group, whoever calls that, and has no hook. Replacing that function would miss
-    code that has imported torch's; a check at every op would miss a rank that calls no op again.
+    torch has no hook for the destruction of a group, but destroy_process_group always drops this dict, so the
+    finalizer of a weak reference to it runs then. Rejected: wrapping destroy_process_group, which misses callers that
+    imported the original; and checking at every op, which misses ranks that call no further op.
     """
 
 
@@ -122,7 +125,7 @@ _on_destroy: list[Callable[[Group], None]] = []
 
 
 def on_destroy(leave: Callable[[Group], None]) -> Callable[[Group], None]:
-    """Register `leave`: called with a group once torch has destroyed it, before the slots drop the group's data."""
+    """Register `leave(group)`, which is called after torch has destroyed a group and before slots drop its data."""
     _on_destroy.append(leave)
     return leave
 
@@ -131,27 +134,29 @@ def _leave(group: Group) -> None:
     for key in (group.process_group, group.name):
         if _groups.get(key) is group:
             del _groups[key]
-    own = group.process == os.getpid()
-    for leave in _on_destroy if own else ():
+    is_member = group.process == os.getpid()  # False in a forked child, which must not act as the rank
+    for leave in _on_destroy if is_member else ():
         leave(group)
     for slot in _slots:
         slot.pop(group, None)
-    for owned in group.owned if own else ():
+    for owned in group.owned if is_member else ():
         if owned in _pg_map:
             dist.destroy_process_group(owned)
 
 
-_inherited: set[ProcessGroup] = set()  # process groups that a forked child inherited from its rank
+_inherited: set[ProcessGroup] = set()  # in a forked child: the process groups of its parent
 
 
-def _forked() -> None:
-    """Drop all descriptions in a forked child, so that every call there describes its group anew, and `check_process`
-    refuses it. Calls in the rank itself then compare no pids."""
+def _forget_groups_after_fork() -> None:
+    """Drop all Group objects in a forked child, so that its calls create them again and `check_process` raises.
+
+    Calls in the parent process, which find a cached Group, then need not compare pids.
+    """
     _inherited.update(_pg_map)
     _groups.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forget_groups_after_fork)
 
 
 def _process_group(group: object) -> ProcessGroup | None:
@@ -165,31 +170,32 @@ def _process_group(group: object) -> ProcessGroup | None:
         if group.ndim != 1:
             names: tuple[object, ...] = group.mesh_dim_names or tuple(range(group.ndim))
             raise ValueError(
-                f"group is a DeviceMesh with {group.ndim} dims {names}; pass a 1-D mesh, such as mesh[{names[-1]!r}]."
+                f"group must be a 1-D DeviceMesh, got one with dims {names}. Pass a 1-D mesh, such as "
+                f"mesh[{names[-1]!r}]."
             )
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group does not contain this rank; only its members may call the op.")
-    raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}.")
+        raise ValueError("group does not contain this rank. Call the op on the members of the group only.")
+    raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}.")
 
 
 def _check_alone() -> None:
-    """Raise ValueError if a launcher started several processes, each of which would take itself for the world."""
+    """Raise ValueError if a launcher started several processes, so that this process is not the whole world."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ValueError(
-            f"group is None, which means all ranks, and WORLD_SIZE says that there are {launched}, but "
-            "torch.distributed is not initialised; call torch.distributed.init_process_group() first."
+            f"group=None means all ranks, and WORLD_SIZE is {launched}, but torch.distributed is not initialised. Call "
+            "torch.distributed.init_process_group() first."
         )
 
 
 def resolve_group(group: GroupLike) -> Group:
-    """Describe `group`; None is the whole world, or this one process where torch.distributed is not initialised.
+    """Return the Group of `group`; None is all ranks, or this process alone if torch.distributed is not initialised.
 
     Raises:
-        TypeError: `group` is none of ProcessGroup, DeviceMesh, None.
-        ValueError: a mesh of more than one dim, or a group that this rank is not in; None in one of several processes
-            that torchrun started, where torch.distributed is not initialised.
+        TypeError: `group` is neither a ProcessGroup, a DeviceMesh nor None.
+        ValueError: `group` is a mesh with several dims, or does not contain this rank. Or `group` is None and torchrun
+            started several processes, but torch.distributed is not initialised.
 
     Example:
         >>> resolve_group(None).size    # torch.distributed not initialised
@@ -200,11 +206,11 @@ def resolve_group(group: GroupLike) -> Group:
 
 
 class GroupName(str):
-    """A group's name in place of a group, for ops that call ops and know only the name. Callers may not pass one."""
+    """Name that an op passes as the group of an inner op call, when it knows only the name. Not for public callers."""
 
 
 def known_group(group: GroupLike | GroupName) -> Group | None:
-    """`resolve_group` in few steps for a live group that was resolved before; None for any other."""
+    """Fast path of `resolve_group`: return the Group of a live group that was resolved before, else None."""
     if isinstance(group, GroupName):
         known = _groups.get(group)
         return known if known is not None and known.process_group in _pg_map else None
@@ -213,16 +219,17 @@ def known_group(group: GroupLike | GroupName) -> Group | None:
 
 
 def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool = False) -> bool:
-    """Check that a rank's number in the groups of each of `dims` of `mesh` does not depend on its other coordinates;
-    with `flattened`, also that these numbers, the last dim fastest, give its number in the group of the whole mesh.
+    """Check that group ranks in the groups of `dims` of `mesh` equal mesh coordinates.
 
-    torch numbers the ranks of every group in ascending order, whatever the order of the mesh.
+    torch numbers the ranks of a group in ascending order, regardless of their order in the mesh. So a group rank along
+    one of `dims` may depend on the coordinates in the other dims, which this check rejects. With `flattened` it also
+    checks that these group ranks, with the last dim fastest, yield the group rank in the flattened mesh.
 
     Returns:
-        True if it was checked; False inside a dispatch mode, which may not accept outside tensors such as a mesh's.
+        True if checked; False inside a torch dispatch mode, which may reject tensors from outside, such as the mesh's.
 
     Raises:
-        ValueError: ranks that belong together have different numbers.
+        ValueError: a group rank differs from the mesh coordinate.
     """
     if torch._C._len_torch_dispatch_stack():
         return False
@@ -239,14 +246,14 @@ def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool
         aligned = np.array_equal(np.ravel_multi_index(numbers, sizes).ravel(), ranks.ravel().argsort().argsort())
     if not aligned:
         raise ValueError(
-            f"mesh has the ranks {ranks.tolist()}; they must ascend along every dim. torch numbers the ranks of a "
-            "group in ascending order, and those that belong together would have different numbers."
+            f"The ranks of mesh must ascend along every dim, got {ranks.tolist()}. torch numbers the ranks of a group "
+            "in ascending order, so group ranks would differ from mesh coordinates."
         )
     return True
 
 
 class GroupIdentity(NamedTuple):
-    """Name, size and own rank of a group: all that ops need."""
+    """Name and size of a group, and this process's rank in it."""
 
     name: str
     size: int
@@ -257,7 +264,7 @@ ALONE = GroupIdentity(SINGLE_NAME, 1, 0)
 
 
 def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
-    """Identity of `group`, by calls that `torch.compile` can trace (it cannot trace the cache of `resolve_group`)."""
+    """Return the identity of `group`; unlike `resolve_group`, which uses a cache, `torch.compile` can trace it."""
     if isinstance(group, GroupName):
         known = group_by_name(group)
         return GroupIdentity(known.name, known.size, known.rank)
@@ -265,24 +272,24 @@ def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
     if process_group is None:
         return ALONE
     name: str = process_group.group_name
-    if not is_dynamo_compiling() and process_group not in _pg_map:  # another group may have its name by now
-        raise RuntimeError(_GONE.format(name))
+    if not is_dynamo_compiling() and process_group not in _pg_map:  # destroyed; a newer group may have the same name
+        raise RuntimeError(_NO_SUCH_GROUP.format(name))
     return GroupIdentity(name, process_group.size(), process_group.rank())
 
 
-_GONE = "There is no process group named {!r} any more; was it destroyed?"
+_NO_SUCH_GROUP = "No process group is named {!r}; it may have been destroyed. Pass a group that exists."
 
 
 def group_by_name(name: str) -> Group:
-    """The group that a custom op's name argument names.
+    """Return the group with this name; custom ops receive groups by name.
 
     Raises:
-        RuntimeError: there is no such group (any more).
+        RuntimeError: no group has this name, for example because the group was destroyed.
     """
     if name == SINGLE_NAME:
         return SINGLE
     try:
         process_group = _resolve_process_group(name)  # type: ignore[arg-type]  # GroupName is str, and not in torch 2.10
     except RuntimeError as error:
-        raise RuntimeError(_GONE.format(name)) from error
+        raise RuntimeError(_NO_SUCH_GROUP.format(name)) from error
     return _describe(process_group)

@@ -1,4 +1,4 @@
-"""Detection, within milliseconds, that a process of this host has ended for any reason."""
+"""Detection, within milliseconds, that another process of this host has exited for any reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TICK_SECONDS = 0.2
 
 
 def own_process() -> tuple[str, int]:
-    """Identity of this process for others: its pid namespace, and its pid in that namespace."""
+    """Return (pid namespace, pid in that namespace) of this process, which identify it to other processes."""
     try:
         return os.readlink("/proc/self/ns/pid"), os.getpid()
     except OSError:
@@ -26,7 +26,7 @@ def own_process() -> tuple[str, int]:
 
 
 def watchable(processes: Sequence[Any]) -> dict[int, int]:
-    """Pids, by rank, of those of the ranks' processes (as from `own_process`) that can be watched from here."""
+    """Return the pids, by rank, that this process can watch. `processes`: the result of `own_process` on each rank."""
     namespace, own = own_process()
     if not namespace or not hasattr(os, "pidfd_open"):
         return {}
@@ -42,23 +42,23 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
-    """End the watching threads: one that calls torch while the interpreter exits would abort the process."""
+def _end_threads() -> None:
+    """End the watching threads: a thread that calls torch during interpreter exit would abort the process."""
     _exiting.set()
     for thread in list(_threads):
         thread.join(5 * _TICK_SECONDS)
 
 
 class PeerWatch:
-    """A thread that calls back when a peer has ended, and also at regular intervals; it ends with its owner.
+    """A thread that calls `lost` when a peer process has exited, and `tick` at regular intervals.
 
-    A kernel that waits for a peer cannot detect that the peer has ended, and would wait for its deadline. The thread
-    waits on descriptors that become readable when a process ends, for any reason (pidfd_open, Linux 5.3).
+    A kernel that waits for a peer cannot detect that the peer's process has exited, and would wait until its deadline.
+    The thread waits on descriptors that become readable when a process exits for any reason (pidfd_open, Linux 5.3).
 
     Args:
-        owner: the watch runs while it is alive. The callbacks receive it, and must not keep a reference.
-        pids: process numbers by rank.
-        lost: `lost(owner, rank)`, called once for each peer that has ended.
+        owner: the thread exits when this object is freed, so the callbacks must not keep a reference to it.
+        pids: pids by rank.
+        lost: `lost(owner, rank)`, called once for each peer that has exited.
         tick: `tick(owner)`, called about five times a second.
     """
 
@@ -71,7 +71,7 @@ class PeerWatch:
         for rank, pid in pids.items():
             try:
                 self._ranks[os.pidfd_open(pid)] = rank
-            except OSError:  # ended already, or this process may not watch it
+            except OSError:  # the peer has exited already, or this process may not watch it
                 if not Path(f"/proc/{pid}").exists():
                     lost(owner, rank)
         thread = threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True)
@@ -83,11 +83,11 @@ class PeerWatch:
         for descriptor in self._ranks:
             poll.register(descriptor, select.POLLIN)
         while True:
-            ended = poll.poll(_TICK_SECONDS * 1000)
+            exited = poll.poll(_TICK_SECONDS * 1000)
             owner = self._owner()
             if owner is None or _exiting.is_set():
                 break
-            for descriptor, _ in ended:
+            for descriptor, _ in exited:
                 poll.unregister(descriptor)
                 self._lost(owner, self._ranks.pop(descriptor))
                 os.close(descriptor)

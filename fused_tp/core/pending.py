@@ -1,4 +1,4 @@
-"""Base of all transports: asynchronous results, the order of a sum, and checksums of calls."""
+"""Helpers of all transports: asynchronous results, sums in rank order, and checksums of calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fused_tp.core.errors import RankMismatchError
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# torch 2.13 renamed these: it warns about the old names, and 2.12 and earlier lack the new ones.
+# torch 2.13 renamed these functions: it warns about the old names, and torch 2.12 lacks the new names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(Protocol[T_co]):
-    """A transfer that has been started. `wait` finishes it, within the deadline, and may be called once."""
+    """A started transfer. `wait` waits until the deadline at most and returns the result; call it at most once."""
 
     def wait(self) -> T_co: ...
 
 
 class Done(Pending[T_co]):
-    """A result that is available already."""
+    """A `Pending` whose result is already available."""
 
     def __init__(self, value: T_co) -> None:
         self._value = value
@@ -38,7 +38,7 @@ class Done(Pending[T_co]):
 
 
 class After(Pending[T_co]):
-    """A result that `finish` computes when it is waited for."""
+    """A `Pending` whose `wait` returns `finish()`."""
 
     def __init__(self, finish: Callable[[], T_co]) -> None:
         self._finish = finish
@@ -47,11 +47,11 @@ class After(Pending[T_co]):
         return self._finish()
 
 
-def when(moving: Pending[object], out: T) -> Pending[T]:
-    """`out`, once `moving` has finished, which fills it."""
+def when(transfer: Pending[object], out: T) -> Pending[T]:
+    """Return a `Pending` that waits for `transfer`, which fills `out`, and then returns `out`."""
 
     def finish() -> T:
-        moving.wait()
+        transfer.wait()
         return out
 
     return After(finish)
@@ -63,27 +63,27 @@ def start_thread(thread: Thread) -> None:
         thread.start()
     except RuntimeError as error:
         raise RuntimeError(
-            f"No thread could be started ({error}): most likely this user has as many threads as RLIMIT_NPROC allows "
-            "(ulimit -u), or this container as its limit of pids; raise that, or run fewer processes and threads."
+            f"No thread could be started ({error}). Most likely RLIMIT_NPROC (ulimit -u) of this user or the pids "
+            "limit of this container is reached. Raise the limit, or run fewer processes and threads."
         ) from error
 
 
 def current_stream(device: torch.device) -> int:
-    """Handle of the current stream; 0 on the CPU. Making a torch.cuda.Stream object would take a microsecond."""
+    """Return the handle of the current stream of `device`; 0 on the CPU. Creating a torch.cuda.Stream takes 1 us."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Accumulation dtype of sums over ranks: float64 for float64, else float32."""
+    """Return the accumulation dtype of sums over ranks: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Sum of `terms` [W, ...] over dim 0, plus `bias`, accumulated in rank order and rounded once to terms' dtype.
+    """Return the sum of `terms` [W, ...] over dim 0 plus `bias`, accumulated in rank order and rounded once.
 
-    It adds one term at a time instead of `terms.sum(0)`, which may split the terms over several accumulators in an
-    order that depends on the shape, so that two ranks that sum different slices would round differently. The result is
-    allocated separately, so that it does not keep all terms alive.
+    Terms are added one at a time. `terms.sum(0)` may use several accumulators, in an order that depends on the shape,
+    so ranks that sum slices of different shapes would round differently. The result does not share memory with
+    `terms`, so that it does not keep all terms alive.
     """
     dtype = terms.dtype
     total = terms[0].to(accumulate_dtype(dtype), copy=True)
@@ -94,17 +94,21 @@ def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
     return total.to(dtype)
 
 
-# -- checksums: ranks compare their arguments within an exchange that they make anyway ---------------------------------
+# -- checksums of arguments, which ranks add to an existing exchange to compare the arguments --------------------------
 
 
-def checksum(words: Any) -> int:
-    """Checksum of text or bytes, in 24 bits, which a float of any transport holds exactly."""
-    return zlib.crc32(words.encode() if isinstance(words, str) else words) & 0xFFFFFF
+def checksum(text: Any) -> int:
+    """24-bit CRC of text or bytes; exactly representable in fp32, which transports may send."""
+    return zlib.crc32(text.encode() if isinstance(text, str) else text) & 0xFFFFFF
 
 
 def check_equal(checksums: Sequence[float], did: str, then: str) -> None:
-    """Raise RankMismatchError unless all ranks have rank 0's checksum. In the message, `did` says what the differing
-    ranks have done, and `then` this rank's state and the remedy."""
+    """Raise RankMismatchError unless all `checksums`, one per rank, are equal.
+
+    Args:
+        did: predicate of the message, whose subject is the ranks that differ.
+        then: end of the message: this rank's state and the remedy.
+    """
     for rank, theirs in enumerate(checksums):
         if theirs != checksums[0]:
             raise RankMismatchError(f"Ranks 0 and {rank} {did} (checksums {checksums[0]:.0f} and {theirs:.0f}){then}")

@@ -1,7 +1,7 @@
 """Settings, read from the environment at every call so that a program can change them while it runs.
 
-Each setting is declared once and is its own reader: `timeout_seconds()`. Two are read once: the CPU core itself reads
-`FUSED_TP_ISA`, and `core.dispatch` caches the tables it has read.
+Each setting is declared once, as a callable that returns its current value: `timeout_seconds()`. Two settings are read
+once per process: `FUSED_TP_ISA`, which the CPU core reads, and `FUSED_TP_TABLE`, whose table `core.dispatch` caches.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_LONGEST_SECONDS = 3e9  # a century; three times that in nanoseconds still fits 64 bits
+_LONGEST_SECONDS = 3e9  # about a century; three times this duration in nanoseconds still fits a 64-bit integer
 
-# The dict behind `os.environ`, if there is one. Settings that every op call reads are looked up here: after a matmul
-# has swept the caches every Python frame costs microseconds, and `os.environ.get` runs through several.
+# The dict inside `os.environ`, if it has one. Every op call reads some settings, and `os.environ.get` runs several
+# Python functions, each of which takes microseconds after a matmul has evicted the interpreter from the CPU caches.
 RAW: Any = getattr(os.environ, "_data", os.environ)
 _DECODE: Callable[[Any], str] = getattr(os.environ, "decodevalue", str)
 
-SETTINGS: list[Setting[Any]] = []  # all of them, for `fused-tp doctor` and the documentation
+SETTINGS: list[Setting[Any]] = []  # all settings, for `fused-tp doctor` and the documentation
 
 
 @dataclass(eq=False)
@@ -31,13 +31,13 @@ class Setting(Generic[T]):
 
     Attributes:
         name: name of the variable.
-        default: the value while the variable is not set, in words.
+        default: description of the value if the variable is not set.
         meaning: effect of the variable.
-        unset: the value while the variable is not set.
-        parse: converts the text; raises ValueError or KeyError for an invalid one.
-        wanted: the valid values, as the end of "set it to".
-        installing: True if only the installation of fused_tp reads it.
-        equal: True if it must be the same on all ranks of a group, which compare it in the group's first call.
+        unset: the value if the variable is not set.
+        parse: converts the text to the value; raises ValueError or KeyError for invalid text.
+        wanted: description of the valid values, used in messages after "Set it to".
+        installing: True if only the installation of fused_tp reads the variable.
+        equal: True if all ranks of a group need the same value; they compare it in the group's first call.
 
     Raises:
         ValueError: the variable holds an invalid value; the message lists the valid ones.
@@ -54,25 +54,24 @@ class Setting(Generic[T]):
 
     def __post_init__(self) -> None:
         self.key: Any = getattr(os.environ, "encodekey", str)(self.name)  # the key in RAW
-        self._known: tuple[object, T] = None, self.unset  # last text in RAW and its value, so that it is parsed once
+        self._last: tuple[object, T] = None, self.unset  # last text and its value; equal text is not parsed again
         SETTINGS.append(self)
 
     def __call__(self) -> T:
         raw = RAW.get(self.key)
-        known, value = self._known
-        if raw != known:
+        last_raw, value = self._last
+        if raw != last_raw:
             text = None if raw is None else _DECODE(raw)
             try:
                 value = self.unset if text is None else self.parse(text)
             except (ValueError, KeyError):
                 raise ValueError(f"{self.name} is {text!r}; set it to {self.wanted}.") from None
-            self._known = raw, value
+            self._last = raw, value
         return value
 
 
 def equal_settings() -> dict[str, str]:
-    """Values of the settings that must be the same on all ranks. An invalid one is included as its text, since its
-    reader refuses it."""
+    """Return the values of the settings that must be equal on all ranks, by name; of an invalid value, its text."""
     found = {}
     for one in SETTINGS:
         if one.equal:
@@ -83,11 +82,11 @@ def equal_settings() -> dict[str, str]:
     return found
 
 
-_WORDS = dict.fromkeys(("1", "true", "on", "yes"), True) | dict.fromkeys(("0", "false", "off", "no", ""), False)
+_SWITCH_VALUES = dict.fromkeys(("1", "true", "on", "yes"), True) | dict.fromkeys(("0", "false", "off", "no", ""), False)
 
 
 def _switch(name: str, default: str, meaning: str, unset: T, **more: Any) -> Setting[bool | T]:
-    return Setting(name, default, meaning, unset, lambda text: _WORDS[text.strip().lower()], "1 or 0", **more)
+    return Setting(name, default, meaning, unset, lambda text: _SWITCH_VALUES[text.strip().lower()], "1 or 0", **more)
 
 
 def _text(name: str, default: str, meaning: str, **more: Any) -> Setting[str | None]:
@@ -124,114 +123,125 @@ check_ranks = _switch(
 batch_check_every = Setting(
     "FUSED_TP_CHECK_BATCH",
     "1000",
-    "calls of a parallel model between comparisons of the tokens, labels and masks that its ranks were given, and of "
-    "the gradients that they find of whole parameters; the first 3 calls are compared too; 0: none",
+    "calls of a parallel model between two comparisons of its ranks' tokens, labels and masks, and of their gradients "
+    "of replicated parameters; the first 3 calls are compared too; 0: no comparisons",
     1000,
     lambda text: _count(text.strip(), 0),
-    "a number of calls, 0 for none",
+    "a number of calls, or 0 for no comparisons",
     equal=True,
 )
 forced_schedule = _text(
-    "FUSED_TP_SCHEDULE", "the dispatch table", "the schedule of every op that it has an implementation for", equal=True
+    "FUSED_TP_SCHEDULE", "the dispatch table", "name of the schedule to use for all ops that it implements", equal=True
 )
 forced_attention = _text(
     "FUSED_TP_ATTENTION",
-    "the best there is",
-    "what computes the steps of attention: native-cpu, triton, torch-cpu, torch-cuda or torch-blocks",
+    "the fastest available one",
+    "implementation of attention steps: native-cpu, triton, torch-cpu, torch-cuda or torch-blocks",
 )
 narrow_gradients = Setting(
     "FUSED_TP_RING_GRADIENTS",
     "wide",
-    "input: over messages, gradients of keys and values travel in their own dtype, half the bytes in bfloat16, "
-    "with a rounding for each rank; wide: in float32",
+    "dtype in which ring attention sends gradients of keys and values over messages; wide: float32; input: the dtype "
+    "of the keys, for bfloat16 half the bytes, but rounded once per rank",
     False,
     lambda text: {"wide": False, "": False, "input": True}[text],
     "'wide' (float32, float64 for float64) or 'input' (the dtype of the keys)",
     equal=True,
 )
 table_path = _text(
-    "FUSED_TP_TABLE", "the shipped one", "a dispatch table, as fused-tp bench --tune writes; a process reads it once"
+    "FUSED_TP_TABLE",
+    "the shipped table",
+    "path of a dispatch table, such as fused-tp bench --tune writes; a process reads it once",
 )
-ONLINE = ""  # value of `autotune` while it is not set
+ONLINE = ""  # value of `autotune` if the variable is not set
 autotune: Setting[str | None] = Setting(
     "FUSED_TP_AUTOTUNE",
-    "only between GPUs with NVLink, and not of all schedules",
-    "1: the first call of an op with new sizes checks and measures all schedules that its group can have, and choices "
-    "are kept in ~/.cache/fused_tp; a folder: the same, kept there; 0: nothing is measured; not set: between GPUs that "
-    "write into each other's memory the same of plain, symm_mem and what fused-tp tune found right; read when an op "
-    "sees sizes for the first time",
+    "only between GPUs with NVLink, and only some schedules",
+    "1: the first call of an op with new sizes checks and measures all schedules available to its group, and saves the "
+    "choice in ~/.cache/fused_tp; a folder: the same, saved in that folder; 0: nothing is measured; not set: between "
+    "GPUs that write into each other's memory, measures only plain, symm_mem and the schedules that fused-tp tune has "
+    "verified; read when an op is called with new sizes",
     ONLINE,
-    lambda text: None if _WORDS.get(text.strip().lower()) is False else "1" if text.strip().lower() in _WORDS else text,
+    lambda text: (
+        None
+        if _SWITCH_VALUES.get(text.strip().lower()) is False
+        else "1"
+        if text.strip().lower() in _SWITCH_VALUES
+        else text
+    ),
     equal=True,
 )
 sm_margin = Setting(
     "FUSED_TP_SM_MARGIN",
     "0",
-    "multiprocessors that fused kernels leave to what runs beside them; the same on all ranks",
+    "number of multiprocessors that fused kernels leave free for concurrent kernels; must be the same on all ranks",
     0,
     lambda text: _count((text or "0").strip(), 0),
     "a number of multiprocessors, 0 or more",
     equal=True,
 )
 host_name = _text(
-    "FUSED_TP_HOST", "the boot id", "names this host, where ranks of one machine share neither memory nor GPUs"
+    "FUSED_TP_HOST",
+    "the boot id",
+    "host name for grouping ranks; set a different one in each container if containers of one machine cannot share "
+    "memory and GPUs",
 )
-nvtx = _switch("FUSED_TP_NVTX", "while a tool listens", "1: NVTX ranges always; 0: never", None)
-shared_memory_allowed = _switch("FUSED_TP_SHM", "1", "0: no CPU shared memory", True, equal=True)
+nvtx = _switch("FUSED_TP_NVTX", "only under a tool that reads them", "1: always record NVTX ranges; 0: never", None)
+shared_memory_allowed = _switch("FUSED_TP_SHM", "1", "0: do not use CPU shared memory", True, equal=True)
 shared_memory_reserve = Setting(
     "FUSED_TP_SHM_RESERVE",
     "32 GiB",
-    "address space (not memory) that each rank reserves for a group's shared memory, in bytes",
+    "bytes of address space (not memory) that each rank reserves for the shared memory of a group",
     32 << 30,
     lambda text: _count(text, 1, 1 << 56),  # kMaxReserve in csrc/shm/control.h
     "a positive number of bytes, at most 2**56",
 )
 isa = Setting(
     "FUSED_TP_ISA",
-    "the best this CPU has",
-    "plain, avx2, avx512 or avx512_bf16: the most that the kernels of the CPU core may use; a process reads it once",
+    "the highest that this CPU supports",
+    "highest instruction set of the CPU kernels: plain, avx2, avx512 or avx512_bf16; a process reads it once",
     "",
     _one_of("(plain|avx2|avx512(_bf16)?)?"),
     "plain, avx2, avx512 or avx512_bf16",
 )
 require_native = _switch(
-    "FUSED_TP_REQUIRE_NATIVE", "0", "1: a CPU core that cannot be built is an error", False, installing=True
+    "FUSED_TP_REQUIRE_NATIVE", "0", "1: fail the installation if the CPU core cannot be built", False, installing=True
 )
 cuda = _switch(
     "FUSED_TP_CUDA",
     "for the visible GPU",
-    "0: build no device kernels; 1: build them for all GPUs, and fail where that cannot be",
+    "0: do not build device kernels; 1: build them for all GPUs, and fail the installation if that is not possible",
     None,
     installing=True,
 )
 cuda_archs = Setting(
     "FUSED_TP_CUDA_ARCHS",
     "the visible GPU",
-    "GPUs to build device kernels for, such as 80;90a;100a+PTX",
+    "architectures to build device kernels for, such as 80;90a;100a+PTX",
     "",
     _one_of(r"|[;,\s]*((sm_)?\d+\.?\d[af]?(\+ptx)?([;,\s]+|$))+"),
-    "architectures like 80;90a;100a+PTX, +PTX at those that later GPUs shall be able to use",
+    "architectures such as 80;90a;100a+PTX, where +PTX adds code that later GPUs can run",
     installing=True,
 )
 
-# Keys in `RAW` of all settings that select a schedule.
+# Keys in `RAW` of the settings that select a schedule.
 ROUTING = forced_schedule.key, shared_memory_allowed.key, table_path.key
 
 
 def routing() -> tuple[object, object, object]:
-    """Unparsed texts of the `ROUTING` settings: equal texts mean equal choices. Read at every op call."""
+    """Return the unparsed values of the `ROUTING` settings. Every op call compares them to validate a cached choice."""
     schedule, shm, table = ROUTING
     return RAW.get(schedule), RAW.get(shm), RAW.get(table)
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Scope in which these variables are set; restores their previous values at its end."""
+    """Context manager that sets the environment variables `values`, and restores the previous ones on exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
-    finally:  # only these: mock.patch.dict empties the environment for a moment, in which other threads may read it
+    finally:  # not mock.patch.dict, which briefly empties the whole environment, while other threads may read it
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

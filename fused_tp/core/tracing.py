@@ -1,7 +1,7 @@
-"""Profiler ranges of the ops, and the time this process has waited for its peers.
+"""Profiler ranges of the ops, and the time that this process has waited for its peers.
 
-Ranges are recorded by `torch.profiler` while it is active, and as NVTX ranges, which Nsight Systems and Nsight Compute
-read, while such a tool is injected into the process. `FUSED_TP_NVTX=1` makes NVTX ranges for any tool, `=0` never does.
+`torch.profiler` records the ranges while it is active. They are recorded as NVTX ranges too if Nsight Systems or Nsight
+Compute started the process. `FUSED_TP_NVTX=1` records NVTX ranges always, and `FUSED_TP_NVTX=0` never.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fused_tp.core import settings
 _LOG = logging.getLogger("fused_tp")
 
 NVTX = settings.nvtx.key
-# Set by the tool that starts the process.
+# True if an NVTX tool started this process: such tools set these variables.
 TOOL = any(os.environ.get(name) for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
-# NVTX is part of torch's CUDA builds. A build without CUDA launches nothing that an NVTX timeline could show.
+# Only CUDA builds of torch contain NVTX.
 _HAS_NVTX = hasattr(torch._C, "_nvtx")
 
 _SHORT = {
@@ -42,31 +42,34 @@ _waited = 0.0
 _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], float]] = weakref.WeakKeyDictionary()
 
 
-class _Nothing:
-    """A range that is not recorded. Enters and exits in C, because Python methods would double its cost."""
+class _NullSpan:
+    """Context manager that does nothing. Its methods are C functions, because Python ones would take twice as long."""
 
-    __enter__ = __exit__ = "".format  # accepts any arguments and returns a false value
+    __enter__ = __exit__ = "".format  # accepts any arguments and returns a falsy value
 
 
-_NOTHING = cast(AbstractContextManager[object], _Nothing())
+_NULL_SPAN = cast(AbstractContextManager[object], _NullSpan())
 
 
 def span(name: str, *parts: object) -> AbstractContextManager[object]:
-    """A profiler range named after `name` and `parts`; costs some tens of nanoseconds where nothing records.
+    """Context manager that records a profiler range; takes some tens of nanoseconds if no profiler is active.
 
-    `parts` are formatted only while something records: a tensor by its shape, a list with tensors by the shapes of its
-    matrices and the dtype, None not at all, anything else by `str`. For ("op", (x, weight), "plain") the name is
-    "op [8, 64]x[32, 64] bf16 plain".
+    The range's name is `name` and `parts`, which are formatted only if a profiler is active: a tensor as its shape, a
+    list with tensors as the shapes of its matrices and the dtype, other parts by `str`; None is skipped. For example,
+    the name for ("op", (x, weight), "plain") is "op [8, 64]x[32, 64] bf16 plain".
     """
     if not _profiler._is_profiler_enabled and not (settings.RAW.get(NVTX) or TOOL):
-        return _NOTHING
-    return _range(name, parts) if recording() else _NOTHING
+        return _NULL_SPAN
+    return _range(name, parts) if recording() else _NULL_SPAN
 
 
 @contextmanager
 def op_span(group: str, name: str, *parts: object) -> Iterator[None]:
-    """`span` of an op over the ranks of `group`. In a profile it ends with a range "waited 0.000120 s, group 3" for the
-    time of waits in native code, which records no ranges itself."""
+    """Record a `span` around an op of `group`.
+
+    Native code records no ranges. So in a torch profile, the span ends with an empty range that is named after the time
+    of native waits and the group, for example "waited 0.000120 s, group 3".
+    """
     before = _native_seconds()
     with span(name, *parts):
         yield
@@ -77,7 +80,7 @@ def op_span(group: str, name: str, *parts: object) -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Count the time inside as waiting for a peer, and show it as a range "waiting for `what`"."""
+    """Context manager that counts the time inside as waiting for a peer, in a range "waiting for `what`"."""
     global _waited
     begun = time.perf_counter()
     try:
@@ -88,33 +91,33 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def recording() -> bool:
-    """True if a range would be recorded now, so that callers can skip work that only its name needs."""
+    """True if a range would be recorded now. Callers use it to skip the construction of range names."""
     return bool(_profiler._is_profiler_enabled or ((settings.RAW.get(NVTX) or TOOL) and _nvtx()))
 
 
 def _nvtx() -> bool:
-    """True if NVTX ranges are wanted and available."""
-    asked = settings.nvtx()
-    wanted = TOOL if asked is None else asked
-    if wanted and not _HAS_NVTX:
-        _say_there_is_no_nvtx()
-    return wanted and _HAS_NVTX
+    """True if NVTX ranges are requested and available."""
+    setting = settings.nvtx()
+    requested = TOOL if setting is None else setting
+    if requested and not _HAS_NVTX:
+        _warn_without_nvtx()
+    return requested and _HAS_NVTX
 
 
 @cache
-def _say_there_is_no_nvtx() -> None:
-    _LOG.warning("NVTX ranges are wanted, but this torch has no NVTX, as it is built without CUDA; there will be none.")
+def _warn_without_nvtx() -> None:
+    _LOG.warning("No NVTX ranges are recorded, because this torch was built without CUDA and so has no NVTX.")
 
 
 def _range(name: str, parts: tuple[object, ...]) -> AbstractContextManager[object]:
     profiled = bool(_profiler._is_profiler_enabled)
-    # Under emit_nvtx, torch itself turns the profiler's ranges into NVTX ranges; do not add a second one.
-    twice = profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
-    return _Range(label(name, *parts), profiled, not twice and _nvtx())
+    # Under emit_nvtx torch converts profiler ranges to NVTX ranges, so adding an NVTX range would record it twice.
+    emits_nvtx = profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
+    return _Range(label(name, *parts), profiled, not emits_nvtx and _nvtx())
 
 
 class _Range:
-    """One range, in torch's profiler and in NVTX. Begins and ends on the same thread."""
+    """A range in torch's profiler, in NVTX or in both. Must be entered and exited on the same thread."""
 
     def __init__(self, text: str, profiled: bool, nvtx: bool) -> None:
         self._text = text
@@ -137,7 +140,7 @@ class _Range:
 
 
 def label(name: str, *parts: object) -> str:
-    """Name of the range of `span(name, *parts)`."""
+    """Return the name of the range that `span(name, *parts)` records."""
     return " ".join([name, *(_text(part) for part in parts if part is not None)]).rstrip()
 
 
@@ -146,7 +149,7 @@ def _text(part: object) -> str:
         return str(list(part.shape))
     if isinstance(part, (list, tuple)):
         tensors = list(_tensors(part))
-        shown = [t for t in tensors if t.ndim > 1] or tensors  # biases and norm weights add no information
+        shown = [t for t in tensors if t.ndim > 1] or tensors  # the shapes of matrices imply those of vectors
         if not shown:
             return str(part)
         dtype = shown[0].dtype
@@ -163,12 +166,12 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 def add_wait_source(source: Any, seconds: Callable[[Any], float]) -> None:
-    """Add `seconds(source)` to the count while `source` is alive (a native group keeps its own count)."""
+    """Include `seconds(source)` in `waited_seconds` while `source`, such as a native group, is alive."""
     _sources[source] = seconds
 
 
 def waited_seconds() -> float:
-    """Seconds this process has waited for peers since it started. Take the difference around the code you measure."""
+    """Return the seconds that this process has waited for peers since its start. For a section, take the difference."""
     return _waited + _native_seconds()
 
 

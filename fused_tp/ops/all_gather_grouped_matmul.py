@@ -12,7 +12,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.core.partition import SymInt
 from fused_tp.ops.arguments import checked_grouped, example_routing, fake_grouped_grads, resized, token_dim, total_size
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def all_gather_grouped_matmul(
@@ -145,8 +145,8 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
     return d_x, d_weight
 
 
-def _grads_key(g: _Args | _Grads) -> DispatchKey:
-    return DispatchKey.of("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
+def _grads_key(g: _Args | _Grads) -> ScheduleKey:
+    return ScheduleKey.of("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
 
 
 def _all_gather_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
@@ -167,8 +167,8 @@ def _all_gather_grouped_matmul_fake(a: _Args) -> Tensor:
     return a.x_shard.new_empty((len(a.routing.tokens), a.weight.shape[1]))
 
 
-def _all_gather_grouped_matmul_key(a: _Args) -> DispatchKey | None:
-    return DispatchKey.of("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None)
+def _all_gather_grouped_matmul_key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey.of("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None)
 
 
 def _all_gather_grouped_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:

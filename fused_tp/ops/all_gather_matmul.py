@@ -22,7 +22,7 @@ from fused_tp.ops.arguments import (
     token_dim,
     total_size,
 )
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 @overload
@@ -229,8 +229,8 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     return [d_x, *d_weights]
 
 
-def _grads_key(g: _Args | _Grads) -> DispatchKey:
-    return DispatchKey.of("matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1])
+def _grads_key(g: _Args | _Grads) -> ScheduleKey:
+    return ScheduleKey.of("matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1])
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -246,8 +246,8 @@ ALL_GATHER_MATMUL_BACKWARD: Op[_Grads] = Op(
 )
 
 
-def _all_gather_matmul_key(a: _Args) -> DispatchKey | None:
-    return DispatchKey.of("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None)
+def _all_gather_matmul_key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey.of("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None)
 
 
 def _all_gather_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:

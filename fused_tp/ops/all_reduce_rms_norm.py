@@ -12,7 +12,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor, checked_number
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def all_reduce_rms_norm(
@@ -119,8 +119,8 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
     return (a.partial.new_empty(a.partial.shape), a.partial.new_empty(a.partial.shape))
 
 
-def _key(a: _Args) -> DispatchKey | None:
-    return DispatchKey.of("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1])
+def _key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey.of("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1])
 
 
 def _example(size: int, partial: Tensor) -> _Args:

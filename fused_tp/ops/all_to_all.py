@@ -22,7 +22,7 @@ from fused_tp.core.group import Group, group_by_name
 from fused_tp.core.pending import accumulate_dtype, checksum
 from fused_tp.core.tracing import span
 from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, describe
-from fused_tp.ops.op import OPS, AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import OPS, AnyGroup, Op, Saved, ScheduleKey
 
 OP = "ulysses_attention"
 
@@ -156,10 +156,10 @@ class _Args(NamedTuple):
         return TensorShare(places_of(tuple(tokens[self.part(rank)] for rank in ranks)), heads, every)
 
 
-def _key(a: _Args) -> DispatchKey:
+def _key(a: _Args) -> ScheduleKey:
     """Key for dispatch, by the size of the first exchange of a call, which sends q, k and v."""
     tokens = a.attention.seq_len * a.xs[0].shape[0]
-    return DispatchKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.moved.columns)
+    return ScheduleKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.moved.columns)
 
 
 def _move(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:

@@ -29,7 +29,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_by_name, group_identity
 from fused_tp.core.partition import SymInt, shard_range, shard_sizes
 from fused_tp.ops.arguments import any_dim, check_tensor, resized, total_size
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
@@ -139,10 +139,10 @@ class _AllReduce(NamedTuple):
     group: AnyGroup
 
 
-def _key(op: str, x: Tensor, shape: Sequence[int]) -> DispatchKey:
+def _key(op: str, x: Tensor, shape: Sequence[int]) -> ScheduleKey:
     """Key for dispatch by the `shape` of the full tensor. It is equal on all ranks, so all select the same schedule."""
     rows, columns = (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
-    return DispatchKey(op, x.dtype, x.device, rows, None, columns)
+    return ScheduleKey(op, x.dtype, x.device, rows, None, columns)
 
 
 def _prepare_all_gather(a: _AllGather) -> _AllGather:
@@ -186,11 +186,11 @@ def _all_gather_fake(a: _AllGather) -> Tensor:
     return a.x_shard.new_empty(_gathered_shape(a))
 
 
-def _all_gather_key(a: _AllGather) -> DispatchKey | None:
+def _all_gather_key(a: _AllGather) -> ScheduleKey | None:
     return _key("all_gather", a.x_shard, _gathered_shape(a))
 
 
-def _all_gather_backward_key(a: _AllGather) -> DispatchKey:
+def _all_gather_backward_key(a: _AllGather) -> ScheduleKey:
     return _key("reduce_scatter", a.x_shard, _gathered_shape(a))
 
 
@@ -220,11 +220,11 @@ def _reduce_scatter_forward(schedule: Schedule, a: _ReduceScatter) -> Tensor:
     return schedule.reduce_scatter(a.x, scatter_dim=a.dim)
 
 
-def _reduce_scatter_key(a: _ReduceScatter) -> DispatchKey | None:
+def _reduce_scatter_key(a: _ReduceScatter) -> ScheduleKey | None:
     return _key("reduce_scatter", a.x, a.x.shape)
 
 
-def _reduce_scatter_backward_key(a: _ReduceScatter) -> DispatchKey:
+def _reduce_scatter_backward_key(a: _ReduceScatter) -> ScheduleKey:
     return _key("all_gather", a.x, a.x.shape)
 
 
@@ -254,7 +254,7 @@ def _all_reduce_fake(a: _AllReduce) -> Tensor:
     return a.x.new_empty(a.x.shape)
 
 
-def _all_reduce_key(a: _AllReduce) -> DispatchKey | None:
+def _all_reduce_key(a: _AllReduce) -> ScheduleKey | None:
     return _key("all_reduce", a.x, a.x.shape)
 
 

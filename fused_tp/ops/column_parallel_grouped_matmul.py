@@ -11,7 +11,7 @@ from fused_tp.backends.grouped import GroupedProduct, Routing, grouped_linear, g
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.ops.arguments import checked_grouped, example_routing, fake_grouped_grads
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def column_parallel_grouped_matmul(
@@ -107,15 +107,15 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor
     return d_x.view(g.x.shape), d_weight
 
 
-def _sum_key(a: _Args | _Grads) -> DispatchKey:
-    return DispatchKey.of("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
+def _sum_key(a: _Args | _Grads) -> ScheduleKey:
+    return ScheduleKey.of("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
 def _column_parallel_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
     return fake_grouped_grads(g.x, g.needs_x, g.weight, g.needs_weight)
 
 
-def _column_parallel_grouped_matmul_backward_key(g: _Grads) -> DispatchKey | None:
+def _column_parallel_grouped_matmul_backward_key(g: _Grads) -> ScheduleKey | None:
     return _sum_key(g) if g.needs_x else None
 
 

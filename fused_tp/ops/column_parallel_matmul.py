@@ -11,7 +11,7 @@ from fused_tp.backends.gemm import linear, weight_grad
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, fake_grads, spread
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 @overload
@@ -120,15 +120,15 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
     return [schedule.matmul_all_reduce(products, None, meanwhile=meanwhile), *d_weights]
 
 
-def _sum_key(a: _Args | _Grads) -> DispatchKey:
-    return DispatchKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
+def _sum_key(a: _Args | _Grads) -> ScheduleKey:
+    return ScheduleKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
     return fake_grads(g.x, g.needs_x, g.weights, g.needs_weight)
 
 
-def _column_parallel_matmul_backward_key(g: _Grads) -> DispatchKey | None:
+def _column_parallel_matmul_backward_key(g: _Grads) -> ScheduleKey | None:
     return _sum_key(g) if g.needs_x else None
 
 

@@ -38,7 +38,7 @@ from fused_tp.ops.attention_arguments import (
     checked_scores,
     with_keywords,
 )
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op
+from fused_tp.ops.op import AnyGroup, Op, ScheduleKey
 from fused_tp.ops.ring_attention import new_results
 
 if TYPE_CHECKING:
@@ -253,12 +253,12 @@ def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     return checked
 
 
-def _key(a: DecodeArguments) -> DispatchKey:
+def _key(a: DecodeArguments) -> ScheduleKey:
     """Key for dispatch, by the size of the first all-gather."""
     new = min(a.q.shape[1], a.queries_at_once)
     numbers = exchanged_numbers((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
     # Partial outputs are sent in the accumulation dtype.
-    return DispatchKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
+    return ScheduleKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
 
 
 def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:

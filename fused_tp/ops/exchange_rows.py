@@ -15,7 +15,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.core.partition import SymInt
 from fused_tp.ops.arguments import check_tensor, checked_sizes
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def exchange_rows(x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], *, group: GroupLike) -> Tensor:
@@ -58,8 +58,8 @@ def _fake(a: _Args) -> Tensor:
     return a.x.new_empty((sum(a.recv_sizes), *a.x.shape[1:]))
 
 
-def _key(a: _Args) -> DispatchKey | None:
-    return DispatchKey(ALL_TO_ALL, a.x.dtype, a.x.device, 0, None, a.x.shape[1])
+def _key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey(ALL_TO_ALL, a.x.dtype, a.x.device, 0, None, a.x.shape[1])
 
 
 EXCHANGE_ROWS: Op[_Args] = Op(

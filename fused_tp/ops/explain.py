@@ -38,7 +38,7 @@ from fused_tp.core.group import GroupLike, resolve_group
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
 from fused_tp.ops.arguments import any_dim, check_linear, check_tensor, checked_grouped, example_routing
-from fused_tp.ops.op import DispatchKey, Op, every_op
+from fused_tp.ops.op import Op, ScheduleKey, every_op
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def explain(
     resolved = resolve_group(group)
     where = torch.device(device) if device is not None else given[0].device if given else torch.device("cpu")
 
-    def ask(name: str, key: DispatchKey) -> Decision:
+    def ask(name: str, key: ScheduleKey) -> Decision:
         key = key._replace(device=where)
         decision = decide(key, resolved)
         if not measures(name, key, resolved):
@@ -181,7 +181,7 @@ def explain_for(
             return unavailable(f"it supports at most {spec.max_ranks} ranks, and the group has {world_size}")
         return AVAILABLE
 
-    def ask(name: str, key: DispatchKey) -> Decision:
+    def ask(name: str, key: ScheduleKey) -> Decision:
         if world_size == 1:
             return ALONE
         reason = ""
@@ -224,7 +224,7 @@ class _Environment(NamedTuple):
     size: int
     device_type: str
     where: str
-    ask: Callable[[str, DispatchKey], Decision]
+    ask: Callable[[str, ScheduleKey], Decision]
     messages: Callable[[], str]
     fused_ring: Callable[[KernelQuery], Availability]
 
@@ -317,7 +317,7 @@ def tensor_arguments() -> dict[str, tuple[str, ...]]:
 
 def dispatch_keys(
     op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int
-) -> tuple[DispatchKey | None, ...]:
+) -> tuple[ScheduleKey | None, ...]:
     """Return the dispatch keys of forward and backward of `op` for tensors of `shapes` on each rank.
 
     Raises the errors of `explain`.

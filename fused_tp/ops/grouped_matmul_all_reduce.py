@@ -20,7 +20,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.core.partition import SymInt
 from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, example_routing, fake_grouped_grads
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def grouped_matmul_all_reduce(
@@ -153,8 +153,8 @@ def _grouped_matmul_all_reduce_fake(a: _Args) -> Tensor:
     return a.x.new_empty((*a.shape, a.weight.shape[1]))
 
 
-def _grouped_matmul_all_reduce_key(a: _Args) -> DispatchKey | None:
-    return DispatchKey("grouped_matmul_all_reduce", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1])
+def _grouped_matmul_all_reduce_key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey("grouped_matmul_all_reduce", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1])
 
 
 def _grouped_matmul_all_reduce_example(size: int, x: Tensor, weight: Tensor) -> _Args:

@@ -19,7 +19,7 @@ from fused_tp.core.group import GroupLike, group_by_name
 from fused_tp.core.partition import SymInt, shard_sizes
 from fused_tp.ops.arguments import any_dim, check_rows, checked_grouped, checked_sizes, example_routing
 from fused_tp.ops.grouped_matmul_all_reduce import grads_of_rows
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def grouped_matmul_reduce_scatter(
@@ -146,9 +146,9 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
     return g.d_shard.new_empty(0), g.d_shard.clone() if d_output is g.d_shard else d_output
 
 
-def _grads_key(g: _Args | _Grads) -> DispatchKey:
+def _grads_key(g: _Args | _Grads) -> ScheduleKey:
     dtype, device = g.weight.dtype, g.weight.device
-    return DispatchKey("all_gather_grouped_matmul", dtype, device, prod(g.shape), g.weight.shape[1], None)
+    return ScheduleKey("all_gather_grouped_matmul", dtype, device, prod(g.shape), g.weight.shape[1], None)
 
 
 def _grads_fake(g: _Grads) -> tuple[Tensor, Tensor]:
@@ -164,8 +164,8 @@ GROUPED_MATMUL_REDUCE_SCATTER_BACKWARD: Op[_Grads] = Op(
 )
 
 
-def _grouped_matmul_reduce_scatter_key(a: _Args) -> DispatchKey | None:
-    return DispatchKey("grouped_matmul_reduce_scatter", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1])
+def _grouped_matmul_reduce_scatter_key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey("grouped_matmul_reduce_scatter", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1])
 
 
 def _grouped_matmul_reduce_scatter_example(size: int, x: Tensor, weight: Tensor) -> _Args:

@@ -10,7 +10,7 @@ from fused_tp.backends.gemm import bias_grad, linear, weight_grad
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.ops.arguments import checked_linear
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor:
@@ -72,8 +72,8 @@ def _fake(a: _Args) -> Tensor:
     return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0]))
 
 
-def _key(a: _Args) -> DispatchKey | None:
-    return DispatchKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.weight.shape[0])
+def _key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.weight.shape[0])
 
 
 def _example(size: int, x: Tensor, weight: Tensor) -> _Args:

@@ -12,7 +12,7 @@ from fused_tp.core.group import GroupLike
 from fused_tp.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
 from fused_tp.ops.arguments import autocast_dtype, checked_linear
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def matmul_all_reduce_rms_norm(
@@ -98,8 +98,8 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
     return (a.residual.new_empty(a.residual.shape), a.residual.new_empty(a.residual.shape))
 
 
-def _key(a: _Args) -> DispatchKey | None:
-    return DispatchKey.of("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0])
+def _key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey.of("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0])
 
 
 def _example(size: int, x: Tensor, weight: Tensor) -> _Args:

@@ -11,7 +11,7 @@ from fused_tp.backends.schedule import GatherMatmul, Schedule
 from fused_tp.core.group import GroupLike, group_by_name
 from fused_tp.core.partition import shard_sizes
 from fused_tp.ops.arguments import checked_linear, resized, token_dim
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 
 def matmul_reduce_scatter(
@@ -113,8 +113,8 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     return grads if gathered is None else [*grads, gathered]
 
 
-def _grads_key(g: _Args | _Grads) -> DispatchKey:
-    return DispatchKey.of("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
+def _grads_key(g: _Args | _Grads) -> ScheduleKey:
+    return ScheduleKey.of("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -131,8 +131,8 @@ def _matmul_reduce_scatter_forward(schedule: Schedule, a: _Args) -> Tensor:
     return schedule.matmul_reduce_scatter([(a.x, a.weight)], a.bias, scatter_dim=a.scatter_dim)
 
 
-def _matmul_reduce_scatter_key(a: _Args) -> DispatchKey | None:
-    return DispatchKey.of("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0])
+def _matmul_reduce_scatter_key(a: _Args) -> ScheduleKey | None:
+    return ScheduleKey.of("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0])
 
 
 def _matmul_reduce_scatter_example(size: int, x: Tensor, weight: Tensor) -> _Args:

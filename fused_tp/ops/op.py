@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from fused_tp.backends.local import LOCAL
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings, tracing
-from fused_tp.core.dispatch import DispatchKey as DispatchKey
+from fused_tp.core.dispatch import ScheduleKey as ScheduleKey
 from fused_tp.core.group import GroupName, GroupSlot, empty_dict, group_by_name, group_identity, known_group
 from fused_tp.core.subclass import result_kind
 from fused_tp.core.tracing import op_span, recording
@@ -141,8 +141,8 @@ class Op(Generic[A]):
         forward: Callable[[Any, A], Any],
         fake: Callable[[A], Any],
         *,
-        key: Callable[[A], DispatchKey | None] | None = None,
-        backward_key: Callable[[A], DispatchKey] | None = None,
+        key: Callable[[A], ScheduleKey | None] | None = None,
+        backward_key: Callable[[A], ScheduleKey] | None = None,
         example: Callable[..., A] | None = None,
         prepare: Callable[[A], A] | None = None,
         saves: Sequence[str | int] = (),

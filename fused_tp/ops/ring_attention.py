@@ -30,7 +30,7 @@ from fused_tp.ops.attention_arguments import (
     describe,
     with_keywords,
 )
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -177,11 +177,11 @@ class _Grads(NamedTuple):
     group: AnyGroup
 
 
-def _key(a: _Args | _Grads) -> DispatchKey:
+def _key(a: _Args | _Grads) -> ScheduleKey:
     """Key for dispatch, by the size of the K/V of all ranks (in the dtype of q), which a plain schedule gathers."""
     batch, _, heads, head_dim = a.k.shape
     columns = heads * (head_dim + a.v.shape[3])
-    return DispatchKey(OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
+    return ScheduleKey(OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
 
 
 def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:

@@ -19,7 +19,7 @@ from fused_tp.core.partition import SymInt
 from fused_tp.core.pending import check_equal, checksum
 from fused_tp.ops.arguments import any_dim, check_bool, check_int, check_local, resized
 from fused_tp.ops.attention_arguments import on_host, total_length
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 # Dtypes that every transport supports. Tensors of other dtypes (bool, complex, float8, ...) are sent as bytes.
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -220,7 +220,7 @@ def _shard_backward(s: Saved[_Shard], grad: Tensor) -> dict[str, Any]:
     return {"x": UNSHARD_SEQUENCE(grad, a.dim, a.layout, shape[a.dim], a.cu_seqlens, a.group)}
 
 
-def _unshard_key(a: _Unshard) -> DispatchKey | None:
+def _unshard_key(a: _Unshard) -> ScheduleKey | None:
     shape, dtype, size = a.x_shard.shape, a.x_shard.dtype, group_by_name(a.group).size
     row = prod(shape[: a.dim]) * prod(shape[a.dim + 1 :])
     if row * a.seq_len == 0:
@@ -228,7 +228,7 @@ def _unshard_key(a: _Unshard) -> DispatchKey | None:
     if dtype not in _MOVED_AS_THEY_ARE:
         dtype, row = torch.uint8, row * dtype.itemsize
     rows = max(local_length(a.seq_len, size, rank, a.layout) for rank in range(size))
-    return DispatchKey("all_gather", dtype, a.x_shard.device, rows * size, None, row)
+    return ScheduleKey("all_gather", dtype, a.x_shard.device, rows * size, None, row)
 
 
 def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:

@@ -23,7 +23,7 @@ from fused_tp.ops.arguments import (
     checked_number,
     total_size,
 )
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
 
 _REDUCTIONS = ("mean", "sum", "none")
 _STATISTICS = 4  # numbers per token that ranks exchange; see `_local_stats`
@@ -125,10 +125,10 @@ def _prepare(a: _Args) -> _Args:
     return _Args(logits_shard, target, vocab, smoothing, ignore_index, reduction, group)
 
 
-def _key(a: _Args) -> DispatchKey:
+def _key(a: _Args) -> ScheduleKey:
     dtype = accumulate_dtype(a.logits_shard.dtype)
     rows = prod(a.logits_shard.shape[:-1])
-    return DispatchKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, rows, None, _STATISTICS)
+    return ScheduleKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, rows, None, _STATISTICS)
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:

@@ -173,8 +173,8 @@ def save_pretrained(
 
     All ranks of the mesh must call it, as for models that transformers itself has sharded; global rank 0 gathers the
     shards on the CPU and writes them. Its arguments are those of transformers' `save_pretrained`. With the argument
-    `state_dict` nothing is gathered, and any rank may call it alone. Before reading the folder on another rank, wait for
-    rank 0 (torch.distributed.barrier()).
+    `state_dict` nothing is gathered, and any rank may call it alone. Before reading the folder on another rank, wait
+    for rank 0 (torch.distributed.barrier()).
     """
     all_write = bool(keywords.get("distributed_checkpoint"))  # all ranks call transformers' method, which may raise
     writes = is_main_process or all_write

@@ -27,7 +27,7 @@ from fused_tp.backends.nccl import nccl_pipeline
 from fused_tp.backends.schedule import GatherMatmul, Schedule
 from fused_tp.backends.shared_memory import shared_memory
 from fused_tp.backends.symmetric_memory.symm_mem import CpuSymmetricMemory
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import resolve_group
 from fused_tp.core.partition import shard_range
 from fused_tp.core.pending import sum_in_rank_order
@@ -98,7 +98,7 @@ def schedule_on(group: Any, name: str) -> Iterator[Any]:
         made[name, CPU, None] = schedule
         try:
             with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=name):
-                key = DispatchKey("matmul_all_reduce", torch.float32, CPU, 4, None, 4)
+                key = ScheduleKey("matmul_all_reduce", torch.float32, CPU, 4, None, 4)
                 assert described.size == 1 or registry.select_schedule(key, described) is schedule
                 yield schedule
         finally:

@@ -91,7 +91,7 @@ def only(**kinds: type[Plain]) -> Iterator[None]:
 
 def chosen(group: Any) -> dict[str, str]:
     """Choices of this rank: schedule by call in words."""
-    choices = autotune._KEPT[resolve_group(group)]["choices"]
+    choices = autotune._SAVED[resolve_group(group)]["choices"]
     return {words.split(",")[0]: choice["schedule"] for words, choice in choices.items()}
 
 
@@ -107,14 +107,14 @@ def calls(group: Any) -> None:
 def choose(group: Any, folder: str) -> tuple[dict[str, str], dict[str, str], int]:
     """Choices of this rank, schedules found wrong, and the number of measurements."""
     kinds = {"plain": Slow, "quick": Quick, "wrong": Wrong, "other": OtherBits, "uneven": Uneven}
-    measured = mock.Mock(wraps=autotune._measured)
+    measured = mock.Mock(wraps=autotune._measure)
     with (
         mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder),
-        mock.patch.object(autotune, "_measured", measured),
+        mock.patch.object(autotune, "_measure", measured),
         only(**kinds, raises=Raises),
     ):
         calls(group)
-        return chosen(group), autotune._KEPT[resolve_group(group)]["wrong"], measured.call_count
+        return chosen(group), autotune._SAVED[resolve_group(group)]["wrong"], measured.call_count
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
@@ -127,7 +127,7 @@ def test_what_is_slow_or_wrong_is_not_chosen(world_size: int, tmp_path: Path) ->
     assert wrong["wrong: all_gather_matmul in float32"].startswith("on rank 1 0.01% of the result are wrong")
     assert wrong["wrong: matmul_all_reduce in float32"].startswith("on rank 0 ")
     assert wrong["other: matmul_all_reduce in float32"] == "ranks hold different bits"
-    assert wrong["uneven: matmul_all_reduce in float32"] == "on rank 0 a second call gave other bits"
+    assert wrong["uneven: matmul_all_reduce in float32"] == "on rank 0 two equal calls returned different bits"
     assert "NotImplementedError: not for these sizes" in wrong["raises: matmul_all_reduce in float32"]
 
     # Other processes read all results from the file, and measure nothing.
@@ -186,5 +186,5 @@ def test_doctor_names_what_was_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    autotune._keep({"about": "", "machine": {}, "choices": {}, "wrong": {}, "path": str(tmp_path / "file" / "a.json")})
-    assert "could not be kept" in caplog.text
+    autotune._save({"about": "", "machine": {}, "choices": {}, "wrong": {}, "path": str(tmp_path / "file" / "a.json")})
+    assert "could not be saved" in caplog.text

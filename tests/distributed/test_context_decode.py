@@ -316,7 +316,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window": 5}, TypeError, "window must be (left, right)"),
     ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
     ({"sinks": torch.ones(2)}, ValueError, "sinks has shape (2,); it must be [4], one for each head of q."),
-    ({"group": "cp"}, TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, not str."),
+    ({"group": "cp"}, TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, got str."),
 ]
 
 

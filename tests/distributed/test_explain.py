@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.backends import registry
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.ops.explain import explain_for, tensor_arguments
 from fused_tp.ops.op import every_op
 from tests.distributed.test_every_op import calls, public_ops
@@ -33,7 +33,7 @@ def asked() -> Iterator[Asked]:
     found: Asked = []
     real = registry.select_schedule
 
-    def recorded(key: DispatchKey, group: Any) -> Any:
+    def recorded(key: ScheduleKey, group: Any) -> Any:
         schedule = real(key, group)
         if schedule.name != "local":  # the attention inside ulysses_attention, which moves nothing
             found.append((key.op, key.dtype, key.m, key.k, key.n, schedule.name))

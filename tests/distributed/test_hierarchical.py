@@ -26,7 +26,7 @@ from fused_tp.backends.hierarchical.two_level import Hosts, error_of_group, host
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.registry import select_schedule
 from fused_tp.backends.shared_memory import shm
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, resolve_group
 from fused_tp.core.store import made_together
@@ -48,11 +48,11 @@ pytest.importorskip("fused_tp._core", reason="needs the native core: pip install
         ("aaabbb", 3),
         ("aabbcc", 2),
         ("aaaa", "all of its ranks are on one host"),
-        ("abcd", "each of its ranks is on a host of its own"),
-        ("abab", "its 4 ranks are not laid out host by host, equally many on each of 2 hosts"),
-        ("aaab", "not laid out host by host"),
-        ("aabbb", "not laid out host by host"),
-        ("aabbaa", "not laid out host by host"),
+        ("abcd", "each of its ranks is on a different host"),
+        ("abab", "its 4 ranks are not in consecutive blocks of equal size on the 2 hosts"),
+        ("aaab", "not in consecutive blocks"),
+        ("aabbb", "not in consecutive blocks"),
+        ("aabbaa", "not in consecutive blocks"),
     ],
 )
 def test_hosts_have_equally_many_ranks_side_by_side(names: str, answer: int | str) -> None:
@@ -80,7 +80,7 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         if dist.get_rank() >= len(names):
             return []
         world = len(names)
-        made = select_schedule(DispatchKey("all_reduce", dtype, torch.device("cpu"), 3, None, 4), resolve_group(group))
+        made = select_schedule(ScheduleKey("all_reduce", dtype, torch.device("cpu"), 3, None, 4), resolve_group(group))
         assert isinstance(made, Hierarchical)
         assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
         every_method(made, dtype, exact=False)  # unequal shards fall back to one level, with right results
@@ -113,7 +113,7 @@ def test_two_hosts_of_two_ranks(dtype: torch.dtype, chunk_bytes: int) -> None:
         ["(2, 3)", "(0, 2)"],
         ["(2, 3)", "(1, 3)"],
     ]
-    assert "hierarchical over memory inside of hosts, messages across" in answers[0][0]
+    assert "hierarchical over memory inside hosts, messages across" in answers[0][0]
 
 
 def count_bytes(_: Any) -> dict[str, list[tuple[tuple[int, ...], int]]]:
@@ -207,8 +207,8 @@ def explanation(group: Any) -> str:
     ("names", "without_shared_memory", "taken", "why"),
     [
         ("aaaa", "", "one_sided", "but all of its ranks are on one host"),
-        ("abcd", "", "plain", "each of its ranks is on a host of its own"),
-        ("abab", "", "plain", "laid out"),
+        ("abcd", "", "plain", "each of its ranks is on a different host"),
+        ("abab", "", "plain", "consecutive blocks"),
         ("aabb", "23", "plain", "no fast links inside of a host"),  # one host lacks them, so no host uses them
         ("aabb", "", "hierarchical", "forces it"),
     ],
@@ -224,7 +224,10 @@ def test_groups_without_two_levels_go_by_the_table(
 def test_ranks_of_several_hosts_take_two_levels_by_themselves(world: Any) -> None:
     assert "forward: hierarchical over" in (said := explained(world, "aabb")) and "several hosts" in said
     said = explained(world, "abab")
-    assert "forward: plain over gloo" in said and "no shared memory: FUSED_TP_HOST gives its ranks 2 hosts" in said
+    assert (
+        "forward: plain over gloo" in said
+        and "no shared memory: FUSED_TP_HOST assigns its ranks to 2 different hosts" in said
+    )
 
 
 @pytest.mark.skipif(

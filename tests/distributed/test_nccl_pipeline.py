@@ -113,7 +113,7 @@ def sent_before_it_ended(group: Any) -> tuple[str, float]:
     schedule = NcclPipeline(transport, 2)
     step(schedule, "all_gather_matmul")
     arriving = schedule.all_gather(torch.full((2,), float(rank)), gather_dim=0, gather_size=None)
-    transport._peer_lost(1 - rank)
+    transport._on_peer_lost(1 - rank)
     time.sleep(0.1)  # the loss must not affect this exchange
     assert arriving.wait().tolist() == [0.0, 0.0, 1.0, 1.0]
     if rank == 1:
@@ -135,7 +135,7 @@ def sent_long_before(group: Any) -> list[float]:
     with mock.patch.object(transport, "stream", lambda: stream.handle):
         moving = transport.gather("all_gather", own, gathered, gather_plan((2, 2), transport.rank, 1))
         if transport.rank == 0:
-            transport._peer_lost(1)
+            transport._on_peer_lost(1)
             time.sleep(1.5)  # longer than it takes to notice that rank 1 is lost
             word.fill_(1)
         moving.wait()
@@ -158,7 +158,7 @@ def lost_in_a_graph(group: Any) -> str:
     graph = ctypes.c_void_p(knobs.cuda_double_end_capture(stream.handle))
     if transport.rank == 0:
         knobs.cuda_double_replay(graph, stream.handle)
-        transport._peer_lost(1)
+        transport._on_peer_lost(1)
         deadline = time.monotonic() + 10
         while transport.broken is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -175,6 +175,6 @@ def test_peer_that_ends_is_lost_and_what_it_has_sent_arrives() -> None:
     # A world of two, as in the pool only two of four ranks would create groups.
     first, second = (outcome.unwrap() for outcome in nccl_ranks(2, peers_that_end, run=fresh_ranks))
     message, seconds = first[0]
-    assert "lost rank 1: the process has ended" in message and seconds < NOTICE_SECONDS
+    assert "lost rank 1: its process has exited" in message and seconds < NOTICE_SECONDS
     assert first[1] == second[1] == [1.0, 1.0, 2.0, 2.0]
-    assert "on rank 0 of 2 lost rank 1: the process has ended" in first[2]
+    assert "on rank 0 of 2 lost rank 1: its process has exited" in first[2]

@@ -96,7 +96,7 @@ def test_a_ring_that_fails_in_step_0_is_not_tried_again() -> None:
     # A world of two: in the pool, new groups of two ranks would be numbered differently from those of the others.
     outcomes = fresh_ranks(2, fail_in_step_0, env={"FUSED_TP_SCHEDULE": "one_sided"})
     others, own = (outcome.unwrap() for outcome in outcomes)
-    assert all("raised MemoryError (no room for scores) half-way" in said for said in own), own
+    assert all("raised MemoryError (no room for scores) midway" in said for said in own), own
     assert all("rank 1 has left the group" in said for said in others), others
 
 

@@ -58,7 +58,7 @@ def test_nobody_waits_for_a_rank_that_died_or_that_a_peer_waits_for_no_more() ->
         (late, said_late, soon), (dead, said_dead, at_once) = outcome.unwrap()
         assert late == CollectiveTimeoutError.__name__ and "Rank 2 did not take part in names of group" in said_late
         assert "within 0.5 s" in said_late and soon < NOTICE_SECONDS, said_late
-        assert dead == PeerLostError.__name__ and "Rank 2 died, or left the group, before it took part" in said_dead
+        assert dead == PeerLostError.__name__ and "Rank 2 died, or left the group, before joining" in said_dead
         assert at_once < NOTICE_SECONDS, said_dead
 
 

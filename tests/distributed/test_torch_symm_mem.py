@@ -241,7 +241,7 @@ def test_ranks_take_the_ops_that_all_of_them_have() -> None:
     for outcome in fresh_ranks(2, without_some):
         reason, error = outcome.unwrap()
         assert "has no symm_mem.fused_all_gather_matmul for cpu" in reason
-        assert "Schedule 'symm_mem' cannot serve this group: " in error and reason in error
+        assert "Schedule 'symm_mem' does not support this group: " in error and reason in error
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_memory_does_not_grow_while_a_graph_is_captured() -> None:
         assert first == second == "None"
         for op, error in zip(("matmul_reduce_scatter", "all_reduce"), refused, strict=True):
             assert f"{op} needs 2097152 bytes of symmetric memory for torch's op" in error
-            assert "cannot be made while a CUDA graph is being captured. Run the same ops once before" in error
+            assert "cannot be created during CUDA graph capture. Run the same ops once before" in error
 
 
 def short_of_memory(group: Any) -> None:
@@ -276,7 +276,7 @@ def short_of_memory(group: Any) -> None:
     x, few, w = seeded(1 << 17, 4), seeded(64, 4), torch.eye(4)
 
     def refuse(*_: Any) -> Any:
-        raise symm_mem.NoSymmetricMemory("rank 1 says: out of memory")
+        raise symm_mem.NoSymmetricMemory("rank 1: out of memory")
 
     with schedule_on(group, "symm_mem") as schedule:
         schedule.all_reduce(few)
@@ -321,7 +321,7 @@ def test_no_rank_waits_for_one_that_cannot_allocate() -> None:
     for outcome in fresh_ranks(2, refused_on_one):
         said = outcome.unwrap()
         assert said == (
-            "NoSymmetricMemory: 1024 bytes of symmetric memory could not be allocated; rank 1 says: CUDA out of memory"
+            "NoSymmetricMemory: 1024 bytes of symmetric memory could not be allocated; rank 1: CUDA out of memory"
         )
 
 
@@ -396,10 +396,10 @@ def kept_in(folder: str) -> dict[str, Any]:
 
 def online(group: Any, folder: str) -> list[Any]:
     """Calls of ranks with NVLink while no variable is set."""
-    measured = mock.Mock(wraps=autotune._measured)
+    measured = mock.Mock(wraps=autotune._measure)
     x, w = seeded(32, 64), seeded(64, 64, seed=1)
     ask: dict[str, Any] = {"dtype": FP32, "group": group}
-    with with_nvlink(XDG_CACHE_HOME=folder), mock.patch.object(autotune, "_measured", measured):
+    with with_nvlink(XDG_CACHE_HOME=folder), mock.patch.object(autotune, "_measure", measured):
         before = str(fused_tp.explain("matmul_all_reduce", (32, 64), (64, 64), **ask))
         for _ in range(2):
             y = fused_tp.matmul_all_reduce(x, w, group=group)
@@ -431,7 +431,7 @@ def test_ranks_with_nvlink_choose_by_time(tmp_path: Path) -> None:
 
 
 def off(group: Any) -> None:
-    with with_nvlink(FUSED_TP_AUTOTUNE="0"), mock.patch.object(autotune, "_measured", side_effect=AssertionError):
+    with with_nvlink(FUSED_TP_AUTOTUNE="0"), mock.patch.object(autotune, "_measure", side_effect=AssertionError):
         fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
         said = str(fused_tp.explain("matmul_all_reduce", (32, 64), (64, 64), dtype=FP32, group=group))
         assert "plain over gloo" in said and "measures" not in said
@@ -448,7 +448,7 @@ def nearly_full(group: Any) -> None:
     with with_nvlink(), mock.patch.object(autotune, "_free_bytes", lambda device: free):
         for _ in range(2):
             fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
-        assert CALLED == [] and autotune._KEPT[resolve_group(group)]["choices"] == {}
+        assert CALLED == [] and autotune._SAVED[resolve_group(group)]["choices"] == {}
 
 
 @pytest.mark.full
@@ -462,7 +462,7 @@ def captured_first(group: Any) -> None:
     with (
         with_nvlink(),
         mock.patch.object(autotune, "is_capturing", lambda device: True),
-        mock.patch.object(autotune, "_measured", side_effect=AssertionError),
+        mock.patch.object(autotune, "_measure", side_effect=AssertionError),
     ):
         fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
 
@@ -481,7 +481,7 @@ def joined(group: Any, folder: str) -> list[Any]:
     def tried(rows: int) -> set[str]:
         with with_nvlink(XDG_CACHE_HOME=folder):
             fused_tp.matmul_all_reduce(x[:rows], x, group=group)
-        choice = [one for words, one in autotune._KEPT[described]["choices"].items() if f"up to m={rows}" in words][-1]
+        choice = [one for words, one in autotune._SAVED[described]["choices"].items() if f"up to m={rows}" in words][-1]
         return {*choice["seconds"], *choice["slower"]}
 
     found.append(tried(8))

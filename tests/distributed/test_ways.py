@@ -16,7 +16,7 @@ from fused_tp.backends import registry
 from fused_tp.backends.registry import SCHEDULES, select_schedule
 from fused_tp.backends.symmetric_memory import symm_mem
 from fused_tp.core import dispatch
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import resolve_group
 from fused_tp.core.store import exchange
 from tests.workers import run_ranks
@@ -26,8 +26,8 @@ GPU_ONLY = {
     "one_shot": "device kernels run on NVIDIA GPUs; this is cpu",
     "two_shot": "device kernels run on NVIDIA GPUs; this is cpu",
     "multimem": "device kernels run on NVIDIA GPUs; this is cpu",
-    "copy_engine": "copy engines are those of NVIDIA GPUs; this is cpu",
-    "nccl_pipeline": "NCCL moves tensors of NVIDIA GPUs, not of cpu",
+    "copy_engine": "copy engines are supported on NVIDIA GPUs only, not on cpu",
+    "nccl_pipeline": "NCCL supports NVIDIA GPUs only, not cpu",
 }
 
 
@@ -43,9 +43,9 @@ def asked_for(_: Any) -> list[str]:
 def test_forced_schedules_are_refused_with_the_reason() -> None:
     pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
     wanted = [
-        *(f"Schedule {name!r} cannot serve this group: rank 0: {why}." for name, why in GPU_ONLY.items()),
-        "Schedule 'one_sided' cannot serve this group: FUSED_TP_SHM=0 turns it off.",
-        f"FUSED_TP_SCHEDULE names schedule 'fastest'; there are {', '.join(SCHEDULES)}.",
+        *(f"Schedule {name!r} does not support this group: rank 0: {why}." for name, why in GPU_ONLY.items()),
+        "Schedule 'one_sided' does not support this group: FUSED_TP_SHM=0 turns it off.",
+        f"FUSED_TP_SCHEDULE is 'fastest'; it must be one of {', '.join(SCHEDULES)}.",
     ]
     assert run_ranks(4, asked_for, env={"FUSED_TP_SHM": "0"}) == [wanted] * 4
 
@@ -86,7 +86,7 @@ def of_mixed_gpus(group: Any) -> list[str]:
     ):
         for rows in (1, 2):
             device = torch.device("cuda", described.rank)
-            schedule = select_schedule(DispatchKey("all_reduce", torch.float32, device, rows, None, 8), described)
+            schedule = select_schedule(ScheduleKey("all_reduce", torch.float32, device, rows, None, 8), described)
             chosen.append(schedule.name)
     assert exchanged.call_count == 2  # one for settings, one for GPUs
     return chosen

@@ -70,7 +70,7 @@ def linear_cases(op: Callable[..., Any], x: str) -> list[Refusal]:
             f"weight has shape (4, 5); it must be [out, 4], because {x} has shape (3, 4).",
         ),
         (lambda: op(weight=torch.ones(4)), ValueError, "weight has shape (4,); it must be [out, 4]"),
-        (lambda: op(group="tp"), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, not str."),
+        (lambda: op(group="tp"), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, got str."),
     ]
 
 
@@ -144,7 +144,7 @@ CASES: list[Refusal] = [
     (lambda: norm(eps=0.0), ValueError, "eps is 0.0; it must be positive"),
     (lambda: norm(eps=float("nan")), ValueError, "eps is nan; it must be positive"),
     (lambda: norm(eps="1e-6"), TypeError, "eps must be a float, not str."),
-    (lambda: norm(group=0), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, not int."),
+    (lambda: norm(group=0), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, got int."),
     *linear_cases(mm_norm, "x"),
     (lambda: mm_norm(residual=X), ValueError, "residual has shape (3, 4); it must be (3, 5), the shape of the sum"),
     (lambda: mm_norm(residual=R.half()), TypeError, "residual has dtype torch.float16, but x has torch.float32"),
@@ -258,14 +258,14 @@ def test_mesh_of_two_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = DeviceMesh.__new__(DeviceMesh)
     monkeypatch.setattr(DeviceMesh, "ndim", 2)
     monkeypatch.setattr(DeviceMesh, "mesh_dim_names", ("dp", "tp"), raising=False)
-    with pytest.raises(ValueError, match=r"group is a DeviceMesh with 2 dims .* pass a 1-D mesh, such as mesh\['tp'\]"):
+    with pytest.raises(ValueError, match=r"must be a 1-D DeviceMesh, got .* such as mesh\['tp'\]"):
         fused_tp.all_reduce(X, group=mesh)
 
 
 def test_one_of_several_processes_is_not_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not dist.is_initialized()
-    with pytest.raises(ValueError, match=r"there are 2, but .* call torch\.distributed\.init_process_group\(\) first"):
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2, but .* Call torch\.distributed\.init_process_group"):
         fused_tp.all_reduce(X, group=None)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert torch.equal(fused_tp.all_reduce(X, group=None), X)

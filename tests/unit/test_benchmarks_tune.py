@@ -42,7 +42,7 @@ def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.
 
     def chosen(op: str, dtype: torch.dtype, rows: int, world_size: int = 2, transport: str = "shm") -> str:
         k, n = (1024, None) if op == "all_gather_matmul" else (None, 1024)
-        key = dispatch.DispatchKey(op, dtype, torch.device("cpu"), rows, k, n)
+        key = dispatch.ScheduleKey(op, dtype, torch.device("cpu"), rows, k, n)
         return dispatch.choose(key, world_size, transport, "cpu").schedule
 
     assert chosen("matmul_all_reduce", torch.float32, 4) == "plain"  # 16 KiB

@@ -66,7 +66,7 @@ BAD_SETTINGS = {
     "FUSED_TP_SHM": {"maybe": "1 or 0"},
     "FUSED_TP_TABLE": {"/nowhere.json": "nowhere.json"},
     "FUSED_TP_TIMOUT": {"5": "misspelt"},
-    "FUSED_TP_SCHEDULE": {"magic": "there are plain, ", "pipelined": ""},
+    "FUSED_TP_SCHEDULE": {"magic": "must be one of plain, ", "pipelined": ""},
     "FUSED_TP_NVTX": {"sometimes": "1 or 0", "off": ""},
     "FUSED_TP_CUDA": {"maybe": "1 or 0", "yes": ""},
     "FUSED_TP_REQUIRE_NATIVE": {"2": "1 or 0"},
@@ -109,7 +109,7 @@ def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.Monke
     [
         (
             '{"arch": {"default": {"default": {"default": [{"schedule": "nonesuch"}]}}}}',
-            "names schedule 'nonesuch'; there",
+            "names schedule 'nonesuch'; it",
         ),
         pytest.param("[" * 100_000, "is not a dispatch table", id="deep"),
     ],

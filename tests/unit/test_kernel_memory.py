@@ -36,7 +36,7 @@ SHARED = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]  # torc
         (changed(2, gpu="gpu0"), "several of its ranks share a GPU"),
         (changed(1, host="other"), "its ranks are on several hosts"),
         (changed(2, arch=80), "its GPUs differ: sm_80, sm_90"),
-        (changed(0, unreachable=("gpu2",)), "the GPU of rank 0 cannot address that of rank 2"),
+        (changed(0, unreachable=("gpu2",)), "the GPU of rank 0 cannot access the memory of the GPU of rank 2"),
         (changed(1, problem="its GPU is sm_75; kernels need sm_80 or later"), "rank 1: its GPU is sm_75"),
     ],
 )

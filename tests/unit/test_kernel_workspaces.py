@@ -116,7 +116,7 @@ def test_one_that_gives_up_tells_its_peers_in_all_workspaces() -> None:
 
 def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
     workspaces, of_kinds = both()
-    workspaces._peer_lost(1)
+    workspaces._on_peer_lost(1)
     for one in of_kinds:
         one.stop_waiting.assert_called_once_with(1)
     of_kinds[0].expired.return_value = Said("a wait that was ended")
@@ -140,7 +140,7 @@ def test_a_failure_while_growing_makes_the_group_unusable() -> None:
     memory.allocate = mock.Mock(side_effect=MemoryError("none left"))
     with pytest.raises(MemoryError), workspaces.use("sum", 5, "op"):
         pass
-    match = "making a workspace of 1048576 bytes for op failed"
+    match = "creating a workspace of 1048576 bytes for op failed"
     with pytest.raises(FusedTPError, match=match), workspaces.use("sum", 5, "op"):
         pass
     assert len(told) == 1 and match in told[0]
@@ -152,7 +152,7 @@ def test_a_peer_that_is_lost_meanwhile() -> None:
     allocate = memory.allocate
 
     def lost_meanwhile(nbytes: int) -> tuple[Tensor, Any]:
-        workspaces._peer_lost(1)
+        workspaces._on_peer_lost(1)
         return allocate(nbytes)
 
     memory.allocate = lost_meanwhile

@@ -97,7 +97,7 @@ def test_what_a_gpu_sends_and_receives_is_in_the_order_of_its_stream(monkeypatch
     Stream().synchronize()
     assert torch.equal(host, torch.ones(4)), "it is a copy"
     # Received data are written after the pending work of the stream and before its next work.
-    room, seen = gloo.host_room(x.as_subclass(OnGpu)).fill_(3.0), []
+    room, seen = gloo.host_buffer(x.as_subclass(OnGpu)).fill_(3.0), []
     Stream.steps.append(lambda: seen.append(x.clone()))
     gloo.from_host(room, x.as_subclass(OnGpu))
     Stream.steps.append(lambda: seen.append(x.clone()))
@@ -119,7 +119,7 @@ def test_what_has_ended_with_any_error_has_not_ended_well(error: BaseException) 
 
 
 def test_nothing_to_wait_for_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "_waiter", None)
+    monkeypatch.setattr(gloo, "_idle_or_new_waiter", None)
     assert Messages([], 60.0).wait_for(0.0)
 
 
@@ -189,7 +189,7 @@ class Group:
 def test_a_group_is_kept_only_if_its_collectives_do_not_end(
     monkeypatch: pytest.MonkeyPatch, works: list[Work], kept: bool
 ) -> None:
-    monkeypatch.setattr(gloo, "_END_SECONDS", 0.02)
+    monkeypatch.setattr(gloo, "_COMPLETION_SECONDS", 0.02)
     group: Any = Group()
     before = sys.getrefcount(group)
     assert outlive(group, works) == kept

@@ -81,7 +81,7 @@ def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
     for path, sentence in expected.items():
         use_library(path)
         try:
-            with pytest.raises(RuntimeError, match=f"^The device kernels cannot be used: .*{sentence}"):
+            with pytest.raises(RuntimeError, match=f"^The device kernels are not available: .*{sentence}"):
                 native_kernels.native_kernels()
             assert not native_kernels_available().reason.endswith(".")
         finally:
@@ -112,9 +112,9 @@ def test_whether_it_can_be_used_here(installed: Path, monkeypatch: pytest.Monkey
         "they were built for sm_90a, compute_100, and this GPU is sm_80; reinstall fused_tp with FUSED_TP_CUDA_ARCHS=80"
     )
     monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
-    assert "built by CUDA 13.0, and the driver serves CUDA 12.4; update the driver" in reason()
+    assert "built with CUDA 13.0, and the driver supports only CUDA 12.4; update the driver" in reason()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for version, why in (("13.0", "no GPU or no driver for it"), (None, "a torch that was built without CUDA")):
+    for version, why in (("13.0", "no GPU, or no driver"), (None, "torch was built without CUDA")):
         monkeypatch.setattr(torch.version, "cuda", version)
         assert reason() == f"torch finds no GPU here ({why})"
 
@@ -127,7 +127,7 @@ def test_without_library_or_core(installed: Path, monkeypatch: pytest.MonkeyPatc
     reason = native_kernels_available().reason
     assert reason.startswith("they were not built when fused_tp was installed; install the CUDA toolkit")
     assert native_kernels.built_for(tmp_path / "_cuda.so") is None
-    with pytest.raises(RuntimeError, match="The device kernels cannot be used: they were not built"):
+    with pytest.raises(RuntimeError, match="The device kernels are not available: they were not built"):
         native_kernels.native_kernels()
 
 

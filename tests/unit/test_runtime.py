@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fused_tp
 from fused_tp.cli.main import main
 from fused_tp.core import dispatch, settings
-from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import check_mesh_order, group_by_name, resolve_group
 from fused_tp.core.partition import shard_range, shard_sizes
 from fused_tp.core.pending import sum_in_rank_order
@@ -65,7 +65,7 @@ def test_group_of_one_process() -> None:
     group = resolve_group(None)
     assert (group.size, group.rank, group.ranks) == (1, 0, (0,))
     assert group_by_name(group.name) is group
-    with pytest.raises(RuntimeError, match="no process group named 'gone'"):
+    with pytest.raises(RuntimeError, match="No process group is named 'gone'"):
         group_by_name("gone")
 
 
@@ -79,7 +79,7 @@ def test_sum_is_in_rank_order_and_rounded_once() -> None:
 
 
 def choose(op: str, m: int, k: int | None, n: int | None) -> str:
-    return dispatch.choose(DispatchKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu").schedule
+    return dispatch.choose(ScheduleKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu").schedule
 
 
 def test_small_calls_run_plain_collectives_and_large_ones_overlap() -> None:
@@ -104,7 +104,7 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", rules))
 
     def ask(m: int, dtype: torch.dtype, world_size: int, *without: str) -> str:
-        key = DispatchKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
+        key = ScheduleKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
         choice = dispatch.choose(key, world_size, "gloo", "cpu", without)
         assert choice.chunks == (3 if choice.schedule == "nccl_pipeline" else None)
         return choice.schedule
@@ -123,26 +123,38 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         ("{", "is not a dispatch table"),
         ("{}", "is not a dispatch table"),
         pytest.param("[" * 100_000, "is not a dispatch table", id="deep"),
-        ("[]", r"table\.json is not a dispatch table \(the file is \[\]; it must be an object"),
-        ('{"arch": {"cpu": {"gloo": 3}}}', "cpu/gloo is 3; it must be an object of named entries"),
-        ('{"arch": {"cpu": {"gloo": {"x": {}}}}}', "cpu/gloo/x is {}; it must be a list of rules"),
+        ("[]", r"table\.json is not a dispatch table \(the file must be a JSON object, got \[\]"),
+        ('{"arch": {"cpu": {"gloo": 3}}}', "cpu/gloo must be a JSON object, got 3"),
+        ('{"arch": {"cpu": {"gloo": {"x": {}}}}}', "cpu/gloo/x must be a list of rules, got {}"),
         (
             '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain"}, 1]}}}}',
-            "rule 1 of cpu/gloo/x, 1: it needs schedule",
+            "rule 1 of cpu/gloo/x, 1: required are schedule",
         ),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "max_m": "4"}]}}}}', "max_m is a number from 0 on"),
+        (
+            '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "max_m": "4"}]}}}}',
+            "max_m must be a number of at least 0",
+        ),
         (
             '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "dtypes": "float32"}]}}}}',
-            "dtypes is a list of names of dtypes",
+            "dtypes must be a list of dtype names",
         ),
         (
             '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "world_sizes": 2}]}}}}',
-            "world_sizes is a list of numbers",
+            "world_sizes must be a list of world sizes",
         ),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedul": "plain"}]}}}}', "needs schedule and may have"),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "chunks": 2}]}}}}', "chunks is a number from 1 on"),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "nccl_pipeline", "chunks": 0}]}}}}', "is a number from 1 on"),
-        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "copy_engine", "chunks": true}]}}}}', "is a number from 1 on"),
+        ('{"arch": {"cpu": {"gloo": {"x": [{"schedul": "plain"}]}}}}', "required are schedule, and optional are"),
+        (
+            '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "chunks": 2}]}}}}',
+            "chunks must be a positive integer",
+        ),
+        (
+            '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "nccl_pipeline", "chunks": 0}]}}}}',
+            "must be a positive integer",
+        ),
+        (
+            '{"arch": {"cpu": {"gloo": {"x": [{"schedule": "copy_engine", "chunks": true}]}}}}',
+            "must be a positive integer",
+        ),
         (
             '{"arch": {"default": {"default": {"default": [{"max_m": 1, "schedule": "plain"}]}}}}',
             "No rule of the dispatch table below default/default/default covers this call",
@@ -191,11 +203,11 @@ def test_explain_where_a_table_prefers_messages_to_shared_memory(
 
 
 FORCED = [  # FUSED_TP_SCHEDULE, options, output for an all_reduce: an error except in the last three
-    ("nonsense", "", "FUSED_TP_SCHEDULE names schedule 'nonsense'; there are plain, "),
+    ("nonsense", "", "FUSED_TP_SCHEDULE is 'nonsense'; it must be one of plain, "),
     ("two_shot", "", "Schedule 'two_shot' does not support this group: it is for cuda, not cpu."),
     ("two_shot", "--arch sm_90 --ranks 64", "this group: it supports at most 63 ranks, and the group has 64."),
     ("one_sided", "--transport gloo", "this group: its transport is gloo."),
-    ("one_sided", "--ranks 65", "this group: the group has 65 ranks; shared memory serves at most 64."),
+    ("one_sided", "--ranks 65", "this group: the group has 65 ranks; shared memory supports at most 64."),
     ("copy_engine", "", "copy engines have nothing for all_reduce; dispatch table as shipped, rule cpu/shm/default"),
     (
         "",
@@ -222,7 +234,7 @@ def test_explain_of_a_table_that_names_no_schedule(
 ) -> None:
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", [{"schedule": "nonesuch"}]))
     assert main(["explain", "all_reduce", "2x64"]) == 2
-    assert "every size, names schedule 'nonesuch'; there are plain, " in capsys.readouterr().err
+    assert "every size, names schedule 'nonesuch'; it must be one of plain, " in capsys.readouterr().err
 
 
 def test_help_of_explain_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ def test_late_ranks_in_a_sentence() -> None:
     assert said({1: waiting}, [1], "broadcast").startswith(
         ", though all ranks had arrived. But rank 1's call 5 is all_reduce, not broadcast: all ranks"
     )
-    assert "the data did not come" in said({1: waiting}, [1], "all_reduce")
+    assert "the data did not arrive" in said({1: waiting}, [1], "all_reduce")
 
 
 # ---- exchanges -------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_late_ranks_in_a_sentence() -> None:
 HOSTS: dict[str, tuple[tuple[str, ...] | None, type[FusedTPError], str]] = {
     "stopped": (None, CollectiveTimeoutError, "answered within 0.3 s (FUSED_TP_TIMEOUT)"),
     "died after this rank's part": (("wait", "get", "check"), CollectiveTimeoutError, "is gone"),
-    "dead": (CALLS, PeerLostError, "peers anything in {op}. It says: Con"),
+    "dead": (CALLS, PeerLostError, "its value in {op}. Error of the store: Con"),
 }
 
 

@@ -98,7 +98,7 @@ def test_both_profilers_see_a_range_once(nvtx: Told, monkeypatch: pytest.MonkeyP
 def test_without_nvtx_it_says_so_once(
     nvtx: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracing._say_there_is_no_nvtx.cache_clear()
+    tracing._warn_without_nvtx.cache_clear()
     monkeypatch.setattr(tracing, "_HAS_NVTX", False)
     monkeypatch.setenv("FUSED_TP_NVTX", "1")
     for _ in range(2):
@@ -146,7 +146,7 @@ def only_one_records(group: dist.ProcessGroup) -> list[float]:
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
         if (group.rank() == 0)
-        else tracing._NOTHING
+        else tracing._NULL_SPAN
     ):
         for op in (column_parallel_matmul.column_parallel_matmul, all_gather_matmul.all_gather_matmul):
             result = op(x, w.clone().requires_grad_(), group=group)

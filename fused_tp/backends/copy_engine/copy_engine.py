@@ -1,21 +1,22 @@
-"""Gathers and scatters by the GPU's copy engines over symmetric memory: no multiprocessor is spent on moving bytes.
+"""Gathers and scatters by the GPU's copy engines over symmetric memory, which occupy no multiprocessor.
 
-All work is enqueued on the engine's own streams, and nothing waits on the host. Flags are words of memory that streams
-write and wait for; csrc/copy_engine/steps.h has the protocol. Only constants are written, so calls can be captured.
+All work is enqueued on the engine's own streams, so the host never waits. Ranks signal each other by flags, which are
+memory words that streams write and wait for; csrc/copy_engine/steps.h describes the protocol. The flags' values are
+constants, so calls can be captured in CUDA graphs.
 
-Gathers pull and scatters push, so that each moves its bytes once (csrc/copy_engine/workspace.h). The direction that a
-link prefers was not measured; NVIDIA's nvbandwidth reports it, as device to device read and write by copy engine.
+Gathers read from peers and scatters write to peers, so that each byte is moved once (csrc/copy_engine/workspace.h). It
+was not measured whether reads or writes are faster; NVIDIA's nvbandwidth reports both for copy engines.
 
-Deadlines: a watchdog thread of the native core (csrc/copy_engine/watchdog.h) ends waits of streams for a peer after
-`FUSED_TP_TIMEOUT`, or soon after the peer's death. The results of a call that did not end become NaN (0xFF bytes) on
-every rank, and the group is unusable.
+Deadlines: a watchdog thread of the native core (csrc/copy_engine/watchdog.h) aborts a stream's wait for a peer after
+`FUSED_TP_TIMEOUT`, or soon after the peer's process has exited. The results of an aborted call become NaN (0xFF bytes)
+on every rank, and the group is unusable.
 
-CUDA graphs: as in `symmetric_memory.workspace`, the memory must exist and be large enough before the capture. Within a
+CUDA graphs: the memory must exist and be large enough before the capture (see `symmetric_memory.workspace`). Within a
 capture, and between replays and other calls, the caller must order the calls: one op of a group at a time, in the same
 order on all ranks.
 
-A test double of the CUDA driver may move host memory (`LIBRARIES`). Then CPU tensors run through this code unchanged;
-an operation that waits in a stream blocks instead, and raises at once.
+Tests replace the CUDA driver by a test double that moves host memory (`LIBRARIES`). CPU tensors then run through this
+code unchanged. An operation that would wait in a stream blocks the host instead, and raises errors immediately.
 """
 
 from __future__ import annotations
@@ -40,34 +41,35 @@ from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostE
 from fused_tp.core.failure import GroupCalls
 from fused_tp.core.pending import current_stream
 
-# As in csrc/copy_engine/watchdog.h.
+# Ops in the order of csrc/copy_engine/watchdog.h, which identifies them by index.
 OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
 
-# Rounding of the size of a message's memory: up to _ROUNDED_TO a power of two, above it a multiple of it.
+# Memory sizes are rounded up: to a power of two below _ROUNDED_TO, and to a multiple of _ROUNDED_TO above it.
 _LEAST_BYTES = 1 << 16
 _ROUNDED_TO = 16 << 20
 
-# Streams that fetch shards. More bring no gain: a GPU has a few copy engines, which share its links.
-# Four ranks of one GPU, with all kinds of workspaces, must leave a queue of the GPU to each of their streams.
+# Largest number of streams that fetch shards. More are not faster, because a GPU has few copy engines, which share its
+# links. Ranks that share a GPU use fewer streams: the GPU's hardware queues must suffice for all streams of four ranks
+# with all kinds of workspaces, because in a shared queue a waiting stream would block the stream that it waits for.
 _MOST_FETCHES, _MOST_FETCHES_OF_ONE_GPU = 4, 2
 
-# `Failure` in csrc/copy_engine/watchdog.h.
+# Values of the enum `Failure` in csrc/copy_engine/watchdog.h.
 _NONE, _TIMEOUT, _LOST, _ABORTED = range(4)
 
-# The driver's library, by device type.
+# File name of the driver's library, by device type; tests add a test double for "cpu".
 LIBRARIES = {"cuda": "libcuda.so.1"}
 
 
 def copy_engine_available(device: torch.device) -> Availability:
-    """Availability of copies by copy engines to tensors on `device`, for any group."""
+    """Return whether copy engines can be used for tensors on `device`, regardless of the group."""
     if find_spec("fused_tp._core") is None:
         return unavailable("this installation has no native core")
     if device.type not in LIBRARIES:
-        return unavailable(f"copy engines are those of NVIDIA GPUs; this is {device.type}")
+        return unavailable(f"copy engines are supported on NVIDIA GPUs only, not on {device.type}")
     try:
         driver = import_module("fused_tp._core").Driver(LIBRARIES[device.type])
         if not driver.has_stream_memory_ops(device.index or 0):
-            return unavailable("streams of this device cannot wait for a word of memory")
+            return unavailable("this device does not support stream memory operations (waiting for a memory word)")
     except RuntimeError as error:
         return unavailable(str(error).splitlines()[0].rstrip("."))
     return AVAILABLE
@@ -75,25 +77,25 @@ def copy_engine_available(device: torch.device) -> Availability:
 
 @dataclass
 class _NativeSlot:
-    """A workspace of the native core, and its memory."""
+    """A workspace of the native core and its memory."""
 
     core: Any
     buffer: Tensor
     gather_bytes: int
     scatter_bytes: int
-    streams: _Streams | None  # None: the core made its own
-    captured: bool = False
-    pending: int = 0  # calls that have begun and not ended
+    streams: _Streams | None  # None: the core has created its own streams
+    captured: bool = False  # True: a CUDA graph contains a call on this workspace
+    pending: int = 0  # number of calls that have begun and are not finished
 
 
 @dataclass(frozen=True)
 class Offered:
-    """Words of this rank's memory that notify a kernel of arrived shards; `comm.arrivals` of the kernels explains them.
+    """Memory words by which the engine notifies a kernel of arrived shards; see `triton_kernels/comm/arrivals.py`.
 
     Attributes:
         arrived: int64 [W]: 1 once the shard of that rank has arrived.
-        order: int64 [W]: for the kernel's own use, 0 at its start.
-        expired: address of an int64 of the host, which the kernel sets when its wait expires.
+        order: int64 [W]: scratch memory of the kernel, 0 at its start.
+        expired: address of an int64 in host memory, which the kernel sets if its wait times out.
     """
 
     arrived: Tensor
@@ -102,9 +104,10 @@ class Offered:
 
 
 class CopyCall:
-    """One call of an op, from its first message to `finish`. An exception inside aborts the group.
+    """Context manager of one call of an op, from its first message to `finish`. An exception inside aborts the group.
 
-    The caller must not touch memory passed to it until `finish`. Ranks call the same methods in the same order.
+    Until `finish`, the caller must not access or free the memory that it has passed to a method. All ranks must call
+    the same methods in the same order.
     """
 
     def __init__(self, engine: CopyEngine, slot: _NativeSlot, op: str) -> None:
@@ -112,7 +115,7 @@ class CopyCall:
         self._engine = engine
         self._slot = slot
         self._core = slot.core
-        self._written: list[Tensor] = []  # destinations of the engine's streams, until `finish`
+        self._written: list[Tensor] = []  # destinations that the engine's streams may write until `finish`
         self._call = slot.core.begin(OPS.index(op), engine.stream(), settings.timeout_seconds())
         slot.pending += 1
 
@@ -126,22 +129,23 @@ class CopyCall:
             self._engine.abort(f"{self.op} failed on rank {self._engine.rank} ({type(error).__name__}: {error}).")
 
     def __del__(self) -> None:
-        # For a call without `finish`: the engine's streams, which run on after an abort too, may still write to these.
+        # The call was not finished. The engine's streams may still write to these tensors, also after an abort.
         if self._written:
             self._engine.abandoned += self._written
 
     def gather(self, shard: Tensor, places: Sequence[Tensor]) -> None:
-        """Start gathering every rank's `shard` into `places`, one per rank; this rank's own place is not written.
+        """Start gathering the ranks' `shard` into `places`, one tensor per rank; this rank's own entry is not written.
 
-        All are contiguous, and each place has as many bytes as its rank's shard.
+        All tensors are contiguous, and each entry of `places` has as many bytes as the shard of its rank.
         """
         self._written += places
         self._core.gather(self._call, self._engine.stream(), _range(shard), [_range(place) for place in places])
 
     def offer(self, shard: Tensor, places: Sequence[Tensor]) -> Offered:
-        """Start a `gather` for a kernel that itself waits for shards, the next in the current stream. Not in captures.
+        """Start a `gather` for the next kernel in the current stream, which itself waits for the shards.
 
-        `places` has an entry for this rank too, or an empty tensor if its shard is not wanted there.
+        Not supported during CUDA graph capture. `places` also has an entry for this rank; if it is an empty tensor,
+        this rank's shard is not copied.
         """
         self._written += places
         op, places_at = OPS.index(self.op), [_range(place) for place in places]
@@ -151,32 +155,32 @@ class CopyCall:
         return Offered(arrived, order, self._core.expired)
 
     def wait_for(self, peer: int) -> None:
-        """Make the current stream wait until the shard of `peer` of the last `gather` has arrived."""
+        """Make the current stream wait until the shard of rank `peer` has arrived, in the last `gather`."""
         self._core.wait_for(self._call, self._engine.stream(), peer)
 
     def scatter(self) -> Scatter:
         """Start sending blocks to the ranks that sum them.
 
         Raises:
-            RuntimeError: two earlier scatters have not been received yet, in this call or one around it.
+            RuntimeError: two earlier scatters, of this call or of a call that encloses it, have not been received yet.
         """
         return Scatter(self, self._slot)
 
     def finish(self, *results: Tensor) -> None:
-        """End the call. `results`, contiguous, become NaN on ranks where the call fails.
+        """Finish the call. If the call fails, its contiguous `results` become NaN.
 
-        On a CPU it raises the errors of `GroupKernels.raise_failure`.
+        For CPU tensors (tests) this raises the errors of `GroupKernels.raise_failure`.
         """
         self._slot.pending -= 1
         self._slot.captured |= is_capturing(self._engine.device)
         self._core.finish(self._call, self._engine.stream(), [_range(result) for result in results])
-        self._written.clear()  # not reached if that raised: the engines may still write
+        self._written.clear()  # not reached if the native call raised, because the engine may then still write
         if self._engine.device.type == "cpu":
             self._engine.raise_failure()
 
 
 class Scatter:
-    """Blocks from every rank to every other: `push` for each peer, then `receive`, use of `terms`, `release`."""
+    """Exchange of one block between every pair of ranks: `push` to each peer, `receive`, read `terms`, `release`."""
 
     def __init__(self, call: CopyCall, slot: _NativeSlot) -> None:
         self._call = call
@@ -186,14 +190,14 @@ class Scatter:
         self.number: int = slot.core.scatter()
 
     def terms(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Blocks [W, *shape] by rank. The caller fills this rank's; the others are valid once received."""
+        """Return the blocks [W, *shape] by source rank. The caller writes its own; `receive` waits for the others."""
         world = self._engine.world_size
         first, per_rank = self._core.slot(self.number, 0) // dtype.itemsize, self._core.slot_bytes // dtype.itemsize
         slots = self._buffer.view(dtype)[first : first + world * per_rank].view(world, per_rank)
         return slots[:, : torch.Size(shape).numel()].unflatten(1, tuple(shape))
 
     def push(self, peer: int, block: Tensor) -> None:
-        """Send `block`, contiguous, once the current stream has computed it."""
+        """Send the contiguous `block` to rank `peer`, after the work enqueued on the current stream so far."""
         self._core.push(self._call._call, self._engine.stream(), self.number, peer, _range(block))
 
     def receive(self) -> None:
@@ -201,12 +205,12 @@ class Scatter:
         self._core.receive(self._call._call, self._engine.stream(), self.number)
 
     def release(self) -> None:
-        """Mark the last use of `terms` in the current stream."""
+        """Allow the next scatter to overwrite `terms`, after the work enqueued on the current stream so far."""
         self._core.release(self._engine.stream(), self.number)
 
 
 class _Streams:
-    """Streams of one workspace of the native core. The workspace keeps this object, and its end frees the streams."""
+    """Streams of one workspace of the native core, which keeps this object alive; freeing it frees the streams."""
 
     def __init__(self, memory: KernelMemory) -> None:
         self._memory = memory  # keeps its `rescue` stream alive
@@ -217,7 +221,7 @@ class _Streams:
 
 
 class CopyEngine(GroupKernels[_NativeSlot]):
-    """The copy engines of one group on one device.
+    """Gathers and scatters of one group on one device.
 
     Example:
         with engine.call("all_gather", gather_bytes=shard.nbytes) as call:
@@ -228,12 +232,12 @@ class CopyEngine(GroupKernels[_NativeSlot]):
 
     def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
         super().__init__(memory, "copy engines", messages)
-        self.abandoned: list[Tensor] = []  # memory of calls without `finish`, never freed
+        self.abandoned: list[Tensor] = []  # destinations of unfinished calls, kept alive forever
         self.watch()
         _engines.add(self)
 
     def stream(self) -> int:
-        """Handle of the caller's stream."""
+        """Return the handle of the current stream."""
         return current_stream(self.device)
 
     def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> CopyCall:
@@ -244,8 +248,8 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             scatter_bytes: size of the longest block that any rank passes to `Scatter.push`.
 
         Raises:
-            RuntimeError: the workspace would have to grow while a CUDA graph is being captured.
-            Also the errors of `raise_if_failed`.
+            RuntimeError: the workspace would have to grow during CUDA graph capture.
+            FusedTPError: the group has failed (see `raise_if_failed`).
         """
         self.raise_if_failed()
         slot = self._slots.get("")
@@ -255,12 +259,12 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         return CopyCall(self, slot, op)
 
     def stop(self) -> None:
-        """End the native threads, when the program exits."""
-        for slot in self._all():
+        """Stop the native threads; called when the process exits."""
+        for slot in self._all_slots():
             slot.core.stop()
 
     def _failure(self) -> FusedTPError | None:
-        failed = next((slot.core for slot in self._all() if slot.core.failure != _NONE), None)
+        failed = next((slot.core for slot in self._all_slots() if slot.core.failure != _NONE), None)
         if failed is None:
             return None
         kind = {_TIMEOUT: CollectiveTimeoutError, _LOST: PeerLostError}.get(failed.failure, FusedTPError)
@@ -279,7 +283,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         old = self._slots.get("")
         check_not_capturing(
             self.device,
-            f"{op} needs room for shards of {gather_bytes} and blocks of {scatter_bytes} bytes, and the group has "
+            f"{op} needs memory for shards of {gather_bytes} and blocks of {scatter_bytes} bytes, and the group has "
             f"{'none yet' if old is None else 'less'}",
         )
         if old is not None:
@@ -289,13 +293,15 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         )
         core = import_module("fused_tp._core").CopyEngineWorkspace
         nbytes = core.bytes(self.world_size, gather_bytes, scatter_bytes)
-        with self._making(nbytes, op):
-            # No rank may free memory that another may still write to: each waits for its own streams, and making the
-            # new memory waits for all ranks. Every stream's wait ends within the deadline.
+        with self._creation_scope(nbytes, op):
+            # A rank must not free memory to which a peer may still write. So each rank waits for its own streams, and
+            # then allocates the new memory, which waits for all ranks. Twice the timeout suffices, because the
+            # watchdog aborts every wait of a stream after the timeout.
             if old is not None and not old.core.quiet(2 * settings.timeout_seconds()):
-                raise CollectiveTimeoutError("earlier calls did not end")
+                raise CollectiveTimeoutError("earlier calls did not finish")
             buffer, handle = self._memory.allocate(nbytes)
-            if buffer.is_cuda:  # this stream may still be zeroing it, and the engine's streams do not wait for this one
+            if buffer.is_cuda:
+                # The default stream zeroes the buffer, and the engine's streams do not wait for the default stream.
                 torch.cuda.default_stream(self.device).synchronize()
             offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
@@ -311,7 +317,8 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             made = core(library, index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams)
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
         if old is not None and outgrown is None:
-            old.core.stop()  # its streams now run other work, which its watchdog would take for its own
+            # The new workspace reuses the streams, and the old watchdog would take their work for its own.
+            old.core.stop()
         return self._keep("", _NativeSlot(made, buffer, gather_bytes, scatter_bytes, streams), outgrown)
 
 

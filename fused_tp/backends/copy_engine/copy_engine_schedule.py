@@ -1,18 +1,18 @@
 """Schedule `copy_engine`: library matmuls overlap with block copies by the GPU's copy engines.
 
-- all_gather_matmul: the own shard is multiplied first, the others by distance, as they arrive.
-- matmul_reduce_scatter: the farthest rank's block is multiplied first and sent while the next one is multiplied; the
-  own block is last. The terms are summed in float32 in rank order, as in every schedule.
-- matmul_all_reduce: the same, then the sums are gathered. It runs in chunks of rows: one chunk is multiplied while the
-  previous one is summed and gathered.
+- all_gather_matmul: this rank's shard is multiplied first, then the peers' shards by distance, as they arrive.
+- matmul_reduce_scatter: the block of the farthest rank is multiplied first, and sent while the next block is
+  multiplied. This rank's own block is last. The terms are summed in float32 in rank order, as in every schedule.
+- matmul_all_reduce: a matmul_reduce_scatter whose sums are then gathered, in chunks of rows: one chunk is multiplied
+  while the previous one is summed and gathered.
 
-torch's asynchronous tensor parallelism does the same with symmetric memory (`torch.distributed._symmetric_memory`, the
-decomposition of Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
-Models", ASPLOS 2023). This schedule adds deadlines, any number of ranks, any sizes, and CUDA graphs. No kernel waits
-for a peer, so all multiprocessors multiply.
+torch's asynchronous tensor parallelism uses symmetric memory in the same way (`torch.distributed._symmetric_memory`;
+the decomposition is from Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
+Learning Models", ASPLOS 2023). This schedule adds deadlines, any number of ranks, any sizes, and CUDA graphs. No kernel
+waits for a peer, so all multiprocessors are available to the matmuls.
 
-`meanwhile` runs on the caller's stream, after the last block that is sent and before the first wait: it fills the time
-in which the last blocks travel. On a stream of its own it would only compete with the matmuls.
+`meanwhile` runs on the caller's stream, after the last send and before the first wait, so that it overlaps with the
+transfer of the last blocks. On a separate stream it would only compete with the matmuls.
 """
 
 from __future__ import annotations
@@ -32,32 +32,35 @@ from fused_tp.core.partition import shard_range, shard_sizes
 from fused_tp.core.pending import After, Pending
 from fused_tp.core.tracing import span
 
-CHUNK_BYTES = 4 << 20  # a smaller chunk of an all-reduce gains less than its flags and events cost
+# smallest chunk of an all-reduce; for smaller ones, flags and events cost more than overlap saves
+CHUNK_BYTES = 4 << 20
 MAX_CHUNKS = 4
 
 
 class CopyEngineSchedule(KernelSchedule):
     """The ops of one group as library matmuls and block copies.
 
-    `plain` runs the ops without such a form, sums of whole tensors that all ranks get; None if the ranks are threads.
-    `chunks`: number of chunks of an all-reduce; None: by its size.
+    Args:
+        plain: schedule of all-reduces without a matmul, which have no copy engine version; None if the ranks are
+            threads.
+        chunks: number of chunks of a matmul_all_reduce; None: computed from its size.
     """
 
     name = "copy_engine"
 
     def __init__(self, engine: CopyEngine, plain: Plain | None, chunks: int | None = None) -> None:
-        without = "Ranks that are threads of one process have no sums of whole tensors by copy engines."
+        without = "all_reduce by copy engines is not supported for ranks that are threads of one process."
         super().__init__(engine, plain, without)
         self.engine = engine
         self.chunks = chunks
-        # By distance, so that no two ranks start with the same peer.
+        # Ordered by distance, so that no two ranks send to the same peer at the same time.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
         return gather_blocks(x_shard, dim_shards, self._gathered)
 
     def _gathered(self, flat: Tensor) -> Pending[Tensor]:
-        """Gather all ranks' `flat` [n] in rank order: [W * n]."""
+        """Start gathering the ranks' `flat` [n] in rank order, to [W * n]."""
         out = flat.new_empty(self.world_size * flat.numel())
         places = out.view(self.world_size, flat.numel())
         call = self.engine.call("all_gather", gather_bytes=flat.nbytes)
@@ -149,7 +152,7 @@ class CopyEngineSchedule(KernelSchedule):
                 with span("matmul_all_reduce chunk", number, "of", len(chunks), self.name):
                     scatter = self._scatter("matmul_all_reduce", call, part, partial[start:stop], counts)
                 if waiting is not None:
-                    # The previous chunk has had the time of a whole matmul to move.
+                    # The transfer of the previous chunk has overlapped with a matmul, so this wait is short.
                     self._share(call, *waiting, bias)
                 waiting = scatter, out[start:stop]
             if meanwhile is not None:
@@ -164,7 +167,7 @@ class CopyEngineSchedule(KernelSchedule):
     def _scatter(
         self, op: str, call: CopyCall, products: Sequence[Product], partial: Tensor, counts: Sequence[int]
     ) -> Scatter:
-        """Multiply block by block, rows by owner, and send each to its owner. `partial`: memory for the blocks."""
+        """Multiply block by block, and send each block to the owner of its rows. `partial`: memory for the blocks."""
         scatter = call.scatter()
         offsets = rank_offsets(counts)
         blocks = partial.split(list(counts))
@@ -179,19 +182,19 @@ class CopyEngineSchedule(KernelSchedule):
         return scatter
 
     def _sum(self, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
-        """Sum all ranks' terms of this rank's block into `out`."""
+        """Sum the ranks' terms of this rank's block into `out`."""
         scatter.receive()
         sum_into(out, scatter.terms(out.shape, out.dtype), bias)
         scatter.release()
 
     def _share(self, call: CopyCall, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
-        """Sum this rank's rows of `out` and start to gather the other ranks' rows."""
+        """Sum this rank's rows of `out`, and start gathering the rows that the other ranks have summed."""
         parts = out.split(shard_sizes(out.shape[0], self.world_size))
         self._sum(scatter, parts[self.rank], bias)
         call.gather(parts[self.rank], parts)
 
     def _chunks_of(self, m: int, n: int, x: Tensor) -> int:
-        """Number of chunks, from M, N and the dtype only: K is a shard and may differ between ranks."""
+        """Return the number of chunks, from M, N and the dtype only: K is sharded and may differ between ranks."""
         chunks = self.chunks or m * n * x.element_size() // CHUNK_BYTES
         return max(1, min(chunks, MAX_CHUNKS if self.chunks is None else chunks, m // self.world_size))
 

@@ -1,4 +1,4 @@
-"""Queries of the CUDA driver about itself and its GPUs, also those that torch does not expose. No GPU is required."""
+"""Queries to the CUDA driver, including properties that torch does not expose. They work without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 @cache
 def _library() -> Any:
-    """The initialised driver library; None without a driver, or without a GPU that it supports."""
+    """Return the initialised driver library; None without a driver, or without a GPU that the driver supports."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         return library if library.cuInit(0) == 0 else None
@@ -19,8 +19,8 @@ def _library() -> Any:
         return None
 
 
-def _asked(function: str, *arguments: int) -> int | None:
-    """The value that `function` writes to its first argument; None if the query fails."""
+def _query(function: str, *arguments: int) -> int | None:
+    """Return the int that the driver's `function` writes to its first argument; None if the query fails."""
     value = ctypes.c_int(0)
     try:
         status = getattr(_library(), function)(ctypes.byref(value), *arguments)
@@ -30,11 +30,11 @@ def _asked(function: str, *arguments: int) -> int | None:
 
 
 def cuda_version() -> tuple[int, int] | None:
-    """The newest CUDA version that the driver supports, such as (13, 0)."""
-    number = _asked("cuDriverGetVersion")
+    """Return the newest CUDA version that the driver supports, such as (13, 0); None without a driver."""
+    number = _query("cuDriverGetVersion")
     return None if number is None else (number // 1000, number % 1000 // 10)
 
 
 def device_attribute(attribute: int, device: int) -> int | None:
-    """A CU_DEVICE_ATTRIBUTE of a GPU, numbered as visible under CUDA_VISIBLE_DEVICES."""
-    return _asked("cuDeviceGetAttribute", attribute, device)
+    """Return a CU_DEVICE_ATTRIBUTE of GPU `device`, an index that respects CUDA_VISIBLE_DEVICES; None if unknown."""
+    return _query("cuDeviceGetAttribute", attribute, device)

@@ -1,12 +1,13 @@
-"""Collectives by the device kernels of csrc/cuda: one launch each, in memory that all ranks write and read.
+"""Collectives by the device kernels of csrc/cuda: one launch each, through symmetric memory.
 
 Tensors are on the group's device; non-contiguous ones are copied first. All ranks make the same calls: same op, shapes,
-dtypes and algorithm, in the same order. Sums are taken in float32 in rank order and rounded once, together with a bias;
-so every rank has the same bits. Sums of multimem have the switch's order, and a bias is added after rounding.
+dtypes and algorithm, in the same order. Sums including the bias are accumulated in float32 in rank order and rounded
+once, so all ranks get the same bits. With multimem the NVLink switch determines the order of the sum, and the bias is
+added after rounding.
 
-On a GPU the host never waits: errors that a kernel reports are raised by a later call (see
+On a GPU the host never waits: a later call raises the errors that a kernel reports (see
 `backends.symmetric_memory.workspace`), and data that did not arrive is NaN. The CPU build of the kernels, used by
-tests, blocks, and raises at once.
+tests, blocks the host and raises errors immediately.
 
 CUDA graphs: run the same ops once before the capture, so that their workspace exists and is large enough.
 """
@@ -41,11 +42,11 @@ from fused_tp.core.pending import current_stream, sum_in_rank_order
 
 
 class DeviceCollectives(Workspaces):
-    """The collectives of one group on one device. The ops have checked the arguments: tensors to be summed have one
-    shape and a dtype in SUMMED_DTYPES, and a bias [n] has the same values on all ranks.
+    """The collectives of one group on one device.
 
-    `overlapped` leaves SMs to kernels that run at the same time (`device_plans.OVERLAP_BLOCKS`). Every method raises
-    the errors of `Workspaces.use`.
+    Arguments are not checked: tensors to sum must have the same shape on all ranks and a dtype in SUMMED_DTYPES, and a
+    bias [n] must have the same values on all ranks. With `overlapped`, a kernel leaves SMs free for concurrent kernels
+    (`device_plans.OVERLAP_BLOCKS`). Every method raises the errors of `Workspaces.use`.
     """
 
     def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
@@ -65,7 +66,7 @@ class DeviceCollectives(Workspaces):
         *,
         overlapped: bool = False,
     ) -> Tensor:
-        """Return the sum of `x` [..., n] over ranks, plus `bias`, in `out`, which is contiguous and may be `x` itself.
+        """Return the sum of `x` [..., n] over ranks plus `bias`, in `out` if given (contiguous; may be `x` itself).
 
         Raises:
             ValueError: "multimem" on memory without a multicast address.
@@ -76,8 +77,9 @@ class DeviceCollectives(Workspaces):
             out = torch.empty_like(terms)
         if plan.count:
             bias = None if bias is None else bias.contiguous()
-            way, places = ALGORITHMS[algorithm], (terms.data_ptr(), out.data_ptr())
-            self._launch("all_reduce", plan, way, *places, plan.count, plan.dtype, _bias(bias), algorithm=algorithm)
+            number, addresses = ALGORITHMS[algorithm], (terms.data_ptr(), out.data_ptr())
+            sizes = plan.count, plan.dtype
+            self._launch("all_reduce", plan, number, *addresses, *sizes, _bias(bias), algorithm=algorithm)
         return out
 
     def reduce_scatter(
@@ -88,17 +90,18 @@ class DeviceCollectives(Workspaces):
         *,
         overlapped: bool = False,
     ) -> Tensor:
-        """Return the rows of this rank of the sum of `rows` [M, ..., n] over ranks, plus `bias`.
+        """Return this rank's rows of the sum of `rows` [M, ..., n] over ranks, plus `bias`.
 
-        Rank r gets counts[r] rows: equally many, with the remainder on the last ranks. None: ceil(M / W).
+        Args:
+            counts: number of rows of each rank, equal except that the last ranks may have fewer; None: ceil(M / W).
         """
         plan = self._plans.of("reduce_scatter", rows, "", counts, overlapped)
         rows = rows.contiguous()
         out = rows.new_empty(plan.shape)
         if plan.count:
             bias = None if bias is None else bias.contiguous()
-            places = rows.data_ptr(), out.data_ptr()
-            self._launch("reduce_scatter", plan, *places, plan.count, plan.chunk, plan.dtype, _bias(bias))
+            addresses = rows.data_ptr(), out.data_ptr()
+            self._launch("reduce_scatter", plan, *addresses, plan.count, plan.chunk, plan.dtype, _bias(bias))
         return out
 
     def all_reduce_rms_norm(
@@ -109,9 +112,9 @@ class DeviceCollectives(Workspaces):
         eps: float,
         algorithm: str = "one_shot",
     ) -> tuple[Tensor, Tensor]:
-        """(normed, new_residual): RMS norm of new_residual = residual + sum of `partial` [..., n] over ranks.
+        """Return (normed, new_residual): new_residual = residual + sum of `partial` [..., n], and its RMS norm.
 
-        The norm is taken of the rounded new_residual, in float32, and rounded once. Not available for "multimem".
+        The norm is computed in float32 from the rounded new_residual, and rounded once. Not supported: "multimem".
         """
         plan = self._plans.of("all_reduce_rms_norm", partial, algorithm)
         partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
@@ -122,19 +125,22 @@ class DeviceCollectives(Workspaces):
             self._launch("all_reduce_rms_norm", plan, ALGORITHMS[algorithm], partial.data_ptr(), norm, plan.dtype)
         return normed, new_residual
 
-    # -- movements ----------------------------------------------------------------------------------------------------
+    # -- data movement ------------------------------------------------------------------------------------------------
 
     def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, overlapped: bool = False) -> Tensor:
         """Concatenate the ranks' shards [m_r, ...], of any dtype, along dim 0.
 
-        Rank r has counts[r] rows: equally many, with the remainder on the last ranks. None: as many as this rank.
-        With `overlapped` it uses a separate workspace: it may be under way while a CUDA graph is replayed.
+        Args:
+            counts: number of rows of each rank, equal except that the last ranks may have fewer; None: all ranks have
+                as many rows as this one.
+            overlapped: also use a separate workspace, because a CUDA graph may be replayed at the same time.
         """
         plan = self._plans.of("all_gather", shard, "", counts, overlapped)
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
         if plan.count:
-            if overlapped:  # a capture would use the other workspace instead, which must be large enough by then
+            # a later capture of this call uses the other workspace, which cannot grow during the capture
+            if overlapped:
                 room = self._plans.of("all_gather", shard, "", counts).nbytes
                 self.reserve("device", room, "all_gather")
             kind = "overlapped gather" if overlapped else "device"
@@ -142,12 +148,12 @@ class DeviceCollectives(Workspaces):
         return out
 
     def sequence_to_heads(self, x: Tensor) -> Tensor:
-        """Convert [B, S/W, H, D], this rank's part of the sequence, to [B, S, H/W, D], its share of the heads."""
+        """Convert a sequence shard [B, S/W, H, D] to a head shard [B, S, H/W, D], by an all-to-all."""
         x = with_dense_heads(x)
         return self._all_to_all(x, *sequence_to_heads(x, self.world_size))
 
     def heads_to_sequence(self, x: Tensor) -> Tensor:
-        """Convert [B, S, H/W, D], this rank's share of the heads, to [B, S/W, H, D], its part of the sequence."""
+        """Convert a head shard [B, S, H/W, D] to a sequence shard [B, S/W, H, D], by an all-to-all."""
         x = with_dense_heads(x)
         return self._all_to_all(x, *heads_to_sequence(x, self.world_size))
 
@@ -162,8 +168,8 @@ class DeviceCollectives(Workspaces):
         with self.use(kind, plan.nbytes, op) as workspace:
             if algorithm == "multimem" and not workspace.multicast_address:
                 raise ValueError(
-                    "algorithm is 'multimem', which needs memory with a multicast address (NVLink switches with SHARP, "
-                    "Hopper or later); these ranks have none. Use 'one_shot' or 'two_shot'."
+                    "algorithm='multimem' needs multicast memory (NVLink switches with SHARP, Hopper or later), which "
+                    "this group does not support. Use 'one_shot' or 'two_shot'."
                 )
             getattr(self._kernels, op)(workspace.native, *arguments, plan.blocks, current_stream(self.device))
 
@@ -173,7 +179,8 @@ _preloading = threading.Lock()
 
 
 def _preload(kernels: Any, device: torch.device) -> None:
-    """Load all kernels on `device`, once: loading at a first launch might wait for a kernel of another rank."""
+    """Load all kernels on `device`, once. Loading a kernel at its first launch could deadlock: loading may synchronize
+    the device, on which another rank's kernel may wait for this launch."""
     if device.type != "cuda":
         return
     with _preloading, torch.cuda.device(device):
@@ -184,13 +191,13 @@ def _preload(kernels: Any, device: torch.device) -> None:
 
 
 def _bias(bias: Tensor | None) -> tuple[int, int]:
-    """Address and length of a bias; zeros without one."""
+    """Return (address, length) of `bias`; (0, 0) for None."""
     return (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
 
 
 @cache
 def _workspace_class() -> Any:
-    """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Made late, to import Triton late."""
+    """Return the workspace class of native kernels. It is defined at the first use, because its base imports Triton."""
     core = import_module("fused_tp._core")
     from fused_tp.triton_kernels.comm.workspace import Workspace
 
@@ -214,7 +221,7 @@ def _workspace_class() -> Any:
             native_kernels().barrier(self.native, current_stream(self.buffer.device))
 
         def _load_begin(self) -> None:
-            """Do nothing: `_preload` has loaded the whole library."""
+            """Do nothing, because `_preload` has loaded all kernels."""
 
         @property
         def timeout_ns(self) -> int:
@@ -223,7 +230,7 @@ def _workspace_class() -> Any:
         @timeout_ns.setter
         def timeout_ns(self, timeout_ns: int) -> None:
             self._timeout_ns = timeout_ns
-            native = self.__dict__.get("native")  # not set yet while the constructor runs
+            native = self.__dict__.get("native")  # the base constructor sets timeout_ns before `native` exists
             if native is not None:
                 native.timeout_ns = timeout_ns
 
@@ -234,9 +241,10 @@ def _workspace_class() -> Any:
 
 
 def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
-    """Write the sum of `terms` [t, ..., n] over dim 0, in its order, plus `bias` [n] to out: float32, rounded once.
+    """Write the sum of `terms` [t, ..., n] over dim 0 plus `bias` [n] to `out`.
 
-    `out` and each of the terms must be contiguous. float64 is added in float64.
+    Terms are added in order, in float32 (float64 for float64), and the result is rounded once. `out` and each term must
+    be contiguous.
     """
     if not out.numel():
         return
@@ -259,6 +267,6 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
 
 @cache
 def _has_kernels(index: int) -> bool:
-    """True if the library has code for this GPU: it may have been built for others only."""
+    """True if the library contains code for GPU number `index`; it may have been built for other GPUs only."""
     major, minor = torch.cuda.get_device_capability(index)
     return native_kernels_available(10 * major + minor).ok

@@ -1,7 +1,7 @@
-"""Plans of device kernels: the arguments of a launch besides addresses, computed once per shape.
+"""Launch plans of device kernels: all arguments of a launch except addresses, computed once per shape.
 
-An all-to-all also has a layout, the strides of its parts, so that a change of layout on the way costs no extra pass
-over memory. The ops have checked all arguments.
+The plan of an all-to-all also contains the strides of its input and output, so that the kernel can transpose without an
+extra pass over memory. Arguments are not checked here, because the ops have checked them.
 """
 
 from __future__ import annotations
@@ -21,41 +21,43 @@ from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
 from fused_tp.core import settings
 from fused_tp.core.partition import shard_sizes
 
-# All-reduces by name, with the numbers of csrc/cuda/launchers.h. one_shot: every rank sums all terms; one hop, W times
-# the bytes. two_shot: every rank sums its part and sends it to the others; two hops (Thakur et al., "Optimization of
-# Collective Communication Operations in MPICH", 2005, section 3). multimem: the NVLink switch adds (PTX ISA,
-# multimem.ld_reduce).
+# All-reduce algorithms, with their numbers in csrc/cuda/launchers.h. one_shot: every rank sums the full tensor; one
+# hop, W times the bytes. two_shot: every rank sums one slice and sends the sum to its peers; two hops (Thakur et al.,
+# "Optimization of Collective Communication Operations in MPICH", 2005, section 3). multimem: the NVLink switch computes
+# the sum (PTX ISA, multimem.ld_reduce).
 ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
-# multimem is excluded: a rank would have to fetch its rows from the switch, norm them, and send them as two_shot does.
+# multimem is excluded, because the switch cannot normalize: a rank would have to read its rows from the switch,
+# normalize them and send them to its peers, which is what two_shot does.
 NORMED_ALGORITHMS = ("one_shot", "two_shot")
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Blocks of a kernel that overlaps with another. One on every SM would leave a matmul no SM until the kernel ends, waits
-# for peers included; and this many saturate NVLink approximately. All ranks must agree on whether they overlap.
+# Number of blocks of a kernel that overlaps with another one. A block on every SM would delay a concurrent matmul until
+# the kernel, including its waits for peers, has finished. 32 blocks approximately saturate NVLink. All ranks must use
+# the same number, so they must agree on whether a call is overlapped.
 OVERLAP_BLOCKS = 32
 
-_MOST_KEPT = 4096  # sequence lengths may keep changing
+_MAX_CACHED = 4096  # bounds the cache if sequence lengths keep changing
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Launch plan, the same for all calls of one shape and, except `shape`, on all ranks."""
+    """Launch plan of all calls of one shape; all fields except `shape` are equal on all ranks."""
 
     nbytes: int  # size of the workspace
     blocks: int  # number of blocks of the launch
-    count: int  # number of elements, or of bytes where nothing is summed; 0: nothing to do
-    chunk: int  # number of them per rank, or per row
-    dtype: int  # the core's number of the dtype
+    count: int  # number of elements for sums, of bytes for data movement; 0: nothing to do
+    chunk: int  # number of these elements or bytes per rank (per row for norms)
+    dtype: int  # number of the dtype in csrc/dtype.h
     shape: tuple[int, ...]  # shape of the result on this rank
 
 
 class Plans:
-    """The plans of one group's calls."""
+    """Cache of the launch plans of one group."""
 
     def __init__(self, memory: KernelMemory) -> None:
         self._memory = memory
         self._world_size = memory.world_size
-        self._kept: dict[Hashable, DevicePlan] = {}
+        self._cache: dict[Hashable, DevicePlan] = {}
 
     def of(
         self,
@@ -65,28 +67,28 @@ class Plans:
         counts: Sequence[int] | None = None,
         overlapped: bool = False,
     ) -> DevicePlan:
-        """The plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, for an op that moves rows."""
+        """Return the plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, for gathers and scatters."""
         key = op, algorithm, counts and tuple(counts), overlapped, x.shape, x.dtype
         return self._of(key, partial(self._make, op, x, algorithm, counts, overlapped))
 
     def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> DevicePlan:
-        """The plan of an all-to-all in that layout; `shape` is the shape of its result."""
+        """Return the plan of an all-to-all with this layout and result shape."""
         part = layout.part_bytes
         make = partial(self._plan, "all_to_all", "", self._world_size * part, part, None, shape)
         return self._of((layout, shape), make)
 
     def _of(self, key: tuple[Hashable, ...], make: Callable[[], DevicePlan]) -> DevicePlan:
         key = (settings.sm_margin(), *key)
-        plan = self._kept.get(key)
+        plan = self._cache.get(key)
         if plan is None:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            plan = self._kept[key] = make()
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            plan = self._cache[key] = make()
         return plan
 
     def _make(self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool) -> DevicePlan:
         row = prod(x.shape[1:])
-        if op == "all_gather":  # counted in bytes
+        if op == "all_gather":  # sizes in bytes, because the dtype does not matter
             sizes, row = counts or [x.shape[0]] * self._world_size, row * x.element_size()
             shape = (sum(sizes), *x.shape[1:])
             return self._plan(op, algorithm, sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
@@ -109,11 +111,11 @@ class Plans:
         overlapped: bool = False,
     ) -> DevicePlan:
         if summed is not None and summed not in SUMMED_DTYPES:
-            raise TypeError(f"The tensor has dtype {summed}; sums take float32, bfloat16 and float16.")
+            raise TypeError(f"Sums must have dtype float32, bfloat16 or float16, got {summed}.")
         number = 0 if summed is None else dtype_number(summed)
         if count == 0:
             return DevicePlan(0, 0, 0, chunk, number, shape)
-        # On the CPU the blocks are threads, and the margin does not apply.
+        # The margin applies to GPUs only: in the CPU build, blocks are threads.
         sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
         most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
         arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
@@ -126,9 +128,10 @@ class Plans:
 
 
 class AllToAllLayout(NamedTuple):
-    """An all-to-all of equal parts, in bytes: part p is sent to rank p, and rank p's part becomes part p of the result.
+    """Layout of an all-to-all of equal chunks: chunk p goes to rank p, and rank p's chunk becomes result chunk p.
 
-    A part is [batches, rows] runs of row_bytes, at the given strides. csrc/cuda/launchers.h has the same struct.
+    A chunk consists of [batches, rows] contiguous runs of row_bytes. Strides are in bytes, for the input and the output
+    ("part" is a chunk). csrc/cuda/launchers.h has the same struct.
     """
 
     batches: int
@@ -147,7 +150,7 @@ class AllToAllLayout(NamedTuple):
 
 
 def sequence_to_heads(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
-    """Layout and result shape of [B, S/W, H, D] -> [B, S, H/W, D]; the heads of `x` must be contiguous.
+    """Return layout and result shape of [B, S/W, H, D] -> [B, S, H/W, D]; the heads of `x` must be contiguous.
 
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
@@ -160,7 +163,7 @@ def sequence_to_heads(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple
 
 
 def heads_to_sequence(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
-    """Layout and result shape of [B, S, H/W, D] -> [B, S/W, H, D], the inverse of `sequence_to_heads`."""
+    """Return layout and result shape of [B, S, H/W, D] -> [B, S/W, H, D], the inverse of `sequence_to_heads`."""
     batches, length, own, head_dim = x.shape
     rows = length // world_size
     run = own * head_dim * x.element_size()
@@ -170,6 +173,6 @@ def heads_to_sequence(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple
 
 
 def with_dense_heads(x: Tensor) -> Tensor:
-    """`x` [B, S, H, D], or a copy of it if its heads are not contiguous."""
+    """Return `x` [B, S, H, D], or a contiguous copy if its heads are not contiguous."""
     dense = x.ndim == 4 and (x.stride(3) == 1 or x.shape[3] == 1) and (x.stride(2) == x.shape[3] or x.shape[2] == 1)
     return x if dense and min(x.stride()) >= 0 else x.contiguous()

@@ -1,9 +1,9 @@
-"""Schedules `one_shot`, `two_shot` and `multimem`: the library multiplies, one device kernel communicates.
+"""Schedules `one_shot`, `two_shot` and `multimem`: library matmuls, with one device kernel for the communication.
 
-They differ in their all-reduce (`backends.cuda.device_plans.ALGORITHMS`). The same kernel also does the work after the
-sum, a bias or the residual and its RMS norm, so that the matmul's result is read once. Gathers and reduce-scatters are
-the same in all three; with a norm after it, a sum of `multimem` runs as `two_shot`. Dtypes that the kernels do not add,
-and empty results, fall back to plain collectives.
+They differ in the all-reduce algorithm (`backends.cuda.device_plans.ALGORITHMS`). The kernel also adds the bias, or
+adds the residual and computes the RMS norm, so that it reads the matmul's result only once. Gathers and reduce-scatters
+are the same in all three schedules. `multimem` uses two_shot for sums that are followed by a norm. Dtypes that the
+kernels do not support, and empty results, fall back to plain collectives.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fused_tp.core.tracing import span
 
 
 class DeviceSchedule(KernelSchedule):
-    """The ops of one group as library matmuls and one device kernel.
+    """The ops of one group as library matmuls followed or preceded by one device kernel.
 
     Args:
         algorithm: algorithm of all-reduces: "one_shot", "two_shot" or "multimem". It is also the schedule's name.
-        device: the group's kernels; all three schedules of a group may share them, and thereby their memory.
-        plain: schedule of the calls that have no kernel; None if the ranks are threads, for which there is no fallback.
+        device: collectives of the group; all schedules of the group may share this object and its memory.
+        plain: fallback for calls without a kernel; None if the ranks are threads, which have no fallback.
     """
 
     def __init__(self, algorithm: str, device: DeviceCollectives, plain: Plain | None) -> None:
         super().__init__(
             device,
             plain,
-            "Ranks that are threads of one process have device kernels for float32, bfloat16 and float16 only, and "
-            "nothing for empty tensors.",
+            "If the ranks are threads of one process, device kernels support only non-empty tensors of float32, "
+            "bfloat16 and float16.",
         )
         self.name = algorithm
         self.device = device
@@ -49,7 +49,8 @@ class DeviceSchedule(KernelSchedule):
         self._side_stream = SideStream()
 
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
-        # In a capture nothing orders ops on two streams, so both could use the workspace at once.
+        # Not on a side stream during capture: ops on two streams of a graph are unordered, so both could use the
+        # workspace at the same time.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
             return Done(self._gathered(x_shard, dim_shards))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards, overlapped=True))
@@ -87,7 +88,7 @@ class DeviceSchedule(KernelSchedule):
         return None if dtype in SUMMED_DTYPES and prod(shape) > 0 else self.fallback
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
-        """Compare the margin too, because it determines the number of blocks."""
+        """Compare the call between ranks, including FUSED_TP_SM_MARGIN, because it determines the number of blocks."""
         if self._transport is None:
             return
         self._kernels.check_usable()
@@ -117,14 +118,15 @@ class DeviceSchedule(KernelSchedule):
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(meanwhile, partial.device), span("reduce_scatter", partial, self.name):
-            # Always overlapped: `meanwhile` may differ between ranks (a frozen weight has none), blocks must not.
+            # Overlapped even without `meanwhile`: the number of blocks must be equal on all ranks, and `meanwhile` may
+            # be None on some ranks only (for example if a weight is frozen there).
             return self.device.reduce_scatter(partial, dim_shards.counts, bias, overlapped=True)
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(meanwhile, partial.device), span("all_reduce", partial, self.name):
-            return self.device.all_reduce(partial, self.name, bias, out=partial, overlapped=True)  # as above
+            return self.device.all_reduce(partial, self.name, bias, out=partial, overlapped=True)  # see _matmul_scatter
 
     def _normed(self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         with span("all_reduce_rms_norm", partial, self._normed_by):

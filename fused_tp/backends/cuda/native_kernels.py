@@ -1,7 +1,7 @@
-"""Library of device kernels (csrc/cuda): its availability to this process, and loading it once.
+"""Availability and loading of the library of device kernels (csrc/cuda).
 
-It is a file next to this package, built where nvcc was available. Nothing is loaded, and CUDA is not initialised,
-before the first request.
+The library is a file in the package, built if nvcc was available at installation. It is loaded, and CUDA is
+initialised, at the first request only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fused_tp.backends.cuda import cuda_driver
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 
 LIBRARY = Path(__file__).resolve().parents[2] / "_cuda.so"
-DEVICES = ("cuda",)  # device types that the library has kernels for
+DEVICES = ("cuda",)  # device types that the kernels run on; tests add the CPU
 HOW_TO_BUILD = (
     "install the CUDA toolkit (12.0 or later, for its nvcc) and reinstall fused_tp where the GPU is visible, or with "
     "FUSED_TP_CUDA=1"
@@ -30,14 +30,14 @@ HOW_TO_BUILD = (
 
 @dataclass(frozen=True)
 class BuiltFor:
-    """Targets that a library of device kernels was compiled for."""
+    """Targets of a compiled library of device kernels."""
 
-    archs: tuple[str, ...]  # sm_90a is code for that GPU; compute_100 is PTX, for GPUs from sm_100 on
+    archs: tuple[str, ...]  # sm_90a: binary code for that GPU; compute_100: PTX for sm_100 and later GPUs
     toolkit: tuple[int, ...]  # CUDA version
 
     def runs_on(self, arch: int) -> bool:
-        """True if it runs on a GPU of compute capability `arch`, such as 90."""
-        return any(_serves(name, arch) for name in self.archs)
+        """True if the library runs on a GPU of compute capability `arch`, such as 90."""
+        return any(_target_runs_on(name, arch) for name in self.archs)
 
 
 _lock = threading.Lock()
@@ -45,28 +45,28 @@ _loaded: dict[Path, Any] = {}
 
 
 def native_kernels() -> Any:
-    """The device kernels, a `_core.DeviceKernels`; the first call loads the library.
+    """Return the device kernels (`_core.DeviceKernels`). The first call loads the library.
 
     Raises:
-        RuntimeError: they cannot be used here; the message has the reason.
+        RuntimeError: the kernels are not available; the message has the reason.
     """
     kernels = _loaded.get(LIBRARY)
     if kernels is not None:
         return kernels
     available = native_kernels_available()
     if not available:
-        raise RuntimeError(f"The device kernels cannot be used: {available.reason}.")
+        raise RuntimeError(f"The device kernels are not available: {available.reason}.")
     return _loaded[LIBRARY]
 
 
 def native_kernels_available(arch: int = 0) -> Availability:
-    """Availability of the device kernels to this process, with the reason if there are none.
+    """Return whether this process can use the device kernels, with the reason if not.
 
     Args:
-        arch: compute capability of the GPU in question, such as 90; 0: any.
+        arch: compute capability of the GPU, such as 90; 0: do not check it.
     """
-    if "cuda" in DEVICES and not (here := _here(arch)):
-        return here
+    if "cuda" in DEVICES and not (requirements := _requirements_met(arch)):
+        return requirements
     try:
         core = import_module("fused_tp._core")
         with _lock:
@@ -79,7 +79,7 @@ def native_kernels_available(arch: int = 0) -> Availability:
 
 @cache
 def built_for(path: Path = LIBRARY) -> BuiltFor | None:
-    """Targets of the library at `path`, read without loading it; None if it is missing or names none."""
+    """Read the targets of the library at `path` without loading it; None if the file is missing or lists no target."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = re.search(rb"fused_tp device kernels: ([\w ]+), nvcc ([\d.]+)\0", content)
@@ -89,16 +89,16 @@ def built_for(path: Path = LIBRARY) -> BuiltFor | None:
     return BuiltFor(tuple(archs.split()), tuple(map(int, toolkit.split(".")))) if archs else None
 
 
-def _here(arch: int) -> Availability:
-    """Availability of the library's requirements on this machine."""
+def _requirements_met(arch: int) -> Availability:
+    """Return whether this machine has the library, a GPU that it supports and a driver of a sufficient version."""
     if not LIBRARY.exists():
         return unavailable(f"they were not built when fused_tp was installed; {HOW_TO_BUILD}")
     if not torch.cuda.is_available():
-        why = "no GPU or no driver for it" if torch.version.cuda else "a torch that was built without CUDA"
-        return unavailable(f"torch finds no GPU here ({why})")
+        why = "no GPU, or no driver" if torch.version.cuda else "torch was built without CUDA"
+        return unavailable(f"torch finds no GPU ({why})")
     built = built_for(LIBRARY)
     if built is None:
-        return AVAILABLE  # no known obstacle
+        return AVAILABLE  # the targets are unknown, so let loading decide
     if arch and not built.runs_on(arch):
         return unavailable(
             f"they were built for {', '.join(built.archs)}, and this GPU is sm_{arch}; reinstall fused_tp with "
@@ -107,13 +107,13 @@ def _here(arch: int) -> Availability:
     driver = cuda_driver.cuda_version()
     if driver is not None and driver[0] < built.toolkit[0]:
         return unavailable(
-            f"they were built by CUDA {built.toolkit[0]}.{built.toolkit[1]}, and the driver serves CUDA {driver[0]}."
-            f"{driver[1]}; update the driver, or reinstall fused_tp with a CUDA toolkit of that version"
+            f"they were built with CUDA {built.toolkit[0]}.{built.toolkit[1]}, and the driver supports only "
+            f"CUDA {driver[0]}.{driver[1]}; update the driver, or reinstall fused_tp with a toolkit of that version"
         )
     return AVAILABLE
 
 
-def _serves(name: str, arch: int) -> bool:
+def _target_runs_on(name: str, arch: int) -> bool:
     found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
     if found is None:
         return False
@@ -122,4 +122,5 @@ def _serves(name: str, arch: int) -> bool:
         return number <= arch
     if letter == "a":
         return number == arch
-    return number <= arch and number // 10 == arch // 10  # code runs on later GPUs of the same major number
+    # binary code also runs on later GPUs of the same major version
+    return number <= arch and number // 10 == arch // 10

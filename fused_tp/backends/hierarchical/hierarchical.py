@@ -1,16 +1,17 @@
-"""Two levels: one schedule for the fast links inside each host, messages for the network between hosts.
+"""Two-level schedule: a fast schedule inside each host, and messages over the network between hosts.
 
-In a group of H hosts with L ranks each, a rank sends over the network only data that no other rank of its host sends:
-its own shard, or its own slice of the sum over the host's ranks. That is 1/L of the bytes of a flat exchange.
+In a group of H hosts with L ranks each, a rank sends over the network only its own shard, or its own slice of the sum
+over its host's ranks. These are 1/L of the bytes of a flat exchange.
 
-    gather:   shards from the ranks of the same place on the other hosts arrive one after the other. Each is gathered
-              inside the host (and multiplied, if a matmul follows) while the next one is under way
-    scatter:  the rows of the farthest host first: summed inside, then sent while the next host's rows are computed
-    reduce:   scatter inside, sum across, gather inside
+    gather:   a rank receives shards from the ranks with the same local rank on the other hosts, one after the other.
+              Each is gathered inside the host (and multiplied, if a matmul follows) while the next one is in flight.
+    scatter:  the rows of the farthest host come first. They are summed inside this host, and sent while the rows of the
+              next host are computed.
+    reduce:   reduce-scatter inside the host, all-reduce across hosts, all-gather inside the host.
 
-Sums inside a host are in rank order and rounded to the tensor's dtype, like every partial result; sums across hosts are
-in host order and in float32. All ranks get the same bits. Shards of unequal length use the flat schedule. A failure on
-one level fails the group on all levels (`backends.hierarchical.two_level`).
+Sums inside a host are added in rank order and rounded to the tensor's dtype. Sums across hosts are added in host order
+in float32. All ranks get the same bits. Shards of unequal length use the flat schedule. A failure on one level aborts
+the group on all levels (`backends.hierarchical.two_level`).
 
 Source: the two-level collectives of MPI libraries, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005.
@@ -34,16 +35,18 @@ from fused_tp.core import tracing
 from fused_tp.core.partition import shard_range
 from fused_tp.core.pending import After, Pending, sum_in_rank_order
 
-# A sum of at least two chunks of this size is split: one crosses the network while the next one is computed.
+# Sums of at least twice this size are split into chunks: one crosses the network while the next one is computed.
 CHUNK_BYTES = 2 << 20
 MAX_CHUNKS = 4
 
 
 class Hierarchical(Schedule):
-    """The ops of one group of several hosts.
+    """The ops of a group that spans several hosts.
 
-    `inside`: returns the schedule of an op and dtype for the ranks of this host. `across`: transport between the ranks
-    of this rank's place on all hosts. `flat`: schedule of the whole group, for shards of unequal length.
+    Args:
+        inside: returns the schedule of an op and dtype for the ranks of this host.
+        across: transport between the ranks with this rank's local rank on all hosts.
+        flat: schedule of the full group, for shards of unequal length.
     """
 
     name = "hierarchical"
@@ -65,7 +68,7 @@ class Hierarchical(Schedule):
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self._levels.abort_scope(op)
 
-    # -- movements of whole tensors -----------------------------------------------------------------------------------
+    # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         dim_shards = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
@@ -134,7 +137,7 @@ class Hierarchical(Schedule):
                 with tracing.span("host", host, "of", count, inside.name):
                     of_host = asked._replace(x_shard=shard, gather_size=None)
                     outputs[host], gathered[host] = inside.all_gather_matmul(of_host)
-        # Copying the outputs takes a small part of the time of a matmul that is worth sharding over hosts.
+        # This copy takes little time compared to a matmul that is large enough to be sharded over hosts.
         joined = [torch.cat(blocks, dim=dim) for blocks in zip(*outputs, strict=True)]
         kept = [block for block in gathered if block is not None]
         return joined, torch.cat(kept, dim=dim) if kept else None
@@ -168,7 +171,7 @@ class Hierarchical(Schedule):
         moving = []
         with self._begin("matmul_all_reduce", (*shape, bias is not None), x):
             inside = self._inside("matmul_reduce_scatter", x.dtype)
-            # By columns, because rows are already sharded over the ranks of a host.
+            # Chunks of columns, because the rows are already sharded over the ranks of a host.
             for chunk, (start, stop) in enumerate(ranges):
                 with tracing.span("chunk", chunk, "of", len(ranges), inside.name):
                     partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
@@ -201,7 +204,7 @@ class Hierarchical(Schedule):
         bias: Tensor | None = None,
         meanwhile: Work = None,
     ) -> Tensor:
-        """Sum over hosts of the terms they send to this one: `of_host` sums, inside, the term for one host."""
+        """Return the sum of all hosts' terms for this host; `of_host` computes this host's term for another host."""
         count, own = self._hosts.count, self._hosts.own
 
         def made(host: int) -> Tensor:
@@ -220,7 +223,7 @@ class Hierarchical(Schedule):
         return sum_in_rank_order(torch.stack([terms[host] for host in range(count)]), bias)
 
     def _everywhere(self, moving: Pending[Tensor], length: int) -> Tensor:
-        """Gather a sum inside the host, from its ranks' slices along dim 0."""
+        """Gather the slices along dim 0 of a sum from the ranks of this host."""
         total = moving.wait()
         inside = self._inside("all_gather", total.dtype)
         with tracing.span("inside", inside.name):

@@ -1,8 +1,9 @@
-"""Groups of several hosts: the layout of ranks on hosts, the groups inside and across hosts, and common failures.
+"""Groups that span hosts: layout of ranks on hosts, subgroups inside and across hosts, and their common failures.
 
-A rank that waits on one level may wait for a rank that has failed on the other. So a rank that fails publishes its
-error in the whole group, then leaves every level, which ends all waits for it. Ranks that lose it on a level look for
-the reason in the whole group. Errors name the whole group and its ranks, because users do not know the levels' groups.
+A rank that waits on one level may wait for a rank that has failed on the other level. So a failing rank publishes its
+error in the full group, then leaves both levels, which aborts all waits for it. A rank that loses a peer on one level
+reads the reason from the full group. Errors name the full group and its ranks, because users have not created the
+subgroups.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from fused_tp.core.store import exchange, made_together, publish_failure
 
 
 def own_host() -> str:
-    """Name of the running host, not its address: containers of one host may share memory and GPUs.
+    """Return an identifier of this machine; equal in all its containers, which may share memory and GPUs.
 
-    If they do not, `FUSED_TP_HOST` must name each container differently.
+    If the containers cannot share them, set a different `FUSED_TP_HOST` in each container.
     """
     given = settings.host_name()
     if given is not None:
@@ -47,10 +48,10 @@ def own_host() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """A group of `count` hosts with equally many ranks each: rank = host * ranks per host + place."""
+    """A group of `count` hosts with equally many ranks each: rank = host * ranks per host + local rank."""
 
-    inside: Group  # the ranks of this rank's host, by place
-    across: Group  # the ranks of this rank's place, by host
+    inside: Group  # the ranks of this host, by local rank
+    across: Group  # the ranks with the same local rank, by host
 
     @property
     def count(self) -> int:
@@ -58,7 +59,7 @@ class Hosts:
 
     @property
     def own(self) -> int:
-        """Index of this rank's host."""
+        """Return the index of this rank's host."""
         return self.across.rank
 
 
@@ -66,10 +67,10 @@ _HOSTS: GroupSlot[Hosts | Availability | FusedTPError] = GroupSlot()
 
 
 def hosts_of(group: Group) -> Hosts | Availability:
-    """The hosts of `group`, or the reason why it is not laid out in hosts. All ranks make the first call together.
+    """Return the hosts of `group`, or the reason why it has no two-level layout. The first call is collective.
 
     Raises:
-        CollectiveTimeoutError: some rank did not call, or was absent when the parts of the group were made.
+        CollectiveTimeoutError: a rank did not call, or was absent when the subgroups were created.
     """
     return made_together(_HOSTS, group, _find)
 
@@ -88,13 +89,13 @@ def _find(group: Group) -> Hosts | Availability:
 def _sorted(group: Group) -> Availability:
     if list(group.ranks) != sorted(group.ranks):
         return unavailable(
-            f"its ranks {list(group.ranks)} do not ascend, and torch sorts the ranks of the parts it would need"
+            f"its ranks {list(group.ranks)} do not ascend, and torch would sort the ranks of the subgroups it needs"
         )
     return AVAILABLE
 
 
 def ranks_per_host(names: list[str]) -> int | Availability:
-    """Number of ranks on each host, from the ranks' host names; or the reason why they are not laid out host by host.
+    """Return the number of ranks per host, from the ranks' host names; or the reason why there is no two-level layout.
 
     Example:
         >>> ranks_per_host(["a", "a", "b", "b"])
@@ -104,22 +105,22 @@ def ranks_per_host(names: list[str]) -> int | Availability:
     if count == 1:
         return unavailable("all of its ranks are on one host")
     if count == len(names):
-        return unavailable("each of its ranks is on a host of its own")
+        return unavailable("each of its ranks is on a different host")
     per_host = len(names) // count
     blocks = [set(names[first : first + per_host]) for first in range(0, len(names), per_host)]
     if len(names) % count or any(len(block) > 1 for block in blocks):
-        return unavailable(
-            f"its {len(names)} ranks are not laid out host by host, equally many on each of {count} hosts"
-        )
+        return unavailable(f"its {len(names)} ranks are not in consecutive blocks of equal size on the {count} hosts")
     return per_host
 
 
 def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
-    """Return (the block of `size` consecutive ranks with this rank, the ranks at its place in all blocks) as groups; or
-    the reason why torch cannot make them. All ranks must call together.
+    """Create the two subgroups of this rank for blocks of `size` consecutive ranks. All ranks must call together.
+
+    Returns:
+        This rank's block, and the ranks at the same position in all blocks. Or the reason why torch cannot create them.
 
     Raises:
-        CollectiveTimeoutError: some rank was absent when the parts of the group were made.
+        CollectiveTimeoutError: a rank was absent when the subgroups were created.
     """
     if not (possible := _sorted(group)):
         return possible
@@ -131,7 +132,7 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
     made: list[Group] = []
     counted = _world.group_count + count + size
     for parts, own in ((inside, inside[part]), (across, across[place])):
-        # If `group` is not the whole world, only the members of a part make it.
+        # If `group` is the world, all ranks must create all subgroups (new_group); else only a subgroup's members do.
         if not whole_world and not (possible := _parts_possible(group, own)):
             return possible
         for ranks in parts if whole_world else [own]:
@@ -139,8 +140,8 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
                 process_group = _part(group, ranks, whole_world)
             except FusedTPError:
                 if whole_world:
-                    # torch numbers the world's groups, and waits for ranks that give the next one the same number.
-                    # Count as if all parts had been made, because some ranks may have made them.
+                    # torch numbers new groups, and ranks must agree on the next number. Other ranks may have created
+                    # all subgroups, so count as if this rank had created them too.
                     _world.group_count = counted
                 raise
             if ranks == own:
@@ -150,14 +151,14 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
 
 
 def _parts_possible(group: Group, ranks: tuple[int, ...]) -> Availability:
-    """Availability of subgroups of `group` without the rest of the world in torch; the same answer on all ranks."""
+    """Return whether torch can create a subgroup with its members' calls only; the same answer on all ranks."""
     mine: str | int
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
-        mine = "the default group is bound to a device, and torch would split its communicator, which takes all ranks"
+        mine = "the default group is bound to a device, so torch would split its communicator, which needs all ranks"
     elif _process_group_name(list(ranks), use_hashed_name=True) in _world.pg_names.values():
-        mine = "torch has given the name of a part that it would need to another group"
+        mine = "another process group already has the name that torch would assign to a subgroup"
     else:
-        # That name also contains the number of groups that this process is in.
+        # torch's group name also contains the number of groups of this process, which must be equal on all ranks.
         mine = len(_world.pg_names)
     answers = exchange(group, "parts of it", mine)
     for rank, answer in enumerate(answers):
@@ -166,7 +167,7 @@ def _parts_possible(group: Group, ranks: tuple[int, ...]) -> Availability:
     numbers = sorted(set(answers))
     if len(numbers) > 1:
         return unavailable(
-            f"its ranks are in unequally many groups ({numbers}), and torch cannot make parts of it then"
+            f"its ranks are members of different numbers of groups ({numbers}), so torch cannot create subgroups of it"
         )
     return AVAILABLE
 
@@ -186,8 +187,8 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
         gone = [rank for rank in closed_peers(group.process_group) if rank in numbers] if told else []
         who = "{missing}" if gone else f"some rank of {numbers}"
         raise CollectiveTimeoutError(
-            f"Rank {{rank}} of group {{group!r}} could not make a group of its ranks {numbers}: {who} did not take "
-            f"part within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT). torch says: {{reason}}",
+            f"Rank {{rank}} of group {{group!r}} could not create a group of its ranks {numbers}: {who} did not take "
+            f"part within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT). Message of torch: {{reason}}",
             group=group.name,
             rank=group.rank,
             size=group.size,
@@ -201,8 +202,10 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
 
 
 class TwoLevelGroup:
-    """Failures of a group of several hosts and of the groups of its levels: if one fails, all fail. `flat` spans the
-    whole group; leaving it leaves the levels too."""
+    """Failure handling of a group that spans hosts: if the group or one of its subgroups fails, all are aborted.
+
+    `flat` is the transport of the full group; leaving it also leaves the subgroups.
+    """
 
     def __init__(self, hosts: Hosts, flat: GroupCalls) -> None:
         self._hosts = hosts
@@ -211,14 +214,14 @@ class TwoLevelGroup:
         flat.also_depart = self._leave
 
     def call(self, op: str) -> LevelScope:
-        """Begin one call of the group over its levels; enter the result around all of the call, or around each part.
+        """Begin a call; the returned scope must be entered around the call, or around each part of it.
 
         Raises:
             FusedTPError: an earlier call has failed.
         """
         flat = self._flat
         if flat.broken is None:
-            # A level may be broken although no call of the group has failed: asynchronous work reports errors late.
+            # Asynchronous work reports errors late, so a subgroup may be broken before a call of the group has failed.
             flat.broken = next((self._of_group(one.broken) for one in self._calls() if one.broken is not None), None)
         if flat.broken is not None:
             self._leave()
@@ -226,12 +229,12 @@ class TwoLevelGroup:
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
-        """`GroupCalls.abort_scope` for all levels."""
+        """Context manager like `GroupCalls.abort_scope`, for the group and its subgroups."""
         flat, before = self._flat, self._all_started()
         call = flat.last_call(op)
         try:
             yield
-        except FusedTPError:  # from one of the calls, which has notified the peers
+        except FusedTPError:  # a call inside raised it, and has notified the peers
             raise
         except BaseException as error:
             if flat.broken is None and (before is None or self._all_started() != before):
@@ -239,7 +242,7 @@ class TwoLevelGroup:
             raise
 
     def abort(self, call: StartedCall, error: BaseException) -> BaseException:
-        """Return the error to raise for an error on some level. The group becomes unusable, and peers are notified."""
+        """Make the group unusable because of `error` on one level, notify peers, and return the error to raise."""
         flat = self._flat
         if flat.broken is not None:
             return error
@@ -253,10 +256,10 @@ class TwoLevelGroup:
         by_itself = late and time.perf_counter() - call.started > 0.9 * settings.timeout_seconds()
         try:
             flat.post_status(call, failed=True)
-            # A rank that a failed peer has left fails too; that peer published its error before it left.
+            # The cause may be a failed peer, which has published its error before it left.
             if first_failure(flat.statuses_within(0.0 if by_itself else REASON_SECONDS)) is not None:
                 return flat.abort_following_peer(call)
-        except BaseException:  # most likely Ctrl-C: peers must not wait for this rank
+        except BaseException:  # most likely Ctrl-C; leave, so that peers do not wait for this rank
             self._leave()
             raise
         if late:
@@ -264,36 +267,36 @@ class TwoLevelGroup:
         return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))
 
     def started(self) -> int | None:
-        """Number of exchanges, on any level, in which peers may have taken part; None if unknown."""
+        """Return the number of exchanges of the subgroups that peers may have joined; None if unknown."""
         shared = known_shm_transport(self._hosts.inside)
         return None if shared is None else sum(level.calls for level in self._calls()) + int(shared.core_group.calls)
 
     def _all_started(self) -> int | None:
-        """`started`, including the exchanges of the flat transport."""
+        """Return `started` plus the number of exchanges of the flat transport."""
         started = self.started()
         return None if started is None else started + self._flat.calls
 
     def _leave(self) -> None:
-        """Leave the levels, which ends all waits for this rank there."""
+        """Leave the subgroups, which aborts all waits for this rank there."""
         if self._left:
             return
         self._left = True
         if (shared := known_shm_transport(self._hosts.inside)) is not None:
             shared.core_group.close()
         for level in self._calls():
-            level.abort_because("the group that it is a part of has been given up")
+            level.abort_because("the group that contains it was aborted")
 
     def _calls(self) -> list[GroupCalls]:
         return [*calls_of(self._hosts.inside), *calls_of(self._hosts.across)]
 
     def _of_group(self, error: FusedTPError) -> FusedTPError:
-        # An error of shared memory comes from the level inside the host, and does not name its group.
+        # Errors of shared memory do not name their group; they stem from the subgroup inside the host.
         level = self._hosts.across if error.group == self._hosts.across.name else self._hosts.inside
         return error_of_group(error, level, self._flat.group)
 
 
 class LevelScope:
-    """Scope in which errors between ranks abort the group; see `TwoLevelGroup.call`. May be entered several times."""
+    """Context manager in which errors abort the group; see `TwoLevelGroup.call`. May be entered several times."""
 
     __slots__ = ("_before", "_call", "_levels")
 
@@ -317,8 +320,7 @@ class LevelScope:
 
 @contextmanager
 def errors_of_group(group: Group, level: Group) -> Iterator[None]:
-    """Scope in which errors on `level`, which users do not know, are raised as errors of `group`, whose other ranks are
-    notified so that they do not wait for this one."""
+    """Context manager that raises errors of the subgroup `level` as errors of `group`, and publishes them there."""
     try:
         yield
     except FusedTPError as error:
@@ -328,11 +330,11 @@ def errors_of_group(group: Group, level: Group) -> Iterator[None]:
 
 
 def error_of_group(error: FusedTPError, level: Group, group: Group) -> FusedTPError:
-    """Restate an error on `level` for `group`, which contains the level."""
+    """Convert an error of the subgroup `level` to an error of `group`."""
     ranks = [group.ranks.index(rank) for rank in level.ranks]
     if error.group:
         return error.in_ranks_of(group.name, group.size, ranks)
-    # Errors without a group: of kernels, which have ranks in fields, or of native shared memory, which are sentences.
+    # Errors without a group: kernels set the field `missing`, and native shared memory names ranks in its message.
     sentence = f"{{reason}} (Its ranks are ranks {listed(map(str, ranks))} of group {{group!r}}.)"
     missing = {ranks[rank]: heard for rank, heard in error.missing.items()}
     return type(error)(sentence, group=group.name, rank=group.rank, size=group.size, missing=missing, reason=str(error))

@@ -1,8 +1,8 @@
-"""Asynchronous chunks on torch.distributed: one chunk moves while the next is computed.
+"""Schedule `pipelined`: over torch.distributed, one chunk is transferred while the next is computed.
 
-Gathers work shard by shard: the own shard is multiplied first, then the left neighbour's, and so on to the left.
-Sums are split along N: each chunk of columns starts to move as soon as it is computed. Splitting along M instead would
-make a CPU matmul re-pack the whole weight for every chunk (1.15x to 2.3x of the time; along N 1.01x to 1.1x).
+Gathers work shard by shard: this rank's shard is multiplied first, then that of rank - 1, then that of rank - 2, ...
+Sums are split along N: each chunk of columns is sent as soon as it is computed. Splitting along M instead would make a
+CPU matmul re-pack the full weight for every chunk (1.15x to 2.3x of the run time; along N 1.01x to 1.1x).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fused_tp.core.partition import shard_range
 from fused_tp.core.pending import Pending
 from fused_tp.core.tracing import span
 
-CHUNK_BYTES = 512 * 1024  # the latency of a smaller chunk exceeds the time it hides
+CHUNK_BYTES = 512 * 1024  # smallest chunk; for smaller ones latency exceeds the time that overlap saves
 MAX_CHUNKS = 4
-Columns: TypeAlias = Callable[[int, int], Tensor]  # columns [start, stop) of the partial result
+Columns: TypeAlias = Callable[[int, int], Tensor]  # computes columns [start, stop) of the partial result
 
 
 class Pipelined(Plain):
@@ -35,7 +35,7 @@ class Pipelined(Plain):
     def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
             x_shard = asked.x_shard.contiguous()
-            # If the gathered dim is the first, shards arrive in place; otherwise each arrives in a buffer of its own.
+            # If all dims before the gathered one are 1, shards arrive in place; otherwise each in a separate buffer.
             gathered = x_shard.new_empty(dim_shards.shape) if dim_shards.in_order else None
             arriving = [self._arrival(x_shard, gathered, dim_shards, step) for step in range(1, self.world_size)]
             outputs = [x_shard.new_empty((*dim_shards.shape[:-1], w.shape[0])) for w in asked.weights]
@@ -109,7 +109,7 @@ class Pipelined(Plain):
                     part = None if bias is None else bias[start:stop]
                     first.append(self.transport.all_reduce_steps(op, columns(start, stop), part))
                     if len(first) > 1:
-                        # The previous chunk has had a matmul's time to move: its second step starts behind this chunk.
+                        # The first step of the previous chunk has overlapped with a matmul; now start its second step.
                         second.append(first[-2].wait())
             if meanwhile is not None:
                 meanwhile()
@@ -117,7 +117,7 @@ class Pipelined(Plain):
             return _join([chunk.wait() for chunk in second])
 
     def _arrival(self, x_shard: Tensor, gathered: Tensor | None, dim_shards: DimShards, step: int) -> Pending[Tensor]:
-        """Start the exchange with the ranks `step` away, in which the shard of rank - step arrives."""
+        """Start sending this rank's shard to rank + step and receiving the shard of rank - step."""
         source = (self.rank - step) % self.world_size
         if gathered is None:
             place = x_shard.new_empty(dim_shards.shard_shapes[source])
@@ -126,14 +126,14 @@ class Pipelined(Plain):
         return self.transport.shift("all_gather_matmul", x_shard, place, step)
 
     def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
-        """Ranges of N, from M, N and the dtype only: K is a shard and may differ between ranks."""
+        """Return the chunks of N, from M, N and the dtype only: K is sharded and may differ between ranks."""
         chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
         ranges = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
         return [one for one in ranges if one[0] < one[1]] or [(0, n)]
 
 
 def _linear_into(out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:
-    """out = x @ w^T + b; `out` may be strided."""
+    """Write x @ w^T + b to `out`, which may be strided."""
     if not out.is_contiguous():
         out.copy_(linear(x, w, b))
         return

@@ -1,4 +1,4 @@
-"""The plain schedule: compute, then one collective. It is the baseline of overlap, and the fastest on small shapes."""
+"""Schedule `plain`: compute, then one collective. The baseline without overlap, and the fastest on small shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fused_tp.core.pending import After, Pending
 class Plain(RowSchedule):
     """The ops of one group as compute followed by a torch.distributed collective.
 
-    `meanwhile` runs while the collective is under way: a gradient that needs nothing from the peers is free.
+    `meanwhile`, such as the weight gradient, runs while the collective is in flight.
     """
 
     name = "plain"
@@ -100,11 +100,11 @@ class Plain(RowSchedule):
 
 
 def gather_blocks(x_shard: Tensor, dim_shards: DimShards, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
-    """Gather the shards of `dim_shards` by `move`, which gathers one equally long block [n] per rank to [W * n]."""
+    """Start gathering the shards by `move`, which gathers blocks [n] of equal length to [W * n]."""
     shape, sizes, longest = dim_shards.shape, dim_shards.sizes, max(dim_shards.sizes)
-    # All ranks send equally long blocks: `x_shard` is padded to the longest shard.
+    # All ranks must send blocks of equal length, so `x_shard` is padded to the longest shard.
     per_index = prod(shape[: dim_shards.dim]) * prod(shape[dim_shards.dim + 1 :])
-    flat = x_shard.contiguous().view(-1)  # reshape(-1) may keep strides, also 0, which NCCL refuses
+    flat = x_shard.contiguous().view(-1)  # not reshape(-1), which may keep strides that NCCL rejects, such as 0
     if flat.numel() < per_index * longest:
         flat = torch.nn.functional.pad(flat, (0, per_index * longest - flat.numel()))
     moving = move(flat)

@@ -1,7 +1,7 @@
-"""Plain torch.distributed: works on every group. Every transfer is asynchronous, every wait has a deadline.
+"""Transport over torch.distributed, for every group. Transfers are asynchronous, and every wait has a deadline.
 
-On NCCL, sums are NCCL's. gloo's own sums round to the tensor's dtype at every hop, in an order that depends on the
-position in the ring. So on gloo, and any other backend, the terms are exchanged and summed here: in rank order, in
+On NCCL, sums are computed by NCCL. gloo's sums round to the tensor's dtype at every hop, in an order that depends on
+the rank. So on gloo, and on every other backend, this module exchanges the terms and sums them in rank order, in
 float32 or float64.
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from fused_tp.core import settings, tracing
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.core.failure import LOOK_SECONDS, GroupCalls, StartedCall
+from fused_tp.core.failure import PEER_POLL_SECONDS, GroupCalls, StartedCall
 from fused_tp.core.gloo import (
     AT_ONCE,
     Messages,
     close_connections,
     closed_peers,
     from_host,
-    host_room,
+    host_buffer,
     on_host,
     outlive,
 )
@@ -46,8 +46,8 @@ from fused_tp.core.pending import (
 ONE_SHOT_BYTES = 64 * 1024
 
 _SIGNATURE_BYTES = 512
-_GONE_SECONDS = 1.0  # by then gloo has processed all data that arrived before a connection was closed
-_SPENT_SECONDS = 5.0  # by then the remaining ranks, if all had arrived, have exchanged their data
+_GONE_SECONDS = 1.0  # seconds after which gloo has processed all data that arrived before a connection was closed
+_SPENT_SECONDS = 5.0  # seconds after which remaining ranks that have all arrived have exchanged their data
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
 
@@ -55,20 +55,20 @@ _LOST = ("connection closed", "connection reset", "connection refused", "broken 
 class TorchDist(GroupCalls):
     """Transfers of one group over torch.distributed.
 
-    After an error between ranks the group is unusable: on gloo its connections are closed, which ends peers' waits. A
-    timeout names the ranks that had not arrived. A rank that had started the call but computed past the others'
-    deadlines, and so published no status, is named too. NCCL's watchdog, which raises its errors, names no rank.
+    After an error between ranks the group is unusable; on gloo its connections are closed, which aborts the waits of
+    peers. A timeout error names the ranks that had not arrived. It also names ranks that had started the call but were
+    still computing at the deadline, because these have not published a status. NCCL's errors name no rank.
 
-    Tensors to move are contiguous and sharded along dim 0. Shards follow `torch.chunk`: all but the last non-empty one
-    have equal length, so a gather of padded shards leaves the real rows contiguous.
+    Tensors are contiguous and sharded along dim 0. Shards follow `torch.chunk`: all shards except the last non-empty
+    one have equal length, so the rows of gathered padded shards are contiguous.
     """
 
     def __init__(self, group: Group, device_type: str, backend: str | None = None) -> None:
         own = f"{backend.lower()}/" if backend is not None else ""
         super().__init__(group, backend or backend_of(group, device_type), f"fused_tp/{own}{device_type}")
         self.reduces_in_place = self.backend == "nccl"
-        self._collectives: list[Any] = []  # works under way on gloo
-        self._met = self.backend != "nccl"
+        self._collectives: list[Any] = []  # in-flight works on gloo
+        self._communicator_created = self.backend != "nccl"
         self._by_host = self.backend == "gloo" and device_type != "cpu"
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
@@ -85,13 +85,14 @@ class TorchDist(GroupCalls):
         return After(lambda: self._wait(call, work))
 
     def _wait(self, call: StartedCall, work: Any) -> None:
-        if self.broken is not None:  # this transfer has ended with the one that failed
+        if self.broken is not None:  # the failure of another transfer has aborted this one
             raise self.unusable()
         deadline = time.perf_counter() + settings.timeout_seconds()
         try:
             with tracing.waiting(call.op):
                 for one in work if isinstance(work, list) else [work]:
-                    # NCCL's wait only orders streams; its watchdog enforces the deadline. A timeout would block.
+                    # NCCL's wait only orders streams, but with a timeout it would block the host. Its watchdog enforces
+                    # the deadline.
                     if self.backend == "nccl":
                         one.wait()
                     else:
@@ -105,10 +106,10 @@ class TorchDist(GroupCalls):
                 self._collectives.remove(work)
 
     def _wait_in_slices(self, call: StartedCall, work: Any, deadline: float) -> None:
-        """Wait until `deadline`, and poll for peers that have given up or left."""
+        """Wait until `deadline`, and poll for peers that have failed or left."""
         posted = False
         gone_since: dict[int, float] = {}
-        while not _ended(work, min(LOOK_SECONDS, deadline - time.perf_counter())):
+        while not _wait_up_to(work, min(PEER_POLL_SECONDS, deadline - time.perf_counter())):
             now = time.perf_counter()
             if now >= deadline:
                 raise self.abort_timed_out(call)
@@ -122,15 +123,16 @@ class TorchDist(GroupCalls):
                 raise self.abort_peer_lost(call)
 
     def _cannot_end(self, call: StartedCall, work: Any, gone: dict[int, float]) -> bool:
-        """True if `work` waits for a peer that has left; `gone`: seconds since its connection was closed, by rank.
+        """True if `work` waits for a peer that has left. `gone`: seconds since a rank's connection was closed, by rank.
 
-        gloo itself does not notice a connection closed in the middle of a message (`core.gloo`). A peer may also
-        have left because its part of a collective was done, while other ranks are still working. So for a collective it
-        is true only if all remaining ranks have started it too, and have had time to exchange their data.
+        gloo does not detect a connection that was closed in the middle of a message (`core.gloo`). But a peer may have
+        left after it finished its part of a collective, in which other ranks still work. So for a collective this is
+        true only if all remaining ranks have started it, and have had time to exchange their data.
         """
         if isinstance(work, Messages):
             return gone.get(-1 if work.peer is None else work.peer, 0.0) > _GONE_SECONDS
-        if min(gone.values(), default=0.0) <= _GONE_SECONDS:  # none has left, or its last data may just have arrived
+        # no peer has left, or data sent before it left may still arrive
+        if min(gone.values(), default=0.0) <= _GONE_SECONDS:
             return False
         others = set(range(self.world_size)) - gone.keys() - {self.rank}
         if others and max(gone.values()) <= _SPENT_SECONDS:
@@ -141,7 +143,7 @@ class TorchDist(GroupCalls):
     # -- failing ------------------------------------------------------------------------------------------------------
 
     def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
-        """Return the error to raise for one of torch.distributed. Makes the group unusable and notifies peers."""
+        """Abort because of `error` of torch.distributed, and return the error to raise."""
         if self.broken is not None:
             return self.unusable()
         reason = str(error).splitlines()[0]
@@ -154,10 +156,10 @@ class TorchDist(GroupCalls):
             return self.abort_timed_out(call, reason)
         if lost:
             what = " lost a peer: {reason}"
-        elif late:  # the watchdog raises long after the ranks have enqueued other calls, so statuses show nothing
+        elif late:  # NCCL reports a timeout after ranks have enqueued later calls, so statuses do not help
             what = (
-                f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, torch's "
-                "flight recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: "
+                f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not report which. Use "
+                "torch's flight recorder (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). Error: "
                 "{reason}"
             )
         return self.abort(call, self.error(kind, call, what, reason=reason))
@@ -172,15 +174,15 @@ class TorchDist(GroupCalls):
         return closed_peers(self.process_group) if self.backend == "gloo" else []
 
     def check(self, op: str, dims: Sequence[float], dtype: torch.dtype, device: torch.device) -> None:
-        """Compare the call that all ranks are about to make, if FUSED_TP_CHECK=1.
+        """Compare the next call between ranks if FUSED_TP_CHECK=1.
 
         Raises:
-            RankMismatchError: the calls differ; raised on every rank, naming both sides.
+            RankMismatchError: the calls differ. All ranks raise it; the message shows both calls.
         """
         if not settings.check_ranks():
             return
         text = f"{op}(dims={list(dims)}, dtype={dtype})".encode()
-        # The checksum covers the whole text; only the part that fits is shown.
+        # The checksum covers the full text, of which only the part that fits is sent.
         signature = zlib.crc32(text).to_bytes(4, "little") + text
         mine = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(signature)] = torch.frombuffer(bytearray(signature[:_SIGNATURE_BYTES]), dtype=torch.uint8)
@@ -193,7 +195,7 @@ class TorchDist(GroupCalls):
                     "All ranks of a group must call the same ops in the same order with the same shapes and dtypes."
                 )
 
-    # -- movements ----------------------------------------------------------------------------------------------------
+    # -- transfers ----------------------------------------------------------------------------------------------------
 
     def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
         """Gather all ranks' `x` [n, ...], of equal shape, in rank order: [W * n, ...]."""
@@ -217,13 +219,13 @@ class TorchDist(GroupCalls):
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` is not sent.
 
-        gloo has no messages from or to GPU memory, so these pass through the host: the host waits until the current
-        stream has computed `x`, and `out` is written on the stream that is current in `wait`.
+        gloo does not support sends and receives in GPU memory, so GPU tensors are copied through host memory: the host
+        waits until the current stream has computed `x`, and `wait` writes `out` on the stream that is then current.
         """
-        self._meet(op, x)
+        self._create_communicator(op, x)
         group = self.process_group
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-        room = host_room(out) if self._by_host else out
+        room = host_buffer(out) if self._by_host else out
 
         def launch() -> Any:
             ops, peers = [], []
@@ -235,10 +237,10 @@ class TorchDist(GroupCalls):
                 ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
                 peers.append(to)
             works = dist.batch_isend_irecv(ops) if ops else []
-            if self.backend != "gloo":  # NCCL has one work for all of them, or none
+            if self.backend != "gloo":  # NCCL returns one work for the whole batch, or none
                 return works
-            # The waiting rank raises at the deadline, before gloo does.
-            return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)
+            # `_wait_in_slices` raises at the deadline; gloo's own timeout must expire later.
+            return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + PEER_POLL_SECONDS)
 
         moving = self._start(op, launch)
         if not self._by_host:
@@ -251,19 +253,19 @@ class TorchDist(GroupCalls):
 
         return After(finish)
 
-    def _meet(self, op: str, like: Tensor) -> None:
-        """Make the group's communicator, at the first shift, together with all ranks.
+    def _create_communicator(self, op: str, like: Tensor) -> None:
+        """Create the group's communicator at the first shift, by a collective call of all ranks.
 
-        torch makes it at the first call, and if that is a batch of sends and receives, all ranks must have some (see
-        batch_isend_irecv). In a shift some may have none: with a sliding window most pairs of ranks exchange nothing.
+        torch creates it at the first call. If that call is a batch of sends and receives, all ranks must take part (see
+        batch_isend_irecv). But in a shift some ranks may have nothing to send, for example with a sliding window.
         """
-        if not self._met:
-            self._met = True
+        if not self._communicator_created:
+            self._communicator_created = True
             word = like.new_zeros(1)
             self._start(op, lambda: dist.all_reduce(word, group=self.process_group, async_op=True)).wait()
 
     def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
-        """Return the rows of this rank of the sum over ranks of `x` [sum(sizes), ...], plus `bias`."""
+        """Return this rank's rows of the sum of `x` [sum(sizes), ...] over ranks, plus `bias`."""
         own = sizes[self.rank]
         if self.backend == "nccl" and len(set(sizes)) == 1:
             out = x.new_empty((own, *x.shape[1:]))
@@ -278,7 +280,7 @@ class TorchDist(GroupCalls):
         return After(lambda: first.wait().wait())
 
     def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
-        """`all_reduce` in up to two steps, so that a caller can start the next sum's first step before the second."""
+        """Start `all_reduce` in up to two steps, so that a caller can interleave the steps of several sums."""
         if self.backend == "nccl":
             moving = self._start(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
             total = _plus(bias, when(moving, x))
@@ -289,14 +291,14 @@ class TorchDist(GroupCalls):
         return self._two_shot(op, x, bias)
 
     def _two_shot(self, op: str, x: Tensor, bias: Tensor | None) -> Pending[Pending[Tensor]]:
-        # Split by elements, not by rows: a sum of few long rows is shared as evenly as one of many short rows.
+        # Split by elements, not by rows, so that a tensor with few long rows is distributed evenly too.
         count = x.numel()
         chunk = -(-count // self.world_size)
         flat = x.view(-1)
         if chunk * self.world_size != count:
             flat = torch.nn.functional.pad(flat, (0, chunk * self.world_size - count))
         if bias is not None:
-            # The bias of this rank's elements, so that sum and bias are rounded together.
+            # Add the bias of this rank's elements before rounding, so that the result is rounded only once.
             offset = self.rank * chunk % bias.numel()
             bias = bias.repeat(-(-(offset + chunk) // bias.numel()))[offset : offset + chunk]
         mine = self.reduce_scatter(op, flat, [chunk] * self.world_size, bias)
@@ -316,8 +318,8 @@ def _shown(signature: Tensor) -> str:
     return bytes(signature.tolist())[4:].rstrip(b"\0").decode("utf-8", "replace")
 
 
-def _ended(work: Any, seconds: float) -> bool:
-    """True if `work` has ended; waits no longer than `seconds`."""
+def _wait_up_to(work: Any, seconds: float) -> bool:
+    """Wait up to `seconds`; return True if `work` has finished."""
     if isinstance(work, Messages):
         return work.wait_for(seconds)
     try:
@@ -327,7 +329,8 @@ def _ended(work: Any, seconds: float) -> bool:
             raise
         if not work.is_completed():
             return False
-        work.wait(AT_ONCE)  # returns if it ended after the check, raises if by the process group's own timeout
+        # the work finished since the first wait, or the process group's own timeout expired (raises)
+        work.wait(AT_ONCE)
     return True
 
 
@@ -336,10 +339,10 @@ _TRANSPORTS: GroupSlot[dict[str, TorchDist]] = GroupSlot(lambda group: {})  # by
 
 
 def backend_of(group: Group, device_type: str) -> str:
-    """Name of the backend that moves `group`'s tensors on `device_type`.
+    """Return the name of the backend of `group` for tensors on `device_type`.
 
     Raises:
-        ValueError: the group has none.
+        ValueError: the group has no backend for them.
     """
     if (known := _BACKENDS[group].get(device_type)) is not None:
         return known
@@ -348,14 +351,14 @@ def backend_of(group: Group, device_type: str) -> str:
     if device_type not in backends:
         raise ValueError(
             f"The tensors are on {device_type}, but group {group.name!r} has backends for {sorted(backends)} only; "
-            f"make the group with a backend for {device_type}."
+            f"create the group with a backend for {device_type}."
         )
     backend = _BACKENDS[group][device_type] = backends[device_type]
     return backend
 
 
 def torch_dist(group: Group, device_type: str) -> TorchDist:
-    """The transport of `group` for tensors on `device_type`, made once."""
+    """Return the transport of `group` for tensors on `device_type`; the first call creates it."""
     made = _TRANSPORTS[group]
     if device_type not in made:
         made[device_type] = TorchDist(group, device_type)
@@ -364,7 +367,7 @@ def torch_dist(group: Group, device_type: str) -> TorchDist:
 
 @on_destroy
 def _leave(group: Group) -> None:
-    """Close the group's connections, as torch does once the process group is freed: peers may wait for this rank."""
+    """Close the group's connections, because peers may wait for this rank. torch does so when the group is freed."""
     for made in _TRANSPORTS.get(group, {}).values():
         if made.broken is None:
             made.broken = made.error(FusedTPError, made.last_call("a call"), ": its process group was destroyed.")
@@ -372,5 +375,5 @@ def _leave(group: Group) -> None:
 
 
 def known_torch_dist(group: Group, device_type: str) -> TorchDist | None:
-    """The transport that `torch_dist` has made, or None."""
+    """Return the transport that `torch_dist` has created, or None."""
     return _TRANSPORTS[group].get(device_type)

@@ -1,16 +1,17 @@
 """A group's own NCCL communicator: the transfers of torch_dist, and the exchanges of pipelines.
 
-Everything is enqueued on the communicator's stream, with an event behind each exchange, and no call waits for data.
-(NCCL itself takes some host time: a launch runs through a thread of NCCL, which is waited for, and the first exchange
-with a peer connects to that peer, which must take part.) So errors of a GPU's streams are raised by a later call; data
-that did not arrive is NaN. A watchdog (csrc/nccl) enforces the deadline of every exchange. A thread here polls for
-peers of this host that have ended, and the group's store for peers on any host that have given up. A rank that gives up
-aborts the communicator, so that no stream keeps waiting.
+All work is enqueued on the communicator's stream, with an event behind each exchange, and no call waits for data. (The
+host does wait for NCCL's launches, which run on a thread of NCCL, and at the first exchange with a peer for the
+connection, for which the peer must join.) Therefore a later call raises the errors of GPU streams, and data that did
+not arrive is NaN. A watchdog (csrc/nccl) enforces the deadline of every exchange. A thread of this module polls for
+peers of this host that have exited, and polls the group's store for peers on any host that have failed. A rank that
+fails aborts the communicator, so that no stream keeps waiting.
 
-Sums are never NCCL's, which round to the tensor's dtype at every hop: terms are exchanged, and added in rank order.
+NCCL's own sums are not used, because they round to the tensor's dtype at every hop. Terms are exchanged, and added in
+rank order.
 
-Test doubles of NCCL and of the CUDA driver may move host memory (`LIBRARIES`). Then CPU tensors run through this code
-unchanged; an operation that waits in a stream blocks instead, and raises at once.
+Tests replace NCCL and the CUDA driver by test doubles that move host memory (`LIBRARIES`). CPU tensors then run through
+this code unchanged. An operation that would wait in a stream blocks the host instead, and raises errors immediately.
 """
 
 from __future__ import annotations
@@ -36,47 +37,48 @@ from fused_tp.backends.symmetric_memory.symm_mem import made_on_device
 from fused_tp.core import settings, tracing
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.core.failure import LOOK_SECONDS, StartedCall
+from fused_tp.core.failure import PEER_POLL_SECONDS, StartedCall
 from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.core.pending import Done, Pending, current_stream, when
 from fused_tp.core.store import exchange, first_reason
 
 _LOG = logging.getLogger("fused_tp")
-_ARRIVAL_SECONDS = 0.3  # longest time that a transfer may still make progress without a peer that has ended
-_IDLE_SECONDS = 2.0  # the same if no transfer is visible: CUDA graphs may be replayed, and must not keep waiting
+_ARRIVAL_SECONDS = 0.3  # after a peer has exited, its data may still arrive for this long
+_IDLE_SECONDS = 2.0  # the same without a visible transfer: a replayed CUDA graph may wait for the peer
 
 
-Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each
+Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each transfer
 
 
 @dataclass
 class ExchangeQueue:
-    """Exchanges on a communicator's stream, `count` of them in all, and an event behind each. Nothing here waits on the
-    host, so all of it can be captured in a CUDA graph. The watch's thread reads it too.
+    """Sequence of `count` exchanges on a communicator's stream, with an event behind each.
 
-    Memory: the caller keeps the tensors that are sent and received alive until every exchange has been waited for, or
-    the communicator's stream has passed them by other means.
+    No method makes the host wait, so exchanges can be captured in a CUDA graph. The watch thread reads this object too.
+    The caller must keep the tensors that are sent and received alive until every exchange has been waited for, or the
+    communicator's stream has otherwise finished them.
     """
 
     communicator: Any
     count: int
     call: StartedCall  # the call of the last exchange enqueued
-    tickets: list[Any] = field(default_factory=list)  # of the exchanges so far; None: nothing has moved yet
+    tickets: list[Any] = field(default_factory=list)  # one per enqueued exchange; None: no data has been exchanged yet
     brings_own_rows: bool = False
     abandoned: bool = False
     waiting: int = -1  # the exchange that was last observed waiting for peers
     waiting_since: float = 0.0
 
     def add(self, sends: Transfers, receives: Transfers, after: int | None) -> None:
-        """Enqueue one more exchange, behind the work in stream `after`, if given."""
+        """Enqueue one more exchange; it starts after the work enqueued on stream `after`, if given."""
         if sends or receives:
             self.tickets.append(self.communicator.exchange(sends, receives, after))
         else:
-            self.tickets.append(self.tickets[-1] if self.tickets else None)  # waiting for it waits for earlier ones
+            # an empty exchange is complete when the earlier ones are
+            self.tickets.append(self.tickets[-1] if self.tickets else None)
 
     def wait(self, exchange: int, stream: int) -> None:
-        """Make `stream` wait for that exchange and all before it. Raises the communicator's failure."""
+        """Make `stream` wait for exchange number `exchange` and all before it; raise if the communicator has failed."""
         ticket = self.tickets[exchange]
         if ticket is None:
             self.communicator.check()
@@ -84,13 +86,13 @@ class ExchangeQueue:
             self.communicator.wait(ticket, stream)
 
     def ended(self) -> bool:
-        """True if all exchanges have been enqueued and have ended; always true for those in CUDA graphs."""
+        """True if all exchanges have been enqueued and have finished. Captured exchanges count as finished."""
         if len(self.tickets) < self.count:
             return False
         return not self.tickets or self.tickets[-1] is None or self.communicator.has_ended(self.tickets[-1])
 
     def first_waiting(self) -> int:
-        """Index of the exchange that waits for peers: the first unfinished one, if this rank has begun it; else -1."""
+        """Return the index of the first unfinished exchange if this rank has begun it, so that it waits; else -1."""
         for i, ticket in enumerate(self.tickets):
             if ticket is not None and not self.communicator.has_ended(ticket):
                 return i if self.communicator.has_begun(ticket) else -1
@@ -101,19 +103,19 @@ class ExchangeQueue:
         return any(ticket is not None and ticket.captured for ticket in self.tickets)
 
 
-Launch = Callable[[ExchangeQueue, int], None]  # enqueues exchanges of a pipeline, behind the work in a stream
+Launch = Callable[[ExchangeQueue, int], None]  # (queue, stream): enqueues exchanges, after the work in the stream
 
 
 def _rows_at(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
     return [(peer, address + start * row_bytes, rows * row_bytes) for peer, start, rows in parts if row_bytes]
 
 
-class Moving(Pending[None]):
+class PendingExchanges(Pending[None]):
     """The exchanges of one transfer, and the tensors that they read and write.
 
-    The tensors are kept until the last exchange has been waited for. The stream they were made in waits too, so that it
-    may reuse their memory at once; another stream that waits is recorded with the allocator. (Recording the
-    communicator's stream instead would serve as well, except for tensors that outlive the communicator.)
+    This object keeps the tensors alive until the last exchange has been waited for. The stream on which it was created
+    waits too, so that the allocator may reuse their memory on that stream; any other stream that waits is recorded with
+    the allocator. Rejected: recording the communicator's stream, because tensors may outlive the communicator.
     """
 
     def __init__(self, transport: NcclDist, pipeline: ExchangeQueue, launch: Launch, tensors: Sequence[Tensor]) -> None:
@@ -125,11 +127,11 @@ class Moving(Pending[None]):
 
     @property
     def brings_own_rows(self) -> bool:
-        """True if this gather also copies the own rows to their place."""
+        """True if this gather also copies this rank's rows into the gathered tensor."""
         return self._pipeline.brings_own_rows
 
     def send(self) -> None:
-        """Enqueue the next exchange of a scatter, behind the work computed so far."""
+        """Enqueue the next exchange of a scatter; it starts after the work enqueued on the current stream so far."""
         # Counted as a separate call, so that a rank stuck in the middle differs from one that has sent everything.
         pipeline, transport = self._pipeline, self._transport
         if pipeline.tickets:
@@ -137,7 +139,7 @@ class Moving(Pending[None]):
         transport.attempt(pipeline.call, lambda: self._launch(pipeline, transport.stream()))
 
     def wait(self, exchange: int | None = None) -> None:
-        """Order later work of the current stream behind that exchange, by default behind the last of all."""
+        """Make the current stream wait for exchange number `exchange`, by default for all exchanges."""
         last = len(self._pipeline.tickets) - 1
         index = last if exchange is None else exchange
         stream = self._transport.stream()
@@ -159,31 +161,35 @@ class Moving(Pending[None]):
 
 
 class NcclDist(TorchDist):
-    """Transfers of one group over `communicator`, its own `fused_tp._core.Communicator`. All ranks make it together, by
-    `nccl_dist`. `pids` are the processes of peers that can be watched from here, by rank.
+    """Transfers of one group over its own NCCL communicator; created by `nccl_dist`, on all ranks together.
+
+    Args:
+        communicator: the `fused_tp._core.Communicator` of the group.
+        pids: pids, by rank, of the peers' processes that this process can watch.
     """
 
-    arrived = "enqueued it"  # its GPU may not have reached the call yet
+    arrived = "enqueued it"  # not "arrived": the GPU of that rank may not have reached the call yet
 
     def __init__(self, group: Group, device: torch.device, communicator: Any, pids: Mapping[int, int]) -> None:
-        super().__init__(group, device.type, backend="NCCL")  # our own: the group may lack a backend for these tensors
+        # passed explicitly: the group may have no backend for this device
+        super().__init__(group, device.type, backend="NCCL")
         self.device = device
         self.communicator = communicator
         _, self._driver = load(device)
         self._pid = os.getpid()
-        self._judging = threading.RLock()
-        self._verdict: FusedTPError | None = None  # error found by the watch, which the next call raises
+        self._failure_lock = threading.RLock()
+        self._pending_error: FusedTPError | None = None  # error detected by the watch thread; the next call raises it
         self._under_way: deque[ExchangeQueue] = deque()
-        self._captured = False  # True once there are CUDA graphs, which may be replayed without a call
-        self._noticed = 0  # the call for which a status has been published
-        self._gone: list[int] = []  # ranks whose processes have ended
+        self._captured = False  # True once an exchange was captured: graphs may be replayed without a call
+        self._published_call = 0  # number of the last call for which a status was published
+        self._gone: list[int] = []  # ranks whose processes have exited
         self._gone_since = 0.0
-        self._watch = PeerWatch(self, pids, NcclDist._peer_lost, NcclDist._look)
+        self._watch = PeerWatch(self, pids, NcclDist._on_peer_lost, NcclDist._poll)
 
     # -- movements ----------------------------------------------------------------------------------------------------
 
-    def gather(self, op: str, own: Tensor, gathered: Tensor, plan: ChunkPlan) -> Moving:
-        """Start gathering all ranks' rows: `own` [plan.counts[rank], n] to `gathered` [sum(plan.counts), n]."""
+    def gather(self, op: str, own: Tensor, gathered: Tensor, plan: ChunkPlan) -> PendingExchanges:
+        """Start gathering the ranks' rows `own` [plan.counts[rank], n] into `gathered` [sum(plan.counts), n]."""
         row_bytes = own.shape[1] * own.element_size()
         at, to = own.data_ptr(), gathered.data_ptr()
 
@@ -193,16 +199,16 @@ class NcclDist(TorchDist):
                 pipeline.brings_own_rows = True
                 return
             for sends, receives in plan.exchanges:
-                # Only the first exchange that moves anything waits for `stream`: the others begin after it.
+                # Only the first non-empty exchange waits for `stream`; the later ones run after it.
                 after = stream if not pipeline.tickets or pipeline.tickets[-1] is None else None
                 pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), after)
 
         return self._move(op, len(plan.exchanges), launch, (own, gathered))
 
-    def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: ChunkPlan) -> Moving:
-        """Start receiving all ranks' terms of the own rows in `terms` [W, plan.counts[rank], n], except terms[rank].
+    def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: ChunkPlan) -> PendingExchanges:
+        """Start receiving the peers' terms of this rank's rows in `terms` [W, plan.counts[rank], n].
 
-        `partial` holds this rank's terms of all ranks' rows [sum(plan.counts), n], or of all ranks' rows but the own.
+        `partial` [sum(plan.counts), n] holds this rank's terms of all ranks' rows; its own rows may be omitted.
         For each exchange in turn, the caller computes the rows it sends (`plan.ranges`) and then calls `send`.
         """
         row_bytes, own = terms.shape[2] * terms.element_size(), plan.counts[self.rank]
@@ -245,7 +251,7 @@ class NcclDist(TorchDist):
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
         tensors: Sequence[Tensor],
-    ) -> Moving:
+    ) -> PendingExchanges:
         going, coming = (
             [(rank, t.data_ptr(), t.nbytes) for rank, t in parts if t.nbytes] for parts in (sends, receives)
         )
@@ -257,8 +263,10 @@ class NcclDist(TorchDist):
         """Handle of the current stream."""
         return current_stream(self.device)
 
-    def _move(self, op: str, count: int, launch: Launch, tensors: Sequence[Tensor], *, at_once: bool = True) -> Moving:
-        """Make a transfer of `count` exchanges; `launch` enqueues them now or, if not `at_once`, one per `send`."""
+    def _move(
+        self, op: str, count: int, launch: Launch, tensors: Sequence[Tensor], *, at_once: bool = True
+    ) -> PendingExchanges:
+        """Start a transfer of `count` exchanges; `launch` enqueues all now or, without `at_once`, one per `send`."""
         pipeline = ExchangeQueue(self.communicator, count, self.begin(op))
         try:
             with self.abort_scope(op):
@@ -271,7 +279,7 @@ class NcclDist(TorchDist):
             self._captured = True
         else:
             self._under_way.append(pipeline)
-        return Moving(self, pipeline, launch, tensors)
+        return PendingExchanges(self, pipeline, launch, tensors)
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -285,11 +293,11 @@ class NcclDist(TorchDist):
         return int(self.communicator.calls) if os.getpid() == self._pid else 0
 
     def begin(self, op: str) -> StartedCall:
-        """Count one more call: an exchange, or several enqueued together. Each exchange of a scatter counts."""
+        """Count a new call of `op` and return it. Each exchange of a scatter counts as a call."""
         if os.getpid() != self._pid:
             raise FusedTPError(
-                f"This process is a fork of rank {self.rank} of group {self.group.name!r}; only the rank itself may "
-                "use the group's communicator."
+                f"This process is a fork of rank {self.rank} of group {self.group.name!r}; a forked process cannot "
+                "use the group's communicator. Create new groups in it."
             )
         if self.broken is not None:
             raise self._failure(StartedCall(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.broken)))
@@ -297,7 +305,7 @@ class NcclDist(TorchDist):
         return self._count(op)
 
     def attempt(self, call: StartedCall, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`; raise its errors as errors of this group."""
+        """Return `work()`, and raise its errors as errors of this group."""
         try:
             return work()
         except RuntimeError as error:
@@ -309,7 +317,7 @@ class NcclDist(TorchDist):
             self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
 
     def abandon(self, pipeline: ExchangeQueue | None, stream: int) -> None:
-        """Release a transfer that nobody waits for, most likely after an error; its memory returns to `stream`."""
+        """Make the memory of an abandoned transfer, most likely after an error, safe to reuse on `stream`."""
         if os.getpid() != self._pid:
             return
         if pipeline is not None and self.device.type == "cuda":
@@ -325,14 +333,14 @@ class NcclDist(TorchDist):
     # -- failing ------------------------------------------------------------------------------------------------------
 
     def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
-        """Return the error to raise for one of the communicator; the first caller, or the watch, determines it."""
-        with self._judging:
+        """Abort because of `error` of the communicator, unless done before; return the error to raise."""
+        with self._failure_lock:
             if self.broken is None:
-                self._verdict = self._judge(call, error)
-            verdict, self._verdict = self._verdict, None
-        return verdict if verdict is not None else self.unusable()
+                self._pending_error = self._abort_for(call, error)
+            failure, self._pending_error = self._pending_error, None
+        return failure if failure is not None else self.unusable()
 
-    def _judge(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
+    def _abort_for(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
@@ -344,16 +352,16 @@ class NcclDist(TorchDist):
             if isinstance(error, PeerLostError) and not self._gone:
                 return self.abort_peer_lost(call, reason)
             if isinstance(error, PeerLostError):
-                what, missing = " lost {missing}: the process has ended.", dict.fromkeys(self._gone, "")
+                what, missing = " lost {missing}: its process has exited.", dict.fromkeys(self._gone, "")
                 return self.abort(call, self.error(PeerLostError, call, what, missing=missing))
             if self.board.has_failure():
                 return self.abort_following_peer(call)
             return self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
         finally:
-            self._end(reason)
+            self._abort_transports(reason)
 
-    def _end(self, reason: str) -> None:
-        """Abort the communicator, and mark the group's plain transport of these tensors as broken too."""
+    def _abort_transports(self, reason: str) -> None:
+        """Abort the communicator, and make the group's torch.distributed transport for this device unusable too."""
         self.communicator.abort(str(self.broken or reason))
         plain = known_torch_dist(self.group, self.device.type)
         if plain is not None and plain.broken is None:
@@ -364,90 +372,91 @@ class NcclDist(TorchDist):
             self._failure(self.last_call("a call"), RuntimeError(reason))
 
     def abort_midway(self, call: StartedCall, error: BaseException) -> None:
-        with self._judging:
+        with self._failure_lock:
             if self.broken is not None:
                 return
             try:
                 super().abort_midway(call, error)
             finally:
-                self._end(f"{call.op} raised {type(error).__name__}")
+                self._abort_transports(f"{call.op} raised {type(error).__name__}")
 
     # -- called by the watch's thread ---------------------------------------------------------------------------------
 
-    def _peer_lost(self, rank: int) -> None:
+    def _on_peer_lost(self, rank: int) -> None:
         self._gone.append(rank)
         self._gone_since = time.perf_counter()
 
-    def _look(self) -> None:
-        if not self._judging.acquire(blocking=False):  # a call is already handling a failure
+    def _poll(self) -> None:
+        if not self._failure_lock.acquire(blocking=False):  # a call is already handling a failure
             return
         try:
             if self.broken is None:
-                self._look_for_failures()
+                self._poll_for_failures()
         finally:
-            self._judging.release()
+            self._failure_lock.release()
 
-    def _look_for_failures(self) -> None:
+    def _poll_for_failures(self) -> None:
         if self.communicator.failure:
-            # A rank that only replays graphs makes no call. A peer's end is no error while nothing waits for it.
+            # Report it here, because a rank that only replays graphs makes no call. But the exit of a peer is not an
+            # error if no exchange waits for the peer.
             if self._under_way or self._captured or not self._gone:
-                self._tell()
+                self._report_failure()
             return
         with suppress(RuntimeError):  # the communicator's own watchdog reports a broken device
             while self._under_way and (self._under_way[0].abandoned or self._under_way[0].ended()):
                 self._under_way.popleft()
         call = self._under_way[0].call if self._under_way else None
         if self._gone and self._is_lost():
-            self.communicator.lose(self._gone[0], "its process has ended")
+            self.communicator.lose(self._gone[0], "its process has exited")
             if call is not None or self._captured:
-                self._tell()
+                self._report_failure()
             return
-        if call is None or time.perf_counter() - call.started < LOOK_SECONDS:
+        if call is None or time.perf_counter() - call.started < PEER_POLL_SECONDS:
             return
-        if self._noticed < call.number:
-            self._noticed = call.number
+        if self._published_call < call.number:
+            self._published_call = call.number
             self.post_status(call)
         if self.board.has_failure():
-            self.communicator.abort("a peer has given the group up")  # ends waits in the stream; their calls then raise
+            self.communicator.abort("a peer has aborted the group")  # aborts waits in the stream; later calls raise
 
     def _is_lost(self) -> bool:
-        """True if the exchanges under way, or replayed CUDA graphs if there are none, must wait for ranks that left.
+        """True if in-flight exchanges (or replayed CUDA graphs, if there are none) wait for a peer that has exited.
 
-        Not true at once: at the end of a program ranks end one after the other, and data they have sent still arrives.
-        Also not true while this rank's own computation has not reached the exchange, whose deadline has not begun.
+        A delay is needed: at the end of a program ranks exit one after the other, and data that they have sent still
+        arrives. The delay starts when this rank's own computation has reached the exchange.
         """
         now = time.perf_counter()
         if not self._under_way:
             return now - self._gone_since > _IDLE_SECONDS
         front, waiting = self._under_way[0], -1
-        with suppress(RuntimeError):  # see above
+        with suppress(RuntimeError):  # the communicator's own watchdog reports a broken device
             waiting = front.first_waiting()
         if waiting < 0 or waiting != front.waiting:
             front.waiting, front.waiting_since = waiting, now
         return waiting >= 0 and now - max(self._gone_since, front.waiting_since) > _ARRIVAL_SECONDS
 
-    def _tell(self) -> None:
-        """Abort and log now with the next call's error: there may be no next call, and peers elsewhere wait."""
+    def _report_failure(self) -> None:
+        """Abort and log the error now. The next call will raise it, but may never happen, while peers wait."""
         if self._under_way:
             call = self._under_way[0].call
         else:
             call = self.last_call(self._ops[-1] if self._ops else "a CUDA graph")
-        with self._judging:
+        with self._failure_lock:
             if self.broken is not None:
                 return
             try:
                 self.communicator.check()
             except RuntimeError as error:
-                self._verdict = self._judge(call, error)
+                self._pending_error = self._abort_for(call, error)
         if self.device.type == "cuda":
             _LOG.error(
-                "%s What the group was receiving is NaN; results of what it had enqueued behind that, and of CUDA "
-                "graphs that are replayed from now on, are undefined.",
+                "%s Data in flight became NaN. Results of work enqueued after it, and of CUDA graphs replayed from now "
+                "on, are undefined.",
                 self.broken,
             )
 
 
-# -- making it ---------------------------------------------------------------------------------------------------------
+# -- creation ---------------------------------------------------------------------------------------------------------
 
 
 # By device type and index.
@@ -455,7 +464,7 @@ _NCCL: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(lam
 
 
 def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
-    """The group's communicator for tensors on `device`, or the reason why not. All ranks make the first call together.
+    """Return the group's communicator for `device`, or the reason why there is none. The first call is collective.
 
     Raises the errors of `made_on_device`.
     """
@@ -481,10 +490,10 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
     return NcclDist(group, device, communicator, pids)
 
 
-# -- whether the ranks can have a communicator, from facts that they exchange ------------------------------------------
+# -- availability, from facts that the ranks exchange ------------------------------------------
 
 
-# The libraries of NCCL (empty: the one that torch has loaded) and of the driver, by device type.
+# File names of NCCL (empty: the library that torch has loaded) and of the driver, by device type.
 LIBRARIES = {"cuda": ("", "libcuda.so.1")}
 
 
@@ -497,7 +506,7 @@ def load(device: torch.device) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class NcclFacts:
-    """Facts that one rank sends to the others."""
+    """Facts of one rank, sent to all ranks to decide whether a communicator can be created."""
 
     process: Sequence[str | int]  # from `own_process`
     gpu: str = ""
@@ -507,11 +516,11 @@ class NcclFacts:
 
 
 def own_facts(group: Group, device: torch.device) -> NcclFacts:
-    """Facts of this rank."""
+    """Return the facts of this rank."""
     if find_spec("fused_tp._core") is None:
         return NcclFacts(own_process(), problem="this installation has no native core")
     if device.type not in LIBRARIES:
-        return NcclFacts(own_process(), problem=f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}")
+        return NcclFacts(own_process(), problem=f"NCCL supports NVIDIA GPUs only, not {device.type}")
     try:
         library, _ = load(device)
         unique_id = library.make_id().hex() if group.rank == 0 else ""
@@ -527,7 +536,7 @@ def own_facts(group: Group, device: torch.device) -> NcclFacts:
 
 
 def judged(facts: Sequence[NcclFacts]) -> Availability:
-    """Availability of a communicator to these ranks."""
+    """Return whether ranks with these facts can create a communicator."""
     if not (found := first_reason(fact.problem for fact in facts)):
         return found
     versions = sorted({fact.version for fact in facts})
@@ -536,7 +545,7 @@ def judged(facts: Sequence[NcclFacts]) -> Availability:
     gpus = [fact.gpu for fact in facts if fact.gpu]
     if len(set(gpus)) < len(gpus):
         return unavailable(
-            "several of its ranks share a GPU (NCCL 2.30 and later take that with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            "several of its ranks share a GPU (NCCL 2.30 and later support this with NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
     return AVAILABLE
 

@@ -1,14 +1,15 @@
-"""Matmuls and exchanges on the group's own NCCL communicator: one chunk moves while the next is computed.
+"""Schedule `nccl_pipeline`: on the group's own NCCL communicator, one chunk is sent while the next is computed.
 
 It requires only NCCL: ranks may be on several hosts, and GPUs need no access to each other's memory. No call waits for
 data (the host waits for NCCL's launches, see backends/nccl/nccl.py), and every call can be captured in a CUDA graph. An
 exception in the middle of an op aborts the group, because only some of the op's exchanges have started.
 
-- all_gather_matmul: all exchanges are enqueued at once. The own rows are multiplied first, then those of rank - 1, ...
-- matmul_reduce_scatter: rows of the farthest owner are multiplied first and sent while the next are multiplied; the own
-  rows are multiplied last, during the last exchange. Then the terms are added in rank order.
-- matmul_all_reduce: chunks of rows. The ranks share the addition of each chunk, and its sums are gathered while
-  the chunk after the next is multiplied.
+- all_gather_matmul: all exchanges are enqueued at once. This rank's rows are multiplied first, then those of rank - 1,
+  ...
+- matmul_reduce_scatter: rows of the farthest owner are multiplied first, and sent while the next rows are multiplied.
+  This rank's rows are multiplied last, during the last exchange. Then the terms are added in rank order.
+- matmul_all_reduce: in chunks of rows. Each rank sums a slice of every chunk, and the sums are gathered while the chunk
+  after the next one is multiplied.
 
 Matmuls are split along M, which costs a GPU little as long as chunks are large, and needs no copy of the result.
 """
@@ -24,15 +25,16 @@ from fused_tp.backends.cuda.device_collectives import sum_into
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.nccl.chunk_plan import gather_plan, scatter_plan
-from fused_tp.backends.nccl.nccl import Moving, NcclDist
+from fused_tp.backends.nccl.nccl import NcclDist, PendingExchanges
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Work, rank_offsets
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.core.partition import shard_range
 from fused_tp.core.tracing import span
 
-CHUNK_BYTES = 4 * 1024 * 1024  # the latency of a smaller chunk and a smaller matmul exceeds the time it hides
+# smallest chunk; for smaller ones latency and slower matmuls cost more than overlap saves
+CHUNK_BYTES = 4 * 1024 * 1024
 MAX_CHUNKS = 8
-# Up to this many bytes every rank receives all terms: one exchange of W times the bytes instead of two in sequence.
+# Up to this size every rank receives all terms, in one exchange of W times the bytes instead of two sequential ones.
 ONE_SHOT_BYTES = 128 * 1024
 _ALIGNED = 16  # bytes that one thread moves at a time
 
@@ -42,8 +44,8 @@ class NcclPipeline(Plain):
 
     Args:
         transport: transport of the group, from `backends.nccl.nccl.nccl_dist`.
-        chunks: largest number of exchanges of an op; for matmul_all_reduce, of chunks of rows. The same on all ranks.
-            None: by bytes.
+        chunks: largest number of exchanges per op (for matmul_all_reduce, of chunks of rows), equal on all ranks. None:
+            computed from the size.
     """
 
     name = "nccl_pipeline"
@@ -51,7 +53,7 @@ class NcclPipeline(Plain):
     def __init__(self, transport: NcclDist, chunks: int | None = None) -> None:
         super().__init__(transport)
         if chunks is not None and chunks < 1:
-            raise ValueError(f"chunks is {chunks}; it must be 1 or more, or None for a number that suits the size.")
+            raise ValueError(f"chunks must be at least 1, or None (computed from the size), got {chunks}.")
         self.transport: NcclDist = transport
         self.chunks = chunks
         self._side_stream = SideStream()
@@ -146,14 +148,14 @@ class NcclPipeline(Plain):
                 return moving()
             chunks = self._chunks(out.nbytes)
             ranges = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
-            add_up: Callable[[], Moving] | None = None
-            gathering: list[Moving] = []
+            add_up: Callable[[], PendingExchanges] | None = None
+            gathering: list[PendingExchanges] = []
             for i, (begin, end) in enumerate(ranges):
                 with span("chunk", i + 1, "of", len(ranges), (begin, end), self.name):
                     partial = sum_of_products(_rows_of(products, begin, end))
                     add_up_next = self._share_out("matmul_all_reduce", partial, out[begin:end], bias)
                     if add_up is not None:
-                        # The terms of the previous chunk have had the time of a whole matmul to move.
+                        # The transfer of the previous chunk's terms has overlapped with a matmul.
                         gathering.append(add_up())
                     add_up = add_up_next
             if here is not None:
@@ -167,13 +169,13 @@ class NcclPipeline(Plain):
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _chunks(self, nbytes: int) -> int:
-        """Number of exchanges, by the bytes of a tensor that all ranks have: the gathered x, or the result."""
+        """Return the number of exchanges, from the size of the gathered x or the result, which all ranks know."""
         if self.chunks is not None:
             return self.chunks
         return max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
 
     def _terms_of_all(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
-        """Start gathering all ranks' `partial`; the returned function adds them up into `out`."""
+        """Start gathering the ranks' `partial`; the returned function writes their sum to `out`."""
         terms = self.transport.all_gather(op, partial.view(1, *out.shape))
 
         def add_up() -> Tensor:
@@ -182,9 +184,11 @@ class NcclPipeline(Plain):
 
         return add_up
 
-    def _share_out(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Moving]:
-        """Start sending every rank its share of `partial` to add. The returned function adds this rank's share, and
-        starts gathering all sums into `out`. Shares are split by elements, so that one long row is shared evenly too.
+    def _share_out(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], PendingExchanges]:
+        """Start sending each rank its slice of `partial` to sum.
+
+        The returned function sums this rank's slice, and starts gathering all sums into `out`. Slices are ranges of
+        elements, so that a tensor with few rows is distributed evenly too.
         """
         flat, flat_out = partial.view(-1, 1), out.view(-1, 1)
         per_rank = -(-len(flat) // self.world_size)
@@ -194,7 +198,7 @@ class NcclPipeline(Plain):
         own, start = counts[self.rank], rank_offsets(counts)[self.rank]
         moving, terms = self._swap_terms(op, flat, counts)
 
-        def add_up() -> Moving:
+        def add_up() -> PendingExchanges:
             moving.wait()
             mine = flat_out[start : start + own]
             sum_into(mine.view(-1), terms, _bias_from(bias, start, own))
@@ -202,13 +206,13 @@ class NcclPipeline(Plain):
 
         return add_up
 
-    def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[Moving, Tensor]:
-        """Start sending each rank its `counts[rank]` terms [sum(counts), 1]; the own terms arrive in [W, own]."""
+    def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[PendingExchanges, Tensor]:
+        """Start sending rank r its counts[r] terms of [sum(counts), 1]; return the terms [W, own] to receive."""
         own, start = counts[self.rank], rank_offsets(counts)[self.rank]
         terms = terms_of_all.new_empty((self.world_size, own, 1))
         plan = scatter_plan(counts, self.rank, 1)
         moving = self.transport.scatter(op, terms_of_all, terms, plan)
-        for _ in plan.ranges:  # a single one; none in a group of one rank
+        for _ in plan.ranges:  # one exchange; none in a group of one rank
             moving.send()
         terms[self.rank].copy_(terms_of_all[start : start + own])
         return moving, terms.view(self.world_size, own)
@@ -219,7 +223,7 @@ def _rows_of(products: Sequence[Product], begin: int, end: int) -> list[Product]
 
 
 def _bias_from(bias: Tensor | None, start: int, count: int) -> Tensor | None:
-    """The bias of `count` elements of concatenated rows, from element `start` on."""
+    """Return the bias of `count` elements of the flattened output, from element `start` on."""
     if bias is None:
         return None
     offset = start % len(bias) if len(bias) else 0

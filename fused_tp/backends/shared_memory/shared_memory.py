@@ -1,9 +1,9 @@
-"""CPU shared memory: ranks multiply directly from and into memory that all of them map, with few or no copies.
+"""Schedule `one_sided`: matmuls read from and write to CPU memory that all ranks map, with few or no copies.
 
 - all_gather_matmul: every rank writes its shard into one gathered x, which all ranks multiply in place.
 - matmul_reduce_scatter: the matmul writes its partial result into shared memory; the owner of rows sums them from all
   ranks' partial results.
-- matmul_all_reduce: the same, but the partial results are summed in place, and that memory is returned.
+- matmul_all_reduce: as in matmul_reduce_scatter, but partial results are summed in place, and that memory is returned.
 
 Rejected after measurement: multiplying peers' rows one peer at a time (the library packs the weight again in every
 call: 1.02x to 1.15x of one matmul), and letting the matmul accumulate onto the peer's partial result (saves one read of
@@ -30,10 +30,10 @@ from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, dtype_num
 from fused_tp.core.errors import FusedTPError, raised_midway
 from fused_tp.core.pending import After, Pending
 
-with suppress(ImportError):  # without the core no group shares memory, and this schedule is never made
+with suppress(ImportError):  # without the native core no group can use this schedule
     import fused_tp._core as _core
 
-# Below this many bytes of result the native all-reduce, which chunks for the cache, is faster than a multi-step call.
+# For results smaller than this, the native all-reduce is faster than a call with several steps.
 _DIRECT_BYTES = 1 << 20
 
 
@@ -46,11 +46,11 @@ class SharedMemory(RowSchedule):
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self._gathers: WeakSet[ShmCall] = WeakSet()  # calls under way
+        self._gathers: WeakSet[ShmCall] = WeakSet()  # gathers in flight
 
     @property
     def messages(self) -> TorchDist:
-        raise ValueError("Ranks that share memory send no messages; ask for `transport`, what they share.")
+        raise ValueError("Schedule 'one_sided' has no message transport; use its `transport`, the shared memory.")
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -62,20 +62,20 @@ class SharedMemory(RowSchedule):
         except BaseException as error:
             if core_group.calls != before and not isinstance(error, FusedTPError):
                 core_group.give_up(f"{op} {raised_midway(error)}")
-            # A stored exception keeps a gather alive through its traceback, and after 16 more calls peers would wait
-            # for the gather's end, up to the deadline. Abandon it now.
+            # Abandon unfinished gathers now. A stored exception keeps them alive through its traceback, and after 16
+            # more calls peers would wait for them until the deadline.
             for workspace in list(self._gathers):
                 workspace.abandon()
             raise
         finally:
             self.transport.op_began = outer
 
-    # -- movements of whole tensors -----------------------------------------------------------------------------------
+    # -- collectives -----------------------------------------------------------------------------------
 
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
         dims = (*folded(dim_shards.shape), dim_shards.dim)
         workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
-        with ExitStack() as on_error:  # an error here must not leave the call open
+        with ExitStack() as on_error:  # abandon the call if copying raises
             on_error.push(workspace)
             workspace.buffer(self.rank, x_shard.shape, x_shard.dtype).copy_(x_shard)
             workspace.signal(1)
@@ -99,7 +99,7 @@ class SharedMemory(RowSchedule):
     def _all_reduced(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
 
-    all_reduce = _all_reduced  # without `check`: the core compares the calls
+    all_reduce = _all_reduced  # no `check`, because the native core compares the calls of all ranks
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         return self.transport.all_to_all(rows.contiguous(), send_sizes, recv_sizes)
@@ -113,7 +113,7 @@ class SharedMemory(RowSchedule):
         self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int | None, use: Callable[[Tensor], T]
     ) -> T:
         dim_shards, dtype = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
-        host = 0  # rank 0's workspace holds the gathered x; each page is on the NUMA node of its writer
+        host = 0  # the gathered x is in rank 0's workspace; each page is on the NUMA node of the rank that writes it
         nbytes = prod(dim_shards.shape) * dtype.itemsize if self.rank == host else 0
         with self.transport.begin(op, (*folded(dim_shards.shape), dim_shards.dim), dtype, nbytes) as workspace:
             x = workspace.buffer(host, dim_shards.shape, dtype)
@@ -137,7 +137,7 @@ class SharedMemory(RowSchedule):
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
         op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
-        own_bias = bias if self.rank == 0 else None  # rank 0's term carries the bias
+        own_bias = bias if self.rank == 0 else None  # the bias must be added once, so only rank 0 adds it
 
         def write(partial: Tensor) -> object:
             return sum_of_products(products, own_bias, out=partial)
@@ -172,7 +172,7 @@ class SharedMemory(RowSchedule):
         return out
 
     def _rows_for(self, product: GroupedProduct) -> Tensor:
-        """Memory from the pool, whose pages exist already, for the experts' product of each row."""
+        """Return pool memory, which has no page faults, for the experts' products of the rows."""
         return self.transport.empty((len(product.x), product.shape[1]), product.x.dtype)
 
     def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:

@@ -1,12 +1,12 @@
 """CPU shared memory: ranks of one host read and write each other's workspaces in place.
 
-`shm_transport(group)` makes the transport of a group at its first use (a rendezvous of all its ranks over the group's
-store) and caches it. A call of an op is a `ShmCall`: every rank begins it with its own amount of memory, signals
-stages of its work, waits for stages of others, reads their memory, and ends it. Up to 16 calls of a group may be in
-flight; memory is recycled once every rank has ended the call.
+`shm_transport(group)` creates the transport of a group at the first call, by a rendezvous over the group's store, and
+caches it. A call of an op is a `ShmCall`: every rank begins it with its own amount of memory, signals the stages of its
+work, waits for stages of its peers, reads their memory, and ends the call. Up to 16 calls of a group may be in flight.
+Memory of a call is reused once every rank has ended the call.
 
-If memory cannot be shared (another host, container or user, no native core), the group gets None, on every rank, and
-the ops use plain collectives. `shm_availability` has the reason.
+If the ranks cannot share memory (different hosts, containers or users, or no native core), `shm_transport` returns None
+on every rank, and the ops use plain collectives. `shm_availability` returns the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ except ImportError as missing:
 MAX_RANKS: int = getattr(_core, "MAX_RANKS", 64)  # kMaxRanks in csrc/shm/control.h
 _MEETING = "the shared-memory rendezvous"
 
-# The numbers of csrc/dtype.h. bool is moved as bytes.
+# Numbers of dtypes in csrc/dtype.h. bool is handled as uint8.
 _DTYPE_NUMBERS = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -58,21 +58,21 @@ _MOST_DESCRIBED = 1024
 
 @cache
 def dtype_number(dtype: torch.dtype) -> int:
-    """The native core's number of `dtype`; raises TypeError if it has none."""
+    """Return the native core's number of `dtype`. Raises TypeError if the core does not support it."""
     try:
         return _DTYPE_NUMBERS[dtype]
     except KeyError:
         names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPE_NUMBERS)
-        raise TypeError(f"Shared-memory collectives take {names}, not {dtype}.") from None
+        raise TypeError(f"Shared-memory collectives support {names}, got {dtype}.") from None
 
 
 class ShmCall:
-    """One call of an op in flight on this rank; a context manager that ends the call.
+    """Context manager of one call of an op on this rank; ends the call on exit.
 
-    Views from `buffer` must not outlive the call: its memory is recycled once every rank has ended it.
+    Views from `buffer` must not outlive the call, because its memory is reused once every rank has ended it.
 
-    An exception inside abandons the call: peers that wait for more of it raise, and the ranks stay in step. If peers
-    may have completed the call, they could mistake a retry for their next call; then the group is given up, unless the
+    An exception inside abandons the call: peers that wait in it raise, and the group stays usable. But if peers may
+    have completed the call, they would mistake a retry for their next call. Then the group is aborted, unless the
     exception is an error between ranks.
 
     Attributes:
@@ -86,11 +86,11 @@ class ShmCall:
         self._call = call
         self._core_group = core_group
         self._memories: dict[int, Any] = {}
-        # In a later call of an op, peers must notice that this rank has left the group before that it left the call.
+        # In the second or a later call of an op, an exception must abort the group before it abandons the call.
         self.peers_may_end = op_began is not None and call.number - 1 > op_began
 
     def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """A view of `rank`'s memory in this call, at byte `offset`. Waits until that rank has begun the call."""
+        """Return a view of `rank`'s memory of this call, at byte `offset`. Waits until that rank has begun the call."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -100,24 +100,24 @@ class ShmCall:
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
     def addresses(self, world_size: int, offset: int = 0) -> list[int]:
-        """Addresses in this process of all ranks' memory of this call, at byte `offset`."""
+        """Return the addresses, in this process, of all ranks' memory of this call, plus `offset` bytes."""
         return [self._call.workspace_address(rank) + offset for rank in range(world_size)]
 
     def signal(self, stage: int) -> None:
-        """Publish all that this rank has written, as its stage `stage` (from 1, increasing) of this call."""
+        """Publish this rank's writes so far as stage `stage` of this call; stages start at 1 and increase."""
         self.peers_may_end = True
         self._call.signal(stage)
 
     def wait(self, rank: int, stage: int) -> None:
-        """Wait until `rank` has signalled `stage` or a later one; raises errors between ranks (runtime.errors)."""
+        """Wait until `rank` has signalled `stage` or a later one; raises errors between ranks (core.errors)."""
         self._call.wait(rank, stage)
 
     def wait_all(self, stage: int) -> None:
-        """`wait` for every other rank."""
+        """Wait until every other rank has signalled `stage` or a later one."""
         self._call.wait_all(stage)
 
     def abandon(self) -> None:
-        """End the call early on this rank: peers that wait for more of it notice that this rank has left."""
+        """Leave the call before its end; peers that wait for this rank in the call raise."""
         self._call.abandon()
 
     def __enter__(self) -> ShmCall:
@@ -134,20 +134,20 @@ class ShmCall:
 
 @lru_cache(maxsize=1024)
 def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """At most six dims that distinguish shapes: a signature has room for eight numbers."""
+    """Fold `shape` to at most six dims, because a call's signature has room for eight numbers."""
     return (math.prod(shape[:-5]), *shape[-5:]) if len(shape) > 6 else tuple(shape)
 
 
 def _check_summable(dtype: torch.dtype) -> None:
     if dtype == torch.bool:
-        raise TypeError("A sum of torch.bool is no torch.bool; convert tensor first.")
+        raise TypeError("Sums of torch.bool are not supported; convert the tensor to an integer dtype first.")
 
 
 class ShmTransport:
-    """Shared memory of the ranks of one group. Its collectives block, and are the native ones of csrc/shm.
+    """Shared memory of the ranks of one group, with the blocking collectives of csrc/shm.
 
     Sums over ranks accumulate in fp32 (fp64 for fp64, integers in their own type) in rank order. Tensors are
-    contiguous, on the CPU, and of dtypes and sizes that the ops have checked.
+    contiguous, on the CPU, and their dtypes and sizes have been checked by the ops.
     """
 
     def __init__(self, core_group: Any) -> None:
@@ -160,9 +160,9 @@ class ShmTransport:
         self.op_began: int | None = None  # within an op of several calls, the number of calls before it
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in this rank's reused pool, whose pages exist already, unlike those of a fresh allocation.
+        """Return an uninitialized tensor from this rank's pool, whose pages are mapped already.
 
-        If the pool is full, the ordinary allocator serves it, because callers may keep outputs for any time.
+        If the pool is full, the tensor is from torch's allocator, because callers may keep outputs for any time.
         """
         memory = self._pooled(math.prod(shape) * dtype.itemsize)
         if memory is None:
@@ -170,7 +170,7 @@ class ShmTransport:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _pooled(self, nbytes: int) -> Any:
-        """Memory of this rank's pool for a result; None for no bytes, and if results fill half of the pool.
+        """Return pool memory for a result; None if `nbytes` is 0 or results would fill more than half of the pool.
 
         The other half is reserved for workspaces, without which no op could run.
         """
@@ -185,15 +185,15 @@ class ShmTransport:
         """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` may differ.
 
         Args:
-            reuse: wait for peers that are still in calls that this rank has ended, and reuse memory of those calls;
-                for large calls, as small ones have memory of their own. Otherwise memory grows as ranks drift apart.
+            reuse: first wait for peers that are still in calls that this rank has ended, and reuse the memory of these
+                calls. For large calls, whose memory use would otherwise grow if one rank is ahead of the others.
         """
         call = self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse)
         return ShmCall(call, self.core_group, self.op_began)
 
     @property
     def settled(self) -> bool:
-        """True if `begin` with `reuse` would wait for no rank."""
+        """True if `begin` with `reuse` would not wait."""
         settled: bool = self.core_group.settled()
         return settled
 
@@ -205,10 +205,10 @@ class ShmTransport:
         write: Callable[[Tensor], object],
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Return the sum over ranks of the terms that `write(term)` writes to a tensor of `shape`, which is not empty.
+        """Return the sum over ranks of the tensors of `shape`, not empty, that `write(term)` fills.
 
-        Term and result share memory of the pool, like the tensors of `empty`, and peers read it in place. If the pool
-        is full, the result is a copy.
+        The term and the result share pool memory, which peers read in place. If the pool is full, the result is a
+        copy.
 
         Args:
             op: name of the op; must agree on all ranks, as must `shape` and `dtype`.
@@ -240,7 +240,7 @@ class ShmTransport:
                 workspace.peers_may_end = True  # sum_workspaces signals
                 _core.sum_workspaces(self.core_group, call, count, number)
                 return term.clone() if memory is None else term
-        except BaseException:  # Ctrl-C too: peers may still read memory that the last tensor would return to the pool
+        except BaseException:  # including Ctrl-C: keep the memory, because peers may still read it
             self._held.append((call.number, memory))
             raise
 
@@ -248,7 +248,7 @@ class ShmTransport:
         """Return the sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself).
 
         Args:
-            called: the op that this is part of, which must agree on all ranks, as must the shape.
+            called: name of the op that this call is part of; it and the shape must be equal on all ranks.
         """
         described = self.described(called, tensor.dtype, tensor.shape)
         out = torch.empty_like(tensor) if out is None else out
@@ -256,7 +256,7 @@ class ShmTransport:
         return out
 
     def described(self, called: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
-        """Arguments of the native all-reduce besides addresses: number of elements, and signature."""
+        """Return (number of elements, signature): the arguments of the native all-reduce except addresses."""
         key = (called, dtype, shape)
         known = self._described.get(key)
         if known is None:
@@ -306,9 +306,9 @@ class ShmTransport:
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(normed, new_residual) of [..., columns] tensors; see `fused_tp.all_reduce_rms_norm`."""
+        """Return (normed, new_residual) of [..., columns] tensors; see `fused_tp.all_reduce_rms_norm`."""
         if not partial.is_floating_point():
-            raise TypeError(f"partial is {partial.dtype}; RMSNorm needs a floating dtype.")
+            raise TypeError(f"partial must have a floating-point dtype, got {partial.dtype}.")
         normed, new_residual = torch.empty_like(partial), torch.empty_like(partial)
         _core.all_reduce_rms_norm(
             self.core_group,
@@ -325,18 +325,18 @@ class ShmTransport:
         return normed, new_residual
 
 
-# The transport, the reason why there is none, or the error of the rendezvous.
+# For each group: the transport, the reason why there is none, or the error of the rendezvous.
 _TRANSPORTS: GroupSlot[ShmTransport | Availability | FusedTPError] = GroupSlot()
 
 
 def shm_transport(group: Group) -> ShmTransport | None:
-    """The shared-memory transport of `group`, or None if it is unavailable; the same answer on all ranks.
+    """Return the shared-memory transport of `group`, or None if it is unavailable, equally on all ranks.
 
     The first call for a group is a rendezvous: every rank of the group must make it.
 
     Raises:
-        PeerLostError: a rank died in the rendezvous or before it. Noticed within two seconds if gloo moves the group's
-            CPU tensors. Without gloo, or with TORCH_GLOO_LAZY_INIT, a rank that died before it had joined cannot be
+        PeerLostError: a rank died in the rendezvous or before it. Detected within two seconds if gloo is the group's
+            CPU backend. Without gloo, or with TORCH_GLOO_LAZY_INIT, a rank that died before it had joined cannot be
             detected: the others raise CollectiveTimeoutError at the deadline.
         CollectiveTimeoutError: a rank did not join the rendezvous before the deadline; the error names it.
     """
@@ -347,22 +347,22 @@ def shm_transport(group: Group) -> ShmTransport | None:
 
 
 def known_shm_transport(group: Group) -> ShmTransport | None:
-    """The transport that `shm_transport` has made for `group`, or None. Never waits for other ranks."""
+    """Return the transport that `shm_transport` has created for `group`, or None. Never waits for other ranks."""
     found = _TRANSPORTS.get(group)
     return found if isinstance(found, ShmTransport) else None
 
 
 def shm_serves(size: int) -> Availability:
-    """Availability of shared memory to groups of `size` ranks, wherever the ranks are."""
+    """Return whether groups of `size` ranks can use shared memory, regardless of the ranks' hosts."""
     if not settings.shared_memory_allowed():
         return unavailable("FUSED_TP_SHM=0 turns shared memory off")
     if size > MAX_RANKS:
-        return unavailable(f"the group has {size} ranks; shared memory serves at most {MAX_RANKS}")
+        return unavailable(f"the group has {size} ranks; shared memory supports at most {MAX_RANKS}")
     return AVAILABLE
 
 
 def shm_availability(group: Group) -> Availability:
-    """Availability of `shm_transport(group)`, as far as known. Never waits for other ranks."""
+    """Return the availability of `shm_transport(group)` as far as known. Never waits for other ranks."""
     if not (serves := shm_serves(group.size)):
         return serves
     if _core is None:
@@ -393,14 +393,14 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
     own = core_group.address.hex() if core_group is not None else "", settings.host_name()
     found = exchange(group, _MEETING, own, gone)
     if len(hosts := {host for _, host in found}) > 1:
-        return unavailable(f"FUSED_TP_HOST gives its ranks {len(hosts)} hosts")
+        return unavailable(f"FUSED_TP_HOST assigns its ranks to {len(hosts)} different hosts")
     addresses = [bytes.fromhex(address) for address, _ in found]
     if core_group is not None and all(addresses):
         try:
             core_group.connect(addresses)
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
-    # All or none: if a rank cannot reach a peer, the others must not wait for it.
+    # All ranks must make the same decision, because a rank that cannot connect would keep its peers waiting.
     if not (reached := first_reason(exchange(group, _MEETING, problem, gone))):
         return reached
     transport = ShmTransport(core_group)
@@ -420,6 +420,6 @@ _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all groups at exit, which notifies waiting peers sooner than the operating system would."""
+    """Close all groups at exit, which notifies waiting peers earlier than the operating system would."""
     for core_group in list(_open):
         core_group.close()

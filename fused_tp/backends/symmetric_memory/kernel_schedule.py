@@ -19,9 +19,9 @@ class KernelSchedule(RowSchedule):
 
     Args:
         kernels: kernels of the group.
-        plain: plain schedule of the group, on the messages that the kernels share failures with; None if the ranks are
+        plain: plain schedule of the group, on the messages that fail together with the kernels; None if the ranks are
             threads, which have no messages.
-        without: sentence why ranks that are threads cannot run ops without a kernel.
+        without: message of the error for ops without a kernel if the ranks are threads.
     """
 
     def __init__(self, kernels: GroupKernels[Any], plain: Plain | None, without: str) -> None:

@@ -42,11 +42,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def check_not_capturing(device: torch.device, lacks: str) -> None:
-    """Raise RuntimeError while a CUDA graph is captured. `lacks`: clause naming the object to make."""
+    """Raise RuntimeError during CUDA graph capture. `lacks`: clause that names the missing object."""
     if is_capturing(device):
         raise RuntimeError(
-            f"{lacks}; it cannot be made while a CUDA graph is being captured. Run the same ops once before the "
-            "capture."
+            f"{lacks}; it cannot be created during CUDA graph capture. Run the same ops once before the capture."
         )
 
 
@@ -168,7 +167,7 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | Availabili
 
 
 def knows_group_memory(group: Group, device: torch.device) -> bool:
-    """True if `group_memory` has been called before and no longer needs the other ranks."""
+    """True if `group_memory` was called before, so that the next call does not communicate."""
     return (device.type, device.index or 0) in _MEMORIES[group]
 
 
@@ -199,7 +198,7 @@ def _try_fabric(group: Group, device: torch.device) -> tuple[Availability, bool]
     except (RuntimeError, ValueError) as error:
         mine = str(error).splitlines()[0], False
     answers = exchange(group, "symmetric memory", mine)
-    failed = [f"rank {rank} says: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
+    failed = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
     found = unavailable(f"torch's symmetric memory failed; {failed[0]}") if failed else AVAILABLE
     return found, all(multicast for _, multicast in answers)
 
@@ -228,7 +227,7 @@ def judged(facts: list[SymmMemFacts]) -> Availability:
         # torch judges a GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES), when memory is made.
         for peer, other in enumerate(facts):
             if other.gpu in fact.unreachable:
-                return unavailable(f"the GPU of rank {rank} cannot address that of rank {peer}, as over NVLink")
+                return unavailable(f"the GPU of rank {rank} cannot access the memory of the GPU of rank {peer}")
     return AVAILABLE
 
 
@@ -271,7 +270,7 @@ def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | 
 
 
 class NoSymmetricMemory(RuntimeError):
-    """Some rank could not allocate its part. All ranks raise it, none waits for another, and the group stays usable."""
+    """A rank could not allocate its memory. All ranks raise this together, and the group stays usable."""
 
 
 @contextmanager
@@ -291,10 +290,10 @@ def _rendezvous_of_all(group: Group, device: torch.device, nbytes: int, problem:
     counts = [count for count, _ in answers]
     if len(set(counts)) > 1:
         raise FusedTPError(
-            f"The ranks of group {group.name!r} have made symmetric memory {counts} times, in all of their groups; "
-            "torch makes more only where that is equally often. Let all ranks use the same groups, in the same order."
+            f"The ranks of group {group.name!r} have created symmetric memory {counts} times in all of their groups, "
+            "but torch needs equal counts. Use the same groups on all ranks, in the same order."
         )
-    failed = [f"rank {rank} says: {said}" for rank, (_, said) in enumerate(answers) if said]
+    failed = [f"rank {rank}: {said}" for rank, (_, said) in enumerate(answers) if said]
     if failed:
         raise NoSymmetricMemory(f"{nbytes} bytes of symmetric memory could not be allocated; {failed[0]}")
     assert group.process_group is not None

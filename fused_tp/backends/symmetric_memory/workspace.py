@@ -1,12 +1,12 @@
-"""Workspaces of a group's fused kernels: made when first needed, grown when too small, used by one op at a time.
+"""Workspaces of a group's fused kernels: created at the first use, grown when too small, used by one op at a time.
 
-There is one workspace for each kind of op. Ops of one kind are serialized, as collectives of one NCCL communicator are.
-So are ops of all groups of a device that are called on different streams: a kernel that waits for other ranks requires
-that all of its programs get scheduled on the GPU, on every rank.
+There is one workspace for each kind of op. Ops of one kind are serialized, like the collectives of one NCCL
+communicator. Ops of all groups of a device are serialized too, also if they are called on different streams: a kernel
+that waits for other ranks needs all of its programs to be scheduled on the GPU at the same time, on every rank.
 
-CUDA graphs: a captured op keeps the workspace that it was captured with, which must exist and be large enough before:
-run the same ops once outside of the capture, as torch requires anyway. A workspace that a graph may still use is never
-freed, even if later ops outgrow it. Within a capture, and between replays and other ops, the caller must order the
+CUDA graphs: a captured op uses the workspace of the capture, which must exist and be large enough before the capture.
+Run the same ops once before, as torch requires anyway. A workspace that a graph may still use is never freed, even if
+later ops outgrow it. Within a capture, and between replays and other ops, the caller must order the
 calls: one op of a group at a time.
 """
 
@@ -38,13 +38,13 @@ _LOG = logging.getLogger("fused_tp")
 SlotT = TypeVar("SlotT")
 
 _LEAST_BYTES = 1 << 20
-LONGEST_SECONDS = 9e9  # kernels count nanoseconds in 63 bits
-_ROUNDED_TO = 64 << 20  # a larger workspace is a multiple of it, a smaller one a power of two
+LONGEST_SECONDS = 9e9  # kernels count nanoseconds in a signed 64-bit integer
+_ROUNDED_TO = 64 << 20  # larger sizes are rounded up to a multiple of this, smaller ones to a power of two
 
 
 @dataclass
 class _Turn:
-    """The most recently launched op among those that are serialized."""
+    """The last launched op of a set of serialized ops."""
 
     stream: torch.cuda.Stream | None = None
     done: torch.cuda.Event | None = None
@@ -60,16 +60,18 @@ class _Slot:
     on_gpu: bool
     captured: bool = False
     turn: _Turn = field(default_factory=_Turn)
-    done: torch.cuda.Event | None = None  # behind its last op; recorded again each time, to save making one
+    done: torch.cuda.Event | None = None  # recorded after the last op; reused, because creating an event takes time
 
 
 class GroupKernels(ABC, Generic[SlotT]):
-    """Base of the kernels, or the copy engines, of one group on one device: their memory, in slots by kind of op, and
-    their failures.
+    """Base of the kernels or copy engines of one group on one device: memory slots by kind of op, and failure handling.
 
-    A failure is detected by a later call, in `raise_if_failed`, and by the thread that watches the peers' processes.
-    Kernels and `messages` of the group, if it has any, fail together: peers that wait for either are notified at once.
-    `what` names the kernels in errors.
+    A failure is detected by `raise_if_failed` in a later call, and by the thread that watches the peers' processes.
+
+    Args:
+        what: name of the kernels in messages.
+        messages: message transport of the group. If it or the kernels fail, both are aborted, so that peers that wait
+            in either are notified.
     """
 
     def __init__(self, memory: KernelMemory, what: str, messages: GroupCalls | None) -> None:
@@ -78,40 +80,40 @@ class GroupKernels(ABC, Generic[SlotT]):
         self._what = what
         self._messages = messages
         self._slots: dict[str, SlotT] = {}
-        self._outgrown: list[SlotT] = []  # slots that a CUDA graph, or a call that has not ended, may still use
-        self._lost: list[int] = []  # ranks in the order in which they ended
+        self._outgrown: list[SlotT] = []  # slots that a CUDA graph or an unfinished call may still use
+        self._lost: list[int] = []  # ranks whose processes have exited, in this order
         self._logged = False
         self._others: WeakSet[GroupKernels[Any]] = WeakSet()
-        self.calls = 0  # calls that have begun and that peers take part in
+        self.calls = 0  # number of started calls, which peers join
         self.broken: FusedTPError | None = None  # why the kernels are unusable
 
     def watch(self) -> None:
-        """Watch the peers' processes from now on."""
-        self._watch = PeerWatch(self, self._memory.pids, type(self)._peer_lost, type(self)._look)
+        """Start the thread that watches the peers' processes."""
+        self._watch = PeerWatch(self, self._memory.pids, type(self)._on_peer_lost, type(self)._poll)
 
     def fail_with(self, others: GroupKernels[Any]) -> None:
-        """Make these kernels and `others`, of the same ranks, fail together from now on: a rank that gives up in one of
-        them may be waited for in the other."""
+        """Abort these kernels if `others`, of the same ranks, fail, and vice versa: peers may wait for a failed rank in
+        either of them."""
         self._others.add(others)
         others._others.add(self)
 
     def abort(self, sentence: str) -> None:
-        """Refuse further calls, for a reason of the caller's; all waits of peers for this rank end at once."""
+        """Make the kernels unusable, with `sentence` as the reason, and abort all waits of peers for this rank."""
         if self.broken is None:
             self._fail(self._error(FusedTPError, "{reason}", reason=sentence))
 
     def raise_if_failed(self) -> None:
-        """Raise the failure of an earlier call, or an error if a peer has ended; does not wait for running work.
+        """Raise if an earlier call has failed or a peer's process has exited. Does not wait for running work.
 
         Raises:
-            CollectiveTimeoutError: a wait has expired.
-            PeerLostError: a peer's process has ended.
+            CollectiveTimeoutError: a wait has timed out.
+            PeerLostError: a peer's process has exited.
             FusedTPError: one of these was raised before, or a peer has failed.
         """
         if self.broken is not None:
             sentence = (
                 f"The group's {self._what} are unusable since an earlier failure: {{cause}} Destroy the process group "
-                "and make a new one."
+                "and create a new one."
             )
             raise self._error(FusedTPError, sentence, cause=self.broken)
         self.raise_failure()
@@ -137,20 +139,20 @@ class GroupKernels(ABC, Generic[SlotT]):
 
     def _loss(self) -> FusedTPError:
         lost = {self._lost[0]: ""}
-        return self._error(PeerLostError, "Rank {rank} of {size} lost {missing}: it has ended.", missing=lost)
+        return self._error(PeerLostError, "Rank {rank} of {size} lost {missing}: its process has exited.", missing=lost)
 
     def check_usable(self) -> None:
-        """Raise if messages of the group have failed: its ranks may no longer mean the same launch."""
+        """Raise if the group's messages have failed, because the ranks' launches may then no longer match."""
         if self._messages is not None and self._messages.broken is not None:
             raise self._messages.unusable()
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
-        """Scope of one op of several launches.
+        """Context manager around an op with several launches, which aborts the group if the op raises between them.
 
-        Kernels do not compare the ranks' calls. If one rank raised between two launches and continued, with the next
-        batch for example, its next call would be taken for the one that its peers wait in, and all results would be
-        wrong. So the group is aborted.
+        Kernels do not compare the ranks' calls. If a rank raised between two launches and continued, for example with
+        the next batch, peers would match its next call with the call in which they wait, and all results would be
+        wrong.
         """
         before, messages = self.calls, self._messages
         try:
@@ -159,7 +161,7 @@ class GroupKernels(ABC, Generic[SlotT]):
         except RankMismatchError:  # raised by all ranks together
             raise
         except BaseException as error:
-            # Work that is being captured has not run, so no peer has taken part in it.
+            # Captured work has not run, so no peer has joined it.
             if self.calls != before and not is_capturing(self.device):
                 if messages is not None and messages.broken is None:
                     messages.abort_midway(messages.last_call(op), error)
@@ -177,14 +179,14 @@ class GroupKernels(ABC, Generic[SlotT]):
                 said = self._messages.peer_failure()
                 self._messages.abort_because(str(error))
         finally:
-            for slot in self._all():
+            for slot in self._all_slots():
                 self._leave(slot, str(error))
             for others in self._others:
                 others.abort(str(error))
         return said
 
-    def _all(self) -> list[SlotT]:
-        # A copy, because the watch's thread iterates over the slots while a call may make another.
+    def _all_slots(self) -> list[SlotT]:
+        # A copy, because the watch thread iterates over it while a call may add a slot.
         return [*self._slots.values(), *self._outgrown]
 
     def _keep(self, kind: str, slot: SlotT, outgrown: SlotT | None) -> SlotT:
@@ -197,13 +199,13 @@ class GroupKernels(ABC, Generic[SlotT]):
         return slot
 
     @contextmanager
-    def _making(self, nbytes: int, op: str) -> Iterator[None]:
-        """Scope in which all ranks together make a workspace."""
+    def _creation_scope(self, nbytes: int, op: str) -> Iterator[None]:
+        """Context manager around the collective creation of a workspace; aborts the group if it fails."""
         try:
             yield
         except Exception as error:
-            # Other ranks may have got further; from here on the ranks' calls would not match.
-            sentence = f"making a workspace of {nbytes} bytes for {op} failed ({type(error).__name__}: {{reason}})."
+            # Other ranks may have succeeded, so the ranks' next calls would not match.
+            sentence = f"creating a workspace of {nbytes} bytes for {op} failed ({type(error).__name__}: {{reason}})."
             self._fail(self._error(FusedTPError, sentence, reason=str(error)))
             raise
 
@@ -211,35 +213,38 @@ class GroupKernels(ABC, Generic[SlotT]):
 
     @abstractmethod
     def _failure(self) -> FusedTPError | None:
-        """The failure of a call as an error of this rank, or None."""
+        """Return the failure of a call as an error of this rank; None if no call has failed."""
 
     @abstractmethod
     def _leave(self, slot: SlotT, why: str) -> None:
-        """End the waits of peers for this rank in the memory of `slot`."""
+        """Abort the waits of peers for this rank in the memory of `slot`."""
 
     @abstractmethod
     def _lose(self, slot: SlotT, rank: int) -> None:
-        """End this rank's waits for `rank`, whose process has ended."""
+        """Abort this rank's waits for `rank`, whose process has exited."""
 
     # -- called by the watch's thread ---------------------------------------------------------------------------------
 
-    def _peer_lost(self, rank: int) -> None:
+    def _on_peer_lost(self, rank: int) -> None:
         self._lost.append(rank)
-        for slot in self._all():
+        for slot in self._all_slots():
             self._lose(slot, rank)
 
-    def _look(self) -> None:
-        """Log now the error that the next call will raise: there may be no next call, and results are already wrong."""
+    def _poll(self) -> None:
+        """Log the error that the next call will raise, because results are wrong already and no call may follow."""
         if self._logged or self.device.type == "cpu" or self.broken is not None:
             return
         if (failure := self._failure()) is not None:
             self._logged = True
-            _LOG.error("%s Results of the group's %s that were under way are wrong.", failure, self._what)
+            _LOG.error("%s Results of the group's %s that were in flight are wrong.", failure, self._what)
 
 
 class Workspaces(GroupKernels[_Slot]):
-    """The workspaces of one group on one device, by kind of op. `kinds[kind]` makes one from a buffer, a handle,
-    `timeout_seconds` and `rescue`, a stream that all kinds share.
+    """The workspaces of one group on one device, by kind of op.
+
+    Args:
+        kinds: for each kind, the constructor of its workspace, called with a buffer, its handle, `timeout_seconds` and
+            the stream `rescue`, which all kinds share.
     """
 
     def __init__(
@@ -251,15 +256,18 @@ class Workspaces(GroupKernels[_Slot]):
         super().__init__(memory, "kernels", messages)
         self._kinds = dict(kinds)
         self._turn = _turns.setdefault(memory.serialized_by, _Turn())
-        self._elsewhere = _Slot(None, 0, self.device.type == "cuda")
+        self._outside_slot = _Slot(None, 0, self.device.type == "cuda")
         self.watch()
 
     def use(self, kind: str, nbytes: int, op: str, *, exclusive: bool = True) -> Use:
-        """A workspace of at least `nbytes` for launches inside the scope. With `exclusive=False` other ops may run at
-        the same time; the op must leave them multiprocessors.
+        """Return a context manager that yields a workspace of at least `nbytes` for launches inside.
+
+        Args:
+            exclusive: serialize the op with all ops of the device. If False, other ops may run at the same time, and
+                the op must leave multiprocessors free for them.
 
         Raises:
-            RuntimeError: the workspace would have to grow while a CUDA graph is being captured.
+            RuntimeError: the workspace would have to grow during CUDA graph capture.
             Also the errors of `raise_if_failed`; and on a CPU, on leaving the scope, the failure of this op.
         """
         self.raise_if_failed()
@@ -269,11 +277,11 @@ class Workspaces(GroupKernels[_Slot]):
         return UseOnGpu(self, slot, exclusive) if slot.on_gpu else Use(self, slot)
 
     def in_turn(self) -> AbstractContextManager[Any]:
-        """Scope of launches that wait for other ranks outside of workspaces; serialized with ops that use them."""
-        return UseOnGpu(self, self._elsewhere, exclusive=True) if self._elsewhere.on_gpu else nullcontext()
+        """Context manager of launches that wait for other ranks without a workspace; serialized with all other ops."""
+        return UseOnGpu(self, self._outside_slot, exclusive=True) if self._outside_slot.on_gpu else nullcontext()
 
     def reserve(self, kind: str, nbytes: int, op: str) -> None:
-        """Allocate memory for an op that may follow, as `use` would. A collective call."""
+        """Allocate the workspace that a later `use` with these arguments needs. A collective call."""
         self.raise_if_failed()  # otherwise the allocation would wait for peers that have left
         self._slot(kind, nbytes, op)
 
@@ -291,31 +299,37 @@ class Workspaces(GroupKernels[_Slot]):
         expired = self._expired()
         if expired is None:
             return None
-        # A rank that a peer's failure or end has notified did not wait until the deadline.
+        # A rank that was notified of a peer's failure or exit did not wait until the deadline.
         late = "" if expired.gave_up or self._lost else f", in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT)"
         return self._error(CollectiveTimeoutError, f"{{reason}}{late}.", reason=str(expired))
 
     def _expired(self) -> Any:
-        """A `triton_kernels.comm.workspace.Expired`, or None."""
-        return next(filter(None, (slot.workspace.expired() for slot in self._all())), None)
+        """Return the `triton_kernels.comm.workspace.Expired` of a timed-out wait, or None."""
+        return next(filter(None, (slot.workspace.expired() for slot in self._all_slots())), None)
 
     def _leave(self, slot: _Slot, why: str) -> None:
-        # After a loss too, which every rank notices by itself: the lost rank may have done its part of a call in which
-        # a peer waits for this rank.
+        # Also after the loss of a peer, although every rank detects it: a peer may wait for this rank in a call whose
+        # data from the lost rank has arrived.
         try:
             with UseOnGpu(self, slot, exclusive=False) if slot.on_gpu else nullcontext():
                 slot.workspace.leave(self._lost)
-        except Exception as error:  # the device has failed; the reason why this rank gives up is being raised already
-            _LOG.warning("Rank %d could not tell its peers: they wait until their deadline (%s).", self.rank, error)
+        except Exception as error:  # the device has failed; the caller already raises the original error
+            _LOG.warning(
+                "Rank %d could not notify its peers, which will wait until their deadline (%s).", self.rank, error
+            )
 
     def _lose(self, slot: _Slot, rank: int) -> None:
         slot.workspace.stop_waiting(rank)
 
-    def _peer_lost(self, rank: int) -> None:
-        super()._peer_lost(rank)  # first for all slots, as querying an event may raise while another thread captures
-        # At the end of a program ranks end one after the other, with nothing under way.
-        if any(slot.turn.under_way() for slot in self._all()):
-            _LOG.error("Rank %d lost rank %d, which has ended. Results it had a part in are wrong.", self.rank, rank)
+    def _on_peer_lost(self, rank: int) -> None:
+        super()._on_peer_lost(rank)  # first, because querying an event below may raise while another thread captures
+        # Not an error at the end of a program, when ranks exit one after the other with no work in flight.
+        if any(slot.turn.under_way() for slot in self._all_slots()):
+            _LOG.error(
+                "Rank %d lost rank %d, whose process has exited. Results of the calls in flight are wrong.",
+                self.rank,
+                rank,
+            )
 
     def _slot(self, kind: str, nbytes: int, op: str) -> _Slot:
         old = self._slots.get(kind)
@@ -324,20 +338,21 @@ class Workspaces(GroupKernels[_Slot]):
         have = f"of {old.nbytes} bytes" if old is not None else "that is not there yet"
         check_not_capturing(self.device, f"{op} needs a workspace of {nbytes} bytes and the group has one {have}")
         size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
-        # No rank may free memory that another may still write to: each waits for its own kernels, and making the new
-        # workspace waits for all ranks. Waits for one stream only: if ranks are threads, others wait for this rank.
+        # A rank must not free memory to which a peer may still write. So each rank waits for its own kernels, and then
+        # creates the new workspace, which waits for all ranks. It waits for this slot's last op only, because if ranks
+        # are threads, other streams of the GPU may wait for this rank.
         if old is not None and old.turn.done is not None:
             old.turn.done.synchronize()
-        with self._making(size, op):
+        with self._creation_scope(size, op):
             buffer, handle = self._memory.allocate(size)
-            how = {"timeout_seconds": _timeout_seconds(), "rescue": self._memory.rescue}
-            workspace = self._kinds[kind](buffer, handle, **how)
+            options = {"timeout_seconds": _timeout_seconds(), "rescue": self._memory.rescue}
+            workspace = self._kinds[kind](buffer, handle, **options)
         slot = _Slot(workspace, size, workspace.state.is_cuda)
         return self._keep(kind, slot, old if old is not None and old.captured else None)
 
 
 class Use:
-    """One op's use of a workspace, from `Workspaces.use`. A class, because a generator costs as much as a launch."""
+    """Context manager returned by `Workspaces.use`. A class, because a generator takes as long as a launch."""
 
     __slots__ = ("_slot", "_workspaces")
 
@@ -355,7 +370,7 @@ class Use:
 
 
 class UseOnGpu(Use):
-    """`Use` on a GPU: serialized with other ops there, on the device of the workspace."""
+    """`Use` on a GPU, which also serializes the op with other ops and sets the current device."""
 
     __slots__ = ("_before", "_capturing", "_turns")
 
@@ -368,7 +383,7 @@ class UseOnGpu(Use):
         self._before = torch.cuda._exchange_device(index)
         self._capturing = torch.cuda.is_current_stream_capturing()
         self._slot.captured |= self._capturing
-        if not self._capturing:  # a capture may not wait for outside events
+        if not self._capturing:  # a capture cannot wait for events recorded outside of it
             stream = torch.cuda.current_stream(index)
             for turn in self._turns:
                 if turn.done is not None and turn.stream != stream:
@@ -376,7 +391,7 @@ class UseOnGpu(Use):
         return self._slot.workspace
 
     def __exit__(self, *_: object) -> bool | None:
-        # Also after an exception behind a launch: the kernel runs.
+        # Also after an exception, because a kernel that was launched before it runs.
         index = self._workspaces._memory.device.index
         if not self._capturing:
             stream = torch.cuda.current_stream(index)
@@ -392,7 +407,7 @@ class UseOnGpu(Use):
 
 
 def rounded(nbytes: int, least: int, step: int) -> int:
-    """Size to allocate for `nbytes`: up to `step` a power of two, above it a multiple of `step`."""
+    """Round `nbytes` up to a power of two (at least `least`), or above `step` to a multiple of `step`."""
     size = max(least, 1 << max(0, nbytes - 1).bit_length())
     return size if size <= step else -(-nbytes // step) * step
 
@@ -401,6 +416,6 @@ def _timeout_seconds() -> float:
     return min(settings.timeout_seconds(), LONGEST_SECONDS)
 
 
-# Two ops on two streams that wait for other ranks could fill two GPUs with kernels that each wait for one without room.
-# So such ops of all groups of a device are serialized.
+# Ops of all groups of a device are serialized. Otherwise two ops on two streams could deadlock: each fills one GPU with
+# kernels that wait for a kernel on another GPU, which has no free multiprocessors left.
 _turns: WeakValueDictionary[Hashable, _Turn] = WeakValueDictionary()

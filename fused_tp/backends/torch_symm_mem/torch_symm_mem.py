@@ -100,8 +100,9 @@ class TorchSymmMem(Workspaces):
         self.ops: dict[str, Any] = {name: found[name] for name in mine if all(name in theirs for theirs in everyone)}
         self._workspace_bytes = 0
         self._sums: Tensor | None = None
-        self._kept: list[Tensor] = []  # outgrown memory that a CUDA graph may still use
-        self._refused: dict[str, int] = {}  # by kind of memory, the smallest size that some rank could not allocate
+        self._outgrown_memory: list[Tensor] = []  # outgrown memory that a CUDA graph may still use
+        # by kind of memory, the smallest size that some rank could not allocate
+        self._failed_bytes: dict[str, int] = {}
 
     def has_room(self, op: str, *, workspace: int = 0, sums: int = 0) -> bool:
         """True if the memory for `turn` exists. Makes it if it does not, on all ranks or on none.
@@ -116,12 +117,12 @@ class TorchSymmMem(Workspaces):
         """
         self.raise_if_failed()
         have = 0 if self._sums is None else self._sums.numel()
-        return self._grown(op, "workspace", workspace, self._workspace_bytes) and self._grown(op, "sums", sums, have)
+        return self._grow(op, "workspace", workspace, self._workspace_bytes) and self._grow(op, "sums", sums, have)
 
-    def _grown(self, op: str, kind: str, nbytes: int, have: int) -> bool:
+    def _grow(self, op: str, kind: str, nbytes: int, have: int) -> bool:
         if nbytes <= have:
             return True
-        if nbytes >= self._refused.get(kind, nbytes + 1):
+        if nbytes >= self._failed_bytes.get(kind, nbytes + 1):
             return False
         check_not_capturing(
             self.device, f"{op} needs {nbytes} bytes of symmetric memory for torch's op, and the group has {have}"
@@ -139,11 +140,11 @@ class TorchSymmMem(Workspaces):
                 outgrown = self._sums
                 self._sums, self._handle = self._memory.allocate(size)
         except NoSymmetricMemory as error:
-            self._refused[kind] = nbytes
+            self._failed_bytes[kind] = nbytes
             _LOG.warning("%s of this size goes by plain collectives from now on: %s", op, error)
             return False
-        if outgrown is not None and self._elsewhere.captured:
-            self._kept.append(outgrown)
+        if outgrown is not None and self._outside_slot.captured:
+            self._outgrown_memory.append(outgrown)
         return True
 
     @contextmanager
@@ -158,9 +159,9 @@ class TorchSymmMem(Workspaces):
         assert self._sums is not None
         return self._sums[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def _peer_lost(self, rank: int) -> None:
-        super()._peer_lost(rank)
-        if self._elsewhere.turn.under_way():
+    def _on_peer_lost(self, rank: int) -> None:
+        super()._on_peer_lost(rank)
+        if self._outside_slot.turn.under_way():
             _LOG.error(
                 "Rank %d lost rank %d, which has ended, while a symm_mem op of torch's was under way. Its kernels wait "
                 "without a deadline: end this process.",
