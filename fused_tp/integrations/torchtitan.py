@@ -319,7 +319,7 @@ def _sequence_dim(name: str, sharding: ShardingConfig | None, x: str) -> int | N
     if layout == dense_activation_placement(tp=spmd.I):
         return None
     raise ValueError(
-        f"{name} is sharded in a way that the override does not know ({sharding}). Overrides come after "
+        f"{name} has a sharding that the override does not support ({sharding}). Overrides run after "
         "update_from_config, which shards the stock modules: leave tp_gemm_backend at 'default'."
     )
 

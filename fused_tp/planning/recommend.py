@@ -158,7 +158,9 @@ def recommend(
     if words is not None:
         first, refused = _first_in_words(fitting, words)
         if first is None:
-            raise ValueError(f"none of the {len(fitting)} configurations that fit has words in {words}: {refused}")
+            raise ValueError(
+                f"none of the {len(fitting)} configurations that fit can be written as a {words} config: {refused}"
+            )
         if first not in chosen:
             chosen.append(first)
     share = torchtitan_share(machine, precision)
