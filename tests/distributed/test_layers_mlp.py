@@ -93,7 +93,7 @@ def test_norms_under_sequence_parallelism(group: dist.ProcessGroup) -> None:
     dropout = nn.Dropout()
     assert sequence_parallel_(dropout, mesh) is dropout
     refuses(ValueError, "has submodules", sequence_parallel_, nn.Sequential(nn.LayerNorm(6)), mesh)
-    refuses(TypeError, "DTensor already", sequence_parallel_, sharded, mesh)
+    refuses(TypeError, "is a DTensor", sequence_parallel_, sharded, mesh)
     refuses(TypeError, "mesh must be", sequence_parallel_, nn.LayerNorm(6), group)
 
 

@@ -393,7 +393,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": Q.long()}, TypeError, "q has dtype torch.int64"),
     ({"q": "q"}, TypeError, "q must be a Tensor"),
     ({"q": Q[..., :0], "k": Q[..., :0]}, ValueError, "only seq_local may be 0"),
-    ({"q": torch.nested.nested_tensor([Q[0]])}, TypeError, "q is a nested tensor; .* pass their cu_seqlens"),
+    ({"q": torch.nested.nested_tensor([Q[0]])}, TypeError, "q is a nested tensor; .* pass cu_seqlens"),
     ({"k": Q.half()}, TypeError, "k has dtype torch.float16, but q has"),
     ({"k": Q.to("meta")}, ValueError, "k is on meta"),
     ({"k": Q[:1], "v": Q[:1]}, ValueError, "k has a batch of 1, but q has 2"),

@@ -230,7 +230,7 @@ def test_bad_inputs_are_refused(group: dist.ProcessGroup) -> None:
         refuses(ValueError, "DTensor already", parallelize_module, linear, mesh, style())
         refuses(TypeError, "must be a Tensor", linear, [1.0])
         refuses(TypeError, "floating point", linear, torch.ones(2, 4, dtype=torch.int64))
-        refuses(ValueError, "last dim must be", linear, torch.ones(2, 5))
+        refuses(ValueError, "the last dim of x must have", linear, torch.ones(2, 5))
         embedding = parallelize_module(nn.Embedding(4, 4), mesh, style(input_layouts=Replicate()))
         refuses(TypeError, "ids must be a Tensor of dtype int64", embedding, torch.ones(2))
         assert style.__name__ in repr(style())

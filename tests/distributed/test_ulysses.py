@@ -64,7 +64,7 @@ def on_three_ranks(group: dist.ProcessGroup, most_pieces: int) -> list[list[Tens
     assert out.shape == q.shape and lse.shape == (2, 3, 0)
     assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fused_tp.attention.all_to_all._MOST_PIECES", most_pieces)
+        patch.setattr("fused_tp.attention.all_to_all._MOST_RANGES", most_pieces)
         return results_of(group, [*OVER_THREE, *SHORT], ulysses_attention)
 
 
@@ -221,7 +221,7 @@ def test_bad_arguments(group: dist.ProcessGroup) -> None:
     given = {"q": q, "k": k, "v": k}
     for op, where in ((ulysses_attention, {"group": group}), (context_parallel_attention, {"mesh": mesh})):
         for wrong, message in (
-            ({"cu_seqlens": torch.tensor([0, 3])}, "end with the 16 tokens"),
+            ({"cu_seqlens": torch.tensor([0, 3])}, "must end with 16, the number of tokens"),
             ({"sinks": torch.zeros(1)}, r"sinks has shape \(1,\); it must be \[4\]"),
         ):
             refuses(ValueError, message, op, **given, **where, **wrong)

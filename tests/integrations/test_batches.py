@@ -185,7 +185,12 @@ def test_what_is_refused(group: dist.ProcessGroup) -> None:
         ("must be a multiple of the 2 data", DistributedBatches, (Numbers(), mesh, 5), {}),
         ("global_batch_size is 0", DistributedBatches, (Numbers(), mesh, 0), {}),
         ("fewer than global_batch_size=24", DistributedBatches, (Numbers(), mesh, 24), {}),
-        ("ends with 3 samples, which 2 data", DistributedBatches, (Numbers(), mesh, 4), {"drop_last": False}),
+        (
+            "has 3 samples, which is not a multiple of the 2 data",
+            DistributedBatches,
+            (Numbers(), mesh, 4),
+            {"drop_last": False},
+        ),
         ("needs a map-style dataset", DistributedBatches, (Stream(), mesh, 4), {"shuffle": True}),
         ("needs an iterable dataset", DistributedBatches, (Numbers(), mesh, 4), {"dataset_state": True}),
         ("takes no 'sampler'", DistributedBatches, (Numbers(), mesh, 4), {"sampler": None}),

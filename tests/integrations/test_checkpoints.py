@@ -582,6 +582,6 @@ def test_what_is_not_plain_is_refused_where_it_is_saved(tmp_path: Path) -> None:
         assert checkpoints.restore() == 1
     with (
         CheckpointManager(tmp_path, nn.Linear(2, 2), extra=extra) as checkpoints,
-        pytest.raises(ValueError, match=r"Small, and reading.*pickles=True"),
+        pytest.raises(ValueError, match=r"Small, and loading.*pickles=True"),
     ):
         checkpoints.restore()

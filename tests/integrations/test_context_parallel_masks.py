@@ -124,7 +124,11 @@ def test_documents_of_several_rows_and_by_their_bounds(group: dist.ProcessGroup)
     mixed = torch.cat([positions, torch.arange(23).unsqueeze(0)])
     refused: dict[str, dict[str, Any]] = {
         "at different positions in different rows": {"position_ids": mixed},
-        "no attention_mask": {"position_ids": positions, "use_cache": False, "attention_mask": torch.ones_like(tokens)},
+        "omit attention_mask": {
+            "position_ids": positions,
+            "use_cache": False,
+            "attention_mask": torch.ones_like(tokens),
+        },
         "Pass use_cache=False": {"position_ids": positions},
         "the same documents": {"position_ids": positions, "cu_seq_lens_q": torch.tensor([0, 6, 23])},
         r"cu_seq_lens_q is \(0, 6\)": {"cu_seq_lens_q": torch.tensor([0, 6])},
@@ -371,7 +375,7 @@ def test_attention_that_is_chosen_too_late_is_refused(group: dist.ProcessGroup, 
     tokens, ours = make_tokens(2, 9), parallel.config._attn_implementation
     for model in (parallel, copy_of(parallel)):
         model.set_attn_implementation("eager")
-        refuses(ValueError, "set to 'eager' after parallelize, .* or back", model, tokens)
+        refuses(ValueError, "set to 'eager' after parallelize, .* or set it back", model, tokens)
         model.set_attn_implementation(ours)
         same_logits(whole, model, tokens)
     if layout == "cp2":
@@ -411,7 +415,7 @@ def test_attention_that_asks_for_its_name_or_for_more_is_refused(group: dist.Pro
         else:
             refuses(
                 ValueError,
-                "Indexed gives its attention the tensor 'indices'",
+                "Indexed passes the tensor 'indices' to its attention",
                 parallelize(model, mesh),
                 make_tokens(1, 6),
             )

@@ -257,7 +257,7 @@ def autotp(group: dist.ProcessGroup) -> None:
 def test_meshes_that_are_refused(group: dist.ProcessGroup) -> None:
     from fused_tp.integrations.deepspeed import MeshMPU
 
-    for dim, says in (("pp", "pipelines take no mpu"), ("ep", "different experts")):
+    for dim, says in (("pp", "pipelines accept no mpu"), ("ep", "different experts")):
         assert says in str(error_of(MeshMPU, fused_tp.make_mesh("cpu", **{dim: 2, "dp_shard": 2})))
     mpu = MeshMPU(fused_tp.make_mesh("cpu", dp_replicate=2, dp_shard=1, cp=2))
     assert mpu.get_model_parallel_world_size() == 1 and mpu.get_data_parallel_world_size() == 2

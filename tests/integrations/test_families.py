@@ -161,7 +161,7 @@ def test_heads_by_other_names(group: dist.ProcessGroup) -> None:
         model = make_model(kind, **sizes, **more)
         refuses(
             ValueError,
-            r"num_heads=3, which 2 .* Use one of these TP sizes: 1, 3\.",
+            r"num_heads=3.*which 2 .* Use one of these TP sizes: 1, 3\.",
             parallelize,
             model,
             mesh_of(group, 1, 2),

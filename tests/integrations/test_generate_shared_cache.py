@@ -118,7 +118,9 @@ def test_sampled_tokens(group: dist.ProcessGroup) -> None:
             texts.append(generated(model, make_tokens(3, PROMPT), **how).sequences)
         assert torch.equal(texts[0], texts[1])
         torch.manual_seed(group.rank())
-        with pytest.raises(fused_tp.RankMismatchError, match=r"different tokens.*torch\.manual_seed\(seed\) with one"):
+        with pytest.raises(
+            fused_tp.RankMismatchError, match=r"different tokens.*torch\.manual_seed\(seed\) with the same seed"
+        ):
             generated(parallel, make_tokens(3, PROMPT), **how)
 
 
@@ -148,7 +150,7 @@ def test_forward_passes_with_a_cache(group: dist.ProcessGroup) -> None:
         refuses(ValueError, "pass the same mask as in earlier", parallel, new, attention_mask=hidden, **given)
         refuses(ValueError, "with padding only on the left", parallel, new, attention_mask=hidden[:, :9], **given)
         refuses(ValueError, "passed to another module", parallel.model, new, **given)
-        said = "output_attentions=True is not supported with a cache that the context"
+        said = "output_attentions=True is not supported with a cache that is sharded over context"
         refuses(ValueError, said, parallel, new, output_attentions=True, **given)
         refuses(ValueError, r"does not support training\. Call model\.eval\(\)", parallel.train(), new, **given)
         parallel.eval()

@@ -87,7 +87,7 @@ def test_what_is_done_to_a_model_afterwards(group: dist.ProcessGroup) -> None:
     for value in values:
         model = parallelize(copy_of(whole), mesh)
         model.model.layers[0].mlp.up_proj.weight.data = value
-        refuses(ValueError, "up_proj.weight.data was assigned to, which has no effect", model, tokens)
+        refuses(ValueError, "up_proj.weight.data was assigned, which has no effect", model, tokens)
     model = parallelize(copy_of(whole), mesh)
     model.model.layers[0].mlp.up_proj.weight = nn.Parameter(values[-1])
     refuses(ValueError, "up_proj.weight' is a Parameter of .* that replaced the rank's shard", model, tokens)

@@ -535,7 +535,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
             "must be 'thd'": {"qkv_format": "sbhd"},
             "cp_group and local_cp_size": {"local_cp_size": 1},
             "must have a multiple of 4 tokens": {"cu_seqlens_q": torch.tensor([0, 6, 16])},
-            "end with the 16 tokens": {"cu_seqlens_q": torch.tensor([0, 8, 12])},
+            "must end with 16, the number of tokens": {"cu_seqlens_q": torch.tensor([0, 8, 12])},
         }.items():
             given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, **how}
             refused(says, core, *row, None, packed_seq_params=PackedSeqParams(**given))

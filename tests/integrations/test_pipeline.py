@@ -392,7 +392,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.Pr
         "order": "runs layer 3 of 'layers' where layer 0 was expected",
         "left out": "Odd runs 'head', which has parameters, between layers",
         "residual": "must be the hidden state that the previous layer returned",
-        "embedding behind": "needs what 'embed' returns, which the last stage does not have",
+        "embedding behind": "uses the output of 'embed' after its last layer, which the last stage does not have",
     }
     for what, says in reasons.items():
         model = Odd(what)

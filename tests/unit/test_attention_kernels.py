@@ -214,7 +214,7 @@ def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: py
     assert "; its backward uses torch-cpu: " in provider.reason and "by the dispatch table" in provider.reason
     table.with_name("bad.json").write_text(json.dumps({"arch": {}, "attention": [{"kernel": "torch-cpu"}]}))
     with pytest.raises(
-        ValueError, match=r"bad.json is not .* \(rule 0 of attention, {'kernel': 'torch-cpu'}: it needs kernel, "
+        ValueError, match=r"bad.json is not .* \(rule 0 of attention, {'kernel': 'torch-cpu'}: required are kernel, "
     ):
         dispatch.load_table(str(table.with_name("bad.json")))
 

@@ -148,7 +148,7 @@ def test_the_figure_is_printed_as_a_table() -> None:
         ({"seq_len": 4, "layout": "stripe"}, ValueError, "layout is 'stripe'"),
         ({"seq_len": -4}, ValueError, "seq_len is -4"),
         ({"seq_len": 4, "world_size": 0}, ValueError, "world_size is 0"),
-        ({"seq_len": 4, "world_size": 2, "group": "cp"}, ValueError, "both given"),
+        ({"seq_len": 4, "world_size": 2, "group": "cp"}, ValueError, "must not both be passed"),
         *(
             ({"cu_seqlens": torch.tensor(bounds, dtype=torch.int32), "seq_len": None}, ValueError, "must begin with 0")
             for bounds in ([], [0], [1, 4], [0, 5, 4])

@@ -218,7 +218,7 @@ def test_what_parallelize_refuses_is_not_planned() -> None:
         ("bert", {"tp": 2}, "has no tp_plan"),
         ("jamba", {"cp": 2}, "mix tokens by other means than attention"),
         ("gemma", {"tp": 2, "sequence_parallel": False}, ""),
-        ("gemma3", {"tp": 2}, "sequence_parallel=True serves only these"),
+        ("gemma3", {"tp": 2}, "sequence_parallel=True supports only these"),
         ("gemma3", {"tp": 2, "sequence_parallel": False, "loss_parallel": False}, ""),
         ("xlm", {"dp_shard": 2}, "has 4 lists of layers"),
         ("longcat_flash", {"ep": 2}, "cannot be distributed"),

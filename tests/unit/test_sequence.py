@@ -141,7 +141,11 @@ def packed(op: Any, cu_seqlens: Any) -> Any:
         (lambda: sequence_positions(4, group=None, within_documents=True), ValueError, "pass cu_seqlens"),
         (lambda: sequence_positions(4, group=None, layout="balanced"), ValueError, "needs their cu_seqlens"),
         (lambda: shard_sequence(X, 1, group=None, layout="balanced"), ValueError, "needs their cu_seqlens"),
-        (lambda: packed(shard_sequence, torch.tensor([0, 5])), ValueError, r"cu_seqlens is \(0, 5\); .* the 4 tokens"),
+        (
+            lambda: packed(shard_sequence, torch.tensor([0, 5])),
+            ValueError,
+            r"cu_seqlens is \(0, 5\); .* must end with 4",
+        ),
         (lambda: packed(unshard_sequence, torch.tensor([0, 3, 2, 4])), ValueError, "must not decrease"),
     ],
 )
