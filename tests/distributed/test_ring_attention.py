@@ -397,7 +397,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": Q.half()}, TypeError, "k has dtype torch.float16, but q has"),
     ({"k": Q.to("meta")}, ValueError, "k is on meta"),
     ({"k": Q[:1], "v": Q[:1]}, ValueError, "k has a batch of 1, but q has 2"),
-    ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, r"k has 3 tokens on rank 0, but q has 4 \(dim 1: \[batch, seq"),
+    ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, r"k has 3 tokens on rank 0, but q has 4 \(dim 1 of \[batch, seq"),
     ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, "For cross-attention, pass seq_len_kv"),
     ({"k": Q[..., :4]}, ValueError, "k has head_dim 4"),
     ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, ValueError, "k has 3 heads"),

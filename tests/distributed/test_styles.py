@@ -239,7 +239,7 @@ def test_bad_inputs_are_refused(group: dist.ProcessGroup) -> None:
         ValueError, "has submodules", parallelize_module, nn.Sequential(nn.LayerNorm(4)), mesh, FusedSequenceParallel()
     )
     norm = parallelize_module(nn.LayerNorm(4), mesh, FusedSequenceParallel())
-    refuses(TypeError, "must be a Tensor, not list", norm, [1.0])
+    refuses(TypeError, "must be a Tensor, got list", norm, [1.0])
     refuses(TypeError, "DTensor already", parallelize_module, norm, mesh, FusedSequenceParallel())
     assert repr(FusedSequenceParallel()) == "FusedSequenceParallel(sequence_dim=1, use_local_output=False)"
 

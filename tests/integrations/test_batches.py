@@ -193,7 +193,7 @@ def test_what_is_refused(group: dist.ProcessGroup) -> None:
         ),
         ("needs a map-style dataset", DistributedBatches, (Stream(), mesh, 4), {"shuffle": True}),
         ("needs an iterable dataset", DistributedBatches, (Numbers(), mesh, 4), {"dataset_state": True}),
-        ("takes no 'sampler'", DistributedBatches, (Numbers(), mesh, 4), {"sampler": None}),
+        ("does not support 'sampler'", DistributedBatches, (Numbers(), mesh, 4), {"sampler": None}),
         ("has neither", DistributedBatches, (4, mesh, 4), {}),
         ("must be a DeviceMesh or None", DistributedBatches, (Numbers(), "cpu", 4), {}),
         ("dp_dims has 'dp'", DistributedBatches, (Numbers(), mesh, 4), {"dp_dims": ["dp"]}),

@@ -381,7 +381,7 @@ def test_refusals_of_gradients_that_could_not_be_summed(group: dist.ProcessGroup
         torch.autograd.grad(loss, list(plain.parameters()), create_graph=True)
     plain(tokens)
     scaled = {name: 1.5 * p for name, p in plain.named_parameters()}
-    with pytest.raises(ValueError, match=r"'embed\.weight' was computed from other tensors"):
+    with pytest.raises(ValueError, match=r"'embed\.weight' .*was computed from other tensors"):
         torch.func.functional_call(plain, scaled, (tokens,))
     plain.head.weight.main_grad = torch.zeros(67, 8)
     with pytest.raises(ValueError, match=r"'head.weight' accumulates its gradient in main_grad, which grad_sync=True"):

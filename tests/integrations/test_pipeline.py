@@ -401,7 +401,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.Pr
         assert [name for name, _ in model.named_modules()] == before and model.training
     model = make("llama", num_hidden_layers=4)
     for says, keywords in {
-        "it must be one of GPipe": {"schedule": "2F2B", "microbatches": 4},
+        "must be one of GPipe": {"schedule": "2F2B", "microbatches": 4},
         "at least one for each of the 2": {"microbatches": 1},
         "needs at least 4, two for each": {"schedule": "DualPipeV", "microbatches": 3},
         "needs a multiple of 2, such as 4": {"schedule": "Interleaved1F1B", "microbatches": 5},

@@ -261,7 +261,7 @@ def test_explain_of_a_collective_along_a_dim(capsys: pytest.CaptureFixture[str])
 def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
     for shape, given, message in (
         ("2x64", ["--dim", "1"], "not for all_reduce"),
-        ("2x64", ["--arch", "hopper"], "it must be cpu, or sm_80"),
+        ("2x64", ["--arch", "hopper"], "must be cpu, or sm_80"),
         ("2x64", ["--transport", "bogus"], "'bogus'; it must be one that supports tensors on cpu: shm, gloo, "),
         ("2x64", ["--transport", "nccl"], "'nccl'; it must be one that supports tensors on cpu: shm, gloo, "),
         (f"{2**70}x2", [], "more elements than a tensor"),
