@@ -240,7 +240,7 @@ def test_bad_inputs_are_refused(group: dist.ProcessGroup) -> None:
     )
     norm = parallelize_module(nn.LayerNorm(4), mesh, FusedSequenceParallel())
     refuses(TypeError, "must be a Tensor, got list", norm, [1.0])
-    refuses(TypeError, "DTensor already", parallelize_module, norm, mesh, FusedSequenceParallel())
+    refuses(TypeError, "is a DTensor", parallelize_module, norm, mesh, FusedSequenceParallel())
     assert repr(FusedSequenceParallel()) == "FusedSequenceParallel(sequence_dim=1, use_local_output=False)"
 
 

@@ -196,7 +196,7 @@ def test_what_is_refused(group: dist.ProcessGroup) -> None:
         ("does not support 'sampler'", DistributedBatches, (Numbers(), mesh, 4), {"sampler": None}),
         ("has neither", DistributedBatches, (4, mesh, 4), {}),
         ("must be a DeviceMesh or None", DistributedBatches, (Numbers(), "cpu", 4), {}),
-        ("dp_dims has 'dp'", DistributedBatches, (Numbers(), mesh, 4), {"dp_dims": ["dp"]}),
+        ("dp_dims must be dims of mesh", DistributedBatches, (Numbers(), mesh, 4), {"dp_dims": ["dp"]}),
         ("seed=1, got seed=0", made.load_state_dict, ({**whole, "seed": 1},), {}),
         ("length=9, got length=23", made.load_state_dict, ({**whole, "length": 9},), {}),
     ):

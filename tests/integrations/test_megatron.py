@@ -550,7 +550,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
             "defer_embedding_wgrad_compute", FusedColumnParallelLinear, 4, 4, **column, embedding_activation_buffer=[]
         )
         layer = FusedColumnParallelLinear(4, 4, **column, skip_weight_param_allocation=True)
-        refused("weight is None; it must be [2, 4]", layer, torch.zeros(2, 4))
+        refused("weight must have shape [2, 4]", layer, torch.zeros(2, 4))
         refused("weight is of shape (4, 4)", layer, torch.zeros(2, 4), torch.zeros(4, 4))
         weight = torch.zeros(2, 4)
         vars(weight)["__fsdp_param__"] = True

@@ -44,7 +44,7 @@ def test_sizes_and_order(group: dist.ProcessGroup) -> None:
     for says, sizes in {
         "pp=2 x tp=3 is 6, but there are 4 ranks. The product": {"pp": 2, "tp": 3},
         "tp=3 is 3, but there are 4 ranks, which is not a multiple": {"tp": 3, "cp": -1},
-        "dp_shard and cp are both -1": {"dp_shard": -1, "cp": -1},
+        "Only one dim can be -1, got dp_shard and cp": {"dp_shard": -1, "cp": -1},
         "tp must be at least 1": {"tp": 0},
         "no dims. Pass the size": {},
     }.items():

@@ -266,7 +266,7 @@ def test_what_is_not_served(group: dist.ProcessGroup) -> None:
     refused(r"cannot share evenly\. Use one of these TP sizes: 1\.", "codegen", num_attention_heads=4, n_head=4)
     refused("reads 'dense.weight' directly", "bloom", pretraining_tp=2, slow_but_exact=True)
     refused("or load it with attn_implementation='eager'", "falcon", {"sequence_parallel": True})
-    refuses(ValueError, "in 3 parts", ColumnParallelLinear.from_linear, nn.Linear(8, 9), mesh=mesh, parts=3)
+    refuses(ValueError, "has 3 blocks", ColumnParallelLinear.from_linear, nn.Linear(8, 9), mesh=mesh, parts=3)
     odd = {"transformer.h.*.mlp.c_fc": "packed_colwise_3", "transformer.h.*.mlp.c_proj": "rowwise"}
     refused(r"dim 1 of .*c_fc.weight \(64, 128\) has 3 blocks", "gpt2", {"plan": odd})
     head = {**made("phi3").tp_plan, "lm_head": "packed_colwise"}
