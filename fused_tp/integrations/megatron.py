@@ -187,7 +187,7 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         wanted = (self.output_size_per_partition, self.input_size)
         if weight is None or tuple(weight.shape) != wanted:
-            given = "None" if weight is None else f"of shape {tuple(weight.shape)}"
+            given = "None" if weight is None else str(tuple(weight.shape))
             raise ValueError(f"weight must have shape {list(wanted)}, this rank's rows, got {given}.")
         _check_weight(weight)
         bias = None if self.skip_bias_add else self.bias

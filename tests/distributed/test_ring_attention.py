@@ -416,7 +416,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\); it must be \[4\]"),
     ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a Tensor"),
     ({"alibi_slopes": torch.zeros(1)}, ValueError, r"alibi_slopes has shape \(1,\)"),
-    ({"cu_seqlens": [0, 4]}, TypeError, r"cu_seqlens must be a Tensor, not list; pass torch.tensor\(\[0, ..., seq_len\]\)"),
+    (
+        {"cu_seqlens": [0, 4]},
+        TypeError,
+        r"cu_seqlens must be a Tensor, not list; pass torch.tensor\(\[0, ..., seq_len\]\)",
+    ),
     ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "must end with 4, the number of tokens on all ranks"),
     ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "must not decrease"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "it must be int32 or int64"),

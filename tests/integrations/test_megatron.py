@@ -551,7 +551,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
         )
         layer = FusedColumnParallelLinear(4, 4, **column, skip_weight_param_allocation=True)
         refused("weight must have shape [2, 4]", layer, torch.zeros(2, 4))
-        refused("weight is of shape (4, 4)", layer, torch.zeros(2, 4), torch.zeros(4, 4))
+        refused("got (4, 4)", layer, torch.zeros(2, 4), torch.zeros(4, 4))
         weight = torch.zeros(2, 4)
         vars(weight)["__fsdp_param__"] = True
         refused("Megatron-FSDP is not supported", layer, torch.zeros(2, 4), weight)

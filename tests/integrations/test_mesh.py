@@ -50,7 +50,7 @@ def test_sizes_and_order(group: dist.ProcessGroup) -> None:
     }.items():
         error = error_of(fused_tp.make_mesh, **sizes)
         assert isinstance(error, ValueError) and says in str(error), (says, error)
-    assert "needs 'dp_shard' or 'cp'" in str(error_of(fused_tp.fsdp_mesh, fused_tp.make_mesh(tp=4)))
+    assert "must have a dim 'dp_shard' or 'cp'" in str(error_of(fused_tp.fsdp_mesh, fused_tp.make_mesh(tp=4)))
     assert "different experts" in str(error_of(fused_tp.fsdp_mesh, fused_tp.make_mesh(dp_shard=2, ep=2)))
 
 

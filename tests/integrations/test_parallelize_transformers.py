@@ -334,7 +334,13 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("tp", {}, {"cp_dim": "tp"}, ValueError, "different dims"),
     ("cp", {}, {"sequence_parallel": True}, ValueError, "no dim 'tp'"),
     ("tp", {}, {"loss_parallel": True, "plan": _PAIR}, ValueError, "output layer"),
-    ("tp", {"tied": True}, {"plan": {"model.embed_tokens": "embedding_rowwise"}}, ValueError, "Use styles that shard the same dim"),
+    (
+        "tp",
+        {"tied": True},
+        {"plan": {"model.embed_tokens": "embedding_rowwise"}},
+        ValueError,
+        "Use styles that shard the same dim",
+    ),
 ]
 
 
@@ -493,7 +499,13 @@ def test_plans_that_cut_nothing_or_little(group: dist.ProcessGroup) -> None:
     quantized = make("llama")
     quantized.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.ones(44, 32, dtype=torch.int8), False)
     before = dict(quantized.named_parameters())
-    refuses(ValueError, r"model\.layers\.1\.mlp\.up_proj\.weight must have a floating-point dtype.* got torch\.int8", parallelize, quantized, mesh)
+    refuses(
+        ValueError,
+        r"model\.layers\.1\.mlp\.up_proj\.weight must have a floating-point dtype.* got torch\.int8",
+        parallelize,
+        quantized,
+        mesh,
+    )
     assert all(before[name] is p for name, p in quantized.named_parameters())
 
 
