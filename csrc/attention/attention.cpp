@@ -28,7 +28,7 @@ struct Unit {
 
 Unit unit(const Shape& shape, int64_t number) { return {number / shape.kv_heads, number % shape.kv_heads}; }
 
-// Number of each block of keys among those that a block of queries sees; -1 if it is not seen. Time and memory grow
+// For each block of queries, numbers the blocks of keys that it sees 0, 1, ...; -1 marks an unseen block. Time and memory grow
 // with the range of seen blocks, not with all keys.
 class Visits {
  public:

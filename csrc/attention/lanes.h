@@ -1,8 +1,8 @@
 // Vectors of fp32 or fp64 as the compiler's own vector types, for any CPU. Instruction sets override the operations
 // that they do better.
 //
-// A `Lanes` also describes its products: their elements `Operand`, of which one step of a product uses kPair per lane,
-// and the number of rows and vectors of a result that are kept in registers.
+// A `Lanes` type also configures matrix products: `Operand` is the element type of their inputs, kPair the number of
+// inputs that one multiply-add consumes per lane; the other constants are the rows and vectors of the register tile.
 #pragma once
 
 #include <cmath>

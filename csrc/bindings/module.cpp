@@ -165,7 +165,7 @@ void bind_group(py::module_& m) {
           [](Group& group, size_t bytes) {
             return std::make_unique<PooledMemory>(group, group.allocate(bytes), bytes);
           },
-          NoGil())  // another thread may begin a call, and need the GIL while it waits
+          NoGil())  // allocate may wait for a call of another thread, which needs the GIL
       .def(
           "at",
           [](const std::shared_ptr<Group>& group, int rank, size_t offset, size_t bytes) {

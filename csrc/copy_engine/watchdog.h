@@ -128,7 +128,7 @@ class StreamWatchdog {
   std::condition_variable changed_;
   std::string sentence_;
   std::string aborted_;        // reason of an abort that is not done yet
-  bool gates_closed_ = false;  // no peer reads this rank's data any more, or `stuck_`
+  bool gates_closed_ = false;  // no peer reads this rank's data any more; also true if closing failed (`stuck_`)
   bool stopping_ = false;
   struct Passage {
     uint64_t number;

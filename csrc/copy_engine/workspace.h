@@ -61,7 +61,8 @@ class Workspace {
   // The number of a new scatter, for the functions below. Throws std::logic_error if kChannels scatters have begun and
   // not been received yet: their sends would wait for this rank, and this rank for them.
   int scatter();
-  // The work in `stream` so far computes the block, which the caller may not touch until the end of the call.
+  // Sends `block` to `peer` once the work enqueued so far in `stream` has finished. The caller may not touch `block`
+  // until the end of the call.
   void push(Call& call, Stream stream, int scatter, int peer, Memory block);
   // `stream` continues once the blocks of all peers are in their slots. Call `release` once they may be overwritten.
   void receive(const Call& call, Stream stream, int scatter);

@@ -20,7 +20,7 @@ namespace fused_tp::driver {
 // An op in a stream. Its time starts when it can begin: once `begun` is done and the op before it has ended.
 struct WatchedOp {
   const char* name;   // for the error message; lives as long as the program
-  uint64_t number;    // of the call
+  uint64_t number;    // number of the call that this op belongs to
   SharedEvent begun;  // null: as soon as the op before it has ended
   SharedEvent ended;
   double timeout_seconds;

@@ -26,7 +26,7 @@ from fused_tp.attention.balance import balanced_ranges, chunk_range, merged, zig
 
 Ints = NDArray[np.int64]
 
-# Layouts that shard each document separately, with the layout of each document.
+# Maps layouts that shard each document separately to the layout used within one document.
 _EACH_DOCUMENT = {"zigzag_documents": "zigzag", "contiguous_documents": "contiguous"}
 OF_DOCUMENTS = ("balanced", *_EACH_DOCUMENT)
 LAYOUTS = ("zigzag", "contiguous", *OF_DOCUMENTS)

@@ -465,7 +465,10 @@ class SequenceSharding:
     # ---- state of layers ----
 
     def state_now(self) -> LayerState:
-        """Return the state to run a layer in. Every layer that can run on its own calls this first."""
+        """Return the `LayerState` of the running forward pass or recomputation.
+
+        Every layer that can run on its own calls this first.
+        """
         if not (self.parallelism.shards_sequence or self.parallelism.loss_parallel):
             return UNSHARDED
         if torch.compiler.is_compiling():

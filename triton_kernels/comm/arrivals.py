@@ -1,4 +1,4 @@
-"""Arrival of shards that copy engines transfer while a kernel runs, in one order for all programs.
+"""Device side of an overlapped gather: programs take shards as copy engines deliver them, in one order for all.
 
 Words in this rank's memory, int64, W each, all 0 when the kernel begins (the host's side: csrc/copy_engine/steps.h):
 

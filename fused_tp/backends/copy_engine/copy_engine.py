@@ -142,7 +142,7 @@ class CopyCall:
         self._core.gather(self._call, self._engine.stream(), _range(shard), [_range(place) for place in places])
 
     def offer(self, shard: Tensor, places: Sequence[Tensor]) -> Offered:
-        """Start a `gather` for the next kernel in the current stream, which itself waits for the shards.
+        """Start a gather whose shards the next kernel of the current stream polls for itself; return what it polls.
 
         Not supported during CUDA graph capture. `places` also has an entry for this rank; if it is an empty tensor,
         this rank's shard is not copied.

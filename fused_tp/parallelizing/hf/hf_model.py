@@ -611,7 +611,7 @@ def _own_config(model: PreTrainedModel) -> None:
 
 
 def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor | None, ignore_index: int) -> bool:
-    """Check that causal attention needs no mask: return False without padding, True with padding on the right.
+    """Return True if the mask has padding on the right. Raise if causal attention cannot ignore the mask.
 
     Causal attention does not see padding on the right of a token. Only outputs at the padding itself change without
     the mask, so targets there must be `ignore_index`.
