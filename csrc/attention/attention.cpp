@@ -28,8 +28,8 @@ struct Unit {
 
 Unit unit(const Shape& shape, int64_t number) { return {number / shape.kv_heads, number % shape.kv_heads}; }
 
-// For each block of queries, numbers the blocks of keys that it sees 0, 1, ...; -1 marks an unseen block. Time and memory grow
-// with the range of seen blocks, not with all keys.
+// For each block of queries, numbers the blocks of keys that it sees 0, 1, ...; -1 marks an unseen block. Time and
+// memory grow with the range of seen blocks, not with all keys.
 class Visits {
  public:
   Visits(const Problem& step, int64_t first_query_block, int64_t query_blocks) {

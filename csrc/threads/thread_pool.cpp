@@ -38,7 +38,7 @@ class Pool {
         const int worker = static_cast<int>(threads_.size()) + 1;
         threads_.emplace_back([this, worker] { work(worker); });
       }
-    } catch (const std::system_error&) {  // RLIMIT_NPROC: fewer threads compute the same bits; an error would end the group
+    } catch (const std::system_error&) {  // RLIMIT_NPROC; fewer threads compute the same bits
       threads = static_cast<int>(threads_.size()) + 1;
     }
     {
