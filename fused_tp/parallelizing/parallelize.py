@@ -458,8 +458,9 @@ def _add_hooks(
 ) -> None:
     """Register the hooks that shard each forward pass, check it, and sum gradients.
 
-    Hooks that are registered later with `prepend` run earlier. So the order in a forward pass is: check for changed
-    parameters, compare batches, replay the step on the unsharded model, shard the sequence.
+    Hooks that are registered later with `prepend` run earlier. So the order in a forward pass is: check the shards of
+    plain parameters, compare batches, check for changed parameters, replay the step on the unsharded model, shard the
+    sequence.
     """
     parallelism, meshes = options.parallelism, options.meshes
     if parallelism.shards_sequence or parallelism.computes_loss:

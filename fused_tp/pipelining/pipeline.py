@@ -831,7 +831,7 @@ class Pipeline:
                 if owner == me:
                     tensor = own[number].pop(name)
                     if me:
-                        dist.send(tensor.to(device), 0, group=self._group)
+                        dist.send(tensor.to(device).contiguous(), 0, group=self._group)
                 elif me == 0:
                     tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
                     dist.recv(tensor, owner, group=self._group)
