@@ -325,6 +325,20 @@ def test_save_pretrained_writes_the_whole_model(
 
 
 @on_ranks(4)
+def test_save_pretrained_of_a_weight_by_columns(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """gloo sends only contiguous tensors."""
+    whole = make("llama", num_hidden_layers=4)
+    layer = whole.model.layers[3].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+    pipe = fused_tp.pipeline(copy_of(whole), mesh_of(pp=4), microbatches=4)
+    assert all(p.is_contiguous() for p in pipe.parameters()) == (dist.get_rank() < 3)
+    pipe.save_pretrained(tmp_path)
+    dist.barrier()
+    for name, t in type(whole).from_pretrained(tmp_path).state_dict().items():
+        assert torch.equal(t, whole.state_dict()[name]), name
+
+
+@on_ranks(4)
 def test_save_pretrained_refuses_a_plain_model(group: dist.ProcessGroup, tmp_path: Path) -> None:
     pipe = fused_tp.pipeline(make("plain", num_hidden_layers=4), mesh_of(pp=4), microbatches=4, loss_fn=mean_loss)
     assert "is no transformers model" in str(error_of(pipe.save_pretrained, tmp_path))
