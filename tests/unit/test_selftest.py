@@ -458,7 +458,10 @@ def test_kernels_that_are_timed_or_wait_for_copies_are_compiled_ahead() -> None:
 
 @pytest.mark.full
 def test_kernels_are_found_on_another_machine(tmp_path: Path) -> None:
-    """Kernels are compiled and packed in one process; in another, with another home, nothing compiles."""
+    """Kernels are compiled and packed in one process; in another, with another home, nothing compiles.
+
+    Kernels of an archive that this installation ships are not packed again.
+    """
     script = """
 import sys
 from pathlib import Path
@@ -466,6 +469,7 @@ from fused_tp.selftest import kernel_cache, kernels
 from fused_tp.triton_kernels import archive
 from unittest import mock
 
+archive.SHIPPED = Path(sys.argv[1]).parent / "shipped"
 few = [case for case in kernels.CASES if case.op in ("attention", "direct") and case.world < 3 and not case.late]
 few = [kernels.one_call(case) for case in few if case.dtype.itemsize == 2]
 if sys.argv[2] == "unpack":
@@ -495,6 +499,12 @@ if sys.argv[2] == "pack":
         kernels, hits = map(int, done.stdout.split())
         return kernels, hits
 
+    (tmp_path / "shipped").mkdir()
+    with tarfile.open(tmp_path / "shipped" / "sm_80.tar.xz", "w:xz") as tar:
+        for name, content in {"__grp__k.json": b'["k.cubin"]', "k.cubin": b"of another architecture"}.items():
+            info = tarfile.TarInfo(f"SHIPPED/{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
     kernels, hits = run_there("pack")
     assert kernels > 3 and hits == 0
     assert run_there("unpack") == (kernels, kernels)
