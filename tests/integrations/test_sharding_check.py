@@ -42,6 +42,29 @@ def log_lines() -> Iterator[list[str]]:
         logging.disable(disabled)
 
 
+def test_fast_linear_layers_of_the_unsharded_model() -> None:
+    """Only layers whose forward is torch's are computed by the kernels for few rows, and only in the context."""
+
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    torch.manual_seed(0)
+    plain, subclass, patched = nn.Linear(512, 512), Doubled(512, 512), nn.Linear(512, 512, bias=False)
+    model, x = nn.ModuleList([plain, subclass, patched]), torch.randn(4, 512)
+    patched.forward = lambda input: 3 * input  # type: ignore[method-assign]
+    with torch.no_grad():
+        expected = [layer(input=x) for layer in model]
+        with (
+            mock.patch.object(sharding_check, "linear", wraps=sharding_check.linear) as kernel,
+            sharding_check._fast_linears(model),
+        ):
+            found = [layer(input=x) for layer in model]
+    assert kernel.call_count == 1
+    torch.testing.assert_close(found, expected)
+    assert "forward" not in vars(plain) and "forward" not in vars(subclass) and "forward" in vars(patched)
+
+
 # -- plain models ------------------------------------------------------------------------------------------------------
 
 

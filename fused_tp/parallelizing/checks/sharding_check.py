@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
+from fused_tp.backends.gemm import linear
 from fused_tp.core.errors import FusedTPError
 from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
 from fused_tp.parallelizing.checks.model_check import warn_once
@@ -317,7 +319,7 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
     candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_batches(model, rows, tokens))
     for mode, arguments in itertools.product(Mode if model.training else (Mode.EVAL,), candidates):
         try:
-            with undisturbed([model], mode) as drew, recorded(model, stop_in_time) as recording:
+            with undisturbed([model], mode) as drew, _fast_linears(model), recorded(model, stop_in_time) as recording:
                 found = tensors_in(model(**_on_device(arguments, [model])))
         except TooLongError:
             return None, f"the unsharded {kind} takes longer than {SECONDS:g} s on this processor"
@@ -332,6 +334,25 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
             return None, f"the unsharded {kind} returns NaN"
         return _Whole(recording, arguments, rows, 0 if given else tokens, dtype, mode, routed), ""
     return None, reason
+
+
+@contextmanager
+def _fast_linears(model: nn.Module) -> Iterator[None]:
+    """Compute the nn.Linear layers of `model` by the kernels for few rows, up to three times as fast as torch's."""
+    # The kernels know neither a forward that the caller has replaced nor autocast.
+    usable = nn.Linear.forward.__module__ == nn.Linear.__module__ and not torch.is_autocast_enabled("cpu")
+    layers = [m for m in model.modules() if usable and type(m) is nn.Linear and "forward" not in vars(m)]
+    for layer in layers:
+        vars(layer)["forward"] = partial(_linear_forward, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, layer.weight, layer.bias)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
