@@ -10,6 +10,9 @@ PYTHON ?= python3
 VENV ?= .venv
 SOAK_MINUTES ?= 10
 ARGS ?=
+# Two test files at a time: the tests of one wait for ranks, deadlines and compilers half of the time. Sweeps, some of which
+# measure, run alone.
+TEST := python -m pytest -q -n 2 --dist loadfile
 # For the tests of the NCCL binding, where torch is a build without CUDA; 300 MB, so that `make test` does not install it.
 # Not in constraints.txt: a CUDA build of torch wants exactly the version that it names itself.
 NCCL ?= nvidia-nccl-cu13==2.32.3
@@ -72,12 +75,12 @@ demo: $(VENV)/installed $(VENV)/installed-train
 	$(BIN)/fused-tp compare --tp 2 --out out/demo $(ARGS)
 
 test: $(VENV)/installed $(VENV)/installed-test build/triton/$(OLDEST_TRITON)/installed
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/$(TEST) $(ARGS)
 
 test-all test-long: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-stacks $(VENV)/installed-release $(VENV)/installed-nccl
 test-all test-long: build/triton/$(OLDEST_TRITON)/installed build/triton/$(NEWEST_TRITON)/installed
 test-all:
-	$(BIN)/python -m pytest -q -m "not long" $(ARGS)
+	$(BIN)/$(TEST) -m "not long" $(ARGS)
 
 test-long:
 	$(BIN)/python -m pytest -q -m long $(ARGS)

@@ -43,7 +43,7 @@ def log_lines() -> Iterator[list[str]]:
 
 
 def test_fast_linear_layers_of_the_unsharded_model() -> None:
-    """Only layers whose forward is torch's are computed by the kernels for few rows, and only in the context."""
+    """Layers with torch's forward are computed by the kernels for few rows, in the context only."""
 
     class Doubled(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
