@@ -55,7 +55,8 @@ struct Bf16Lanes : Avx512Lanes {
   template <DType kDType>
   static void store(void* p, Vector value, size_t n) {
     if constexpr (kDType == DType::kBF16) {
-      // The instruction flushes subnormals to zero, which does not matter in bf16's range (that of fp32).
+      // vcvtneps2bf16 flushes subnormals to zero. That is accepted: bf16 has the exponent range of fp32, so they are
+      // below 2^-126.
       _mm256_mask_storeu_epi16(p, mask(n), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));
     } else {
       Avx512Lanes::store<kDType>(p, value, n);
