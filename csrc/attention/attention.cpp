@@ -131,7 +131,7 @@ void backward(const Backward& step, int threads, const char* isa) {
   const int64_t group = shape.heads / shape.kv_heads;
   char* const keys =
       scratch_memory().reserve(heads_at_once * (key_blocks * sizes.key_block + kPassBlocks * sizes.query_block) +
-                                std::max(threads, 1) * sizes.scratch);
+                               std::max(threads, 1) * sizes.scratch);
   char* const queries = keys + heads_at_once * key_blocks * sizes.key_block;
   char* const scratch = queries + heads_at_once * kPassBlocks * sizes.query_block;
   const std::unique_ptr<TurnCounter[]> turn_counters(new TurnCounter[heads_at_once * kPassBlocks]);

@@ -33,8 +33,8 @@ struct BackwardQueries : MemoryLayout<L> {
   using MemoryLayout<L>::MemoryLayout;
   using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
   QueryBlock* rows = this->template take<QueryBlock>(1);
-  bool* finite =
-      this->template take<bool>(1);  // true if q and g had no infinity and no NaN; the pairs have 0 in their place
+  // True if q and g had no infinity and no NaN; q_pairs and g_pairs have 0 in their place.
+  bool* finite = this->template take<bool>(1);
   Real* lse = this->take_reals(kQueries);  // times log2(e)
   Real* row_sums = this->take_reals(kQueries);
   Operand* q_lanes = this->take_operands(kQueries * this->dim);
@@ -48,12 +48,12 @@ template <class L>
 struct BackwardScratch : MemoryLayout<L> {
   using MemoryLayout<L>::MemoryLayout;
   using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
-  Operand* rows =
-      this->take_operands(2 * kKeys * this->widest());  // two blocks of rows: input and output of a conversion
-  Real* s = this->take_reals(kKeys * kQueries);         // S^T [key][query]
-  Real* g = this->take_reals(kKeys * kQueries);         // G^T
-  Operand* p = this->alias_or_take(s);                  // P^T after dropout, in the layout `rows` of pack.h
-  Operand* ds = this->alias_or_take(g);                 // dS^T, in the layout `rows`
+  // Two blocks of rows: input and output of a conversion.
+  Operand* rows = this->take_operands(2 * kKeys * this->widest());
+  Real* s = this->take_reals(kKeys * kQueries);  // S^T [key][query]
+  Real* g = this->take_reals(kKeys * kQueries);  // G^T
+  Operand* p = this->alias_or_take(s);           // P^T after dropout, in the layout `rows` of pack.h
+  Operand* ds = this->alias_or_take(g);          // dS^T, in the layout `rows`
   Operand* ds_pairs = L::kPair == 1 ? ds : this->take_operands(kKeys * kQueries);
   Real* dk = this->take_reals(kKeys * this->dim);    // [key][dim], without the factor `scale`
   Real* dv = this->take_reals(kKeys * this->v_dim);  // [key][dim]

@@ -36,8 +36,8 @@ template <class L>
 struct ForwardScratch : MemoryLayout<L> {
   using MemoryLayout<L>::MemoryLayout;
   using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
-  Operand* rows =
-      this->take_operands(2 * kKeys * this->widest());     // two blocks of rows: input and output of a conversion
+  // Two blocks of rows: input and output of a conversion.
+  Operand* rows = this->take_operands(2 * kKeys * this->widest());
   Operand* q = this->take_operands(kQueries * this->dim);  // lanes
   Real* s = this->take_reals(kKeys * kQueries);            // [key][query]
   Operand* p = this->alias_or_take(s);                     // P^T, in the format of B in product.h

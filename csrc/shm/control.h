@@ -20,8 +20,7 @@ namespace fused_tp::shm {
 constexpr int kMaxRanks = 64;
 constexpr int kSlots = 16;
 constexpr int kStageBits = 16;
-constexpr size_t kSlotWorkspaceBytes =
-    64 * 1024;  // size of the workspace that every slot has; larger workspaces are on the heap
+constexpr size_t kSlotWorkspaceBytes = 64 * 1024;  // of the workspace in each slot; larger workspaces are on the heap
 constexpr int kMaxDims = 8;
 constexpr size_t kCacheLine = 64;
 
@@ -59,7 +58,6 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
 
 constexpr size_t kSlotWorkspacesOffset = (sizeof(ControlBlock) + 4095) / 4096 * 4096;
 constexpr size_t kHeapOffset = kSlotWorkspacesOffset + kSlots * kSlotWorkspaceBytes;
-constexpr size_t kMaxReserveBytes = size_t{1}
-                                    << 56;  // exceeds the address space of every CPU, and sums cannot overflow
+constexpr size_t kMaxReserveBytes = size_t{1} << 56;  // exceeds every CPU's address space; sums cannot overflow
 
 }  // namespace fused_tp::shm

@@ -81,8 +81,7 @@ class Group : public std::enable_shared_from_this<Group> {
   //
   // bytes:    size of this rank's workspace; may differ between ranks.
   // publish:  if false, peers see the call only at its first signal, which saves one transfer of the slot's cache line.
-  // reuse:    first wait for peers that are still in calls that this rank has ended, so that the workspace can reuse
-  // the
+  // reuse:    first wait for peers that are still in calls that this rank has ended. The workspace can then reuse the
   //           memory of these calls, which is likely in cache.
   // offset:   use this range of the heap as the workspace. The caller owns it and keeps it until no peer reads it.
   std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true, bool reuse = false,
