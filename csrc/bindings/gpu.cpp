@@ -72,7 +72,7 @@ bool synchronize(const Driver& driver, int device, Address stream, double second
     const double waited_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     const double slice_seconds = std::min(0.05, seconds - waited_seconds);
     {
-      const Driver::Device current(driver, device);
+      const Driver::ContextGuard current(driver, device);
       if (driver.synchronize(to_stream(stream), slice_seconds)) return true;
     }
     if (slice_seconds < 0.05) return false;
@@ -130,7 +130,7 @@ std::shared_ptr<Communicator> create_communicator(const std::shared_ptr<nccl::Li
   close_at_exit();
   Communicator::Options options;
   options.timeout_seconds = timeout_seconds;
-  options.interrupted = [] {
+  options.check_interrupt = [] {
     if (Py_IsInitialized()) check_signals();  // the communicator may outlive the interpreter
   };
   py::gil_scoped_release release;
@@ -223,7 +223,7 @@ void bind_communicator(py::module_& m) {
 // on which that thread waited would block.
 struct DeleteUnlessForked {
   void operator()(copy_engine::Workspace* workspace) const {
-    if (!workspace->forked()) delete workspace;
+    if (!workspace->is_forked_child()) delete workspace;
   }
 };
 
@@ -270,15 +270,17 @@ void bind_copy_engine(py::module_& m) {
       .def("offer", wrap(&Workspace::offer), "call"_a, "stream"_a, "op"_a, "shard"_a, "to"_a, NoGil(),
            "Starts a gather for a kernel that waits for shards itself. Returns the channel, for `arrived` and `order`.")
       .def(
-          "arrived", [](Workspace& self, int index) { return self.layout().arrived(index, 0); }, "channel"_a,
+          "arrived", [](Workspace& self, int index) { return self.layout().arrived_word(index, 0); }, "channel"_a,
           "Index of the first of W words in this rank's workspace: word r becomes 1 once the shard of rank r has "
           "arrived.")
       .def(
-          "order", [](Workspace& self, int index) { return self.layout().order(index); }, "channel"_a,
+          "order", [](Workspace& self, int index) { return self.layout().order_word(index); }, "channel"_a,
           "Index of the first of W words in this rank's workspace for the kernel's own use; 0 when it begins.")
       .def_property_readonly(
           "expired",
-          [](Workspace& self) { return self.watchdog().progress(copy_engine::expired_word(self.layout().world())); },
+          [](Workspace& self) {
+            return self.watchdog().word_address(copy_engine::expired_word(self.layout().world()));
+          },
           "Device address of a word that a kernel sets if its wait for a shard has timed out.")
       .def("scatter", wrap(&Workspace::scatter), NoGil(), "Begins a scatter and returns its number.")
       .def("push", wrap(&Workspace::push), "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())

@@ -16,8 +16,8 @@ int cuStreamBatchMemOp_v2(Stream, unsigned, BatchMemOp*, unsigned);
 
 int main() {
   const auto driver = Driver::open("");  // this program, which contains the double
-  const Driver::Device guard(*driver, 0);
-  const OwnStream stream(driver, 0, Priority::kLeast);
+  const Driver::ContextGuard guard(*driver, 0);
+  const OwnedStream stream(driver, 0, Priority::kLeast);
   for (size_t count : {0, 1, 254, 255, 256, 257, 510, 511, 1021}) {
     std::vector<uint64_t> words(count, 0);
     std::vector<MemoryOp> ops;
