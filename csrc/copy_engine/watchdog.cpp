@@ -62,7 +62,7 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
   auto* words = reinterpret_cast<uint64_t*>(data);
   std::fill_n(words + ones_offset_ / 8, protocol_.layout().flag_words(), kOpen);
   std::memset(data + nan_offset_, 0xFF, kNanBytes);
-  thread_ = std::thread([this] { array_words(); });
+  thread_ = std::thread([this] { run(); });
 }
 
 StreamWatchdog::~StreamWatchdog() {
@@ -127,7 +127,7 @@ std::atomic<uint64_t>& StreamWatchdog::word(int number) const {
   return static_cast<std::atomic<uint64_t>*>(pinned_.data())[number];
 }
 
-void StreamWatchdog::array_words() {
+void StreamWatchdog::run() {
   microseconds pause{0};
   while (true) {
     {
@@ -234,21 +234,21 @@ void StreamWatchdog::read_gates(int64_t now_ns) {
   const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_offset_);
   for (int which = 0; which < 2; ++which) {
     if (gates[which] <= kOpen) continue;
-    const GateClosure closing = GateClosure::from_value(gates[which]);
-    return fail(closing, "Rank " + std::to_string(closing.rank) + " told rank " + std::to_string(protocol_.rank()) +
-                             (closing.why == Failure::kTimeout ? " that it has timed out."
-                              : closing.why == Failure::kLost  ? " that it has lost a peer."
+    const GateClosure closure = GateClosure::from_value(gates[which]);
+    return fail(closure, "Rank " + std::to_string(closure.rank) + " told rank " + std::to_string(protocol_.rank()) +
+                             (closure.why == Failure::kTimeout ? " that it has timed out."
+                              : closure.why == Failure::kLost  ? " that it has lost a peer."
                                                                : " that it has given up."));
   }
 }
 
-void StreamWatchdog::fail(const GateClosure& closing, const std::string& sentence) {
-  reinterpret_cast<uint64_t*>(static_cast<char*>(pinned_.data()) + closed_offset_)[0] = closing.value();
+void StreamWatchdog::fail(const GateClosure& closure, const std::string& sentence) {
+  reinterpret_cast<uint64_t*>(static_cast<char*>(pinned_.data()) + closed_offset_)[0] = closure.value();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     sentence_ = sentence;
   }
-  failure_.store(closing.why, std::memory_order_release);
+  failure_.store(closure.why, std::memory_order_release);
   Steps steps;
   protocol_.close_all_gates(steps);
   write(steps);
@@ -280,7 +280,7 @@ bool StreamWatchdog::has_work_in_flight() const {
   const std::unique_lock<std::mutex> lock(capture_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return true;
   return std::any_of(watched_streams_.begin(), watched_streams_.end(),
-                     [this](Stream side) { return !driver_->is_capturing(side) && !driver_->is_idle(side); });
+                     [this](Stream stream) { return !driver_->is_capturing(stream) && !driver_->is_idle(stream); });
 }
 
 // Rescue after a failure: makes the streams continue by one step. Returns false once no work is in flight.
@@ -335,8 +335,8 @@ std::vector<Memory> StreamWatchdog::find_results(uint64_t passage) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto captured = captured_results_.find(passage);
   if (captured != captured_results_.end()) return captured->second;
-  for (const Passage& passage_entry : passages_)
-    if (passage_entry.number == passage) return passage_entry.results;
+  for (const Passage& entry : passages_)
+    if (entry.number == passage) return entry.results;
   return {};
 }
 

@@ -88,12 +88,12 @@ class StreamWatchdog {
  private:
   using Clock = std::chrono::steady_clock;
 
-  void array_words();
+  void run();
   // Polls once, or continues the rescue after a failure. Returns the time until the next round.
   std::chrono::microseconds run_round();
   std::chrono::microseconds poll(int64_t now_ns);
   void read_gates(int64_t now_ns);
-  void fail(const GateClosure& closing, const std::string& sentence);
+  void fail(const GateClosure& closure, const std::string& sentence);
   bool rescue();
   void write(const Steps& steps);
   bool finish_writes();
