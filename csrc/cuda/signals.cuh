@@ -110,7 +110,7 @@ __device__ __forceinline__ int64_t poll(const Call& call, const int64_t* flag, i
     waiting = seen < call.epoch && seen >= 0;
     if (!waiting || polls % kPollsPerClock != 0) continue;
     if (load_acquire_system(flag_at(call, call.rank(), source)) < 0) {
-      // `source` has given up. All that it put before, in this call too, is visible by now.
+      // `source` has given up. Flags that it had set before, also in this call, are visible now: load the flag again.
       seen = load_acquire_system(flag);
       if (seen < call.epoch) seen = -call.epoch;
       waiting = false;
@@ -121,7 +121,7 @@ __device__ __forceinline__ int64_t poll(const Call& call, const int64_t* flag, i
   return seen;
 }
 
-// Writes the error record unless there is one: only the first wait to expire is reported.
+// Writes the error record, unless an earlier wait has written one: only the first timeout is reported.
 __device__ __forceinline__ void record_error(const Call& call, int source, int block, bool gave_up) {
   const Workspace& workspace = call.workspace;
   if (compare_and_swap_gpu(workspace.state + kExpired, 0, call.epoch) != 0) return;
