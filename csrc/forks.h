@@ -1,4 +1,4 @@
-// Detection of forks: objects of a parent process must not be used in its forked child.
+// count_forks: detection of forked child processes, in which objects of the parent must not be used.
 #pragma once
 
 #include <pthread.h>

@@ -57,8 +57,8 @@ struct Intervals {
 
 struct Scores {
   double scale;
-  double softcap;      // 0: none
-  const void* slopes;  // [heads] in the type of the sums; null: none
+  double softcap;      // scores are capped to (-softcap, softcap); 0: no cap
+  const void* slopes;  // [heads], ALiBi slopes, fp64 for fp64 inputs, else fp32; null: none
   bool dropout;
   uint32_t dropout_threshold;  // a probability whose 32 random bits are below it is dropped
   double keep_factor;          // kept probabilities are multiplied by it
@@ -70,7 +70,7 @@ struct Problem {
   Shape shape;
   Intervals intervals;
   Scores scores;
-  DType dtype;  // of q, k, v and grad_out: fp32, bf16, fp16 or fp64
+  DType dtype;  // dtype of q, k, v and grad_out: fp32, bf16, fp16 or fp64
   InputView q, k, v;
 };
 

@@ -51,7 +51,7 @@ struct BackwardScratch : MemoryLayout<L> {
   // Two blocks of rows: input and output of a conversion.
   Operand* rows = this->take_operands(2 * kKeys * this->widest());
   Real* s = this->take_reals(kKeys * kQueries);  // S^T [key][query]
-  Real* g = this->take_reals(kKeys * kQueries);  // G^T
+  Real* g = this->take_reals(kKeys * kQueries);  // G^T [key][query]
   Operand* p = this->alias_or_take(s);           // P^T after dropout, in the layout `rows` of pack.h
   Operand* ds = this->alias_or_take(g);          // dS^T, in the layout `rows`
   Operand* ds_pairs = L::kPair == 1 ? ds : this->take_operands(kKeys * kQueries);

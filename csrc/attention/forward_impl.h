@@ -28,8 +28,8 @@ struct ForwardKeys : MemoryLayout<L> {
   using MemoryLayout<L>::MemoryLayout;
   using typename MemoryLayout<L>::Operand;
   bool* finite = this->template take<bool>(1);  // true if V had no infinity and no NaN, so none was replaced by 0
-  Operand* k = this->take_operands(kKeys * this->dim);    // rows
-  Operand* v = this->take_operands(kKeys * this->v_dim);  // columns
+  Operand* k = this->take_operands(kKeys * this->dim);    // layout `rows` of pack.h
+  Operand* v = this->take_operands(kKeys * this->v_dim);  // layout `columns`
 };
 
 template <class L>
@@ -38,10 +38,10 @@ struct ForwardScratch : MemoryLayout<L> {
   using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
   // Two blocks of rows: input and output of a conversion.
   Operand* rows = this->take_operands(2 * kKeys * this->widest());
-  Operand* q = this->take_operands(kQueries * this->dim);  // lanes
-  Real* s = this->take_reals(kKeys * kQueries);            // [key][query]
+  Operand* q = this->take_operands(kQueries * this->dim);  // layout `lanes`
+  Real* s = this->take_reals(kKeys * kQueries);            // S^T [key][query]
   Operand* p = this->alias_or_take(s);                     // P^T, in the format of B in product.h
-  Real* o = this->take_reals(this->v_dim * kQueries);      // [dim of v][query]
+  Real* o = this->take_reals(this->v_dim * kQueries);      // O^T [dim][query]
 };
 
 template <class L>

@@ -1,4 +1,4 @@
-// Eight fp32 or four fp64 lanes, AVX2 + FMA.
+// Attention kernels for AVX2 + FMA: vectors of eight fp32 or four fp64 lanes.
 #include <immintrin.h>
 
 #include "attention/kernels_impl.h"

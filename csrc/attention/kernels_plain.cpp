@@ -1,4 +1,4 @@
-// Four fp32 or two fp64 lanes, any CPU.
+// Attention kernels for any CPU: vectors of four fp32 or two fp64 lanes.
 #include "attention/kernels_impl.h"
 
 namespace fused_tp::attention {

@@ -221,7 +221,7 @@ class MemoryLayout {
   }
   int64_t widest() const { return dim > v_dim ? dim : v_dim; }
 
-  const int64_t dim, v_dim;  // padded
+  const int64_t dim, v_dim;  // padded to a multiple of kPadding
 
  private:
   uintptr_t next_;

@@ -81,9 +81,9 @@ struct ScoreFunction {
   Vector factor;   // if is_linear
   Vector scale;    // multiplies the product; with a cap, scale / softcap
   bool has_cap;
-  Vector cap;  // log2(e) softcap
+  Vector cap;  // softcap * log2(e)
   bool has_slope;
-  Vector slope;  // -log2(e) slope
+  Vector slope;  // -slope * log2(e)
 
   ScoreFunction(const Scores& scores, int64_t head) {
     has_cap = scores.softcap != 0;

@@ -22,7 +22,7 @@
 
 namespace fused_tp::bindings {
 
-using Range = std::pair<Address, size_t>;  // address and bytes
+using Range = std::pair<Address, size_t>;  // (address, bytes)
 
 template <>
 struct Argument<copy_engine::Memory> {
@@ -349,7 +349,7 @@ struct Argument<const cuda::AllToAllLayout*> {
 };
 template <>
 struct Argument<const cuda::RmsNorm*> {
-  // residual, weight, normed, new_residual, rows, columns, eps
+  // (residual, weight, normed, new_residual, rows, columns, eps)
   using Given = const std::tuple<Address, Address, Address, Address, int64_t, int64_t, double>&;
   static TemporaryStruct<cuda::RmsNorm> convert(Given n) {
     return {{pointer<>(std::get<0>(n)), pointer<>(std::get<1>(n)), pointer<>(std::get<2>(n)), pointer<>(std::get<3>(n)),

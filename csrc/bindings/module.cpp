@@ -277,8 +277,8 @@ void bind_matmul(py::module_& m) {
 
 // ---- attention -------------------------------------------------------------------------------------------------
 
-using Tensor = std::tuple<Address, int64_t, int64_t, int64_t>;    // address, strides of batch, row and head
-using Dropout = std::tuple<uint32_t, double, uint64_t, int32_t>;  // threshold, keep factor, seed, first head
+using Tensor = std::tuple<Address, int64_t, int64_t, int64_t>;    // (address, strides of batch, row and head)
+using Dropout = std::tuple<uint32_t, double, uint64_t, int32_t>;  // (threshold, keep factor, seed, first head)
 
 attention::InputView to_input(const Tensor& tensor) {
   return {pointer<>(std::get<0>(tensor)), {std::get<1>(tensor), std::get<2>(tensor), std::get<3>(tensor)}};

@@ -52,9 +52,9 @@ class Layout {
   constexpr bool is_flag(int word) const {
     return word >= first_flag_word() && word < first_flag_word() + flag_words();
   }
-  // The following words are no flags: a rank that gives up sets all flags, but not these. order_word: first of W words
-  // for a kernel, W - 1 for the order in which it takes shards and one for its time. copies_begin_word: 1 once copies
-  // may begin. copies_done_word: 1 once all copies have ended.
+  // The following words are not among the flags, all of which a rank sets when it gives up. order_word: first of W
+  // words for a kernel, W - 1 for the order in which it takes shards and one for its time. copies_begin_word: 1 once
+  // copies may begin. copies_done_word: 1 once all copies have ended.
   constexpr int order_word(int index) const { return first_flag_word() + flag_words() + index * array_words(); }
   constexpr int copies_begin_word(int index) const { return order_word(kChannels) + index; }
   constexpr int copies_done_word(int index) const { return copies_begin_word(kChannels) + index; }

@@ -35,7 +35,7 @@ std::string rank_list(const std::vector<int>& ranks) {
 }
 
 std::string seconds_text(int64_t ns) {
-  std::string text = std::to_string(ns / 100'000'000);  // tenths
+  std::string text = std::to_string(ns / 100'000'000);  // tenths of a second
   text.insert(0, text.size() < 2 ? 2 - text.size() : 0, '0');
   return text.insert(text.size() - 1, ".");
 }

@@ -122,11 +122,11 @@ class StreamWatchdog {
   uint32_t forks_;
 
   std::atomic<double> timeout_seconds_{600};
-  std::vector<std::atomic<bool>> is_lost_;  // by rank
+  std::vector<std::atomic<bool>> is_lost_;  // by rank: true if its process has exited
   std::atomic<Failure> failure_{Failure::kNone};
 
   mutable std::mutex capture_mutex_;
-  mutable std::mutex mutex_;  // guards the members below
+  mutable std::mutex mutex_;  // guards the members from here to captured_results_
   std::condition_variable changed_;
   std::string sentence_;
   std::string abort_reason_;   // of an `abort` that the thread has not handled yet; else empty

@@ -68,7 +68,7 @@ class Workspace {
   // launched as two graphs.
   int offer(Call& call, Stream stream, Op op, Memory shard, const std::vector<Memory>& to);
   // Begins a scatter and returns its number, for the functions below. Throws std::logic_error if kChannels scatters
-  // have begun and none of them has been received: a further one would wait for itself.
+  // have begun and none of them has been received: the sends of a further one would wait until they are received.
   int scatter();
   // Sends `block` to `peer` after the work that `stream` holds now. The caller may not write to `block` until the end
   // of the call.

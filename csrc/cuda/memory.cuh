@@ -75,7 +75,7 @@ __device__ __forceinline__ int64_t now_ns() {
   return now;
 }
 
-// Pause between two polls of a flag: short, since flags usually arrive within a few round trips to L2.
+// Pause between two polls of a flag. It is short because a flag usually arrives within a few round trips to L2.
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
 // Does not allocate a line in L1, because the data is read once. Never ld.global.nc: peers write the data while the

@@ -20,7 +20,7 @@ constexpr int kErrorCall = 2;
 constexpr int kErrorRank = 3;
 constexpr int kErrorTile = 4;    // tile (here: block) of the wait; -1: the wait for the call to begin
 constexpr int kErrorSource = 5;  // rank for which the kernel waited
-constexpr int kErrorAbsent = 6;  // bit s: rank s has not begun the call
+constexpr int kErrorAbsent = 6;  // bit s: set if rank s has not begun the call
 constexpr int kErrorGaveUp = 7;  // 1: the source rank has given up
 
 // Number of an op in the error record.

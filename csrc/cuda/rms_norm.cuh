@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_row_packet(char* row, int64_t p, int64_t c
 // The terms of the sum of a row: those of the peers in slots, this rank's own in `partial`.
 template <int kWorld>
 struct RowTerms {
-  RowArray slots;  // slot 0
+  RowArray slots;  // rows in slot 0; slot r is r * slot_bytes behind it
   int64_t slot_bytes;
   RowArray own;
   int rank, ranks;

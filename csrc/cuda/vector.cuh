@@ -10,7 +10,7 @@
 
 namespace fused_tp::cuda {
 
-// Indices [first, last).
+// The part [first, last) of a range of packets, rows or bytes that one block handles.
 struct Share {
   int64_t first, last;
 };

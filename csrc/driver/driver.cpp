@@ -108,7 +108,7 @@ bool Driver::query_completed(int (*query)(Handle), Handle handle, const char* ca
   int mode = kCaptureModeRelaxed;  // in the default mode the query would invalidate a capture in another thread
   FUSED_TP_CALL(cuThreadExchangeStreamCaptureMode, &mode);
   const int code = query(handle);
-  functions_->cuThreadExchangeStreamCaptureMode(&mode);  // restores the previous mode
+  functions_->cuThreadExchangeStreamCaptureMode(&mode);  // restore the previous mode
   if (code != kErrorNotReady) check(code, call);
   return code != kErrorNotReady;
 }

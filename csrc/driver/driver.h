@@ -40,7 +40,7 @@ struct MemoryOp {
 
 struct DriverError : std::runtime_error {
   DriverError(const std::string& sentence, int number) : std::runtime_error(sentence), code(number) {}
-  int code;  // a CUresult
+  int code;  // the CUresult; -1 if no driver call failed
 };
 
 class Driver {
@@ -75,7 +75,8 @@ class Driver {
   bool is_done(Event event) const;              // cuEventQuery; true if the event was never recorded
   bool is_idle(Stream stream) const;            // cuStreamQuery
   void wait(Stream stream, Event event) const;  // cuStreamWaitEvent
-  void copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const;  // also between devices
+  void copy(DeviceAddress to, DeviceAddress from, size_t bytes,
+            Stream stream) const;  // cuMemcpyAsync; addresses may be on different devices
   void fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const;
   void memory_ops(Stream stream,
                   const std::vector<MemoryOp>& ops) const;  // executed in order; one call per kMaxMemoryOps
@@ -144,7 +145,7 @@ class OwnedStream : public OwnedHandle<Stream> {
   OwnedStream(std::shared_ptr<const Driver> driver, int device, Priority priority);
 };
 
-// An event without timing.
+// An event that does not record the time (kEventDisableTiming).
 class OwnedEvent : public OwnedHandle<Event> {
  public:
   OwnedEvent(std::shared_ptr<const Driver> driver, int device);

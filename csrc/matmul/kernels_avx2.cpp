@@ -1,4 +1,4 @@
-// Eight fp32 lanes, AVX2 + FMA.
+// few_rows kernels for AVX2 + FMA: vectors of eight fp32 lanes.
 #include <immintrin.h>
 
 #include "matmul/kernels_impl.h"

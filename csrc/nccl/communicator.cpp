@@ -103,7 +103,7 @@ struct Communicator::Handle {
   std::shared_ptr<const Driver> driver;
   int device;
   driver::OwnedStream side_stream;  // fills outputs, so it must not wait for work that is stuck
-  std::mutex mutex;                 // guards the members below
+  std::mutex mutex;                 // guards `comm`
   Comm comm = nullptr;
 
   Result async_error() {
@@ -451,7 +451,7 @@ bool Communicator::fill_outputs(double seconds) {
       handle.reset();
       fill->done.set_value(filled);
     }).detach();
-  } catch (const std::system_error&) {  // no more threads
+  } catch (const std::system_error&) {  // no further thread can be created
     return false;
   }
   if (done.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready) return done.get();
@@ -495,7 +495,7 @@ void Communicator::fail(FailureKind kind, std::string sentence) {
   };
   try {
     std::thread(abort).detach();
-  } catch (const std::system_error&) {  // no more threads
+  } catch (const std::system_error&) {  // no further thread can be created
     auto here = abort;
     here();
   }

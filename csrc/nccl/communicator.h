@@ -174,7 +174,7 @@ class Communicator {
   std::string failure_;
   std::atomic<bool> failed_{false};
 
-  std::unique_ptr<driver::Watch> watch_;  // last: its callbacks use all of the above
+  std::unique_ptr<driver::Watch> watch_;  // last member: its callbacks use all others
 };
 
 }  // namespace fused_tp::nccl

@@ -23,7 +23,7 @@ class Library {
   Library& operator=(const Library&) = delete;
 
   const std::string& path() const { return path_; }
-  int version() const { return version_; }  // 22703 for 2.27.3
+  int version() const { return version_; }  // such as 22703 for 2.27.3
   std::string version_text() const;
 
   bool has_shared_devices() const { return version_ >= 23000; }          // allows several ranks on one GPU

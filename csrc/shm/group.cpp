@@ -30,7 +30,7 @@ void pause_cpu() {
 #endif
 }
 
-uint64_t hash_signature(const Signature& signature) {  // FNV-1a over words, with a shift so that high bits matter
+uint64_t hash_signature(const Signature& signature) {  // FNV-1a on words; the shift mixes the high bits
   static_assert(sizeof(Signature) % sizeof(uint64_t) == 0);
   uint64_t words[sizeof(Signature) / sizeof(uint64_t)];
   std::memcpy(words, &signature, sizeof words);
@@ -325,7 +325,7 @@ void Group::wait_for_ranks(Ended&& ended, const Signature& signature, uint64_t n
 size_t Group::allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number) {
   size_t offset;
   while ((reuse && has_lagging_peers()) || !heap_->try_allocate(bytes, &offset)) {
-    if (!has_lagging_peers()) return heap_->allocate(bytes);  // throws
+    if (!has_lagging_peers()) return heap_->allocate(bytes);  // throws, because the heap is full
     const uint64_t oldest = pending_workspaces_.front().number;
     wait_for_ranks([&](int r) { return has_ended(r, oldest); }, signature, number);
     recycle_workspaces();

@@ -72,7 +72,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  uint64_t calls() const { return last_call_.load(std::memory_order_relaxed); }  // calls begun on this rank
+  uint64_t calls() const { return last_call_.load(std::memory_order_relaxed); }  // number of calls begun on this rank
   double waited_seconds() const { return static_cast<double>(waited_ns_.load(std::memory_order_relaxed)) * 1e-9; }
 
   // Begins the next call of this group. All ranks pass the same signature. If `begin` throws on one rank only (out of
@@ -146,7 +146,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<int> pidfds_;
   std::shared_ptr<Heap> heap_;
   std::mutex mutex_;                                   // serializes `begin` and the recycling of workspaces
-  std::atomic<uint64_t> last_call_{0};                 // written with mutex_ held
+  std::atomic<uint64_t> last_call_{0};                 // number of the last call; only written with mutex_ held
   uint64_t own_ended_ = 0;                             // number of a call: this rank has ended it and all earlier ones
   std::atomic<uint64_t> known_ended_[kMaxRanks] = {};  // the same for rank r, as far as this rank knows
   struct HeapWorkspace {

@@ -1,6 +1,7 @@
-// Sixteen fp32 lanes, AVX-512 F/BW/VL/DQ; conversion to bf16 with AVX512_BF16 if the CPU has it.
+// Kernels of the collectives for AVX-512 F/BW/VL/DQ: vectors of sixteen fp32 lanes. With AVX512_BF16 one instruction
+// converts to bf16.
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
+// GCC 12 warns about uninitialized vectors in its own AVX-512 header.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif

@@ -38,7 +38,7 @@ class Segment {
   size_t bytes() const { return bytes_; }
   const SegmentAddress& address() const { return address_; }
 
-  // Bytes of the token at the start of a segment; the owner uses the rest.
+  // Bytes that are reserved for the token at the start of a segment.
   static constexpr size_t kTokenBytes = 64;
 
  private:
