@@ -173,7 +173,7 @@ void bind_communicator(py::module_& m) {
           "Returns the unique id of a new communicator, which the calling rank passes to all ranks.");
 
   py::class_<Ticket>(m, "NcclTicket", "An op that a communicator has enqueued.")
-      .def_readonly("captured", &Ticket::captured, "True if the op is part of a CUDA graph.");
+      .def_readonly("captured", &Ticket::is_captured, "True if the op is part of a CUDA graph.");
   py::class_<Communicator, std::shared_ptr<Communicator>>(
       m, "Communicator",
       "A NCCL communicator with its own stream, whose ops have deadlines. Once it has failed, `check` and every op "

@@ -172,13 +172,13 @@ class Protocol {
   }
 
   // Two gates at the end of a call. `passage` numbers the calls of this function; a replayed graph repeats its numbers.
-  void pass_gates(Steps& steps, uint64_t passage, bool captured) const {
+  void pass_gates(Steps& steps, uint64_t passage, bool is_captured) const {
     for (int which = 0; which < 2; ++which) {
       steps.push_back(report_step(kGateProgress, held_at_gate(passage, which)));
       steps.push_back(wait_step(rank_, layout_.gate_word(which)));
     }
     steps.push_back(report_step(kGateProgress, passed_gates(passage)));
-    if (!captured) steps.push_back(report_step(passed_word(world()), passage));
+    if (!is_captured) steps.push_back(report_step(passed_word(world()), passage));
   }
 
   // -- giving up: each of these steps only once the previous ones have taken effect -----------------------------------

@@ -66,25 +66,25 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
 }
 
 StreamWatchdog::~StreamWatchdog() {
-  bool stuck = true, stopped = false;
+  bool is_stuck = true, was_stopped = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    stopped = is_stopping_;  // if true, the streams may already be used by others
+    was_stopped = is_stopping_;  // if true, the streams may already be used by others
   }
   try {
     Driver::ContextGuard guard(*driver_, device_);
     const auto until = Clock::now() + kCloseSeconds;
-    while (!stopped && has_work_in_flight() && Clock::now() < until) {
+    while (!was_stopped && has_work_in_flight() && Clock::now() < until) {
       // Nobody reads the results of calls that still run, and streams that wait forever would block the device.
       if (failure() == Failure::kNone) abort("it was closed while calls were under way");
       std::this_thread::sleep_for(kRescuePoll);
     }
-    stuck = has_work_in_flight() || !driver_->is_idle(rescue_);
+    is_stuck = has_work_in_flight() || !driver_->is_idle(rescue_);
   } catch (const std::exception&) {  // the device has failed, so there is nothing to wait for
   }
   stop();
   // Leak the memory if streams are stuck: freeing it would wait for them, and they may still write to it.
-  if (stuck) pinned_.release();
+  if (is_stuck) pinned_.release();
 }
 
 void StreamWatchdog::stop() {
@@ -97,9 +97,9 @@ void StreamWatchdog::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-void StreamWatchdog::expect(uint64_t passage, std::vector<Memory> results, bool captured) {
+void StreamWatchdog::expect(uint64_t passage, std::vector<Memory> results, bool is_captured) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (captured)
+  if (is_captured)
     captured_results_[passage] = std::move(results);
   else
     passages_.push_back({passage, std::move(results)});
@@ -171,16 +171,16 @@ microseconds StreamWatchdog::run_round() {
 microseconds StreamWatchdog::poll(int64_t now_ns) {
   const int world = protocol_.layout().world();
   const auto timeout_ns = static_cast<int64_t>(std::min(timeout_seconds_.load(std::memory_order_relaxed), 9e9) * 1e9);
-  bool waits = false;
+  bool has_waits = false;
   for (int number = 0; number < progress_words(world); ++number) {
-    const bool lost = number != kGateProgress && is_lost_[static_cast<size_t>((number - 1) % world)];
+    const bool is_lost = number != kGateProgress && is_lost_[static_cast<size_t>((number - 1) % world)];
     auto& deadline = deadlines_[static_cast<size_t>(number)];
     const auto expired =
-        deadline.poll(now_ns, word(number), lost ? std::min(timeout_ns, kLostPeerTimeoutNs) : timeout_ns);
-    waits = waits || deadline.is_inside_op();
+        deadline.poll(now_ns, word(number), is_lost ? std::min(timeout_ns, kLostPeerTimeoutNs) : timeout_ns);
+    has_waits = has_waits || deadline.is_inside_op();
     if (!expired) continue;
-    fail({lost ? Failure::kLost : Failure::kTimeout, protocol_.rank()},
-         timeout_message(number, expired->op, expired->waited_ns, lost));
+    fail({is_lost ? Failure::kLost : Failure::kTimeout, protocol_.rank()},
+         timeout_message(number, expired->op, expired->waited_ns, is_lost));
     return kRescuePoll;
   }
   if (load_word(expired_word(world)) != 0) {
@@ -192,13 +192,13 @@ microseconds StreamWatchdog::poll(int64_t now_ns) {
     return kRescuePoll;
   }
   drop_passed(load_word(kGateProgress) & ~driver::GraphDeadline::kSeenBit);
-  if (waits) read_gates(now_ns);
-  return std::min(waits ? kWaitPoll : kIdlePoll, microseconds(timeout_ns / 10'000));
+  if (has_waits) read_gates(now_ns);
+  return std::min(has_waits ? kWaitPoll : kIdlePoll, microseconds(timeout_ns / 10'000));
 }
 
 // Returns the error message about a wait that has timed out. It also names all other peers for which this rank waits in
 // the same way.
-std::string StreamWatchdog::timeout_message(int number, uint64_t call, int64_t waited_ns, bool lost) const {
+std::string StreamWatchdog::timeout_message(int number, uint64_t call, int64_t waited_ns, bool is_lost) const {
   const int world = protocol_.layout().world();
   const std::string this_rank = "rank " + std::to_string(protocol_.rank());
   const std::string in = " for " + seconds_text(waited_ns) + " s";
@@ -207,7 +207,7 @@ std::string StreamWatchdog::timeout_message(int number, uint64_t call, int64_t w
   std::vector<int> peers;
   for (int peer = 0; peer < world; ++peer) {
     const int other = 1 + way * world + peer;
-    if (other == number || (!lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
+    if (other == number || (!is_lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
   }
   // The graphs of `offer` are launched for many calls, and report call number 0.
   const std::string count = call / 8 > 0 ? ", call " + std::to_string(call / 8) : "";
@@ -220,17 +220,17 @@ std::string StreamWatchdog::timeout_message(int number, uint64_t call, int64_t w
 // Detects peers that have given up. It never waits: one round starts a copy of the gates to pinned memory, and a later
 // round reads the copy.
 void StreamWatchdog::read_gates(int64_t now_ns) {
-  if (!reading_gates_) {
+  if (!is_reading_gates_) {
     if (now_ns - gates_read_ns_ < kGatePollNs) return;
     gates_read_ns_ = now_ns;
     const DeviceAddress own_workspace = addresses_[static_cast<size_t>(protocol_.rank())];
     driver_->copy(pinned_address(gates_offset_),
                   own_workspace + 8 * static_cast<size_t>(protocol_.layout().gate_word(0)), 16, rescue_);
-    reading_gates_ = true;
+    is_reading_gates_ = true;
     return;
   }
   if (!driver_->is_idle(rescue_)) return;
-  reading_gates_ = false;
+  is_reading_gates_ = false;
   const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_offset_);
   for (int which = 0; which < 2; ++which) {
     if (gates[which] <= kOpen) continue;

@@ -68,7 +68,7 @@ class StreamWatchdog {
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
   // Registers the results of a call before its passage of the gates is enqueued. They become NaN if the call fails.
   // captured: the passage is part of a graph, so it may happen several times.
-  void expect(uint64_t passage, std::vector<Memory> results, bool captured);
+  void expect(uint64_t passage, std::vector<Memory> results, bool is_captured);
 
   // Tells the watchdog that the process of `rank` has exited: waits for it time out soon, unless its data is in flight.
   void lose(int rank);
@@ -101,7 +101,7 @@ class StreamWatchdog {
   void drop_passed(uint64_t progress);
   std::vector<Memory> find_results(uint64_t passage) const;
   bool has_work_in_flight() const;
-  std::string timeout_message(int word, uint64_t call, int64_t waited_ns, bool lost) const;
+  std::string timeout_message(int word, uint64_t call, int64_t waited_ns, bool is_lost) const;
   std::atomic<uint64_t>& word(int number) const;
   DeviceAddress pinned_address(size_t offset) const { return pinned_.device_address() + offset; }
 
@@ -116,7 +116,7 @@ class StreamWatchdog {
   driver::PinnedMemory pinned_;
   Stream rescue_;
   std::vector<driver::GraphDeadline> deadlines_;
-  bool reading_gates_ = false;
+  bool is_reading_gates_ = false;
   bool is_stuck_ = false;  // closing the gates has timed out; used by the watchdog's thread only
   int64_t gates_read_ns_ = 0;
   uint32_t forks_;

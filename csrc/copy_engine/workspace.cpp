@@ -48,24 +48,24 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
 }
 
 std::vector<Stream> Workspace::make_streams() {
-  std::vector<Stream> made;
+  std::vector<Stream> streams;
   for (int i = 0; i < 2 + std::min(layout().world() - 1, kMaxPullStreams); ++i) {
     owned_streams_.push_back(std::make_unique<driver::OwnedStream>(driver_, device_, driver::Priority::kGreatest));
-    made.push_back(owned_streams_.back()->get());
+    streams.push_back(owned_streams_.back()->get());
   }
-  return made;
+  return streams;
 }
 
 bool Workspace::quiet(double seconds) {
   const Driver::ContextGuard guard(*driver_, device_);
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  const auto idle = [this] {
+  const auto all_idle = [this] {
     const std::lock_guard<std::mutex> lock(watchdog_.capture_mutex());
     return std::all_of(streams_.begin() + 1, streams_.end(),
                        [this](Stream watched) { return driver_->is_idle(watched); });
   };
   while (true) {
-    if (has_passed_gates() && idle()) return true;
+    if (has_passed_gates() && all_idle()) return true;
     if (std::chrono::steady_clock::now() >= until) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -98,13 +98,13 @@ void Workspace::enqueue(Stream stream, AddSteps&& add_steps) {
         memory_ops_.push_back({driver::MemoryOp::kWrite, watchdog_.word_address(step.word), step.value});
         break;
       case Step::kCopy:
-        driver_->memory_ops(stream, memory_ops_);
+        driver_->enqueue_memory_ops(stream, memory_ops_);
         memory_ops_.clear();
         driver_->copy(address(step.to), address(step.from), static_cast<size_t>(step.bytes), stream);
         break;
     }
   }
-  driver_->memory_ops(stream, memory_ops_);
+  driver_->enqueue_memory_ops(stream, memory_ops_);
 }
 
 template <typename Work>
@@ -270,22 +270,22 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   for (int distance = world - 1; distance > 0 && distance >= world - static_cast<int>(pull_streams_.size()); --distance)
     wait_for(call, stream, peer_at(rank(), distance, world));  // the last pull in each stream
   if (call.has_sends) driver_->wait(stream, record(send_stream_)->get());
-  const bool captured = driver_->is_capturing(stream);
+  const bool is_captured = driver_->is_capturing(stream);
   const uint64_t passage = ++passages_;
-  watchdog_.expect(passage, std::move(results), captured);
+  watchdog_.expect(passage, std::move(results), is_captured);
   enqueue(stream, [&] {
     if (call.offered_channel >= 0) protocol_.wait_copies_done(steps_, call.offered_channel);
-    protocol_.pass_gates(steps_, passage, captured);
+    protocol_.pass_gates(steps_, passage, is_captured);
   });
-  if (captured) return;
+  if (is_captured) return;
   last_stream_ = stream;
   last_passage_ = passage;
 }
 
 void Workspace::wait_for_last_call(Stream stream) {
   if (last_passage_ > 0 && last_stream_ != stream && !driver_->is_capturing(stream))
-    driver_->memory_ops(stream, {{driver::MemoryOp::kWaitAtLeast, watchdog_.word_address(passed_word(layout().world())),
-                                  last_passage_}});
+    driver_->enqueue_memory_ops(stream, {{driver::MemoryOp::kWaitAtLeast,
+                                          watchdog_.word_address(passed_word(layout().world())), last_passage_}});
 }
 
 DeviceAddress Workspace::address(const Location& place) const {

@@ -35,19 +35,19 @@ static __global__ void __launch_bounds__(kThreads, 1)
   };
   const Share mine = share_of(call.rank());
   const int64_t at = in_part(call.rank(), mine.first);
-  bool valid = call.is_alive();
-  if (valid) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int peer = (call.rank() + step) % call.world();
       copy_bytes(data_at(call, peer) + plan.term_offset(call.rank()) + at, in + at, mine.last - mine.first);
     }
     put(call, plan, 0, true);
-    valid = wait(call, plan, 0);
+    is_valid = wait(call, plan, 0);
   }
   for (int source = 0; source < call.world(); ++source) {
     const Share share = share_of(source);
     char* out = static_cast<char*>(job.out) + share.first;
-    if (!valid) {
+    if (!is_valid) {
       fill_nan(out, share.last - share.first);
     } else if (source == call.rank()) {
       if (out != in + at) copy_bytes(out, in + at, share.last - share.first);

@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t chunk = owned_elements(job.count, sizeof(T), call.world());
   const int64_t chunk_bytes = chunk * static_cast<int64_t>(sizeof(T));
   const ChunkedArray<T> in{job.in, job.count, chunk}, out{job.out, job.count, chunk};
-  bool valid = call.is_alive();
-  if (valid) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     char* region = data_at(call, call.rank());
     for (int owner = 0; owner < call.world(); ++owner) {
       const PacketArray<T> part = in[owner];
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     fence_aliases();
     put(call, plan, 0, true);
-    valid = wait(call, plan, 0);
-    if (valid) {
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
       fence_aliases();
       const Multicast ranks{workspace.multicast, workspace.addresses, call.world()};
       const int64_t from_workspace = (call.epoch & 1) * workspace.half_bytes + flag_bytes(workspace.half_bytes);
@@ -60,14 +60,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
       fence_aliases();
     }
-    put(call, plan, 1, valid);
-    valid = valid && wait(call, plan, 1);
+    put(call, plan, 1, is_valid);
+    is_valid = is_valid && wait(call, plan, 1);
     fence_aliases();
   }
   for (int owner = 0; owner < call.world(); ++owner) {
     const PacketArray<T> part = out[owner];
     const Share share = block_share(part.packets(), job.per_block);
-    if (!valid) {
+    if (!is_valid) {
       fill_nan(part, share);
     } else {
       copy_from_slot<4>(part, data_at(call, call.rank()) + owner * chunk_bytes, share);

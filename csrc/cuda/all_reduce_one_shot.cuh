@@ -30,23 +30,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = begin(workspace, Op::kAllReduce);
   const PacketArray<T> in(job.in, job.count), out(job.out, job.count);
   const Share share = block_share(in.packets(), job.per_block);
-  bool valid = call.is_alive();
-  if (valid) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     const PeerSlots<kWorld> slot(call, plan.term_offset(call.rank()));
-    const bool whole = in.is_whole();
+    const bool reads_in_place = in.is_whole();
     for_packets<4>(share, [&](auto unroll, int64_t i) {
       Packet packets[decltype(unroll)::value];
       in.load(packets, i);
 #pragma unroll
       for (int step = 1; step < slot.world(); ++step) store_slot(slot[step], packets, i);
-      if (!whole) store_slot(slot[0], packets, i);
+      if (!reads_in_place) store_slot(slot[0], packets, i);
     });
     put(call, plan, 0, true);
-    valid = wait(call, plan, 0);
-    if (valid) {
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
       char* slots = data_at(call, call.rank());
-      const SlotTerms<kWorld> terms{slots, plan.term_bytes, whole ? in.data : slots + plan.term_offset(call.rank()),
-                                    call.rank(), call.world()};
+      const SlotTerms<kWorld> terms{slots, plan.term_bytes,
+                                    reads_in_place ? in.data : slots + plan.term_offset(call.rank()), call.rank(),
+                                    call.world()};
       for_packets<kSumUnroll<kWorld>>(share, [&](auto unroll, int64_t i) {
         Packet total[decltype(unroll)::value];
         sum<T>(terms, job.bias, 0, i, total);
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
     }
   }
-  if (!valid) fill_nan(out, share);
+  if (!is_valid) fill_nan(out, share);
   end(call);
 }
 

@@ -25,17 +25,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t slot_pitch = row_pitch(norm.columns, sizeof(T));
   const RowResults own = caller_results<T>(norm);
   const RowArray partial = partial_rows(job, own.residual.pitch);
-  bool valid = call.is_alive();
-  if (valid) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int peer = (call.rank() + step) % call.world();
       const RowArray slot{data_at(call, peer) + plan.term_offset(call.rank()), slot_pitch, 0};
       copy_rows<sizeof(T), kAligned>(slot, partial, share, norm.columns);
     }
     put(call, plan, 0, true);
-    valid = wait(call, plan, 0);
+    is_valid = wait(call, plan, 0);
   }
-  if (valid) {
+  if (is_valid) {
     const RowTerms<kWorld> terms{
         {data_at(call, call.rank()), slot_pitch, 0}, plan.term_bytes, partial, call.rank(), call.world()};
     norm_rows<T, kWorld, kAligned>(job, share, terms, own);
@@ -73,16 +73,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     copy_rows<sizeof(T), kAligned>(to.residual, from.residual, rows, norm.columns);
     copy_rows<sizeof(T), kAligned>(to.normed, from.normed, rows, norm.columns);
   };
-  bool valid = call.is_alive();
-  if (valid) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int owner = (call.rank() + step) % call.world();
       const RowArray slot{data_at(call, owner) + plan.term_offset(call.rank()), slot_pitch, owner * owned};
       copy_rows<sizeof(T), kAligned>(slot, partial, share_of(owner), norm.columns);
     }
     put(call, plan, 0, true);
-    valid = wait(call, plan, 0);
-    if (valid) {
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
       const RowArray slots{data_at(call, call.rank()), slot_pitch, call.rank() * owned};
       const RowTerms<kWorld> terms{slots, plan.term_bytes, partial, call.rank(), call.world()};
       norm_rows<T, kWorld, kAligned>(job, share_of(call.rank()), terms, own);
@@ -92,11 +92,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         copy_results(results_at(peer, call.rank()), own, share_of(call.rank()));
       }
     }
-    put(call, plan, 1, valid);
-    valid = valid && wait(call, plan, 1);
+    put(call, plan, 1, is_valid);
+    is_valid = is_valid && wait(call, plan, 1);
   }
   for (int owner = 0; owner < call.world(); ++owner) {
-    if (!valid) {
+    if (!is_valid) {
       fill_nan_rows<T>(norm, share_of(owner));
     } else if (owner != call.rank()) {
       copy_results(own, results_at(call.rank(), owner), share_of(owner));

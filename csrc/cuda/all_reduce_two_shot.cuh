@@ -23,12 +23,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = begin(workspace, Op::kAllReduce);
   const int64_t chunk = owned_elements(job.count, sizeof(T), call.world());
   const ChunkedArray<T> in{job.in, job.count, chunk}, out{job.out, job.count, chunk};
-  bool valid = call.is_alive();
-  if (valid) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     push_parts(call, plan, in, job.per_block);
     put(call, plan, 0, true);
-    valid = wait(call, plan, 0);
-    if (valid) {
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
       const PacketArray<T> own = out[call.rank()];
       const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, in[call.rank()]);
       const PeerSlots<kWorld> result(call, plan.result_offset(call.rank()));
@@ -40,13 +40,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int step = 1; step < result.world(); ++step) store_slot(result[step], total, i);
       });
     }
-    put(call, plan, 1, valid);
-    valid = valid && wait(call, plan, 1);
+    put(call, plan, 1, is_valid);
+    is_valid = is_valid && wait(call, plan, 1);
   }
   for (int owner = 0; owner < call.world(); ++owner) {
     const PacketArray<T> part = out[owner];
     const Share share = block_share(part.packets(), job.per_block);
-    if (!valid) {
+    if (!is_valid) {
       fill_nan(part, share);
     } else if (owner != call.rank()) {
       copy_from_slot<kCopyUnroll>(part, data_at(call, call.rank()) + plan.result_offset(owner), share);

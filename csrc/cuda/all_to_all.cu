@@ -104,17 +104,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto slot_runs = [&](int rank, int slot) -> StridedRuns {
     return {data_at(call, rank) + plan.term_offset(slot), layout.rows * layout.row_bytes, layout.row_bytes};
   };
-  bool valid = call.is_alive();
-  if (valid) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int peer = (call.rank() + step) % call.world();
       copy_runs<Unit>(layout, slot_runs(peer, call.rank()), in_runs(peer), share);
     }
     put(call, plan, 0, true);
-    valid = wait(call, plan, 0);
+    is_valid = wait(call, plan, 0);
   }
   for (int source = 0; source < call.world(); ++source) {
-    if (valid) {
+    if (is_valid) {
       const StridedRuns from = source == call.rank() ? in_runs(source) : slot_runs(call.rank(), source);
       copy_runs<Unit>(layout, out_runs(source), from, share);
     } else {

@@ -25,12 +25,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const PacketArray<T> own = in[call.rank()];
   const PacketArray<T> out(job.out, own.count);
   const Share share = block_share(out.packets(), job.per_block);
-  bool valid = call.is_alive();
-  if (valid) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     push_parts(call, plan, in, job.per_block);
     put(call, plan, 0, true);
-    valid = wait(call, plan, 0);
-    if (valid) {
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
       const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, own);
       for_packets<kSumUnroll<kWorld>>(share, [&](auto unroll, int64_t i) {
         Packet total[decltype(unroll)::value];
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
     }
   }
-  if (!valid) fill_nan(out, share);
+  if (!is_valid) fill_nan(out, share);
   end(call);
 }
 

@@ -81,9 +81,9 @@ __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
 }
 
 // Releases this block's earlier stores: they are visible to the same block of the peers once it has waited for this
-// phase. valid: false if the stores are invalid because an input did not arrive.
-__device__ __forceinline__ void put(const Call& call, const Plan& plan, int phase, bool valid) {
-  const int64_t value = valid ? call.epoch : -call.epoch;
+// phase. is_valid: false if the stores are invalid because an input did not arrive.
+__device__ __forceinline__ void put(const Call& call, const Plan& plan, int phase, bool is_valid) {
+  const int64_t value = is_valid ? call.epoch : -call.epoch;
   __syncthreads();
 #pragma unroll 1
   for (int peer = threadIdx.x; peer < call.world(); peer += kThreads) {
@@ -157,13 +157,13 @@ __device__ __forceinline__ bool wait_for_flag(const Call& call, int64_t index, i
 // Waits until the same block of all peers has put this phase, with acquire semantics. Returns false, with an error
 // record, if a peer has not arrived in time. The result is the same for all threads of the block.
 __device__ __forceinline__ bool wait(const Call& call, const Plan& plan, int phase) {
-  bool valid = call.is_alive();
+  bool is_valid = call.is_alive();
 #pragma unroll 1
   for (int source = threadIdx.x; source < call.world(); source += kThreads) {
     if (source != call.rank())
-      valid &= wait_for_flag(call, plan.flag_index(phase, blockIdx.x, source), source, blockIdx.x);
+      is_valid &= wait_for_flag(call, plan.flag_index(phase, blockIdx.x, source), source, blockIdx.x);
   }
-  return __syncthreads_and(valid) != 0;
+  return __syncthreads_and(is_valid) != 0;
 }
 
 // Ends the call on this rank once all ranks have begun it. Every thread of the kernel calls it last.

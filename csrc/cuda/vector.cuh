@@ -30,22 +30,22 @@ using UnsignedBits = std::conditional_t<kBytes == 4, uint32_t, std::conditional_
 
 // Loads the first `valid` elements of a packet separately; the others are 0.
 template <int kBytes>
-__device__ __forceinline__ Packet load_elements(const void* from, int64_t valid) {
+__device__ __forceinline__ Packet load_elements(const void* from, int64_t valid_elements) {
   Packet packet = {};
 #pragma unroll
   for (int k = 0; k < 16 / kBytes; ++k) {
-    const uint32_t bits = k < valid ? static_cast<const UnsignedBits<kBytes>*>(from)[k] : 0;
+    const uint32_t bits = k < valid_elements ? static_cast<const UnsignedBits<kBytes>*>(from)[k] : 0;
     packet.words[k * kBytes / 4] |= bits << (k * kBytes % 4 * 8);
   }
   return packet;
 }
 
 template <int kBytes>
-__device__ __forceinline__ void store_elements(void* to, const Packet& packet, int64_t valid) {
+__device__ __forceinline__ void store_elements(void* to, const Packet& packet, int64_t valid_elements) {
 #pragma unroll
   for (int k = 0; k < 16 / kBytes; ++k) {
     const uint32_t bits = packet.words[k * kBytes / 4] >> (k * kBytes % 4 * 8);
-    if (k < valid) static_cast<UnsignedBits<kBytes>*>(to)[k] = static_cast<UnsignedBits<kBytes>>(bits);
+    if (k < valid_elements) static_cast<UnsignedBits<kBytes>*>(to)[k] = static_cast<UnsignedBits<kBytes>>(bits);
   }
 }
 

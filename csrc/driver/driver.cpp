@@ -28,10 +28,10 @@ static void bind(void* library, const std::string& path, const char* symbol, Fun
 
 std::shared_ptr<const Driver> Driver::open(const std::string& path) {
   // Leaked on purpose, and the library is never unloaded: streams and events may outlive static objects.
-  static auto* opened = new std::map<std::string, std::shared_ptr<const Driver>>();
+  static auto* drivers = new std::map<std::string, std::shared_ptr<const Driver>>();
   static auto* mutex = new std::mutex();
   std::lock_guard<std::mutex> lock(*mutex);
-  std::shared_ptr<const Driver>& driver = (*opened)[path];
+  std::shared_ptr<const Driver>& driver = (*drivers)[path];
   if (!driver) driver.reset(new Driver(path));
   return driver;
 }
@@ -129,7 +129,7 @@ void Driver::fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream str
   if (bytes > 0) FUSED_TP_CALL(cuMemsetD8Async, to, byte, bytes, stream);
 }
 
-void Driver::memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const {
+void Driver::enqueue_memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const {
   BatchMemOp batch[kMaxMemoryOps] = {};
   for (size_t first = 0; first < ops.size(); first += kMaxMemoryOps) {
     const size_t count = std::min<size_t>(kMaxMemoryOps, ops.size() - first);

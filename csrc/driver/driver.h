@@ -75,13 +75,12 @@ class Driver {
   bool is_done(Event event) const;              // cuEventQuery; true if the event was never recorded
   bool is_idle(Stream stream) const;            // cuStreamQuery
   void wait(Stream stream, Event event) const;  // cuStreamWaitEvent
-  void copy(DeviceAddress to, DeviceAddress from, size_t bytes,
-            Stream stream) const;  // cuMemcpyAsync; addresses may be on different devices
+  void copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const;  // the devices may differ
   void fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const;
-  void memory_ops(Stream stream,
-                  const std::vector<MemoryOp>& ops) const;  // executed in order; one call per kMaxMemoryOps
+  void enqueue_memory_ops(Stream stream,
+                          const std::vector<MemoryOp>& ops) const;  // executed in order; one call per kMaxMemoryOps
   void write_value(Stream stream, DeviceAddress word, uint64_t value) const {
-    memory_ops(stream, {{MemoryOp::kWrite, word, value}});
+    enqueue_memory_ops(stream, {{MemoryOp::kWrite, word, value}});
   }
   bool is_capturing(Stream stream) const;
   // Waits until all work in the stream has completed, for at most `seconds`. Returns true if it has.

@@ -270,12 +270,12 @@ void Communicator::wait_for_result(Result result, const std::string& what) {
 static void refuse_other_captures(const Driver& driver, int device, Stream ours, Stream after) {
   Driver::ContextGuard guard(driver, device);
   if (!driver.is_capturing(ours)) return;  // if `after` is being captured, the op becomes part of that graph
-  bool same = false;
+  bool same_capture = false;
   try {
-    same = driver.is_capturing(after);
+    same_capture = driver.is_capturing(after);
   } catch (const driver::DriverError&) {  // the default stream cannot be queried during a capture
   }
-  if (!same)
+  if (!same_capture)
     throw std::invalid_argument(
         "another thread is capturing this communicator's ops in a CUDA graph; call this op after the capture has "
         "ended");
@@ -301,8 +301,8 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
       driver_->record(begin_event->get(), *after);
       driver_->wait(stream(), begin_event->get());
     }
-    ticket.captured = driver_->is_capturing(stream());
-    const uint64_t graph_op = ticket.captured ? graph_progress_->begin(stream(), op, ticket.number) : 0;
+    ticket.is_captured = driver_->is_capturing(stream());
+    const uint64_t graph_op = ticket.is_captured ? graph_progress_->begin(stream(), op, ticket.number) : 0;
     const Result launched = call_nccl(what, [&] {
       // With a non-blocking communicator, a send or receive outside a group may return before it is launched.
       const Functions& f = library_->functions();
@@ -326,10 +326,10 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
                                     "manager of torch.distributed, which delays the launch. Call it outside.");
       check();
     }
-    if (ticket.captured) graph_progress_->end(stream(), graph_op);
+    if (ticket.is_captured) graph_progress_->end(stream(), graph_op);
     driver_->record(ticket.end_event->get(), stream());
     ticket.begin_event = begin_event;
-    if (!ticket.captured) {
+    if (!ticket.is_captured) {
       track_outputs(ticket, std::move(outputs));
       watch_->add({op, ticket.number, std::move(begin_event), ticket.end_event, timeout()});
     } else if (!has_captured_ops_) {
@@ -393,11 +393,11 @@ void Communicator::require_open() const {
   if (driver_->is_forked_child())
     throw GroupError(describe_on_rank("this communicator") + " belongs to the process that forked this one");
   check();
-  if (closed_) throw GroupError(describe_on_rank("this communicator") + " is closed");
+  if (is_closed_) throw GroupError(describe_on_rank("this communicator") + " is closed");
 }
 
 void Communicator::check() const {
-  if (!failing_.load(std::memory_order_acquire)) return;
+  if (!is_failing_.load(std::memory_order_acquire)) return;
   // Wait until outputs are filled: once the caller catches the error, it may reuse their memory.
   std::unique_lock<std::mutex> lock(failure_mutex_);
   failure_published_.wait(lock, [this] { return failed(); });
@@ -462,7 +462,7 @@ bool Communicator::fill_outputs(double seconds) {
 void Communicator::fail(FailureKind kind, std::string sentence) {
   std::lock_guard<std::mutex> first(failing_mutex_);
   if (failed()) return;
-  failing_.store(true, std::memory_order_release);
+  is_failing_.store(true, std::memory_order_release);
   watch_->clear();
   if (!fill_outputs(kFillSeconds)) sentence += " Its output could not be filled with NaN.";
   {
@@ -473,7 +473,7 @@ void Communicator::fail(FailureKind kind, std::string sentence) {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     failure_kind_ = kind;
     failure_ = std::move(sentence);
-    failed_.store(true, std::memory_order_release);
+    has_failed_.store(true, std::memory_order_release);
   }
   failure_published_.notify_all();
   // In a new thread: ncclCommAbort waits for the communicator's kernels, for peers to abort too, and for the
@@ -502,9 +502,9 @@ void Communicator::fail(FailureKind kind, std::string sentence) {
 }
 
 void Communicator::fail(Result result, const std::string& what) {
-  const bool lost = result == Result::kRemoteError || result == Result::kSystemError;
-  fail(lost ? FailureKind::kLost : FailureKind::kOther,
-       describe_on_rank(what) + (lost ? " lost a peer" : " failed") + ". NCCL says: " + library_->describe(result));
+  const bool is_lost = result == Result::kRemoteError || result == Result::kSystemError;
+  fail(is_lost ? FailureKind::kLost : FailureKind::kOther,
+       describe_on_rank(what) + (is_lost ? " lost a peer" : " failed") + ". NCCL says: " + library_->describe(result));
 }
 
 void Communicator::on_timeout(const std::string& what, double seconds) {
@@ -537,8 +537,8 @@ void Communicator::abort(const std::string& why) {
 
 void Communicator::shut_down(double seconds) {
   std::lock_guard<std::mutex> order(enqueue_mutex_);
-  if (closed_) return;
-  closed_ = true;
+  if (is_closed_) return;
+  is_closed_ = true;
   const auto begun = Clock::now();
   while (!failed()) {  // in slices of 20 ms, because a watchdog or Ctrl-C may end the wait
     {
@@ -587,7 +587,7 @@ void Communicator::close(double seconds) {
   if (driver_->is_forked_child()) return;
   if (failed()) {
     std::lock_guard<std::mutex> order(enqueue_mutex_);
-    closed_ = true;
+    is_closed_ = true;
     return;  // an earlier call has thrown the error
   }
   shut_down(seconds);

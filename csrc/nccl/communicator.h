@@ -40,7 +40,7 @@ struct Ticket {
   uint64_t number = 0;
   SharedEvent begin_event;  // done once the work before the op in `after` has completed; null: no such work
   SharedEvent end_event;
-  bool captured = false;  // part of a CUDA graph, so the host cannot query its events
+  bool is_captured = false;  // part of a CUDA graph, so the host cannot query its events
 };
 
 // A send or receive between this rank and `peer`, which may be this rank.
@@ -90,13 +90,13 @@ class Communicator {
   // for peers. has_ended: true once the op has ended. Both are always true for an op of a CUDA graph. Any thread may
   // call them.
   bool has_begun(const Ticket& ticket) const {
-    return ticket.captured || !ticket.begin_event || done(*ticket.begin_event);
+    return ticket.is_captured || !ticket.begin_event || done(*ticket.begin_event);
   }
-  bool has_ended(const Ticket& ticket) const { return ticket.captured || done(*ticket.end_event); }
+  bool has_ended(const Ticket& ticket) const { return ticket.is_captured || done(*ticket.end_event); }
 
   // Throws the error if the communicator has failed.
   void check() const;
-  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  bool failed() const { return has_failed_.load(std::memory_order_acquire); }
   std::string failure() const;  // error message; empty if it has not failed
 
   // Fails with PeerLostError: the caller knows that the process of `rank` has exited.
@@ -161,18 +161,18 @@ class Communicator {
 
   std::mutex enqueue_mutex_;  // serializes `enqueue`, from the wait for `after` to the record of end_event
   std::atomic<uint64_t> calls_{0};
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> is_closed_{false};
 
   std::mutex in_flight_mutex_;
   std::deque<InFlight> in_flight_;
 
-  std::mutex failing_mutex_;          // serializes calls of `fail`
-  std::atomic<bool> failing_{false};  // set before outputs are filled: from then on every call throws
-  mutable std::mutex failure_mutex_;  // guards failure_kind_ and failure_
+  std::mutex failing_mutex_;             // serializes calls of `fail`
+  std::atomic<bool> is_failing_{false};  // set before outputs are filled: from then on every call throws
+  mutable std::mutex failure_mutex_;     // guards failure_kind_ and failure_
   mutable std::condition_variable failure_published_;
   FailureKind failure_kind_ = FailureKind::kNone;
   std::string failure_;
-  std::atomic<bool> failed_{false};
+  std::atomic<bool> has_failed_{false};
 
   std::unique_ptr<driver::Watch> watch_;  // last member: its callbacks use all others
 };

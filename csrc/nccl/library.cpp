@@ -34,7 +34,7 @@ std::string version_to_text(int version) {
 
 std::shared_ptr<const Library> Library::open(const std::string& path) {
   // Leaked on purpose, and the library is never unloaded, because it runs threads.
-  static auto* opened = new std::map<void*, std::shared_ptr<const Library>>();
+  static auto* libraries = new std::map<void*, std::shared_ptr<const Library>>();
   static auto* mutex = new std::mutex();
   std::lock_guard<std::mutex> lock(*mutex);
   void* handle = load(path);
@@ -43,7 +43,7 @@ std::shared_ptr<const Library> Library::open(const std::string& path) {
     throw GroupError("NCCL could not be loaded: " + std::string(why ? why : "no reason given") +
                      ". CUDA builds of torch bring it; otherwise install nvidia-nccl-cu12 or nvidia-nccl-cu13.");
   }
-  std::shared_ptr<const Library>& library = (*opened)[handle];
+  std::shared_ptr<const Library>& library = (*libraries)[handle];
   if (!library) library.reset(new Library(handle));
   return library;
 }

@@ -109,7 +109,7 @@ Group::Group(int rank, int size, size_t reserve_bytes, std::function<double()> t
       check_interrupt_(std::move(check_interrupt)),
       segments_(static_cast<size_t>(size)),
       pidfds_(static_cast<size_t>(size), -1),
-      connected_(size == 1),
+      is_connected_(size == 1),
       forks_(count_forks()) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     throw GroupError("shared memory supports groups of 1 to " + std::to_string(kMaxRanks) + " ranks, not rank " +
@@ -134,7 +134,7 @@ void Group::connect(const std::vector<SegmentAddress>& addresses) {
     if (pidfds_[r] >= 0) ::fcntl(pidfds_[r], F_SETFD, FD_CLOEXEC);
     segments_[r] = Segment::open(addresses[r]);
   }
-  connected_ = true;
+  is_connected_ = true;
 }
 
 Group::~Group() {
@@ -161,7 +161,7 @@ void Group::give_up(const std::string& because) {
 }
 
 void Group::throw_if_unusable() {
-  if (!connected_) throw GroupError("this group is not connected yet: give every rank's address to connect()");
+  if (!is_connected_) throw GroupError("this group is not connected yet: give every rank's address to connect()");
   if (forks_ != count_forks())
     throw GroupError("this process is a fork of rank " + std::to_string(rank_) +
                      ", which made the group; only the rank itself can call its ops");
@@ -269,14 +269,14 @@ void Group::wait_until(const Wait& wait) {
   }
 }
 
-uint64_t Group::update_own_ended() {
+uint64_t Group::update_own_last_ended() {
   const ControlBlock& mine = control(rank_);
   // Acquire: another thread of this rank may have ended the call. Its reads of peers' workspaces must happen before
   // this rank publishes that the call has ended.
-  while (own_ended_ < last_call_.load(std::memory_order_relaxed) &&
-         mine.slots[(own_ended_ + 1) % kSlots].ended.load(std::memory_order_acquire) >= own_ended_ + 1)
-    ++own_ended_;
-  return own_ended_;
+  while (own_last_ended_ < last_call_.load(std::memory_order_relaxed) &&
+         mine.slots[(own_last_ended_ + 1) % kSlots].last_ended.load(std::memory_order_acquire) >= own_last_ended_ + 1)
+    ++own_last_ended_;
+  return own_last_ended_;
 }
 
 void Group::recycle_workspaces() {
@@ -349,7 +349,7 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
       const uint64_t before = number - kSlots;
       auto ended = [&](int r) {
         // The value that the peer published in a later call often suffices, and avoids a read of the peer's memory.
-        return known_ended_[r].load(std::memory_order_acquire) >= before || has_ended(r, before);
+        return known_last_ended_[r].load(std::memory_order_acquire) >= before || has_ended(r, before);
       };
       wait_for_ranks(ended, signature, number);
     }
@@ -363,14 +363,14 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
   } catch (...) {
     // Mark the call as ended although it never began: peers then find that this rank has left it.
     last_call_ = number;
-    slot.ended.store(number, std::memory_order_release);
+    slot.last_ended.store(number, std::memory_order_release);
     throw;
   }
   last_call_ = number;
   slot.workspace_bytes = bytes;
   slot.signature = signature;
   slot.signature_hash = hash_signature(signature);
-  slot.ended_up_to = update_own_ended();
+  slot.ended_up_to = update_own_last_ended();
   if (publish) slot.progress.store(number << kStageBits, std::memory_order_release);
   return std::make_unique<Call>(shared_from_this(), number, slot_index);
 }
@@ -383,9 +383,9 @@ Call::Call(std::shared_ptr<Group> group, uint64_t number, int slot)
 Call::~Call() { abandon(); }
 
 void Call::abandon() {
-  if (ended_) return;
-  ended_ = true;
-  group_->control(group_->rank()).slots[slot_].ended.store(number_, std::memory_order_release);
+  if (has_ended_) return;
+  has_ended_ = true;
+  group_->control(group_->rank()).slots[slot_].last_ended.store(number_, std::memory_order_release);
 }
 
 bool Call::has_reached(int rank, uint32_t stage) const {
@@ -400,7 +400,7 @@ void Call::verify(int rank) {
   verified_ranks_ |= 1ull << rank;
   // If another thread stores an older value concurrently, that value is still true: ended calls stay ended. Release,
   // because the thread that uses this value to overwrite a slot may not be the thread that read it from the peer.
-  group_->known_ended_[rank].store(theirs.ended_up_to, std::memory_order_release);
+  group_->known_last_ended_[rank].store(theirs.ended_up_to, std::memory_order_release);
   if (mine.signature_hash == theirs.signature_hash) return;
   std::ostringstream text;
   text << "ranks disagree about call " << number_ << ": rank " << group_->rank() << " called "
@@ -475,7 +475,7 @@ void Call::signal(uint32_t stage) {
 }
 
 void Call::end() {
-  if (ended_) return;
+  if (has_ended_) return;
   if (!has_reached(group_->rank(), 0))  // not published by `begin`, and no signal since: publish it now
     group_->control(group_->rank()).slots[slot_].progress.store(number_ << kStageBits, std::memory_order_release);
   try {

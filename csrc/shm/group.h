@@ -55,7 +55,7 @@ class Call {
   uint64_t number_;
   int slot_;
   uint64_t verified_ranks_ = 0;  // bit r: the signature of rank r has been compared with this rank's
-  bool ended_ = false;
+  bool has_ended_ = false;
 };
 
 class Group : public std::enable_shared_from_this<Group> {
@@ -120,7 +120,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool has_closed(int rank) const;
   bool is_dead(int rank) const;
   bool has_ended(int rank, uint64_t number) const {
-    return control(rank).slots[number % kSlots].ended.load(std::memory_order_acquire) >= number;
+    return control(rank).slots[number % kSlots].last_ended.load(std::memory_order_acquire) >= number;
   }
   // If the group has failed on `rank`, fails here too, with the same reason.
   void adopt_failure(int rank, const std::string& call_text);
@@ -135,7 +135,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void wait_for_ranks(Ended&& ended, const Signature& signature, uint64_t number);
   size_t allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number);
   // Returns the number of a call: this rank has ended it and all earlier ones.
-  uint64_t update_own_ended();
+  uint64_t update_own_last_ended();
 
   int rank_;
   int size_;
@@ -145,10 +145,10 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<int> pidfds_;
   std::shared_ptr<Heap> heap_;
-  std::mutex mutex_;                                   // serializes `begin` and the recycling of workspaces
-  std::atomic<uint64_t> last_call_{0};                 // number of the last call; only written with mutex_ held
-  uint64_t own_ended_ = 0;                             // number of a call: this rank has ended it and all earlier ones
-  std::atomic<uint64_t> known_ended_[kMaxRanks] = {};  // the same for rank r, as far as this rank knows
+  std::mutex mutex_;                    // serializes `begin` and the recycling of workspaces
+  std::atomic<uint64_t> last_call_{0};  // number of the last call; only written with mutex_ held
+  uint64_t own_last_ended_ = 0;         // number of a call: this rank has ended it and all earlier ones
+  std::atomic<uint64_t> known_last_ended_[kMaxRanks] = {};  // the same for rank r, as far as this rank knows
   struct HeapWorkspace {
     uint64_t number;
     size_t offset;
@@ -158,7 +158,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::string failure_reason_;
   RankState failure_state_ = RankState::kRunning;
   std::atomic<uint64_t> waited_ns_{0};
-  bool connected_;
+  bool is_connected_;
   uint32_t forks_;  // count_forks() at construction
 };
 

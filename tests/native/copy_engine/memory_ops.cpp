@@ -24,7 +24,7 @@ int main() {
     for (size_t i = 0; i < count; ++i)
       ops.push_back({MemoryOp::kWrite, reinterpret_cast<DeviceAddress>(&words[i]), 7 * i + 1});
     const long before = cuda_double_stream_calls();
-    driver->memory_ops(stream.get(), ops);
+    driver->enqueue_memory_ops(stream.get(), ops);
     EXPECT(cuda_double_stream_calls() - before == static_cast<long>((count + 254) / 255));
     EXPECT(driver->synchronize(stream.get(), 60));
     for (size_t i = 0; i < count; ++i) EXPECT(words[i] == 7 * i + 1);
