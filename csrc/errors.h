@@ -1,4 +1,5 @@
-// Exceptions of the native core; bindings/module.cpp translates each to the Python class of the same name.
+// Exceptions of the native core. bindings/module.cpp translates GroupError to the Python class FusedTPError, and each
+// of the others to the class of the same name.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Detection of forks: objects of a parent process must not be used in its forked child.
+// count_forks: detection of forked child processes, in which objects of the parent must not be used.
 #pragma once
 
 #include <pthread.h>
@@ -8,8 +8,8 @@
 
 namespace fused_tp {
 
-// Number of forks between the first process and this one. A forked child has its parent's memory and runs its exit
-// handlers: it must neither act for the parent's rank nor touch the parent's CUDA handles, not even in destructors.
+// Number of forks between the first process and this one. A forked child inherits its parent's memory and exit
+// handlers. It must neither act for the parent's rank nor touch the parent's CUDA handles, not even in destructors.
 inline uint32_t count_forks() {
   static std::atomic<uint32_t> forks{0};
   static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });

@@ -1,5 +1,6 @@
-// Conversion of 16-bit elements to fp32 and back, one at a time; compilers vectorise loops over these. Internal
-// linkage: files of several instruction sets include this, and must not share the compiled code.
+// Scalar conversions between 16-bit floats and fp32; compilers vectorise loops that call them. The functions have
+// internal linkage because files compiled for different instruction sets include this header and must not share the
+// compiled code.
 #pragma once
 
 #include <cmath>
@@ -23,7 +24,8 @@ inline uint32_t bits_of_float(float value) {
 
 inline float bf16_to_f32(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
 
-// A product rebases the exponent, which is exact for subnormals too; the exponent of infinities and NaN is set.
+// Multiplying by 2^112 changes the exponent bias from fp16's 15 to fp32's 127. It is exact, also for subnormals.
+// Infinities and NaN need the exponent field set to all ones afterwards.
 inline float f16_to_f32(uint16_t bits) {
   const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
   const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;

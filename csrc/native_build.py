@@ -1,8 +1,8 @@
 """Compile csrc for setup.py: the native core with the C++ compiler, the device kernels with nvcc.
 
-Each build is a list of commands. Ninja runs those whose inputs, headers or flags have changed; without ninja all of
-them run. Commands run in their output folder and name our files relative to it, so that a copy of a tree with its build
-folder recompiles nothing.
+A build is a list of commands. Ninja runs the commands whose inputs, headers or flags have changed; without ninja all
+commands run. Commands run in their output folder and use relative paths, so that nothing is recompiled after the tree
+and its build folder have been copied elsewhere.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parent
 CORE_FOLDERS = ("bindings", "attention", "matmul", "threads", "shm", "driver", "nccl", "copy_engine")
 
-# -ffp-contract=off: a multiply and an add fuse only where the source says fma, so all instruction sets round alike.
+# -ffp-contract=off: the compiler must not fuse a multiplication and an addition on its own, because only some
+# instruction sets have fma, and results would differ between CPUs.
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
-# Bindings only copy arguments and call: more optimisation takes longer to compile and makes them no faster.
+# The bindings only convert arguments, so -O3 would take longer to compile without making calls faster.
 FOLDER_FLAGS = {"bindings": ["-O1"]}
 X86_FLAGS = {
     "_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "_avx512": [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")] + ["-mavx2", "-mfma", "-mf16c"],
 }
 
-# -Xptxas -v: registers and spills go to the log beside each object, where tests and tables read them.
+# -Xptxas -v prints registers and spills to the log beside each object, which tests/compile parses.
 NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v"]
 NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 DEFAULT_ARCHS = "80;90a;100a+PTX"
-TOOLKIT = "/usr/local/cuda"  # where NVIDIA's installers put it
-OLDEST_TOOLKIT = 12
+TOOLKIT = "/usr/local/cuda"  # default folder of NVIDIA's installers
+MIN_TOOLKIT_MAJOR = 12
 
-A_COMPILER = "a C++17 compiler (Debian, Ubuntu: apt-get install g++)"
-A_TOOLKIT = "the CUDA toolkit (12.0 or later, nvcc)"
-A_LATER_TOOLKIT = "a CUDA toolkit that does (or name other GPUs in FUSED_TP_CUDA_ARCHS)"
+COMPILER_HINT = "a C++17 compiler (Debian, Ubuntu: apt-get install g++)"
+TOOLKIT_HINT = "the CUDA toolkit (12.0 or later, nvcc)"
+NEWER_TOOLKIT_HINT = "a CUDA toolkit that does (or name other GPUs in FUSED_TP_CUDA_ARCHS)"
 
 
 class NotBuiltError(Exception):
-    """Raised if a build is not possible here, with the reason. `needs`: a package to install, if that would help."""
+    """Raised with the reason if a part cannot be built. `needs`: what the user has to install; empty if unknown."""
 
     def __init__(self, why: str, needs: str = "") -> None:
         super().__init__(why)
@@ -54,11 +55,11 @@ class NotBuiltError(Exception):
 
 
 class SettingError(ValueError):
-    """Raised for an invalid environment variable. It always fails the build; nothing is left out instead."""
+    """Raised for an invalid environment variable. It always fails the build, also of optional parts."""
 
 
-def switch(name: str) -> bool | None:
-    """True or False if a variable is on or off, None if it is not set; the words are `fused_tp.core.settings`'."""
+def parse_switch(name: str) -> bool | None:
+    """Parse an on/off environment variable, with the words of `fused_tp.core.settings`; None if it is not set."""
     text = os.environ.get(name, "")
     word = text.strip().lower()
     if word in ("1", "true", "on", "yes"):
@@ -71,24 +72,24 @@ def switch(name: str) -> bool | None:
 
 
 def core_folder() -> Path:
-    """Folder in which the core is compiled for this Python; later builds, also editable ones, reuse its objects."""
+    """Build folder of the core for this Python version. Later builds reuse its objects, also for editable installs."""
     return CSRC.parent / "build" / f"native-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 
 def cuda_folder(archs: str = "") -> Path:
-    """Folder in which the device kernels are compiled for `archs`; empty for the default ones."""
+    """Build folder of the device kernels for `archs` (empty: the default architectures)."""
     return CSRC.parent / "build" / "-".join(["cuda", sysconfig.get_platform(), *re.findall(r"\w+", archs)])
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a build, which writes `output`. Paths are relative to the folder in which it runs."""
+    """One command of a build, which writes `output`. Paths are relative to the build folder, where it runs."""
 
     output: str
     inputs: Sequence[str]
     command: Sequence[str]
-    headers_too: bool = False  # the command writes the headers that it read to `output`.d
-    log: str = ""  # file for its output, which is shown if it fails
+    headers_too: bool = False  # the command writes its list of headers to `output`.d
+    log: str = ""  # file for the output of the command, printed if it fails; empty: print it directly
 
     @property
     def shell(self) -> str:
@@ -106,36 +107,36 @@ class CoreBuild:
 
     def __init__(self, include_dirs: list[str]) -> None:
         self.compiler = find_compiler()
-        extra = [flag for flags in X86_FLAGS.values() for flag in flags]
-        self.x86 = target_is_x86_64(self.compiler) and compiles(self.compiler, extra)
+        x86_flags = [flag for flags in X86_FLAGS.values() for flag in flags]
+        self.x86 = target_is_x86_64(self.compiler) and can_compile(self.compiler, x86_flags)
         if target_is_x86_64(self.compiler) and not self.x86:
             print("fused_tp: this compiler lacks AVX-512 BF16 (GCC 10 and Clang 9 have it): building portable kernels.")
-        user = shlex.split(os.environ.get("CXXFLAGS", ""))
+        user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
         includes = [flag for path in include_dirs for flag in ("-isystem", path)]
-        self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", *includes, *user]
+        self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", *includes, *user_flags]
         self.link_flags = ["-shared", "-pthread", "-ldl", *shlex.split(os.environ.get("LDFLAGS", ""))]
 
     def sources(self) -> list[Path]:
         found = [source for folder in CORE_FOLDERS for source in sorted(CSRC.glob(f"{folder}/*.cpp"))]
-        return [source for source in found if self.x86 or not isa_of(source)]
+        return [source for source in found if self.x86 or not isa_suffix(source)]
 
     def run(self, output: Path, folder: Path) -> None:
         """Compile changed sources into `folder` and link `output`."""
         steps = []
         for source in self.sources():
-            own = [*FOLDER_FLAGS.get(source.parent.name, []), *X86_FLAGS.get(isa_of(source), [])]
-            command = [*self.compiler, f"-I{os.path.relpath(CSRC, folder)}", *self.flags, *own]
+            file_flags = [*FOLDER_FLAGS.get(source.parent.name, []), *X86_FLAGS.get(isa_suffix(source), [])]
+            command = [*self.compiler, f"-I{os.path.relpath(CSRC, folder)}", *self.flags, *file_flags]
             name = f"{source.parent.name}_{source.stem}.o"
             steps.append(compile_step(name, os.path.relpath(source, folder), command))
         objects = [step.output for step in steps]
         command = [*self.compiler, *objects, *self.link_flags, "-o", output.name]
         run_steps([*steps, Step(output.name, objects, command)], folder)
-        replace(folder / output.name, output)
+        replace_atomically(folder / output.name, output)
 
 
 @dataclass(frozen=True)
 class Arch:
-    """A GPU architecture by nvcc's name: 80, 90a. With `ptx`, later GPUs can use its code too."""
+    """A GPU architecture by its name in nvcc, such as 80 or 90a. `ptx`: also embed PTX, which later GPUs can run."""
 
     name: str
     ptx: bool = False
@@ -149,7 +150,7 @@ class Arch:
         real = f"arch=compute_{self.name},code=sm_{self.name}"
         if not self.ptx:
             return ["-gencode", real]
-        # PTX of an architecture with a letter runs on no other one.
+        # PTX of an architecture with a letter (90a) runs on no other architecture, so use the one without the letter.
         return ["-gencode", real, "-gencode", f"arch=compute_{self.number},code=compute_{self.number}"]
 
 
@@ -157,10 +158,10 @@ class CudaBuild:
     """The compile and link commands of the library of device kernels.
 
     Args:
-        archs: as in `FUSED_TP_CUDA_ARCHS`; empty for the default ones that this nvcc knows.
+        archs: architectures in the format of `FUSED_TP_CUDA_ARCHS`; empty: the default ones that this nvcc supports.
 
     Raises:
-        NotBuiltError: sources or tools are missing, or nvcc does not know one of `archs`.
+        NotBuiltError: sources or tools are missing, or nvcc does not support one of `archs`.
         SettingError: `archs` cannot be parsed.
     """
 
@@ -174,20 +175,22 @@ class CudaBuild:
         self.version = nvcc_version(self.nvcc)
         self.archs = named or self.default_archs()
         for arch in named:
-            if not self.knows(arch):
-                raise NotBuiltError(f"nvcc {self.version} ({self.nvcc}) does not know sm_{arch.name}", A_LATER_TOOLKIT)
+            if not self.supports(arch):
+                raise NotBuiltError(
+                    f"nvcc {self.version} ({self.nvcc}) does not know sm_{arch.name}", NEWER_TOOLKIT_HINT
+                )
 
     def default_archs(self) -> list[Arch]:
-        wanted = parse_archs(DEFAULT_ARCHS)
-        known = [arch for arch in wanted if self.knows(arch)]
-        unknown = [f"sm_{arch.name}" for arch in wanted if arch not in known]
+        requested = parse_archs(DEFAULT_ARCHS)
+        known = [arch for arch in requested if self.supports(arch)]
+        unknown = [f"sm_{arch.name}" for arch in requested if arch not in known]
         if unknown:
             print(f"fused_tp: nvcc {self.version} does not know {', '.join(unknown)}: left out of the device kernels.")
         if not known:
-            raise NotBuiltError(f"nvcc {self.version} knows none of the architectures {DEFAULT_ARCHS}", A_TOOLKIT)
+            raise NotBuiltError(f"nvcc {self.version} knows none of the architectures {DEFAULT_ARCHS}", TOOLKIT_HINT)
         return [*known[:-1], Arch(known[-1].name, ptx=True)]
 
-    def knows(self, arch: Arch) -> bool:
+    def supports(self, arch: Arch) -> bool:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cu")
             source.touch()
@@ -196,60 +199,63 @@ class CudaBuild:
 
     @property
     def built_for(self) -> str:
-        """Description that is compiled into the library; `fused_tp.backends.cuda.native_kernels` reads it."""
+        """Architectures and nvcc version, a text that native_kernels.py reads from the compiled library."""
         names = [f"sm_{arch.name}" for arch in self.archs]
         names += [f"compute_{arch.number}" for arch in self.archs if arch.ptx]
         return f"{' '.join(names)}, nvcc {self.version}"
 
     @property
     def host_compiler(self) -> list[str]:
-        """Flags that set nvcc's host compiler to $CXX, if that is one program. By default nvcc looks for one itself."""
+        """nvcc flags that select $CXX as the host compiler if it is one word; otherwise nvcc chooses one itself."""
         chosen = os.environ.get("CXX") and not os.environ.get("NVCC_CCBIN") and len(self.compiler) == 1
         return ["-ccbin", self.compiler[0]] if chosen else []
 
     def logs(self, folder: Path) -> list[Path]:
-        """Logs of nvcc and ptxas for each source, once `run` has compiled it into `folder`."""
+        """Logs of nvcc and ptxas, one per source, which `run` writes to `folder`."""
         return [folder / f"{source.stem}.o.log" for source in self.sources]
 
     def run(self, output: Path, folder: Path, threads: int | None = None) -> None:
         """Compile changed sources into `folder` and link `output`.
 
         Args:
-            threads: number of architectures for which a source is compiled at once. None: one, unless there are more
-                processors than sources. It does not affect the results, so a new value recompiles nothing.
+            threads: number of architectures for which nvcc compiles a source at once. None: one, unless there are more
+                processors than sources. It does not affect the output, so another value recompiles nothing.
         """
         codes = [flag for arch in self.archs for flag in arch.flags]
         if threads is None:
-            threads = max(1, min(len(codes) // 2, jobs() // len(self.sources)))
+            threads = max(1, min(len(codes) // 2, max_jobs() // len(self.sources)))
         csrc = os.path.relpath(CSRC, folder)
-        # A sixth of the size. Drivers of CUDA 13 can unpack it, and code of that toolkit needs these anyway.
-        small = ["--compress-mode=size"] if int(self.version.split(".")[0]) >= 13 else []
-        command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, *small, f"-I{csrc}", *codes]
+        # Reduces the size to a sixth. Only drivers of CUDA 13 or later can decompress it, but code that this toolkit
+        # compiles needs such a driver anyway.
+        compression_flags = ["--compress-mode=size"] if int(self.version.split(".")[0]) >= 13 else []
+        command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, *compression_flags, f"-I{csrc}", *codes]
         steps = []
         for source, log in zip(self.sources, self.logs(folder), strict=True):
             steps.append(compile_step(log.stem, os.path.relpath(source, folder), command, log.name))
-        says = [f'-DFUSED_TP_BUILT_FOR="{self.built_for}"', *COMPILE_FLAGS]
-        steps.append(compile_step("built_for.o", f"{csrc}/cuda/built_for.cpp", [*self.compiler, *says]))
+        built_for_flags = [f'-DFUSED_TP_BUILT_FOR="{self.built_for}"', *COMPILE_FLAGS]
+        steps.append(compile_step("built_for.o", f"{csrc}/cuda/built_for.cpp", [*self.compiler, *built_for_flags]))
         objects = [step.output for step in steps]
         exports = f"{csrc}/cuda/exports.map"
         command = [str(self.nvcc), *self.host_compiler, "-shared", "--cudart", "static", *objects]
         command += ["-Xlinker", f"--version-script={exports}", "-o", output.name]
-        in_front = f"--threads {threads} {os.environ.get('NVCC_PREPEND_FLAGS', '')}".strip()
-        run_steps([*steps, Step(output.name, [*objects, exports], command)], folder, {"NVCC_PREPEND_FLAGS": in_front})
-        replace(folder / output.name, output)
+        prepended_flags = f"--threads {threads} {os.environ.get('NVCC_PREPEND_FLAGS', '')}".strip()
+        run_steps(
+            [*steps, Step(output.name, [*objects, exports], command)], folder, {"NVCC_PREPEND_FLAGS": prepended_flags}
+        )
+        replace_atomically(folder / output.name, output)
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler: $CXX, else c++, g++ or clang++. One that cannot compile a trivial file is skipped."""
+    """Return the C++ compiler: $CXX, else the first of c++, g++ and clang++ that compiles a trivial file."""
     candidates = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
     for command in candidates:
-        if shutil.which(command[0]) and compiles(command, []):
+        if shutil.which(command[0]) and can_compile(command, []):
             return command
     tried = ", ".join(shlex.join(command) for command in candidates)
-    raise NotBuiltError(f"no working C++17 compiler was found (tried {tried})", A_COMPILER)
+    raise NotBuiltError(f"no working C++17 compiler was found (tried {tried})", COMPILER_HINT)
 
 
-def compiles(compiler: list[str], flags: list[str]) -> bool:
+def can_compile(compiler: list[str], flags: list[str]) -> bool:
     """True if the compiler accepts these flags."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
@@ -259,35 +265,35 @@ def compiles(compiler: list[str], flags: list[str]) -> bool:
 
 
 def target_is_x86_64(compiler: list[str]) -> bool:
-    """True if the compiler's target is x86-64; asks the compiler, since it may be a cross compiler."""
+    """True if the compiler's target is x86-64. Asks the compiler, because it may be a cross compiler."""
     answer = subprocess.run([*compiler, "-dumpmachine"], capture_output=True, text=True, check=False)
     machine = answer.stdout.split("-")[0] if answer.returncode == 0 else platform.machine()
     return machine in ("x86_64", "amd64", "AMD64")
 
 
-def isa_of(source: Path) -> str:
+def isa_suffix(source: Path) -> str:
     return next((isa for isa in X86_FLAGS if source.stem.endswith(isa)), "")
 
 
 def find_nvcc() -> Path:
-    """nvcc of $CUDA_HOME or $CUDA_PATH if one is set, and then no other; else of PATH, else of TOOLKIT."""
+    """Return nvcc of $CUDA_HOME or $CUDA_PATH if one of them is set; else of PATH, else of TOOLKIT."""
     named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
     home = os.environ[named] if named is not None else TOOLKIT
     in_path = shutil.which("nvcc") if named is None else None
     for nvcc in ([Path(in_path)] if in_path else []) + [Path(home, "bin", "nvcc")]:
         version = nvcc_version(nvcc)
-        if version and int(version.split(".")[0]) < OLDEST_TOOLKIT:
-            raise NotBuiltError(f"nvcc {version} ({nvcc}) is too old", A_TOOLKIT)
+        if version and int(version.split(".")[0]) < MIN_TOOLKIT_MAJOR:
+            raise NotBuiltError(f"nvcc {version} ({nvcc}) is too old", TOOLKIT_HINT)
         if version:
             return nvcc
     if named is not None:
         why = f"no nvcc that runs was found in {Path(home, 'bin')}: {named} is {home!r}"
-        raise NotBuiltError(why, f"{A_TOOLKIT} there, or correct {named},")
-    raise NotBuiltError(f"no nvcc was found (looked in CUDA_HOME, CUDA_PATH, PATH and {TOOLKIT})", A_TOOLKIT)
+        raise NotBuiltError(why, f"{TOOLKIT_HINT} there, or correct {named},")
+    raise NotBuiltError(f"no nvcc was found (looked in CUDA_HOME, CUDA_PATH, PATH and {TOOLKIT})", TOOLKIT_HINT)
 
 
 def nvcc_version(nvcc: Path) -> str:
-    """Version of nvcc, such as 13.0.88; empty if it does not run or is no nvcc."""
+    """Return the version of nvcc, such as 13.0.88; empty if the program does not run or is not nvcc."""
     try:
         done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
     except OSError:
@@ -297,7 +303,7 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 def visible_archs() -> str:
-    """Architectures of the GPUs that this process sees, as FUSED_TP_CUDA_ARCHS names them; empty if there are none."""
+    """Return the architectures of the visible GPUs in the format of FUSED_TP_CUDA_ARCHS; empty if there are none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -319,34 +325,34 @@ def parse_archs(text: str) -> list[Arch]:
     """Parse architectures in the format of FUSED_TP_CUDA_ARCHS: `80;90a;100a+PTX`."""
     words = [word for word in re.split(r"[;,\s]+", text.lower()) if word]
     found = [re.fullmatch(r"(?:sm_)?(\d+)\.?(\d[af]?)(\+ptx)?", word) for word in words]
-    archs = [Arch(one[1] + one[2], ptx=bool(one[3])) for one in found if one is not None]
+    archs = [Arch(match[1] + match[2], ptx=bool(match[3])) for match in found if match is not None]
     if not archs or len(archs) < len(words):
         raise SettingError(
-            f"FUSED_TP_CUDA_ARCHS is {text!r}; set it to architectures like {DEFAULT_ARCHS}, +PTX at those that "
-            "later GPUs shall be able to use."
+            f"FUSED_TP_CUDA_ARCHS is {text!r}; set it to architectures like {DEFAULT_ARCHS}. +PTX embeds code "
+            "that later GPUs can run."
         )
     return list(dict.fromkeys(archs))
 
 
-def jobs() -> int:
-    """Number of commands that may run at once."""
+def max_jobs() -> int:
+    """Return the number of commands that may run in parallel: $MAX_JOBS, else the number of processors."""
     text = os.environ.get("MAX_JOBS", "").strip()
     if not text:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not text.isdecimal() or int(text) == 0:
-        raise SettingError(f"MAX_JOBS is {text!r}; set it to how many files may compile at once, 1 or more.")
+        raise SettingError(f"MAX_JOBS is {text!r}; set it to how many files to compile at once, 1 or more.")
     return int(text)
 
 
 def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Run in `folder` the steps whose inputs or commands have changed; all steps if there is no ninja.
+    """Run the steps whose inputs or commands have changed in `folder`; without ninja, run all steps.
 
     Args:
-        environment: additional variables for the commands; a change of them reruns nothing.
+        environment: additional environment variables for the commands. A changed value reruns nothing.
     """
-    import fcntl  # imported here, since Windows has none: setup.py explains that in one sentence
+    import fcntl  # not available on Windows, where setup.py must still print its message
 
-    limit = ["-j", str(jobs())] if os.environ.get("MAX_JOBS") else []
+    limit = ["-j", str(max_jobs())] if os.environ.get("MAX_JOBS") else []
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # another build may be running in the same folder
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -372,7 +378,7 @@ def ninja_file(steps: Sequence[Step]) -> str:
 
 
 def find_ninja() -> list[str] | None:
-    """The `ninja` program, or the PyPI package of that name, which an isolated build environment has."""
+    """Return the command of ninja: from the PyPI package, which isolated builds install, else from PATH."""
     try:
         from ninja import BIN_DIR
     except ImportError:
@@ -390,8 +396,8 @@ def check_run(command: list[str], folder: Path, environment: Mapping[str, str] |
         raise NotBuiltError(f"`{shlex.join(command)}` failed in {folder}:\n{done.stdout[-4000:]}")
 
 
-def replace(source: Path, destination: Path) -> None:
-    """Replace a file atomically by a copy of `source`: a process that has mapped the old one keeps it."""
+def replace_atomically(source: Path, destination: Path) -> None:
+    """Copy `source` over `destination` atomically, so that a process that has loaded the old file can keep using it."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = destination.with_name(destination.name + ".new")
     shutil.copy2(source, temporary)

@@ -1,4 +1,5 @@
-// FUSED_TP_UNROLL before a loop of constant length: the loop is unrolled before the compiler allocates registers.
+// FUSED_TP_UNROLL before a loop of constant length unrolls it before register allocation, so that arrays of vectors
+// that the loop indexes are kept in registers.
 #pragma once
 
 #if defined(__clang__)

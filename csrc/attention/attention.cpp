@@ -1,7 +1,7 @@
-// Distribution of blocks over threads, and their order; the arithmetic is in the tables of kernels.h.
+// Distribution of blocks over threads, and the order in which blocks are summed; kernels.h has the arithmetic.
 //
-// Sums over keys or queries add block after block in ascending order, whichever thread computes a block, so that the
-// number of threads changes no bit.
+// Blocks are always added to a sum in ascending order, whichever thread computes them, so results are bitwise identical
+// for any number of threads.
 #include "attention/attention.h"
 
 #include <algorithm>
@@ -17,69 +17,72 @@
 namespace fused_tp::attention {
 namespace {
 
-constexpr int64_t kChunk = 16;  // blocks of queries in a pass of the backward: with their dq they fit a cache
+// Backward handles this many blocks of queries at once: they and their dq then stay in cache.
+constexpr int64_t kPassBlocks = 16;
 
-int64_t blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
+int64_t count_blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// A batch row and a head of keys.
-struct Unit {
-  int64_t batch, kv_head;
+// One head of keys and values of one batch element. Its blocks are packed once, for all query heads of its group.
+struct KvHead {
+  int64_t batch, head;
 };
 
-Unit unit(const Shape& shape, int64_t number) { return {number / shape.kv_heads, number % shape.kv_heads}; }
+KvHead nth_kv_head(const Shape& shape, int64_t n) { return {n / shape.kv_heads, n % shape.kv_heads}; }
 
-// For each block of queries, numbers the blocks of keys that it sees 0, 1, ...; -1 marks an unseen block. Time and
-// memory grow with the range of seen blocks, not with all keys.
-class Visits {
+// The blocks of keys to which some blocks of queries attend. For each block of queries, its blocks of keys are numbered
+// 0, 1, ...; -1 marks a block outside all of its intervals. Time and memory grow with the range of blocks in use, not
+// with the number of keys.
+class BlockPairs {
  public:
-  Visits(const Problem& step, int64_t first_query_block, int64_t query_blocks) {
+  BlockPairs(const Problem& step, int64_t first_query_block, int64_t query_blocks) {
     const int64_t first_row = first_query_block * kQueries;
     const int64_t rows = std::min((first_query_block + query_blocks) * kQueries, step.shape.rows);
-    const auto sees = [&](int64_t row) { return step.seen.starts[row] < step.seen.stops[row]; };
+    const auto has_keys = [&](int64_t row) { return step.intervals.starts[row] < step.intervals.stops[row]; };
     for (int64_t row = first_row; row < rows; ++row) {
-      if (!sees(row)) continue;
-      const int64_t first = step.seen.starts[row] / kKeys, last = blocks(step.seen.stops[row], kKeys);
+      if (!has_keys(row)) continue;
+      const int64_t first = step.intervals.starts[row] / kKeys, last = count_blocks(step.intervals.stops[row], kKeys);
       begin_ = end_ == 0 ? first : std::min(begin_, first);
       end_ = std::max(end_, last);
     }
     numbers_.assign(query_blocks * count(), -1);
-    seen_.assign(count(), 0);
+    is_used_.assign(count(), 0);
     for (int64_t i = 0; i < query_blocks; ++i) {
-      int64_t next = begin_;  // both ends ascend, so that no row sees a block that an earlier row has passed
+      int64_t next = begin_;  // interval ends never decrease, so blocks before `next` are already numbered
       int32_t number = 0;
       for (int64_t row = first_row + i * kQueries; row < std::min(first_row + (i + 1) * kQueries, rows); ++row) {
-        if (!sees(row)) continue;
-        next = std::max<int64_t>(next, step.seen.starts[row] / kKeys);
-        for (; next * kKeys < step.seen.stops[row]; ++next) {
+        if (!has_keys(row)) continue;
+        next = std::max<int64_t>(next, step.intervals.starts[row] / kKeys);
+        for (; next * kKeys < step.intervals.stops[row]; ++next) {
           numbers_[i * count() + next - begin_] = number++;
-          seen_[next - begin_] = 1;
+          is_used_[next - begin_] = 1;
         }
       }
     }
   }
-  // The blocks of keys from the first that is seen to the last are begin() + [0, count()).
+  // All blocks of keys in use are in [begin(), begin() + count()); blocks between them may be unused.
   int64_t begin() const { return begin_; }
   int64_t count() const { return end_ - begin_; }
   int32_t number(int64_t query_block, int64_t key_block) const {
     return numbers_[query_block * count() + key_block - begin_];
   }
-  bool seen(int64_t key_block) const { return seen_[key_block - begin_] != 0; }
+  bool is_used(int64_t key_block) const { return is_used_[key_block - begin_] != 0; }
 
  private:
   int64_t begin_ = 0, end_ = 0;
   std::vector<int32_t> numbers_;
-  std::vector<char> seen_;
+  std::vector<char> is_used_;
 };
 
-// Order of the threads that add to a block's dq: each waits for its turn.
-class Turn {
+// Serializes the threads that add to the dq of one block of queries, in the order of their blocks of keys. This keeps
+// the sum bitwise reproducible.
+class TurnCounter {
  public:
-  void begin() { next_.store(0, std::memory_order_relaxed); }
+  void reset() { next_.store(0, std::memory_order_relaxed); }
   void wait(int32_t number) const {
     for (int tries = 0; next_.load(std::memory_order_acquire) != number; ++tries)
       if (tries > 200) std::this_thread::yield();
   }
-  void pass() { next_.store(next_.load(std::memory_order_relaxed) + 1, std::memory_order_release); }
+  void advance() { next_.store(next_.load(std::memory_order_relaxed) + 1, std::memory_order_release); }
 
  private:
   std::atomic<int32_t> next_{0};
@@ -89,29 +92,30 @@ class Turn {
 
 void forward(const Forward& step, int threads, const char* isa) {
   const Shape& shape = step.shape;
-  const Kernels& kernels = kernels_for(step.dtype, isa);
+  const Kernels& kernels = select_kernels(step.dtype, isa);
   const Sizes sizes = kernels.forward_sizes(shape);
-  const int64_t key_blocks = blocks(shape.keys, kKeys), query_blocks = blocks(shape.rows, kQueries);
-  const int64_t units = shape.batch * shape.kv_heads, at_once = std::min<int64_t>(units, std::max(threads, 1));
+  const int64_t key_blocks = count_blocks(shape.keys, kKeys), query_blocks = count_blocks(shape.rows, kQueries);
+  const int64_t total_kv_heads = shape.batch * shape.kv_heads,
+                heads_at_once = std::min<int64_t>(total_kv_heads, std::max(threads, 1));
   const int64_t group = shape.heads / shape.kv_heads;
-  const size_t unit_bytes = key_blocks * sizes.key_block;
-  char* const keys = scratch_memory().at_least(at_once * unit_bytes + std::max(threads, 1) * sizes.scratch);
-  char* const scratch = keys + at_once * unit_bytes;
+  const size_t kv_head_bytes = key_blocks * sizes.key_block;
+  char* const keys = scratch_memory().reserve(heads_at_once * kv_head_bytes + std::max(threads, 1) * sizes.scratch);
+  char* const scratch = keys + heads_at_once * kv_head_bytes;
 
-  for (int64_t first = 0; first < units; first += at_once) {
-    const int64_t count = std::min(at_once, units - first);
+  for (int64_t first = 0; first < total_kv_heads; first += heads_at_once) {
+    const int64_t count = std::min(heads_at_once, total_kv_heads - first);
     parallel_for(count * key_blocks, threads, [&](int64_t task, int worker) {
-      const Unit at = unit(shape, first + task / key_blocks);
-      kernels.pack_keys_forward(step, at.batch, at.kv_head, task % key_blocks, keys + task * sizes.key_block,
+      const KvHead at = nth_kv_head(shape, first + task / key_blocks);
+      kernels.pack_keys_forward(step, at.batch, at.head, task % key_blocks, keys + task * sizes.key_block,
                                 scratch + worker * sizes.scratch);
     });
-    const int64_t per_unit = group * query_blocks;
-    parallel_for(count * per_unit, threads, [&](int64_t task, int worker) {
-      const int64_t number = task / per_unit, head = task % per_unit / query_blocks;
-      const Unit at = unit(shape, first + number);
-      // The last queries first: under a causal mask they see most.
-      kernels.forward_block(step, at.batch, at.kv_head * group + head, query_blocks - 1 - task % query_blocks,
-                            keys + number * unit_bytes, scratch + worker * sizes.scratch);
+    const int64_t tasks_per_kv_head = group * query_blocks;
+    parallel_for(count * tasks_per_kv_head, threads, [&](int64_t task, int worker) {
+      const int64_t number = task / tasks_per_kv_head, head = task % tasks_per_kv_head / query_blocks;
+      const KvHead at = nth_kv_head(shape, first + number);
+      // Last queries first: under a causal mask they attend to the most keys, so they take longest.
+      kernels.forward_block(step, at.batch, at.head * group + head, query_blocks - 1 - task % query_blocks,
+                            keys + number * kv_head_bytes, scratch + worker * sizes.scratch);
     });
   }
   scratch_memory().trim();
@@ -119,65 +123,72 @@ void forward(const Forward& step, int threads, const char* isa) {
 
 void backward(const Backward& step, int threads, const char* isa) {
   const Shape& shape = step.shape;
-  const Kernels& kernels = kernels_for(step.dtype, isa);
+  const Kernels& kernels = select_kernels(step.dtype, isa);
   const Sizes sizes = kernels.backward_sizes(shape);
-  const int64_t key_blocks = blocks(shape.keys, kKeys), query_blocks = blocks(shape.rows, kQueries);
-  const int64_t units = shape.batch * shape.kv_heads, at_once = std::min<int64_t>(units, std::max(threads, 1));
+  const int64_t key_blocks = count_blocks(shape.keys, kKeys), query_blocks = count_blocks(shape.rows, kQueries);
+  const int64_t total_kv_heads = shape.batch * shape.kv_heads,
+                heads_at_once = std::min<int64_t>(total_kv_heads, std::max(threads, 1));
   const int64_t group = shape.heads / shape.kv_heads;
-  char* const keys = scratch_memory().at_least(at_once * (key_blocks * sizes.key_block + kChunk * sizes.query_block) +
-                                               std::max(threads, 1) * sizes.scratch);
-  char* const queries = keys + at_once * key_blocks * sizes.key_block;
-  char* const scratch = queries + at_once * kChunk * sizes.query_block;
-  const std::unique_ptr<Turn[]> turns(new Turn[at_once * kChunk]);
-  std::vector<double> slope_terms(at_once * key_blocks), slope_sums(shape.batch * shape.heads);
+  char* const keys =
+      scratch_memory().reserve(heads_at_once * (key_blocks * sizes.key_block + kPassBlocks * sizes.query_block) +
+                               std::max(threads, 1) * sizes.scratch);
+  char* const queries = keys + heads_at_once * key_blocks * sizes.key_block;
+  char* const scratch = queries + heads_at_once * kPassBlocks * sizes.query_block;
+  const std::unique_ptr<TurnCounter[]> turn_counters(new TurnCounter[heads_at_once * kPassBlocks]);
+  std::vector<double> slope_terms(heads_at_once * key_blocks), slope_sums(shape.batch * shape.heads);
 
-  for (int64_t first = 0; first < units; first += at_once) {
-    const int64_t count = std::min(at_once, units - first);
+  for (int64_t first = 0; first < total_kv_heads; first += heads_at_once) {
+    const int64_t count = std::min(heads_at_once, total_kv_heads - first);
     parallel_for(count * key_blocks, threads, [&](int64_t task, int worker) {
-      const Unit at = unit(shape, first + task / key_blocks);
-      kernels.pack_keys_backward(step, at.batch, at.kv_head, task % key_blocks, keys + task * sizes.key_block,
+      const KvHead at = nth_kv_head(shape, first + task / key_blocks);
+      kernels.pack_keys_backward(step, at.batch, at.head, task % key_blocks, keys + task * sizes.key_block,
                                  scratch + worker * sizes.scratch);
     });
-    for (int64_t chunk = 0; chunk < query_blocks; chunk += kChunk) {
-      const int64_t length = std::min(kChunk, query_blocks - chunk);
-      const Visits visits(step, chunk, length);
-      for (int64_t in_group = 0; in_group < group; ++in_group) {
-        const auto head = [&](int64_t number) { return unit(shape, first + number).kv_head * group + in_group; };
+    for (int64_t first_block = 0; first_block < query_blocks; first_block += kPassBlocks) {
+      const int64_t length = std::min(kPassBlocks, query_blocks - first_block);
+      const BlockPairs block_pairs(step, first_block, length);
+      for (int64_t head_in_group = 0; head_in_group < group; ++head_in_group) {
+        const auto head = [&](int64_t number) {
+          return nth_kv_head(shape, first + number).head * group + head_in_group;
+        };
         const auto query_block = [&](int64_t number, int64_t i) {
-          return queries + (number * kChunk + i) * sizes.query_block;
+          return queries + (number * kPassBlocks + i) * sizes.query_block;
         };
         parallel_for(count * length, threads, [&](int64_t task, int worker) {
           const int64_t number = task / length, i = task % length;
-          turns[number * kChunk + i].begin();
-          kernels.pack_queries(step, unit(shape, first + number).batch, head(number), chunk + i, query_block(number, i),
-                               scratch + worker * sizes.scratch);
+          turn_counters[number * kPassBlocks + i].reset();
+          kernels.pack_queries(step, nth_kv_head(shape, first + number).batch, head(number), first_block + i,
+                               query_block(number, i), scratch + worker * sizes.scratch);
         });
-        // Neighbouring tasks belong to different units, if there are several, and so do not wait for each other.
-        parallel_for(count * visits.count(), threads, [&](int64_t task, int worker) {
-          const int64_t number = task % count, j = visits.begin() + task / count;
+        // Neighbouring tasks belong to different heads, if there are several, and then do not wait for each other.
+        parallel_for(count * block_pairs.count(), threads, [&](int64_t task, int worker) {
+          const int64_t number = task % count, j = block_pairs.begin() + task / count;
           double& slope_term = slope_terms[number * key_blocks + j];
           slope_term = 0;
-          if (!visits.seen(j)) return;
-          char* const mine = scratch + worker * sizes.scratch;
-          kernels.begin_keys(shape, mine);
+          if (!block_pairs.is_used(j)) return;
+          char* const worker_scratch = scratch + worker * sizes.scratch;
+          kernels.zero_dk_dv(shape, worker_scratch);
           for (int64_t i = 0; i < length; ++i) {
-            if (visits.number(i, j) < 0) continue;
-            Turn& turn = turns[number * kChunk + i];
-            turn.wait(visits.number(i, j));
-            kernels.backward_pair(step, unit(shape, first + number).batch, head(number), j,
-                                  keys + (number * key_blocks + j) * sizes.key_block, query_block(number, i), mine);
-            turn.pass();
+            if (block_pairs.number(i, j) < 0) continue;
+            TurnCounter& turn = turn_counters[number * kPassBlocks + i];
+            turn.wait(block_pairs.number(i, j));
+            kernels.backward_pair(step, nth_kv_head(shape, first + number).batch, head(number), j,
+                                  keys + (number * key_blocks + j) * sizes.key_block, query_block(number, i),
+                                  worker_scratch);
+            turn.advance();
           }
-          const Unit at = unit(shape, first + number);
-          slope_term = kernels.add_keys(step, at.batch, at.kv_head, j, mine);
+          const KvHead at = nth_kv_head(shape, first + number);
+          slope_term = kernels.add_dk_dv(step, at.batch, at.head, j, worker_scratch);
         });
         parallel_for(count * length, threads, [&](int64_t task, int) {
           const int64_t number = task / length, i = task % length;
-          kernels.add_queries(step, unit(shape, first + number).batch, head(number), chunk + i, query_block(number, i));
+          kernels.add_dq(step, nth_kv_head(shape, first + number).batch, head(number), first_block + i,
+                         query_block(number, i));
         });
         for (int64_t number = 0; number < count; ++number) {
-          double& sum = slope_sums[unit(shape, first + number).batch * shape.heads + head(number)];
-          for (int64_t j = 0; j < visits.count(); ++j) sum += slope_terms[number * key_blocks + visits.begin() + j];
+          double& sum = slope_sums[nth_kv_head(shape, first + number).batch * shape.heads + head(number)];
+          for (int64_t j = 0; j < block_pairs.count(); ++j)
+            sum += slope_terms[number * key_blocks + block_pairs.begin() + j];
         }
       }
     }

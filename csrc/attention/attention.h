@@ -1,17 +1,20 @@
-// Flash attention on CPUs: one step of a ring, folded into sums that the caller keeps from step to step.
+// Flash attention on CPUs: one step of ring attention, accumulated into an online softmax state that the caller keeps
+// between steps. Forward, with m = highest, the running maximum of each query's scores:
 //
-//   score = cap(scale * q.k) - slope * |place of q - index of k|,   p = exp(score - highest),
+//   score = cap(scale * q.k) - slope * |place of q - index of k|,   p = exp(score - m),
 //   weighted += p' v,   total += p        (p' is p after dropout)
 //
-// and backward, with p = exp(score - lse):
+// Backward, with p = exp(score - lse) and g = grad_out:
 //
-//   dv += p'^T g,   dscore = p' (g v^T) - p sums,   dq += scale dcap dscore k,   dk += scale dcap dscore^T q.
+//   dv += p'^T g,   dscore = p' (g v^T) - p row_sums,   dq += scale dcap dscore k,   dk += scale dcap dscore^T q
+//   row_sums = rowsum(g * out) - grad_lse,   dcap = derivative of cap at scale * q.k
 //
-// (Dao et al., "FlashAttention", arXiv:2205.14135; "FlashAttention-2", arXiv:2307.08691.) Every query sees one interval
-// of keys, [start, stop), both ends ascending; blocks that no query sees are skipped. Sums are fp32, fp64 for fp64.
+// (Dao et al., "FlashAttention", arXiv:2205.14135; "FlashAttention-2", arXiv:2307.08691.) Every query attends to one
+// interval of keys, [start, stop). Both ends never decrease from one query to the next. Blocks of keys outside all
+// intervals are skipped. Sums are fp64 for fp64 inputs, else fp32.
 //
-// The lanes of all vectors are queries: maxima and sums of a row need no shuffles, and no product with probabilities
-// needs them transposed.
+// The SIMD lanes of every vector are queries. So the maximum and the sum of a row need no shuffles, and the
+// probabilities are never transposed between the two matrix products.
 #pragma once
 
 #include <cstddef>
@@ -21,17 +24,19 @@
 
 namespace fused_tp::attention {
 
-// Strides, in elements, of rows of `dim` dense elements: [batch, rows, heads, dim] in any order.
+// Strides, in elements, of a [batch, rows, heads, dim] tensor. The first three dims may be stored in any order; the
+// last is contiguous.
 struct Strides {
   int64_t batch, row, head;
 };
 
-struct Source {
+struct InputView {
   const void* data;
   Strides strides;
 };
 
-struct Sum {
+// A tensor to which results are added.
+struct AccumulatorView {
   void* data;
   Strides strides;
 };
@@ -40,47 +45,46 @@ struct Shape {
   int64_t batch, heads, kv_heads, rows, keys, dim, v_dim;
 };
 
-// int32 vectors. Per query: start and stop of its interval of keys, its position on the axis of the keys, and its index
-// in the whole sequence. Per key: its index in the whole sequence. The last three may be null if there are neither
+// Intervals of keys to which queries attend, and positions. The last three vectors may be null if there are neither
 // slopes nor dropout.
-struct Seen {
-  const int32_t* starts;
-  const int32_t* stops;
-  const int32_t* places;
-  const int32_t* q_indices;
-  const int32_t* k_indices;
+struct Intervals {
+  const int32_t* starts;     // [rows]: first key of each query's interval
+  const int32_t* stops;      // [rows]: end of each query's interval, exclusive
+  const int32_t* places;     // [rows]: position of each query, comparable with k_indices (ALiBi distances)
+  const int32_t* q_indices;  // [rows]: index of each query in the whole sequence (dropout)
+  const int32_t* k_indices;  // [keys]: index of each key in the whole sequence
 };
 
 struct Scores {
   double scale;
-  double softcap;      // 0: none
-  const void* slopes;  // [heads] in the type of the sums; null: none
+  double softcap;      // scores are capped to (-softcap, softcap); 0: no cap
+  const void* slopes;  // [heads], ALiBi slopes, fp64 for fp64 inputs, else fp32; null: none
   bool dropout;
-  uint32_t threshold;  // elements with random bits below it are dropped
-  double keep_factor;  // factor of kept elements
+  uint32_t dropout_threshold;  // a probability whose 32 random bits are below it is dropped
+  double keep_factor;          // kept probabilities are multiplied by it
   uint64_t seed;
-  int32_t first_head;
+  int32_t first_head;  // index of this rank's first head among all heads: random bits depend on it
 };
 
 struct Problem {
   Shape shape;
-  Seen seen;
+  Intervals intervals;
   Scores scores;
-  DType dtype;  // of q, k, v and grad_out: fp32, bf16, fp16 or fp64
-  Source q, k, v;
+  DType dtype;  // dtype of q, k, v and grad_out: fp32, bf16, fp16 or fp64
+  InputView q, k, v;
 };
 
 struct Forward : Problem {
-  Sum weighted, highest, total;
+  AccumulatorView weighted, highest, total;
 };
 
 struct Backward : Problem {
-  Source grad_out, lse, sums;
-  Sum dq, dk, dv;
-  void* d_slopes;  // [heads]; null: not wanted
+  InputView grad_out, lse, row_sums;
+  AccumulatorView dq, dk, dv;
+  void* d_slopes;  // [heads]; null if no gradient of the slopes is needed
 };
 
-// The result has the same bits for any number of threads. `isa` as in kernels_for.
+// Results are bitwise identical for any number of threads. `isa`: see select_kernels.
 void forward(const Forward& step, int threads, const char* isa);
 void backward(const Backward& step, int threads, const char* isa);
 

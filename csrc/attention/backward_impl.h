@@ -1,9 +1,9 @@
-// A block of keys against a block of queries, all transposed like the forward:
+// Backward of one block of queries with one block of keys. As in forward, matrices are transposed. g = grad_out:
 //
-//   S^T = K Q^T,  P^T = exp2(S^T - lse),  G^T = V g^T,  D^T = P^T (G^T - sums)
-//   dv += P^T g,  dk += D^T Q,  dq^T += K^T D^T
+//   S^T = K Q^T,  P^T = exp2(S^T - lse),  G^T = V g^T,  dS^T = P^T (G^T - row_sums)
+//   dv += P^T g,  dk += dS^T Q,  dq^T += K^T dS^T
 //
-// Everything here has internal linkage, for the reason in forward_impl.h.
+// Everything here has internal linkage; forward_impl.h gives the reason.
 #pragma once
 
 #include <cstdint>
@@ -19,43 +19,45 @@ namespace fused_tp::attention {
 namespace {
 
 template <class L>
-struct BackwardKeys : Layout<L> {
-  using Layout<L>::Layout;
-  using typename Layout<L>::Operand;
-  bool* finite = this->template take<bool>(1);  // K was finite; its columns are cleaned
-  Operand* k_rows = this->operands(kKeys * this->dim);
-  Operand* k_columns = this->operands(kKeys * this->dim);
-  Operand* v_rows = this->operands(kKeys * this->v_dim);
+struct BackwardKeys : MemoryLayout<L> {
+  using MemoryLayout<L>::MemoryLayout;
+  using typename MemoryLayout<L>::Operand;
+  bool* finite = this->template take<bool>(1);  // true if K had no infinity and no NaN; k_columns has 0 in their place
+  Operand* k_rows = this->take_operands(kKeys * this->dim);
+  Operand* k_columns = this->take_operands(kKeys * this->dim);
+  Operand* v_rows = this->take_operands(kKeys * this->v_dim);
 };
 
 template <class L>
-struct BackwardQueries : Layout<L> {
-  using Layout<L>::Layout;
-  using typename Layout<L>::Real, typename Layout<L>::Operand;
-  Rows* rows = this->template take<Rows>(1);
-  bool* finite = this->template take<bool>(1);  // q and g were finite; their pairs are cleaned
-  Real* lse = this->reals(kQueries);            // in units of ln 2
-  Real* sums = this->reals(kQueries);
-  Operand* q_lanes = this->operands(kQueries * this->dim);
-  Operand* q_pairs = this->operands(kQueries * this->dim);
-  Operand* g_lanes = this->operands(kQueries * this->v_dim);
-  Operand* g_pairs = this->operands(kQueries * this->v_dim);
-  Real* dq = this->reals(kQueries * this->dim);  // [dim][query], not yet scaled
+struct BackwardQueries : MemoryLayout<L> {
+  using MemoryLayout<L>::MemoryLayout;
+  using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
+  QueryBlock* rows = this->template take<QueryBlock>(1);
+  // True if q and g had no infinity and no NaN; q_pairs and g_pairs have 0 in their place.
+  bool* finite = this->template take<bool>(1);
+  Real* lse = this->take_reals(kQueries);  // times log2(e)
+  Real* row_sums = this->take_reals(kQueries);
+  Operand* q_lanes = this->take_operands(kQueries * this->dim);
+  Operand* q_pairs = this->take_operands(kQueries * this->dim);
+  Operand* g_lanes = this->take_operands(kQueries * this->v_dim);
+  Operand* g_pairs = this->take_operands(kQueries * this->v_dim);
+  Real* dq = this->take_reals(kQueries * this->dim);  // [dim][query], without the factor `scale`
 };
 
 template <class L>
-struct BackwardScratch : Layout<L> {
-  using Layout<L>::Layout;
-  using typename Layout<L>::Real, typename Layout<L>::Operand;
-  Operand* rows = this->operands(2 * kKeys * this->widest());  // room for packing: a block of keys or queries, twice
-  Real* s = this->reals(kKeys * kQueries);                     // S^T [key][query]
-  Real* g = this->reals(kKeys * kQueries);                     // G^T
-  Operand* p = this->in_place_of(s);                           // P^T after dropout, rows
-  Operand* d = this->in_place_of(g);                           // D^T, rows
-  Operand* d_pairs = L::kPair == 1 ? d : this->operands(kKeys * kQueries);
-  Real* dk = this->reals(kKeys * this->dim);    // [key][dim], not yet scaled
-  Real* dv = this->reals(kKeys * this->v_dim);  // [key][dim]
-  Real* slope = this->reals(L::kWidth);         // one vector
+struct BackwardScratch : MemoryLayout<L> {
+  using MemoryLayout<L>::MemoryLayout;
+  using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
+  // Two blocks of rows: input and output of a conversion.
+  Operand* rows = this->take_operands(2 * kKeys * this->widest());
+  Real* s = this->take_reals(kKeys * kQueries);  // S^T [key][query]
+  Real* g = this->take_reals(kKeys * kQueries);  // G^T [key][query]
+  Operand* p = this->alias_or_take(s);           // P^T after dropout, in the layout `rows` of pack.h
+  Operand* ds = this->alias_or_take(g);          // dS^T, in the layout `rows`
+  Operand* ds_pairs = L::kPair == 1 ? ds : this->take_operands(kKeys * kQueries);
+  Real* dk = this->take_reals(kKeys * this->dim);    // [key][dim], without the factor `scale`
+  Real* dv = this->take_reals(kKeys * this->v_dim);  // [key][dim]
+  Real* slope = this->take_reals(L::kWidth);  // terms of the slope gradient: one vector, summed over lanes at the end
 };
 
 template <class L>
@@ -69,13 +71,13 @@ void pack_keys_backward(const Backward& step, int64_t batch, int64_t kv_head, in
                         char* scratch) {
   const Shape& shape = step.shape;
   const BackwardKeys<L> keys(shape, key_block);
-  const BackwardScratch<L> mine(shape, scratch);
+  const BackwardScratch<L> buffers(shape, scratch);
   const int64_t at = block * kKeys, rows = shape.keys - at < kKeys ? shape.keys - at : kKeys;
   pack_rows<L>(step.k, step.dtype, batch, kv_head, at, rows, kKeys, shape.dim, keys.k_rows);
   const int64_t count = kKeys * padded(shape.dim);
-  std::memcpy(mine.rows, keys.k_rows, count * sizeof(*mine.rows));
-  *keys.finite = clean<L>(mine.rows, count);
-  rows_to_columns<L>(mine.rows, kKeys, shape.dim, keys.k_columns, mine.rows + count);
+  std::memcpy(buffers.rows, keys.k_rows, count * sizeof(*buffers.rows));
+  *keys.finite = zero_nonfinite<L>(buffers.rows, count);
+  rows_to_columns<L>(buffers.rows, kKeys, shape.dim, keys.k_columns, buffers.rows + count);
   pack_rows<L>(step.v, step.dtype, batch, kv_head, at, rows, kKeys, shape.v_dim, keys.v_rows);
 }
 
@@ -84,28 +86,28 @@ void pack_queries(const Backward& step, int64_t batch, int64_t head, int64_t blo
   using Real = typename L::Real;
   const Shape& shape = step.shape;
   const BackwardQueries<L> queries(shape, query_block);
-  const BackwardScratch<L> mine(shape, scratch);
-  Rows& rows = *queries.rows = Rows(step, block);
-  const auto per_row = [&](const Source& source, int i) {
+  const BackwardScratch<L> buffers(shape, scratch);
+  QueryBlock& rows = *queries.rows = QueryBlock(step, block);
+  const auto per_row = [&](const InputView& source, int i) {
     const Strides& strides = source.strides;
     return static_cast<const Real*>(
-        source.data)[batch * strides.batch + head * strides.head + (rows.at + i) * strides.row];
+        source.data)[batch * strides.batch + head * strides.head + (rows.first_row + i) * strides.row];
   };
-  bool blinded = false;
+  bool has_excluded = false;
   for (int i = 0; i < kQueries; ++i) {
     const Real lse = i < rows.count ? per_row(step.lse, i) : Real(0);
-    const bool nothing = lse == static_cast<Real>(-INFINITY);
-    if (nothing) rows.blind(i);
-    blinded |= nothing;
-    queries.lse[i] = nothing ? Real(0) : lse * static_cast<Real>(kLog2E);
-    queries.sums[i] = i < rows.count && !nothing ? per_row(step.sums, i) : Real(0);
+    const bool is_empty = lse == static_cast<Real>(-INFINITY);  // no key in any step of the ring: no gradient
+    if (is_empty) rows.exclude(i);
+    has_excluded |= is_empty;
+    queries.lse[i] = is_empty ? Real(0) : lse * static_cast<Real>(kLog2E);
+    queries.row_sums[i] = i < rows.count && !is_empty ? per_row(step.row_sums, i) : Real(0);
   }
-  if (blinded) rows.measure();
-  const auto pack = [&](const Source& source, int64_t dim, typename L::Operand* lanes, typename L::Operand* pairs) {
-    pack_rows<L>(source, step.dtype, batch, head, rows.at, rows.count, kQueries, dim, mine.rows);
-    rows_to_lanes<L>(mine.rows, kQueries, dim, lanes);
-    const bool finite = clean<L>(mine.rows, kQueries * padded(dim));
-    rows_to_pairs<L>(mine.rows, kQueries, dim, pairs);
+  if (has_excluded) rows.update_bounds();
+  const auto pack = [&](const InputView& source, int64_t dim, typename L::Operand* lanes, typename L::Operand* pairs) {
+    pack_rows<L>(source, step.dtype, batch, head, rows.first_row, rows.count, kQueries, dim, buffers.rows);
+    rows_to_lanes<L>(buffers.rows, kQueries, dim, lanes);
+    const bool finite = zero_nonfinite<L>(buffers.rows, kQueries * padded(dim));
+    rows_to_pairs<L>(buffers.rows, kQueries, dim, pairs);
     return finite;
   };
   const bool q_finite = pack(step.q, shape.dim, queries.q_lanes, queries.q_pairs);
@@ -114,96 +116,97 @@ void pack_queries(const Backward& step, int64_t batch, int64_t head, int64_t blo
 }
 
 template <class L>
-void begin_keys(const Shape& shape, char* scratch) {
-  const BackwardScratch<L> mine(shape, scratch);
-  std::memset(mine.dk, 0, kKeys * padded(shape.dim) * sizeof(typename L::Real));
-  std::memset(mine.dv, 0, kKeys * padded(shape.v_dim) * sizeof(typename L::Real));
-  std::memset(mine.slope, 0, L::kWidth * sizeof(typename L::Real));
+void zero_dk_dv(const Shape& shape, char* scratch) {
+  const BackwardScratch<L> buffers(shape, scratch);
+  std::memset(buffers.dk, 0, kKeys * padded(shape.dim) * sizeof(typename L::Real));
+  std::memset(buffers.dv, 0, kKeys * padded(shape.v_dim) * sizeof(typename L::Real));
+  std::memset(buffers.slope, 0, L::kWidth * sizeof(typename L::Real));
 }
 
-// P^T and D^T from S^T and G^T.
-template <class L, bool kPlain, bool kMasked, bool kDropout>
-void differentiate(const Backward& step, const Rule<L>& rule, int64_t batch, int64_t head,
-                   const BackwardQueries<L>& queries, const Part& part, const BackwardScratch<L>& mine) {
+// Computes P^T and dS^T from S^T and G^T.
+template <class L, bool kLinear, bool kNeedsMask, bool kDropout>
+void compute_p_and_ds(const Backward& step, const ScoreFunction<L>& score_function, int64_t batch, int64_t head,
+                      const BackwardQueries<L>& queries, const KeySpan& span, const BackwardScratch<L>& buffers) {
   using Vector = typename L::Vector;
-  const Rows& rows = *queries.rows;
-  Vector slope_sum = L::load(mine.slope);
+  const QueryBlock& rows = *queries.rows;
+  Vector slope_sum = L::load(buffers.slope);
   for (int v = 0; v < kQueries; v += L::kWidth) {
     const auto starts = L::load_integers(rows.starts + v), stops = L::load_integers(rows.stops + v);
     const auto places = L::load_integers(rows.places + v);
-    const Vector lse = L::load(queries.lse + v), sums = L::load(queries.sums + v);
-    Draw<L> draw(step.scores, batch, head, rows.indices + v);
-    for (int64_t r = part.low; r < part.high; r += 2) {
-      Vector p[2], d[2];
+    const Vector lse = L::load(queries.lse + v), row_sums = L::load(queries.row_sums + v);
+    DropoutFactors<L> dropout(step.scores, batch, head, rows.indices + v);
+    for (int64_t r = span.low; r < span.high; r += 2) {
+      Vector p[2], ds[2];
       for (int i = 0; i < 2; ++i) {
-        const int32_t key = static_cast<int32_t>(part.begin + r + i);
+        const int32_t key = static_cast<int32_t>(span.begin + r + i);
         const int64_t at = (r + i) * kQueries + v;
-        Vector x = L::load(mine.s + at), bend = L::broadcast(1), distance = L::zero();
-        const bool indexed = kDropout || (!kPlain && rule.sloped);
-        const int32_t index = indexed && key < step.shape.keys ? step.seen.k_indices[key] : 0;
-        if constexpr (kPlain) {
-          x = L::fma(x, rule.factor, -lse);
+        Vector x = L::load(buffers.s + at), cap_derivative = L::broadcast(1), distance = L::zero();
+        const bool indexed = kDropout || (!kLinear && score_function.has_slope);
+        const int32_t index = indexed && key < step.shape.keys ? step.intervals.k_indices[key] : 0;
+        if constexpr (kLinear) {
+          x = L::fma(x, score_function.factor, -lse);
         } else {
-          if (rule.sloped) distance = L::distance(places, index);
-          x = rule.score(x, distance, bend) - lse;
+          if (score_function.has_slope) distance = L::distance(places, index);
+          x = score_function.score(x, distance, cap_derivative) - lse;
         }
         p[i] = L::exp2(x);
-        if constexpr (kMasked) p[i] = L::select(L::holds(starts, stops, key), p[i], L::zero());
+        if constexpr (kNeedsMask) p[i] = L::select(L::in_interval(starts, stops, key), p[i], L::zero());
         if constexpr (kDropout) {
-          const Vector factor = draw.factor(index);
-          d[i] = p[i] * L::fma(factor, L::load(mine.g + at), -sums);
+          const Vector factor = dropout.factor(index);
+          ds[i] = p[i] * L::fma(factor, L::load(buffers.g + at), -row_sums);
           p[i] = p[i] * factor;
         } else {
-          d[i] = p[i] * (L::load(mine.g + at) - sums);
+          ds[i] = p[i] * (L::load(buffers.g + at) - row_sums);
         }
-        if constexpr (kMasked) d[i] = L::select(L::holds(starts, stops, key), d[i], L::zero());
-        if constexpr (!kPlain) {
-          slope_sum = slope_sum - d[i] * distance;
-          d[i] = d[i] * bend;
-          if constexpr (kMasked) d[i] = L::select(L::holds(starts, stops, key), d[i], L::zero());
+        if constexpr (kNeedsMask) ds[i] = L::select(L::in_interval(starts, stops, key), ds[i], L::zero());
+        if constexpr (!kLinear) {
+          slope_sum = slope_sum - ds[i] * distance;
+          ds[i] = ds[i] * cap_derivative;
+          if constexpr (kNeedsMask) ds[i] = L::select(L::in_interval(starts, stops, key), ds[i], L::zero());
         }
       }
       const int64_t at = r * kQueries + v;
-      L::store_rows(mine.p + at, mine.p + at + kQueries, p[0], p[1]);
-      L::store_rows(mine.d + at, mine.d + at + kQueries, d[0], d[1]);
-      if constexpr (L::kPair == 2) L::store_pairs(mine.d_pairs + r * kQueries + v * 2, kQueries, d[0], d[1]);
+      L::store_rows(buffers.p + at, buffers.p + at + kQueries, p[0], p[1]);
+      L::store_rows(buffers.ds + at, buffers.ds + at + kQueries, ds[0], ds[1]);
+      if constexpr (L::kPair == 2) L::store_pairs(buffers.ds_pairs + r * kQueries + v * 2, kQueries, ds[0], ds[1]);
     }
   }
-  L::store(mine.slope, slope_sum);
+  L::store(buffers.slope, slope_sum);
 }
 
-template <class L, bool kPlain, bool kMasked>
-void differentiate(const Backward& step, const Rule<L>& rule, int64_t batch, int64_t head,
-                   const BackwardQueries<L>& queries, const Part& part, const BackwardScratch<L>& mine) {
+template <class L, bool kLinear, bool kNeedsMask>
+void compute_p_and_ds(const Backward& step, const ScoreFunction<L>& score_function, int64_t batch, int64_t head,
+                      const BackwardQueries<L>& queries, const KeySpan& span, const BackwardScratch<L>& buffers) {
   if (step.scores.dropout) {
-    differentiate<L, kPlain, kMasked, true>(step, rule, batch, head, queries, part, mine);
+    compute_p_and_ds<L, kLinear, kNeedsMask, true>(step, score_function, batch, head, queries, span, buffers);
   } else {
-    differentiate<L, kPlain, kMasked, false>(step, rule, batch, head, queries, part, mine);
+    compute_p_and_ds<L, kLinear, kNeedsMask, false>(step, score_function, batch, head, queries, span, buffers);
   }
 }
 
-// Adds the three products of infinities and NaN, which cleaning removed from the blocks, for the pairs that are seen.
+// Adds the terms of dv, dk and dq that come from the infinities and NaN that zero_nonfinite removed, but only for keys
+// in a query's interval.
 template <class L>
-void add_special(const Shape& shape, const Part& part, const BackwardKeys<L>& keys, const BackwardQueries<L>& queries,
-                 const BackwardScratch<L>& mine) {
+void add_nonfinite(const Shape& shape, const KeySpan& span, const BackwardKeys<L>& keys,
+                   const BackwardQueries<L>& queries, const BackwardScratch<L>& buffers) {
   using Real = typename L::Real;
-  const Rows& rows = *queries.rows;
+  const QueryBlock& rows = *queries.rows;
   const auto add = [](Real& sum, Real factor, typename L::Operand x) {
     if (!is_finite<L>(x)) sum += factor * L::value(x);
   };
   const auto lane = [](const typename L::Operand* lanes, int64_t d, int i) {
     return lanes[d / L::kPair * L::kPair * kQueries + i * L::kPair + d % L::kPair];
   };
-  for (int64_t r = part.low; r < part.high; ++r)
+  for (int64_t r = span.low; r < span.high; ++r)
     for (int i = 0; i < kQueries; ++i) {
-      const int64_t key = part.begin + r;
+      const int64_t key = span.begin + r;
       if (rows.starts[i] > key || key >= rows.stops[i]) continue;
-      const Real p = L::value(mine.p[r * kQueries + i]), slope = L::value(mine.d[r * kQueries + i]);
+      const Real p = L::value(buffers.p[r * kQueries + i]), ds = L::value(buffers.ds[r * kQueries + i]);
       for (int64_t d = 0; d < shape.v_dim; ++d)
-        add(mine.dv[r * padded(shape.v_dim) + d], p, lane(queries.g_lanes, d, i));
+        add(buffers.dv[r * padded(shape.v_dim) + d], p, lane(queries.g_lanes, d, i));
       for (int64_t d = 0; d < shape.dim; ++d) {
-        add(mine.dk[r * padded(shape.dim) + d], slope, lane(queries.q_lanes, d, i));
-        add(queries.dq[d * kQueries + i], slope, keys.k_rows[r * padded(shape.dim) + d]);
+        add(buffers.dk[r * padded(shape.dim) + d], ds, lane(queries.q_lanes, d, i));
+        add(queries.dq[d * kQueries + i], ds, keys.k_rows[r * padded(shape.dim) + d]);
       }
     }
 }
@@ -214,60 +217,61 @@ void backward_pair(const Backward& step, int64_t batch, int64_t head, int64_t bl
   const Shape& shape = step.shape;
   const BackwardKeys<L> keys(shape, const_cast<char*>(key_block));
   const BackwardQueries<L> queries(shape, query_block);
-  const BackwardScratch<L> mine(shape, scratch);
-  const Part part(*queries.rows, block, shape.keys);
-  if (!part.any) return;
-  const int64_t width = padded(shape.dim), v_width = padded(shape.v_dim), count = part.high - part.low;
-  const Rule<L> rule(step.scores, head);
-  multiply<L, false>(keys.k_rows + part.low * width, width, count, queries.q_lanes, kQueries * L::kPair, kQueries,
-                     width / L::kPair, mine.s + part.low * kQueries, kQueries);
-  multiply<L, false>(keys.v_rows + part.low * v_width, v_width, count, queries.g_lanes, kQueries * L::kPair, kQueries,
-                     v_width / L::kPair, mine.g + part.low * kQueries, kQueries);
-  if (rule.plain) {
-    // Padding queries must be masked too: a product may be 0 times an infinity of a key.
-    if (part.masked || queries.rows->count < kQueries) {
-      differentiate<L, true, true>(step, rule, batch, head, queries, part, mine);
+  const BackwardScratch<L> buffers(shape, scratch);
+  const KeySpan span(*queries.rows, block, shape.keys);
+  if (!span.is_used) return;
+  const int64_t width = padded(shape.dim), v_width = padded(shape.v_dim), count = span.high - span.low;
+  const ScoreFunction<L> score_function(step.scores, head);
+  multiply<L, false>(keys.k_rows + span.low * width, width, count, queries.q_lanes, kQueries * L::kPair, kQueries,
+                     width / L::kPair, buffers.s + span.low * kQueries, kQueries);
+  multiply<L, false>(keys.v_rows + span.low * v_width, v_width, count, queries.g_lanes, kQueries * L::kPair, kQueries,
+                     v_width / L::kPair, buffers.g + span.low * kQueries, kQueries);
+  if (score_function.is_linear) {
+    // Padding queries are zeros. They need the mask too: 0 times an infinity in K is NaN, which would spread to dk and
+    // dv.
+    if (span.needs_mask || queries.rows->count < kQueries) {
+      compute_p_and_ds<L, true, true>(step, score_function, batch, head, queries, span, buffers);
     } else {
-      differentiate<L, true, false>(step, rule, batch, head, queries, part, mine);
+      compute_p_and_ds<L, true, false>(step, score_function, batch, head, queries, span, buffers);
     }
   } else {
-    differentiate<L, false, true>(step, rule, batch, head, queries, part, mine);
+    compute_p_and_ds<L, false, true>(step, score_function, batch, head, queries, span, buffers);
   }
-  multiply<L, true>(mine.p + part.low * kQueries, kQueries, count, queries.g_pairs, v_width * L::kPair, v_width,
-                    kQueries / L::kPair, mine.dv + part.low * v_width, v_width);
-  multiply<L, true>(mine.d + part.low * kQueries, kQueries, count, queries.q_pairs, width * L::kPair, width,
-                    kQueries / L::kPair, mine.dk + part.low * width, width);
-  multiply<L, true>(keys.k_columns + part.low, kKeys, width, mine.d_pairs + part.low * kQueries, kQueries * L::kPair,
-                    kQueries, count / L::kPair, queries.dq, kQueries);
-  if (!*keys.finite || !*queries.finite) add_special<L>(shape, part, keys, queries, mine);
+  multiply<L, true>(buffers.p + span.low * kQueries, kQueries, count, queries.g_pairs, v_width * L::kPair, v_width,
+                    kQueries / L::kPair, buffers.dv + span.low * v_width, v_width);
+  multiply<L, true>(buffers.ds + span.low * kQueries, kQueries, count, queries.q_pairs, width * L::kPair, width,
+                    kQueries / L::kPair, buffers.dk + span.low * width, width);
+  multiply<L, true>(keys.k_columns + span.low, kKeys, width, buffers.ds_pairs + span.low * kQueries,
+                    kQueries * L::kPair, kQueries, count / L::kPair, queries.dq, kQueries);
+  if (!*keys.finite || !*queries.finite) add_nonfinite<L>(shape, span, keys, queries, buffers);
 }
 
 template <class L>
-double add_keys(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch) {
+double add_dk_dv(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch) {
   using Real = typename L::Real;
   const Shape& shape = step.shape;
-  const BackwardScratch<L> mine(shape, scratch);
+  const BackwardScratch<L> buffers(shape, scratch);
   const int64_t at = block * kKeys, rows = shape.keys - at < kKeys ? shape.keys - at : kKeys;
-  const auto add = [&](const Sum& sum, const Real* terms, int64_t dim, Real factor) {
+  const auto add = [&](const AccumulatorView& sum, const Real* terms, int64_t dim, Real factor) {
     Real* to = static_cast<Real*>(sum.data) + batch * sum.strides.batch + kv_head * sum.strides.head;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t d = 0; d < dim; ++d) to[(at + r) * sum.strides.row + d] += terms[r * padded(dim) + d] * factor;
   };
-  add(step.dk, mine.dk, shape.dim, static_cast<Real>(step.scores.scale));
-  add(step.dv, mine.dv, shape.v_dim, Real(1));
-  return static_cast<double>(L::sum(L::load(mine.slope)));
+  add(step.dk, buffers.dk, shape.dim, static_cast<Real>(step.scores.scale));
+  add(step.dv, buffers.dv, shape.v_dim, Real(1));
+  return static_cast<double>(L::sum(L::load(buffers.slope)));
 }
 
 template <class L>
-void add_queries(const Backward& step, int64_t batch, int64_t head, int64_t, char* query_block) {
+void add_dq(const Backward& step, int64_t batch, int64_t head, int64_t, char* query_block) {
   using Real = typename L::Real;
   const BackwardQueries<L> queries(step.shape, query_block);
-  const Rows& rows = *queries.rows;
+  const QueryBlock& rows = *queries.rows;
   const Strides& strides = step.dq.strides;
   Real* const first = static_cast<Real*>(step.dq.data) + batch * strides.batch + head * strides.head;
   Real *to[kQueries] = {}, ones[kQueries];
   for (int i = 0; i < kQueries; ++i) ones[i] = 1;
-  for (int i = 0; i < rows.count; ++i) to[i] = first + (rows.at + i) * strides.row;
+  for (int i = 0; i < rows.count; ++i) to[i] = first + (rows.first_row + i) * strides.row;
   add_columns<L>(queries.dq, step.shape.dim, ones, static_cast<Real>(step.scores.scale), to);
 }
 

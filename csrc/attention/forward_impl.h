@@ -1,8 +1,10 @@
-// One block of queries against all keys: S^T = K Q^T, P^T = exp2(S^T - highest), O^T = V^T P^T, block of keys by block.
+// Forward of one block of queries with all keys. For each block of keys:
 //
-// Each kernels_<isa>.cpp includes this after its Lanes and is compiled with that instruction set's flags, so everything
-// here has internal linkage: a function shared between the files could be linked in with instructions that the CPU
-// lacks.
+//   S^T = K Q^T,  P^T = exp2(S^T - highest),  O^T += V^T P^T
+//
+// Each kernels_<isa>.cpp includes this header and is compiled with the flags of its instruction set. Everything here
+// has internal linkage. Otherwise the linker could keep the AVX-512 version of a function and call it on a CPU without
+// AVX-512.
 #pragma once
 
 #include <cstdint>
@@ -17,28 +19,29 @@
 namespace fused_tp::attention {
 namespace {
 
-// A maximum may grow by this, in units of ln 2, before the sums are rescaled to it: their relative precision does not
-// depend on the reference, and they stay far from overflow.
-constexpr int kSlack = 8;
+// The sums are rescaled only once the maximum score has grown by more than this (in log2 units) since the last
+// rescaling. Probabilities are then at most 2^8, so fp32 sums neither overflow nor lose relative precision.
+constexpr int kRescaleThreshold = 8;
 
 template <class L>
-struct ForwardKeys : Layout<L> {
-  using Layout<L>::Layout;
-  using typename Layout<L>::Operand;
-  bool* finite = this->template take<bool>(1);       // V was finite before cleaning
-  Operand* k = this->operands(kKeys * this->dim);    // rows
-  Operand* v = this->operands(kKeys * this->v_dim);  // columns
+struct ForwardKeys : MemoryLayout<L> {
+  using MemoryLayout<L>::MemoryLayout;
+  using typename MemoryLayout<L>::Operand;
+  bool* finite = this->template take<bool>(1);  // true if V had no infinity and no NaN, so none was replaced by 0
+  Operand* k = this->take_operands(kKeys * this->dim);    // layout `rows` of pack.h
+  Operand* v = this->take_operands(kKeys * this->v_dim);  // layout `columns`
 };
 
 template <class L>
-struct ForwardScratch : Layout<L> {
-  using Layout<L>::Layout;
-  using typename Layout<L>::Real, typename Layout<L>::Operand;
-  Operand* rows = this->operands(2 * kKeys * this->widest());  // room for packing: a block of keys or queries, twice
-  Operand* q = this->operands(kQueries * this->dim);           // lanes
-  Real* s = this->reals(kKeys * kQueries);                     // [key][query]
-  Operand* p = this->in_place_of(s);                           // the same, as B of a product along keys
-  Real* o = this->reals(this->v_dim * kQueries);               // [dim of v][query]
+struct ForwardScratch : MemoryLayout<L> {
+  using MemoryLayout<L>::MemoryLayout;
+  using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
+  // Two blocks of rows: input and output of a conversion.
+  Operand* rows = this->take_operands(2 * kKeys * this->widest());
+  Operand* q = this->take_operands(kQueries * this->dim);  // layout `lanes`
+  Real* s = this->take_reals(kKeys * kQueries);            // S^T [key][query]
+  Operand* p = this->alias_or_take(s);                     // P^T, in the format of B in product.h
+  Real* o = this->take_reals(this->v_dim * kQueries);      // O^T [dim][query]
 };
 
 template <class L>
@@ -51,95 +54,97 @@ void pack_keys_forward(const Forward& step, int64_t batch, int64_t kv_head, int6
                        char* scratch) {
   const Shape& shape = step.shape;
   const ForwardKeys<L> keys(shape, key_block);
-  const ForwardScratch<L> mine(shape, scratch);
+  const ForwardScratch<L> buffers(shape, scratch);
   const int64_t at = block * kKeys, rows = shape.keys - at < kKeys ? shape.keys - at : kKeys;
   pack_rows<L>(step.k, step.dtype, batch, kv_head, at, rows, kKeys, shape.dim, keys.k);
-  pack_rows<L>(step.v, step.dtype, batch, kv_head, at, rows, kKeys, shape.v_dim, mine.rows);
-  *keys.finite = clean<L>(mine.rows, kKeys * padded(shape.v_dim));
-  rows_to_columns<L>(mine.rows, kKeys, shape.v_dim, keys.v, mine.rows + kKeys * padded(shape.v_dim));
+  pack_rows<L>(step.v, step.dtype, batch, kv_head, at, rows, kKeys, shape.v_dim, buffers.rows);
+  *keys.finite = zero_nonfinite<L>(buffers.rows, kKeys * padded(shape.v_dim));
+  rows_to_columns<L>(buffers.rows, kKeys, shape.v_dim, keys.v, buffers.rows + kKeys * padded(shape.v_dim));
 }
 
-// Converts products to scores, and to -inf where a key is not seen.
-template <class L, bool kPlain>
-void score_block(const Problem& step, const Rule<L>& rule, const Rows& rows, const Part& part, typename L::Real* s) {
+// Converts the products S^T to scores in place, with -inf for keys outside a query's interval.
+template <class L, bool kLinear>
+void compute_scores(const Problem& step, const ScoreFunction<L>& score_function, const QueryBlock& rows,
+                    const KeySpan& span, typename L::Real* s) {
   using Vector = typename L::Vector;
   const Vector hidden = L::broadcast(-INFINITY);
   for (int v = 0; v < kQueries; v += L::kWidth) {
     const auto starts = L::load_integers(rows.starts + v), stops = L::load_integers(rows.stops + v);
     const auto places = L::load_integers(rows.places + v);
-    for (int64_t r = part.low; r < part.high; ++r) {
-      const int32_t key = static_cast<int32_t>(part.begin + r);
+    for (int64_t r = span.low; r < span.high; ++r) {
+      const int32_t key = static_cast<int32_t>(span.begin + r);
       typename L::Real* at = s + r * kQueries + v;
       Vector x = L::load(at);
-      if constexpr (!kPlain) {
-        Vector bend;
-        const int32_t index = rule.sloped && key < step.shape.keys ? step.seen.k_indices[key] : 0;
-        x = rule.score(x, rule.sloped ? L::distance(places, index) : L::zero(), bend);
+      if constexpr (!kLinear) {
+        Vector cap_derivative;
+        const int32_t index = score_function.has_slope && key < step.shape.keys ? step.intervals.k_indices[key] : 0;
+        x = score_function.score(x, score_function.has_slope ? L::distance(places, index) : L::zero(), cap_derivative);
       }
-      if (part.masked) x = L::select(L::holds(starts, stops, key), x, hidden);
+      if (span.needs_mask) x = L::select(L::in_interval(starts, stops, key), x, hidden);
       L::store(at, x);
     }
   }
 }
 
-// Rescales O^T to higher maxima, lane by lane.
+// Multiplies O^T by one factor per query.
 template <class L>
-inline void rescale(typename L::Vector factor, int64_t v_dim, typename L::Real* o) {
+inline void rescale_output(typename L::Vector factor, int64_t v_dim, typename L::Real* o) {
   for (int64_t d = 0; d < padded(v_dim); ++d) L::store(o + d * kQueries, L::load(o + d * kQueries) * factor);
 }
 
-// P^T = exp2(factor S^T - highest); updates `highest` and `total`.
+// Online softmax: P^T = exp2(factor S^T - highest). Updates `highest`, `total` and, if rescaled, O^T.
 template <class L, bool kDropout>
-void exponentials(const Forward& step, int64_t batch, int64_t head, const Rows& rows, const Part& part,
-                  typename L::Vector factor, const ForwardScratch<L>& mine, typename L::Real* highest,
-                  typename L::Real* total) {
+void update_softmax(const Forward& step, int64_t batch, int64_t head, const QueryBlock& rows, const KeySpan& span,
+                    typename L::Vector factor, const ForwardScratch<L>& buffers, typename L::Real* highest,
+                    typename L::Real* total) {
   using Vector = typename L::Vector;
-  const Vector nothing = L::broadcast(-INFINITY);
+  const Vector minus_infinity = L::broadcast(-INFINITY);
   for (int v = 0; v < kQueries; v += L::kWidth) {
-    const typename L::Real* s = mine.s + v;
-    Vector tops[2] = {nothing, nothing};
-    for (int64_t r = part.low; r < part.high; r += 2)
-      for (int i = 0; i < 2; ++i) tops[i] = L::max(L::load(s + (r + i) * kQueries), tops[i]);
-    const Vector top = L::max(tops[0], tops[1]) * factor, before = L::load(highest + v);
-    const auto grown = L::greater(top, before + L::broadcast(kSlack));
+    const typename L::Real* s = buffers.s + v;
+    Vector maxima[2] = {minus_infinity, minus_infinity};
+    for (int64_t r = span.low; r < span.high; r += 2)
+      for (int i = 0; i < 2; ++i) maxima[i] = L::max(L::load(s + (r + i) * kQueries), maxima[i]);
+    const Vector block_max = L::max(maxima[0], maxima[1]) * factor, before = L::load(highest + v);
+    const auto needs_rescale = L::greater(block_max, before + L::broadcast(kRescaleThreshold));
     Vector sums[2] = {L::load(total + v), L::zero()}, base = before;
-    if (L::any(grown)) {
-      base = L::select(grown, top, before);
-      const Vector shrink = L::select(grown, L::exp2(before - base), L::broadcast(1));
-      sums[0] = sums[0] * shrink;
-      rescale<L>(shrink, step.shape.v_dim, mine.o + v);
+    if (L::any(needs_rescale)) {
+      base = L::select(needs_rescale, block_max, before);
+      const Vector rescale_factor = L::select(needs_rescale, L::exp2(before - base), L::broadcast(1));
+      sums[0] = sums[0] * rescale_factor;
+      rescale_output<L>(rescale_factor, step.shape.v_dim, buffers.o + v);
       L::store(highest + v, base);
     }
-    base = L::select(L::equal(base, nothing), L::zero(), base);
-    Draw<L> draw(step.scores, batch, head, rows.indices + v);
-    for (int64_t r = part.low; r < part.high; r += 2) {
+    base = L::select(L::equal(base, minus_infinity), L::zero(), base);
+    DropoutFactors<L> dropout(step.scores, batch, head, rows.indices + v);
+    for (int64_t r = span.low; r < span.high; r += 2) {
       Vector p[2];
       for (int i = 0; i < 2; ++i) {
         p[i] = L::exp2(L::fma(L::load(s + (r + i) * kQueries), factor, -base));
         sums[i] = sums[i] + p[i];
         if constexpr (kDropout) {
-          const int64_t key = part.begin + r + i;
-          p[i] = p[i] * draw.factor(key < step.shape.keys ? step.seen.k_indices[key] : 0);
+          const int64_t key = span.begin + r + i;
+          p[i] = p[i] * dropout.factor(key < step.shape.keys ? step.intervals.k_indices[key] : 0);
         }
       }
-      L::store_pairs(mine.p + r * kQueries + v * L::kPair, kQueries, p[0], p[1]);
+      L::store_pairs(buffers.p + r * kQueries + v * L::kPair, kQueries, p[0], p[1]);
     }
     L::store(total + v, sums[0] + sums[1]);
   }
 }
 
-// O^T += V^T P^T for infinities and NaN, which cleaning removed from the block, for the queries that see them.
+// O^T += V^T P^T for the infinities and NaN that zero_nonfinite removed from V, but only for queries whose interval
+// contains their key.
 template <class L>
-void add_special(const Forward& step, int64_t batch, int64_t kv_head, const Rows& rows, const Part& part,
-                 const ForwardScratch<L>& mine) {
-  for (int64_t r = part.low; r < part.high && part.begin + r < step.shape.keys; ++r) {
-    const int64_t key = part.begin + r, in_pair = r % L::kPair;
-    read_row<L>(step.v, step.dtype, batch, kv_head, key, step.shape.v_dim, mine.rows);
+void add_nonfinite(const Forward& step, int64_t batch, int64_t kv_head, const QueryBlock& rows, const KeySpan& span,
+                   const ForwardScratch<L>& buffers) {
+  for (int64_t r = span.low; r < span.high && span.begin + r < step.shape.keys; ++r) {
+    const int64_t key = span.begin + r, in_pair = r % L::kPair;
+    read_row<L>(step.v, step.dtype, batch, kv_head, key, step.shape.v_dim, buffers.rows);
     for (int64_t d = 0; d < step.shape.v_dim; ++d)
-      for (int i = 0; i < kQueries && !is_finite<L>(mine.rows[d]); ++i)
+      for (int i = 0; i < kQueries && !is_finite<L>(buffers.rows[d]); ++i)
         if (rows.starts[i] <= key && key < rows.stops[i])
-          mine.o[d * kQueries + i] +=
-              L::value(mine.rows[d]) * L::value(mine.p[(r - in_pair) * kQueries + i * L::kPair + in_pair]);
+          buffers.o[d * kQueries + i] +=
+              L::value(buffers.rows[d]) * L::value(buffers.p[(r - in_pair) * kQueries + i * L::kPair + in_pair]);
   }
 }
 
@@ -148,18 +153,18 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
   using Real = typename L::Real;
   using Vector = typename L::Vector;
   const Shape& shape = step.shape;
-  const Rows rows(step, block);
-  if (rows.last <= rows.first) return;
-  const ForwardScratch<L> mine(shape, scratch);
-  const Rule<L> rule(step.scores, head);
+  const QueryBlock rows(step, block);
+  if (rows.any_stop <= rows.any_start) return;
+  const ForwardScratch<L> buffers(shape, scratch);
+  const ScoreFunction<L> score_function(step.scores, head);
   const size_t key_bytes = ForwardKeys<L>(shape, nullptr).end();
   const int64_t width = padded(shape.dim);
-  pack_rows<L>(step.q, step.dtype, batch, head, rows.at, rows.count, kQueries, shape.dim, mine.rows);
-  rows_to_lanes<L>(mine.rows, kQueries, shape.dim, mine.q);
+  pack_rows<L>(step.q, step.dtype, batch, head, rows.first_row, rows.count, kQueries, shape.dim, buffers.rows);
+  rows_to_lanes<L>(buffers.rows, kQueries, shape.dim, buffers.q);
 
-  const auto at = [&](const Sum& sum) {
+  const auto at = [&](const AccumulatorView& sum) {
     return static_cast<Real*>(sum.data) + batch * sum.strides.batch + head * sum.strides.head +
-           rows.at * sum.strides.row;
+           rows.first_row * sum.strides.row;
   };
   Real *const state_highest = at(step.highest), *const state_total = at(step.total);
   alignas(64) Real before[kQueries], highest[kQueries], total[kQueries] = {}, keep[kQueries];
@@ -167,33 +172,33 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
     before[i] = i < rows.count ? state_highest[i * step.highest.strides.row] * static_cast<Real>(kLog2E)
                                : static_cast<Real>(-INFINITY);
   std::memcpy(highest, before, sizeof highest);
-  std::memset(mine.o, 0, padded(shape.v_dim) * kQueries * sizeof(Real));
+  std::memset(buffers.o, 0, padded(shape.v_dim) * kQueries * sizeof(Real));
 
-  for (int64_t j = rows.first / kKeys; j * kKeys < rows.last; ++j) {
-    const Part part(rows, j, shape.keys);
-    if (!part.any) continue;
+  for (int64_t j = rows.any_start / kKeys; j * kKeys < rows.any_stop; ++j) {
+    const KeySpan span(rows, j, shape.keys);
+    if (!span.is_used) continue;
     const ForwardKeys<L> keys(shape, key_blocks + j * key_bytes);
-    multiply<L, false>(keys.k + part.low * width, width, part.high - part.low, mine.q, kQueries * L::kPair, kQueries,
-                       width / L::kPair, mine.s + part.low * kQueries, kQueries);
-    if (!rule.plain) {
-      score_block<L, false>(step, rule, rows, part, mine.s);
-    } else if (part.masked) {
-      score_block<L, true>(step, rule, rows, part, mine.s);
+    multiply<L, false>(keys.k + span.low * width, width, span.high - span.low, buffers.q, kQueries * L::kPair, kQueries,
+                       width / L::kPair, buffers.s + span.low * kQueries, kQueries);
+    if (!score_function.is_linear) {
+      compute_scores<L, false>(step, score_function, rows, span, buffers.s);
+    } else if (span.needs_mask) {
+      compute_scores<L, true>(step, score_function, rows, span, buffers.s);
     }
-    const Vector factor = rule.plain ? rule.factor : L::broadcast(1);
+    const Vector factor = score_function.is_linear ? score_function.factor : L::broadcast(1);
     if (step.scores.dropout) {
-      exponentials<L, true>(step, batch, head, rows, part, factor, mine, highest, total);
+      update_softmax<L, true>(step, batch, head, rows, span, factor, buffers, highest, total);
     } else {
-      exponentials<L, false>(step, batch, head, rows, part, factor, mine, highest, total);
+      update_softmax<L, false>(step, batch, head, rows, span, factor, buffers, highest, total);
     }
-    multiply<L, true>(keys.v + part.low, kKeys, padded(shape.v_dim), mine.p + part.low * kQueries, kQueries * L::kPair,
-                      kQueries, (part.high - part.low) / L::kPair, mine.o, kQueries);
-    if (!*keys.finite) add_special<L>(step, batch, head / (shape.heads / shape.kv_heads), rows, part, mine);
+    multiply<L, true>(keys.v + span.low, kKeys, padded(shape.v_dim), buffers.p + span.low * kQueries,
+                      kQueries * L::kPair, kQueries, (span.high - span.low) / L::kPair, buffers.o, kQueries);
+    if (!*keys.finite) add_nonfinite<L>(step, batch, head / (shape.heads / shape.kv_heads), rows, span, buffers);
   }
 
   for (int v = 0; v < kQueries; v += L::kWidth) {
-    const Vector top = L::load(highest + v), nothing = L::broadcast(-INFINITY);
-    const Vector base = L::select(L::equal(top, nothing), L::zero(), top);
+    const Vector block_max = L::load(highest + v), minus_infinity = L::broadcast(-INFINITY);
+    const Vector base = L::select(L::equal(block_max, minus_infinity), L::zero(), block_max);
     L::store(keep + v, L::exp2(L::load(before + v) - base));
   }
   Real* to[kQueries] = {};
@@ -201,11 +206,11 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
     if (rows.starts[i] >= rows.stops[i]) continue;
     Real& sum = state_total[i * step.total.strides.row];
     sum = sum * keep[i] + total[i];
-    // A maximum that has not grown keeps all its bits.
+    // Write only maxima that have grown: multiplying by log2(e) and back by ln 2 would change the last bits of others.
     if (highest[i] != before[i]) state_highest[i * step.highest.strides.row] = highest[i] * static_cast<Real>(kLn2);
     to[i] = at(step.weighted) + i * step.weighted.strides.row;
   }
-  add_columns<L>(mine.o, shape.v_dim, keep, Real(1), to);
+  add_columns<L>(buffers.o, shape.v_dim, keep, Real(1), to);
 }
 
 }  // namespace

@@ -10,11 +10,11 @@ namespace fused_tp::attention {
 
 #if FUSED_TP_X86
 
-const Kernels& kernels_for(DType dtype, const char* isa) {
-  static const Isa usual = isa_here();
-  const Isa asked = isa == nullptr || *isa == '\0' ? usual : isa_here(isa);
-  if (asked >= Isa::kAvx512) return kernels_avx512(dtype, asked == Isa::kAvx512Bf16);
-  return asked == Isa::kAvx2 ? kernels_avx2(dtype) : kernels_plain(dtype);
+const Kernels& select_kernels(DType dtype, const char* isa) {
+  static const Isa default_isa = detect_isa();
+  const Isa selected = isa == nullptr || *isa == '\0' ? default_isa : detect_isa(isa);
+  if (selected >= Isa::kAvx512) return kernels_avx512(dtype, selected == Isa::kAvx512Bf16);
+  return selected == Isa::kAvx2 ? kernels_avx2(dtype) : kernels_plain(dtype);
 }
 
 bool has_matrix_tiles() {
@@ -25,7 +25,7 @@ bool has_matrix_tiles() {
 
 #else
 
-const Kernels& kernels_for(DType dtype, const char*) { return kernels_plain(dtype); }
+const Kernels& select_kernels(DType dtype, const char*) { return kernels_plain(dtype); }
 
 bool has_matrix_tiles() { return false; }
 

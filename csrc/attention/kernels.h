@@ -1,6 +1,6 @@
-// Kernels for blocks of queries and keys: one table of functions per instruction set and kind of operands.
+// Kernels for blocks of queries and keys: one table of functions per instruction set and operand type.
 //
-// The data format of a block is private to a table; callers provide the memory, aligned to kAlignment.
+// Each table has its own format for packed blocks. Callers only provide the memory, aligned to kAlignment.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 
 namespace fused_tp::attention {
 
-constexpr int kQueries = 48;  // per block: lanes
-constexpr int kKeys = 64;     // per block
+constexpr int kQueries = 48;  // queries per block: a multiple of the lanes of every instruction set
+constexpr int kKeys = 64;     // keys per block
 constexpr size_t kAlignment = 64;
 
-// Bytes of a block, and of a thread's scratch, for problems of one shape.
+// Bytes of a packed block of keys or queries, and of one thread's scratch memory, for problems of one shape.
 struct Sizes {
   size_t key_block, query_block, scratch;
 };
@@ -26,7 +26,7 @@ struct Kernels {
 
   void (*pack_keys_forward)(const Forward& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
                             char* scratch);
-  // Folds all keys into the state of one block of queries.
+  // Updates the softmax state of one block of queries with all keys.
   void (*forward_block)(const Forward& step, int64_t batch, int64_t head, int64_t block, char* key_blocks,
                         char* scratch);
 
@@ -34,21 +34,23 @@ struct Kernels {
                              char* scratch);
   void (*pack_queries)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block,
                        char* scratch);
-  // Zeroes the sums of one block of keys, which are kept in `scratch`.
-  void (*begin_keys)(const Shape& shape, char* scratch);
-  // Adds the terms of one block of queries to these sums, and the terms of these keys to the dq of the queries.
+  // Zeroes dk, dv and the slope gradient of one block of keys in `scratch`.
+  void (*zero_dk_dv)(const Shape& shape, char* scratch);
+  // Backward of one block of queries and one block of keys: adds to dk, dv and the slope gradient in `scratch`, and to
+  // dq in `query_block`.
   void (*backward_pair)(const Backward& step, int64_t batch, int64_t head, int64_t block, const char* key_block,
                         char* query_block, char* scratch);
-  // Adds the sums to dk and dv, and returns their term of d_slopes[head].
-  double (*add_keys)(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch);
-  void (*add_queries)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block);
+  // Adds dk and dv in `scratch` to the caller's tensors. Returns the slope gradient, a term of d_slopes[head].
+  double (*add_dk_dv)(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch);
+  // Adds dq in `query_block` to the caller's tensor.
+  void (*add_dq)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block);
 };
 
-// The best table for this dtype that this CPU can run. `isa`, or FUSED_TP_ISA if that is empty, selects a lesser one
-// (see isa.h).
-const Kernels& kernels_for(DType dtype, const char* isa);
+// Returns the fastest table for this dtype that this CPU supports. `isa` (if empty: FUSED_TP_ISA) limits the
+// instruction set; see isa.h.
+const Kernels& select_kernels(DType dtype, const char* isa);
 
-// True if the CPU has instructions for matrix tiles, which these kernels do not use.
+// True if the CPU has AMX for bf16 (matrix tiles). These kernels do not use it.
 bool has_matrix_tiles();
 
 const Kernels& kernels_plain(DType dtype);

@@ -1,6 +1,7 @@
-// Sixteen fp32 or eight fp64 lanes, AVX-512 F/BW/VL/DQ; products of bf16 with AVX512_BF16.
+// Attention kernels for AVX-512 F/BW/VL/DQ: vectors of sixteen fp32 or eight fp64 lanes. With AVX512_BF16, bf16 inputs
+// are multiplied without conversion to fp32.
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
+// GCC 12 warns about uninitialized vectors in its own AVX-512 header.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -16,14 +17,14 @@ struct Avx512Lanes : GenericLanes<float, 64> {
   static constexpr int kRows = 8;
   static Vector broadcast(float x) { return _mm512_set1_ps(x); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
-  static Vector product(Vector a, Vector b, Vector c) { return fma(a, b, c); }
+  static Vector multiply_add(Vector a, Vector b, Vector c) { return fma(a, b, c); }
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
   static Vector select(Mask mask, Vector a, Vector b) { return _mm512_mask_mov_ps(b, mask, a); }
   static Mask greater(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
   static Mask equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static bool any(Mask mask) { return mask != 0; }
   static Integers load_integers(const int32_t* p) { return (Integers)_mm512_loadu_si512(p); }
-  static Mask holds(Integers starts, Integers stops, int32_t k) {
+  static Mask in_interval(Integers starts, Integers stops, int32_t k) {
     const __m512i at = _mm512_set1_epi32(k);
     return _mm512_mask_cmpgt_epi32_mask(_mm512_cmple_epi32_mask((__m512i)starts, at), (__m512i)stops, at);
   }
@@ -32,22 +33,22 @@ struct Avx512Lanes : GenericLanes<float, 64> {
   }
   static float sum(Vector v) { return _mm512_reduce_add_ps(v); }
   static Vector exp2(Vector x) {
-    const Vector y = _mm512_max_ps(_mm512_set1_ps(-200), x);  // the second operand if one is NaN
+    const Vector y = _mm512_max_ps(_mm512_set1_ps(-200), x);  // returns x if x is NaN: the second operand
     const Vector whole = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return _mm512_scalef_ps(exp2_fraction<Avx512Lanes>(y - whole), whole);
   }
   static Vector tanh(Vector x) { return tanh_single<Avx512Lanes>(x); }
-  static void products(Integers a, uint32_t b, Integers& high, Integers& low) {
+  static void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& low) {
     const __m512i factor = _mm512_set1_epi32(static_cast<int>(b));
     const __m512i even = _mm512_mul_epu32((__m512i)a, factor);
     const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
     low = (Integers)_mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
     high = (Integers)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
   }
-  // Interleaves rows pair by pair, then four by four, then in fours of 128 bits.
+  // Transposes 16 x 16: interleaves 32-bit elements, then 64-bit elements, then 128-bit lanes.
   static constexpr bool kTransposes = true;
   static void transpose(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
-    __m512i pairs[16], fours[16];
+    __m512i pairs[16], quads[16];
     for (int i = 0; i < 16; i += 2) {
       const __m512i a = _mm512_loadu_si512(from + i * from_stride),
                     b = _mm512_loadu_si512(from + (i + 1) * from_stride);
@@ -56,14 +57,14 @@ struct Avx512Lanes : GenericLanes<float, 64> {
     }
     for (int i = 0; i < 16; i += 4)
       for (int half = 0; half < 2; ++half) {
-        fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + 2 + half]);
-        fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + 2 + half]);
+        quads[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + 2 + half]);
+        quads[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + 2 + half]);
       }
     for (int j = 0; j < 4; ++j) {
-      const __m512i a = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
-      const __m512i b = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
-      const __m512i c = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
-      const __m512i d = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+      const __m512i a = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x88);
+      const __m512i b = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xdd);
+      const __m512i c = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x88);
+      const __m512i d = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xdd);
       _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(a, c, 0x88));
       _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(b, d, 0x88));
       _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(a, c, 0xdd));
@@ -75,7 +76,7 @@ struct Avx512Lanes : GenericLanes<float, 64> {
   }
 };
 
-// bf16 operands: two products and both sums, in fp32, per lane and step.
+// bf16 operands: each dpbf16 multiplies two pairs per lane and adds both products to an fp32 lane.
 struct Bf16Lanes : Avx512Lanes {
   using Operand = uint16_t;
   using Operands = __m512i;
@@ -86,7 +87,7 @@ struct Bf16Lanes : Avx512Lanes {
     std::memcpy(&pair, p, sizeof pair);
     return _mm512_set1_epi32(pair);
   }
-  static Vector product(Operands a, Operands b, Vector c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+  static Vector multiply_add(Operands a, Operands b, Vector c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
   static float value(Operand x) { return bf16_to_f32(x); }
   static void store_rows(Operand* row0, Operand* row1, Vector a, Vector b) {
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
@@ -103,11 +104,11 @@ struct Bf16Lanes : Avx512Lanes {
 }  // namespace
 
 const Kernels& kernels_avx512(DType dtype, bool bf16_products) {
-  static constexpr Kernels single = make_kernels<Avx512Lanes>("avx512");
-  static constexpr Kernels twice = make_kernels<GenericLanes<double, 64>>("avx512");
-  static constexpr Kernels pairs = make_kernels<Bf16Lanes>("avx512_bf16");
-  if (dtype == DType::kBF16 && bf16_products) return pairs;
-  return dtype == DType::kF64 ? twice : single;
+  static constexpr Kernels fp32 = make_kernels<Avx512Lanes>("avx512");
+  static constexpr Kernels fp64 = make_kernels<GenericLanes<double, 64>>("avx512");
+  static constexpr Kernels bf16 = make_kernels<Bf16Lanes>("avx512_bf16");
+  if (dtype == DType::kBF16 && bf16_products) return bf16;
+  return dtype == DType::kF64 ? fp64 : fp32;
 }
 
 }  // namespace fused_tp::attention

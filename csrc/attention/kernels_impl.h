@@ -1,4 +1,4 @@
-// Table of kernels for one kind of lanes.
+// make_kernels<L>: the table of kernels for one Lanes type (see lanes.h).
 #pragma once
 
 #include "attention/backward_impl.h"
@@ -9,7 +9,8 @@ namespace {
 
 template <class L>
 constexpr Kernels make_kernels(const char* isa) {
-  static_assert(kQueries % L::kWidth == 0 && kPadding % L::kWidth == 0 && 8 % L::kRows == 0, "blocks are whole tiles");
+  static_assert(kQueries % L::kWidth == 0 && kPadding % L::kWidth == 0 && 8 % L::kRows == 0,
+                "block sizes must be multiples of the register tile");
   return Kernels{isa,
                  forward_sizes<L>,
                  backward_sizes<L>,
@@ -17,10 +18,10 @@ constexpr Kernels make_kernels(const char* isa) {
                  forward_block<L>,
                  pack_keys_backward<L>,
                  pack_queries<L>,
-                 begin_keys<L>,
+                 zero_dk_dv<L>,
                  backward_pair<L>,
-                 add_keys<L>,
-                 add_queries<L>};
+                 add_dk_dv<L>,
+                 add_dq<L>};
 }
 
 }  // namespace

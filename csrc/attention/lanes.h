@@ -1,8 +1,8 @@
-// Vectors of fp32 or fp64 as the compiler's own vector types, for any CPU. Instruction sets override the operations
-// that they do better.
+// GenericLanes: SIMD vectors of fp32 or fp64 by the compiler's vector extensions, for any CPU. The Lanes types of
+// kernels_<isa>.cpp derive from it and override operations that the instruction set does faster.
 //
-// A `Lanes` type also configures matrix products: `Operand` is the element type of their inputs, kPair the number of
-// inputs that one multiply-add consumes per lane; the other constants are the rows and vectors of the register tile.
+// A Lanes type also configures matrix products (product.h): Operand is the element type of the inputs, kPair the number
+// of products that one multiply-add sums per lane, and kRows x kVectors the register tile.
 #pragma once
 
 #include <cmath>
@@ -22,7 +22,7 @@ inline typename L::Vector horner(typename L::Vector x, double highest, Rest... r
   return sum;
 }
 
-// 2^x on [-1/2, 1/2]. fp32: 1 + x P(x) of least largest relative error, which is 9e-8. fp64: the series.
+// 2^x on [-1/2, 1/2]. fp32: minimax polynomial 1 + x P(x), relative error at most 9e-8. fp64: Taylor series.
 template <class L>
 inline typename L::Vector exp2_fraction(typename L::Vector x) {
   if constexpr (sizeof(typename L::Real) == 4) {
@@ -36,7 +36,7 @@ inline typename L::Vector exp2_fraction(typename L::Vector x) {
   }
 }
 
-// tanh(x) = x + x^3 P(x^2) below 0.6 (largest relative error 3e-9), else 1 - 2 / (e^2x + 1); fp32.
+// tanh(x) in fp32: x + x^3 P(x^2) below 0.6 (relative error at most 3e-9), else 1 - 2 / (e^2x + 1).
 template <class L>
 inline typename L::Vector tanh_single(typename L::Vector x) {
   using Vector = typename L::Vector;
@@ -45,7 +45,7 @@ inline typename L::Vector tanh_single(typename L::Vector x) {
                               horner<L>(square, -0.005905867423758888, 0.020805383843692706, -0.053786683385498496,
                                         0.13331958241007352, -0.3333329927202725),
                               x);
-  // From 20 on tanh is 1 to all digits; a NaN is kept.
+  // tanh rounds to 1 from 20 on, so larger values need not overflow exp2. The comparison is false for NaN, which stays.
   const Vector bounded = L::select(L::greater(magnitude, L::broadcast(20)), L::broadcast(20), magnitude);
   const Vector power = L::exp2(bounded * L::broadcast(2.8853900817779268f));
   const Vector outer = L::broadcast(1) - L::broadcast(2) / (power + L::broadcast(1));
@@ -65,9 +65,10 @@ struct GenericLanes {
   typedef Real Vector __attribute__((vector_size(kBytes)));
   typedef Integer Integers __attribute__((vector_size(kBytes)));
   using Mask = Integers;
-  using Operands = Vector;  // operands of all lanes in one step
+  using Operands = Vector;  // the kPair operands of every lane
 
-  static Vector broadcast(Real x) { return x - Vector{}; }  // not 0 + x, an addition that remains: it turns -0 into 0
+  // Not x + Vector{}: compilers remove x - 0, but not x + 0, because it turns -0 into 0.
+  static Vector broadcast(Real x) { return x - Vector{}; }
   static Vector zero() { return Vector{}; }
   static Vector load(const Real* p) {
     Vector v{};
@@ -81,7 +82,7 @@ struct GenericLanes {
     return v;
   }
   static Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
-  // b if one of them is NaN
+  // Returns b if a or b is NaN.
   static Vector max(Vector a, Vector b) { return a > b ? a : b; }
   static Vector select(Mask mask, Vector a, Vector b) { return mask ? a : b; }
   static Mask greater(Vector a, Vector b) { return a > b; }
@@ -91,8 +92,8 @@ struct GenericLanes {
     for (int i = 0; i < kWidth; ++i) found |= mask[i] != 0;
     return found;
   }
-  // starts <= k < stops
-  static Mask holds(Integers starts, Integers stops, int32_t k) {
+  // Lanes with starts <= k < stops.
+  static Mask in_interval(Integers starts, Integers stops, int32_t k) {
     const Integers at = Integers{} + k;
     return (starts <= at) & (stops > at);
   }
@@ -106,21 +107,21 @@ struct GenericLanes {
     return total;
   }
 
-  // 2^x, to about an ulp; 0 below the normal numbers. x must be below the largest exponent.
+  // 2^x with an error of about one ulp; 0 if the result is subnormal. x must be below 127 (fp64: 1023).
   static Vector exp2(Vector x) {
     constexpr bool kSingle = sizeof(Real) == 4;
     constexpr Real kLowest = kSingle ? -126 : -1022, kHighest = kSingle ? 127 : 1023;
-    const Mask under = x < broadcast(kLowest);
-    Vector y = under ? broadcast(kLowest) : x;
+    const Mask underflow = x < broadcast(kLowest);
+    Vector y = underflow ? broadcast(kLowest) : x;
     y = y > kHighest ? broadcast(kHighest) : y;
-    // Adding 1.5 * 2^(bits of the mantissa) rounds to an integer, which the low bits then hold.
+    // Adding 1.5 * 2^(mantissa bits) rounds y to an integer, which is then in the low bits of the mantissa.
     const Vector magic = broadcast(kSingle ? Real(12582912.0) : Real(6755399441055744.0));
     const Vector shifted = y + magic;
     const Vector fraction = y - (shifted - magic);
-    const Integers whole = (Integers)shifted - (Integers)magic;
-    const Vector power = (Vector)((whole + (kSingle ? 127 : 1023)) << (kSingle ? 23 : 52));
+    const Integers rounded = (Integers)shifted - (Integers)magic;
+    const Vector power = (Vector)((rounded + (kSingle ? 127 : 1023)) << (kSingle ? 23 : 52));
     const Vector result = exp2_fraction<GenericLanes>(fraction) * power;
-    return under ? Vector{} : result;
+    return underflow ? Vector{} : result;
   }
 
   static Vector tanh(Vector x) {
@@ -133,15 +134,15 @@ struct GenericLanes {
     }
   }
 
-  // One lane of Philox at a time: high and low words of the products with a constant.
-  static void products(Integers a, uint32_t b, Integers& high, Integers& low) {
+  // High and low 32 bits of the products of 32-bit lanes with a constant, for Philox.
+  static void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& low) {
     for (int i = 0; i < kWidth; ++i) {
       const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(a[i])) * b;
       high[i] = static_cast<Integer>(product >> 32);
       low[i] = static_cast<Integer>(product & 0xffffffffu);
     }
   }
-  // Lanes whose 32 bits, unsigned, are at least `threshold`.
+  // Lanes whose low 32 bits, as an unsigned number, are at least `threshold`.
   static Mask at_least(Integers bits, uint32_t threshold) {
     Mask mask{};
     for (int i = 0; i < kWidth; ++i) mask[i] = static_cast<uint32_t>(bits[i]) >= threshold ? -1 : 0;
@@ -150,12 +151,12 @@ struct GenericLanes {
 
   static Vector load_operand(const Operand* p) { return load(p); }
   static Vector broadcast_operand(const Operand* p) { return broadcast(*p); }
-  static Vector product(Vector a, Vector b, Vector c) { return fma(a, b, c); }
+  static Vector multiply_add(Vector a, Vector b, Vector c) { return fma(a, b, c); }
   static Real value(Operand x) { return x; }
-  // to[j][i] = from[i][j] for a square of 16 elements of 4 bytes a side; strides in elements.
+  // If kTransposes: to[j][i] = from[i][j] for a 16 x 16 square of 4-byte elements; strides in elements.
   static constexpr bool kTransposes = false;
   static void transpose(const uint32_t*, int64_t, uint32_t*, int64_t) {}
-  // Store vectors a and b of rows 0 and 1: each to its row, or with the elements of both rows interleaved by kPair.
+  // Store vector a of row 0 and vector b of row 1. store_rows: in separate rows. store_pairs: as B in product.h.
   static void store_rows(Operand* row0, Operand* row1, Vector a, Vector b) {
     store(row0, a);
     store(row1, b);

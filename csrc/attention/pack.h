@@ -1,11 +1,11 @@
-// Blocks of rows in the layouts that products read, in the type of their operands.
+// Packing of blocks of rows into the layouts that `multiply` (product.h) reads, converted to L::Operand.
 //
-//   rows     [row][dim]                    A of a product along dim
-//   columns  [dim][row]                    A of a product along rows
-//   lanes    [dim / kPair][row][kPair]     B of a product along dim; lanes are rows
-//   pairs    [row / kPair][dim][kPair]     B of a product along rows; lanes are dims
+//   rows     [row][dim]                    operand A; the product sums over dim
+//   columns  [dim][row]                    operand A; the product sums over rows
+//   lanes    [dim / kPair][row][kPair]     operand B; the product sums over dim, its lanes are rows
+//   pairs    [row / kPair][dim][kPair]     operand B; the product sums over rows, its lanes are dims
 //
-// Dims are padded with zeros to a multiple of kPadding, rows to the size of a block.
+// Zeros pad dim to a multiple of kPadding, and rows to the size of a block.
 #pragma once
 
 #include <cstdint>
@@ -26,10 +26,11 @@ constexpr int64_t padded(int64_t dim) { return (dim + kPadding - 1) / kPadding *
 template <class L>
 inline void convert_row(const void* source, DType dtype, int64_t dim, typename L::Operand* row) {
   using Operand = typename L::Operand;
-  if constexpr (L::kPair == 2) {  // bf16 operands, of bf16 tensors only
+  if constexpr (L::kPair == 2) {  // bf16 operands are used for bf16 tensors only
     const auto* half = static_cast<const uint16_t*>(source);
     int64_t d = 0;
-    for (; d + kPadding <= dim; d += kPadding) std::memcpy(row + d, half + d, kPadding * sizeof(*row));  // no call
+    for (; d + kPadding <= dim; d += kPadding)
+      std::memcpy(row + d, half + d, kPadding * sizeof(*row));  // constant size: inlined
     if (d < dim) std::memcpy(row + d, half + d, (dim - d) * sizeof(*row));
   } else {
     const auto* half = static_cast<const uint16_t*>(source);
@@ -52,11 +53,12 @@ inline bool is_finite(typename L::Operand x) {
   }
 }
 
-// Replaces infinities and NaN by 0; true if there were none. Products along rows use cleaned values, since 0 times an
-// unseen value must be 0; infinities and NaN that are seen are added separately.
+// Replaces infinities and NaN by 0; returns true if there were none. A product that sums over rows includes rows
+// outside a query's interval, with probability 0, and 0 times infinity would be NaN. The infinities and NaN inside the
+// interval are added afterwards (add_nonfinite).
 template <class L>
-inline bool clean(typename L::Operand* values, int64_t count) {
-  // As wide as the values, else compilers do not vectorise the loop.
+inline bool zero_nonfinite(typename L::Operand* values, int64_t count) {
+  // The flag is as wide as the values; otherwise compilers do not vectorise the loop.
   using Flag =
       std::conditional_t<sizeof(*values) == 2, uint16_t, std::conditional_t<sizeof(*values) == 4, uint32_t, uint64_t>>;
   Flag found = 0;
@@ -66,35 +68,34 @@ inline bool clean(typename L::Operand* values, int64_t count) {
   return found == 0;
 }
 
-inline const char* row_of(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t row) {
+inline const char* row_address(const InputView& source, DType dtype, int64_t batch, int64_t head, int64_t row) {
   const Strides& strides = source.strides;
   const int64_t at = batch * strides.batch + head * strides.head + row * strides.row;
   return static_cast<const char*>(source.data) + at * static_cast<int64_t>(element_size(dtype));
 }
 
-// Reads row `row` of a tensor.
 template <class L>
-inline void read_row(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t row, int64_t dim,
+inline void read_row(const InputView& source, DType dtype, int64_t batch, int64_t head, int64_t row, int64_t dim,
                      typename L::Operand* packed) {
-  convert_row<L>(row_of(source, dtype, batch, head, row), dtype, dim, packed);
+  convert_row<L>(row_address(source, dtype, batch, head, row), dtype, dim, packed);
 }
 
-// Rows of a head are far apart: the hardware does not predict the next one.
-constexpr int64_t kRowsAhead = 12, kLine = 64;
+// Rows of one head are far apart in memory, so the hardware prefetcher does not fetch the next ones.
+constexpr int64_t kPrefetchRows = 12, kCacheLine = 64;
 
 inline void prefetch(const void* memory, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(memory) + i);
+  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(static_cast<const char*>(memory) + i);
 }
 
-// Packs [rows][dim] of a tensor, from row `first` on, as [block_rows][padded(dim)].
+// Packs rows [first, first + rows) of one head as [block_rows][padded(dim)].
 template <class L>
-inline void pack_rows(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
+inline void pack_rows(const InputView& source, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
                       int64_t block_rows, int64_t dim, typename L::Operand* packed) {
   const int64_t width = padded(dim);
   for (int64_t r = 0; r < rows; ++r) {
     typename L::Operand* row = packed + r * width;
-    if (r + kRowsAhead < rows)
-      prefetch(row_of(source, dtype, batch, head, first + r + kRowsAhead),
+    if (r + kPrefetchRows < rows)
+      prefetch(row_address(source, dtype, batch, head, first + r + kPrefetchRows),
                dim * static_cast<int64_t>(element_size(dtype)));
     read_row<L>(source, dtype, batch, head, first + r, dim, row);
     std::memset(row + dim, 0, (width - dim) * sizeof(*row));
@@ -102,9 +103,9 @@ inline void pack_rows(const Source& source, DType dtype, int64_t batch, int64_t 
   std::memset(packed + rows * width, 0, (block_rows - rows) * width * sizeof(*packed));
 }
 
-constexpr int64_t kSquare = 16;
+constexpr int64_t kSquare = 16;  // side of a square that is transposed in registers
 
-// to[j][i] = from[i][j] for i < 16 and j < columns.
+// to[j][i] = from[i][j] for i < kSquare and j < columns.
 template <class L, typename T>
 inline void transpose_rows(const T* from, int64_t from_stride, int64_t columns, T* to, int64_t to_stride) {
   int64_t j = 0;
@@ -116,13 +117,15 @@ inline void transpose_rows(const T* from, int64_t from_stride, int64_t columns, 
     for (int64_t i = 0; i < kSquare; ++i) to[j * to_stride + i] = from[i * from_stride + j];
 }
 
-// to[j][i] = from[i][j], in squares that stay in registers or the first cache; `rows` is a multiple of their side.
+// to[j][i] = from[i][j], square by square, so that each stays in registers or the L1 cache. `rows` is a multiple of
+// kSquare.
 template <class L, typename T>
 inline void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
   for (int64_t i = 0; i < rows; i += kSquare) transpose_rows<L>(from + i * columns, columns, columns, to + i, rows);
 }
 
-// Adds columns [dim][kQueries] to rows of the caller: row = keep row + factor column, for those with a pointer.
+// Adds columns [dim][kQueries] to rows of the caller's tensor: row[i] = keep[i] * row[i] + factor * column[i]. Rows
+// whose pointer is null are skipped.
 template <class L>
 inline void add_columns(const typename L::Real* columns, int64_t dim, const typename L::Real* keep,
                         typename L::Real factor, typename L::Real* const* rows) {
@@ -148,23 +151,23 @@ inline void add_columns(const typename L::Real* columns, int64_t dim, const type
     }
 }
 
-// Elements of one lane in one step of a product, as one number.
+// The kPair operands that one multiply-add consumes per lane, as one integer or float, so that they move together.
 template <class L>
-using Step = std::conditional_t<L::kPair == 2, uint32_t, typename L::Operand>;
+using LaneStep = std::conditional_t<L::kPair == 2, uint32_t, typename L::Operand>;
 
 template <class L>
-inline const Step<L>* steps(const typename L::Operand* p) {
-  return reinterpret_cast<const Step<L>*>(p);
+inline const LaneStep<L>* as_lane_steps(const typename L::Operand* p) {
+  return reinterpret_cast<const LaneStep<L>*>(p);
 }
 template <class L>
-inline Step<L>* steps(typename L::Operand* p) {
-  return reinterpret_cast<Step<L>*>(p);
+inline LaneStep<L>* as_lane_steps(typename L::Operand* p) {
+  return reinterpret_cast<LaneStep<L>*>(p);
 }
 
 template <class L>
 inline void rows_to_lanes(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
                           typename L::Operand* lanes) {
-  transpose<L>(steps<L>(rows), block_rows, padded(dim) / L::kPair, steps<L>(lanes));
+  transpose<L>(as_lane_steps<L>(rows), block_rows, padded(dim) / L::kPair, as_lane_steps<L>(lanes));
 }
 
 template <class L>
@@ -182,21 +185,22 @@ inline void rows_to_pairs(const typename L::Operand* rows, int64_t block_rows, i
   }
 }
 
-// Converts rows to pairs in `room`, and these to columns.
+// Converts rows to columns, by way of pairs in `pairs`: [block_rows * padded(dim)] operands.
 template <class L>
 inline void rows_to_columns(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
-                            typename L::Operand* columns, typename L::Operand* room) {
-  rows_to_pairs<L>(rows, block_rows, dim, room);
-  transpose<L>(steps<L>(room), block_rows / L::kPair, padded(dim), steps<L>(columns));
+                            typename L::Operand* columns, typename L::Operand* pairs) {
+  rows_to_pairs<L>(rows, block_rows, dim, pairs);
+  transpose<L>(as_lane_steps<L>(pairs), block_rows / L::kPair, padded(dim), as_lane_steps<L>(columns));
 }
 
-// Memory of a block or a thread: members of derived classes take aligned pieces of it in order of declaration.
+// Divides the memory of a block, or a thread's scratch memory. Members of derived classes take consecutive 64-byte
+// aligned parts in their initializers, in order of declaration. With null memory, end() is the size.
 template <class L>
-class Layout {
+class MemoryLayout {
  public:
   using Real = typename L::Real;
   using Operand = typename L::Operand;
-  Layout(const Shape& shape, char* memory)
+  MemoryLayout(const Shape& shape, char* memory)
       : dim(padded(shape.dim)), v_dim(padded(shape.v_dim)), next_(reinterpret_cast<uintptr_t>(memory)) {}
   uintptr_t end() const { return next_; }
 
@@ -207,16 +211,17 @@ class Layout {
     next_ += (count * sizeof(T) + 63) / 64 * 64;
     return reinterpret_cast<T*>(at);
   }
-  Real* reals(int64_t count) { return take<Real>(count); }
-  Operand* operands(int64_t count) { return take<Operand>(count); }
-  // Operands computed elementwise from `reals` [kKeys][kQueries]: in their place, if they have the same type.
-  Operand* in_place_of(Real* reals) {
+  Real* take_reals(int64_t count) { return take<Real>(count); }
+  Operand* take_operands(int64_t count) { return take<Operand>(count); }
+  // Memory for operands that are computed elementwise from `reals` [kKeys][kQueries]: `reals` itself if the types are
+  // equal.
+  Operand* alias_or_take(Real* reals) {
     if constexpr (std::is_same_v<Operand, Real>) return reals;
-    return operands(kKeys * kQueries);
+    return take_operands(kKeys * kQueries);
   }
   int64_t widest() const { return dim > v_dim ? dim : v_dim; }
 
-  const int64_t dim, v_dim;  // padded
+  const int64_t dim, v_dim;  // padded to a multiple of kPadding
 
  private:
   uintptr_t next_;

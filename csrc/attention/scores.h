@@ -1,6 +1,6 @@
-// Scores of a block of queries and a block of keys, before and after the exponential, lane by lane.
+// Scores of a block of queries and a block of keys, and their dropout.
 //
-// Scores are in units of ln 2 here: log2(e) * score, whose powers of two are the probabilities.
+// All scores here are multiplied by log2(e), so that exp2 instead of exp yields the probabilities.
 #pragma once
 
 #include <cstdint>
@@ -13,146 +13,150 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
-// The queries of a block; padding sees nothing.
-struct Rows {
+// A block of queries: their intervals of keys and their positions. Padding queries have empty intervals.
+struct QueryBlock {
   alignas(64) int32_t starts[kQueries], stops[kQueries], places[kQueries], indices[kQueries];
-  int32_t count;
-  int32_t first, last;          // keys that any of these queries sees
-  int32_t all_first, all_last;  // keys that all of them see; none if last <= first
-  int64_t at;                   // row of the first of these queries
+  int32_t count;                    // without padding
+  int32_t any_start, any_stop;      // smallest interval that contains all intervals of these queries
+  int32_t every_start, every_stop;  // keys in the intervals of all of these queries; empty if stop <= start
+  int64_t first_row;                // row of the first query
 
-  Rows(const Problem& step, int64_t block) : at(block * kQueries) {
-    const int64_t left = step.shape.rows - at;
-    count = static_cast<int32_t>(left < kQueries ? left : kQueries);
+  QueryBlock(const Problem& step, int64_t block) : first_row(block * kQueries) {
+    const int64_t remaining = step.shape.rows - first_row;
+    count = static_cast<int32_t>(remaining < kQueries ? remaining : kQueries);
     for (int i = 0; i < kQueries; ++i) {
-      const bool real = i < count;
-      starts[i] = real ? step.seen.starts[at + i] : 0;
-      stops[i] = real ? step.seen.stops[at + i] : 0;
-      places[i] = real && step.seen.places != nullptr ? step.seen.places[at + i] : 0;
-      indices[i] = real && step.seen.q_indices != nullptr ? step.seen.q_indices[at + i] : 0;
+      const bool exists = i < count;
+      starts[i] = exists ? step.intervals.starts[first_row + i] : 0;
+      stops[i] = exists ? step.intervals.stops[first_row + i] : 0;
+      places[i] = exists && step.intervals.places != nullptr ? step.intervals.places[first_row + i] : 0;
+      indices[i] = exists && step.intervals.q_indices != nullptr ? step.intervals.q_indices[first_row + i] : 0;
     }
-    measure();
+    update_bounds();
   }
 
-  // Excludes a query.
-  void blind(int i) { starts[i] = stops[i] = 0; }
+  // Makes the interval of query i empty. Call update_bounds() after the last change.
+  void exclude(int i) { starts[i] = stops[i] = 0; }
 
-  void measure() {
-    first = all_last = INT32_MAX;
-    last = all_first = 0;
+  void update_bounds() {
+    any_start = every_stop = INT32_MAX;
+    any_stop = every_start = 0;
     for (int i = 0; i < count; ++i) {
-      all_first = starts[i] > all_first ? starts[i] : all_first;
-      all_last = stops[i] < all_last ? stops[i] : all_last;
+      every_start = starts[i] > every_start ? starts[i] : every_start;
+      every_stop = stops[i] < every_stop ? stops[i] : every_stop;
       if (starts[i] >= stops[i]) continue;
-      first = starts[i] < first ? starts[i] : first;
-      last = stops[i] > last ? stops[i] : last;
+      any_start = starts[i] < any_start ? starts[i] : any_start;
+      any_stop = stops[i] > any_stop ? stops[i] : any_stop;
     }
   }
 };
 
-// The part of a block of keys that a block of queries sees.
-struct Part {
-  int64_t begin;      // of the block
-  int64_t low, high;  // rows of the block, multiples of 8
-  bool any, masked;
+// The rows of a block of keys that a block of queries needs, and whether they need a mask.
+struct KeySpan {
+  int64_t begin;      // first key of the block
+  int64_t low, high;  // rows [low, high) of the block, multiples of 8: the largest register tile
+  bool is_used;       // the interval of at least one query contains a key of the block
+  bool needs_mask;    // the interval of some query does not contain all of these rows
 
-  Part(const Rows& rows, int64_t block, int64_t keys) : begin(block * kKeys) {
+  KeySpan(const QueryBlock& rows, int64_t block, int64_t keys) : begin(block * kKeys) {
     const int64_t end = begin + kKeys < keys ? begin + kKeys : keys;
-    any = false;
+    is_used = false;
     for (int i = 0; i < rows.count; ++i) {
       const int64_t from = rows.starts[i] > begin ? rows.starts[i] : begin;
       const int64_t to = rows.stops[i] < end ? rows.stops[i] : end;
-      any |= from < to;
+      is_used |= from < to;
     }
-    low = rows.first > begin ? (rows.first - begin) / 8 * 8 : 0;
-    const int64_t seen = (rows.last < end ? rows.last : end) - begin;
-    high = (seen + 7) / 8 * 8;
-    masked = !(rows.all_first <= begin + low && rows.all_last >= begin + high);
+    low = rows.any_start > begin ? (rows.any_start - begin) / 8 * 8 : 0;
+    const int64_t used_rows = (rows.any_stop < end ? rows.any_stop : end) - begin;
+    high = (used_rows + 7) / 8 * 8;
+    needs_mask = !(rows.every_start <= begin + low && rows.every_stop >= begin + high);
   }
 };
 
+// The scores of one head as a function of the products q.k and of distances.
 template <class L>
-struct Rule {
+struct ScoreFunction {
   using Real = typename L::Real;
   using Vector = typename L::Vector;
-  bool plain;     // a score is the product times `factor`, which is positive
-  Vector factor;  // of a plain score
-  Vector scale;   // of the product; with a cap, divided by softcap
-  bool capped;
-  Vector cap;  // log2(e) softcap
-  bool sloped;
-  Vector slope;  // -log2(e) slope
+  bool is_linear;  // neither cap nor slopes: score = product * factor, with factor > 0
+  Vector factor;   // if is_linear
+  Vector scale;    // multiplies the product; with a cap, scale / softcap
+  bool has_cap;
+  Vector cap;  // softcap * log2(e)
+  bool has_slope;
+  Vector slope;  // -slope * log2(e)
 
-  Rule(const Scores& scores, int64_t head) {
-    capped = scores.softcap != 0;
-    sloped = scores.slopes != nullptr;
-    plain = !capped && !sloped && scores.scale > 0;
+  ScoreFunction(const Scores& scores, int64_t head) {
+    has_cap = scores.softcap != 0;
+    has_slope = scores.slopes != nullptr;
+    is_linear = !has_cap && !has_slope && scores.scale > 0;
     factor = L::broadcast(static_cast<Real>(scores.scale * kLog2E));
-    scale = capped ? L::broadcast(static_cast<Real>(scores.scale / scores.softcap)) : factor;
+    scale = has_cap ? L::broadcast(static_cast<Real>(scores.scale / scores.softcap)) : factor;
     cap = L::broadcast(static_cast<Real>(scores.softcap * kLog2E));
     slope = L::zero();
-    if (sloped) slope = L::broadcast(static_cast<Real>(-kLog2E * static_cast<const Real*>(scores.slopes)[head]));
+    if (has_slope) slope = L::broadcast(static_cast<Real>(-kLog2E * static_cast<const Real*>(scores.slopes)[head]));
   }
 
-  // Score of a product; sets `bend` to the derivative of the cap.
-  Vector score(Vector product, Vector distance, Vector& bend) const {
+  // Returns the score of a product; with a cap, sets `cap_derivative`.
+  Vector score(Vector product, Vector distance, Vector& cap_derivative) const {
     Vector x = product * scale;
-    if (capped) {
+    if (has_cap) {
       const Vector t = L::tanh(x);
-      bend = L::fma(-t, t, L::broadcast(1));
+      cap_derivative = L::fma(-t, t, L::broadcast(1));
       x = t * cap;
     }
-    return sloped ? L::fma(slope, distance, x) : x;
+    return has_slope ? L::fma(slope, distance, x) : x;
   }
 };
 
-// Philox4x32-10 (Salmon et al., SC 2011), whose four words serve four consecutive keys.
+// Dropout factors of the probabilities of one vector of queries. Random bits come from Philox4x32-10 (Salmon et al., SC
+// 2011), counted by position, so they do not depend on blocks or ranks. The four words of a counter value are used for
+// four consecutive keys.
 template <class L>
-class Draw {
+class DropoutFactors {
  public:
   using Vector = typename L::Vector;
   using Integers = typename L::Integers;
 
-  Draw(const Scores& scores, int64_t batch, int64_t head, const int32_t* q_indices)
+  DropoutFactors(const Scores& scores, int64_t batch, int64_t head, const int32_t* q_indices)
       : scores_(scores),
         queries_(L::load_integers(q_indices)),
         head_(static_cast<uint32_t>(scores.first_head + head)),
         batch_(static_cast<uint32_t>(batch)),
-        keep_(L::broadcast(static_cast<typename L::Real>(scores.keep_factor))) {}
+        keep_factor_(L::broadcast(static_cast<typename L::Real>(scores.keep_factor))) {}
 
-  // Dropout factor of the probabilities of this key.
+  // Returns keep_factor or 0 per query, for the key with this index.
   Vector factor(int32_t k_index) {
-    if (k_index / 4 != known_) mix(known_ = k_index / 4);
-    return L::select(L::at_least(words_[k_index % 4], scores_.threshold), keep_, L::zero());
+    if (k_index / 4 != cached_quarter_) generate(cached_quarter_ = k_index / 4);
+    return L::select(L::at_least(words_[k_index % 4], scores_.dropout_threshold), keep_factor_, L::zero());
   }
 
  private:
-  void mix(int32_t quarter) {
+  void generate(int32_t quarter) {
     const Integers zero = queries_ ^ queries_;
-    Integers c0 = zero + quarter, c1 = queries_, c2 = zero + word(head_), c3 = zero + word(batch_);
+    Integers c0 = zero + quarter, c1 = queries_, c2 = zero + to_lane(head_), c3 = zero + to_lane(batch_);
     uint32_t key0 = static_cast<uint32_t>(scores_.seed), key1 = static_cast<uint32_t>(scores_.seed >> 32);
     for (int round = 0; round < 10; ++round) {
       Integers high0{}, low0{}, high2{}, low2{};
-      L::products(c0, 0xD2511F53u, high0, low0);
-      L::products(c2, 0xCD9E8D57u, high2, low2);
-      c0 = high2 ^ c1 ^ word(key0);
+      L::multiply_wide(c0, 0xD2511F53u, high0, low0);
+      L::multiply_wide(c2, 0xCD9E8D57u, high2, low2);
+      c0 = high2 ^ c1 ^ to_lane(key0);
       c1 = low2;
-      c2 = high0 ^ c3 ^ word(key1);
+      c2 = high0 ^ c3 ^ to_lane(key1);
       c3 = low0;
       key0 += 0x9E3779B9u;
       key1 += 0xBB67AE85u;
     }
     words_[0] = c0, words_[1] = c1, words_[2] = c2, words_[3] = c3;
   }
-  // 32 bits in a lane, which may be wider: its upper bits are zero then.
-  static typename L::Integer word(uint32_t x) { return static_cast<typename L::Integer>(x); }
+  // Zero-extends 32 bits to the width of a lane, which is 64 bits for fp64.
+  static typename L::Integer to_lane(uint32_t x) { return static_cast<typename L::Integer>(x); }
 
   const Scores& scores_;
   Integers queries_;
   uint32_t head_, batch_;
-  Vector keep_;
+  Vector keep_factor_;
   Integers words_[4];
-  int32_t known_ = -1;
+  int32_t cached_quarter_ = -1;
 };
 
 }  // namespace

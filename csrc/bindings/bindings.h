@@ -1,6 +1,8 @@
-// Helpers for the files of this folder. Only they use pybind11; everything else in csrc is plain C++ or CUDA.
-// Tensors are passed as addresses, sizes and dtype numbers: the module needs no torch to build or to load, so one wheel
-// serves every torch version. There are two files, not one per part, since pybind11's headers take seconds to compile.
+// Helpers for the Python bindings. Only this folder uses pybind11; everything else in csrc is plain C++ or CUDA.
+//
+// Tensors are passed as addresses, sizes and dtype numbers, so the module needs no torch to build or to load, and one
+// wheel works with every torch version. The bindings are two files, not one per component, because each file takes
+// seconds to compile pybind11's headers.
 #pragma once
 
 #include <pybind11/functional.h>
@@ -27,9 +29,9 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Converts the bytes `packed` to a plain struct.
+// Returns the struct whose memory is `packed`. `name` is for the error message.
 template <typename T>
-T unpacked(const py::bytes& packed, const char* name) {
+T parse_struct(const py::bytes& packed, const char* name) {
   const std::string bytes = packed;
   T value{};
   if (bytes.size() != sizeof value)
@@ -41,44 +43,49 @@ T unpacked(const py::bytes& packed, const char* name) {
 
 DType to_dtype(int number);
 
-// The type that Python passes for a parameter of type T, and its conversion to T.
+// Conversion of an argument: `Given` is the type that Python passes for a C++ parameter of type T, and `convert`
+// returns the T. Specializations convert addresses to pointers and numbers to enums.
 template <typename T>
-struct From {
+struct Argument {
   using Given = T;
-  static T value(T given) { return given; }
+  static T convert(T given) { return given; }
 };
 template <typename T>
-struct From<T*> {
+struct Argument<T*> {
   using Given = Address;
-  static T* value(Address given) { return pointer<T>(given); }
+  static T* convert(Address given) { return pointer<T>(given); }
 };
 template <typename T>
-struct From<T&> {
+struct Argument<T&> {
   using Given = T&;
-  static T& value(T& given) { return given; }
+  static T& convert(T& given) { return given; }
 };
 template <>
-struct From<DType> {
+struct Argument<DType> {
   using Given = int;
-  static DType value(int given) { return to_dtype(given); }
+  static DType convert(int given) { return to_dtype(given); }
 };
 
-// Wraps a function, or a method, for Python.
+// Wraps a function or method for pybind11: the wrapper takes the Given type of each parameter.
 template <typename Result, typename... Parameters>
-auto bound(Result (*function)(Parameters...)) {
-  return [function](typename From<Parameters>::Given... given) { return function(From<Parameters>::value(given)...); };
-}
-
-template <typename Class, typename Result, typename... Parameters>
-auto bound(Result (Class::*method)(Parameters...)) {
-  return [method](Class& self, typename From<Parameters>::Given... given) {
-    return (self.*method)(From<Parameters>::value(given)...);
+auto wrap(Result (*function)(Parameters...)) {
+  return [function](typename Argument<Parameters>::Given... given) {
+    return function(Argument<Parameters>::convert(given)...);
   };
 }
 
-void require(bool condition, const char* sentence);
+template <typename Class, typename Result, typename... Parameters>
+auto wrap(Result (Class::*method)(Parameters...)) {
+  return [method](Class& self, typename Argument<Parameters>::Given... given) {
+    return (self.*method)(Argument<Parameters>::convert(given)...);
+  };
+}
 
-// Lets Ctrl-C end a wait. Takes the GIL.
+// Raises ValueError with `message` unless the condition holds.
+void require(bool condition, const char* message);
+
+// Acquires the GIL and throws KeyboardInterrupt, or another exception of a Python signal handler, if a signal is
+// pending. Waits call it so that Ctrl-C ends them.
 void check_signals();
 
 void bind_gpu(py::module_& m);

@@ -1,5 +1,5 @@
-// GPUs: the CUDA driver, NCCL, copy engines and the library of device kernels, all of them loaded on demand.
-// Streams are the driver's handles, as ints; 0 is the default stream.
+// GPU bindings: the CUDA driver, NCCL, copy engines and the library of device kernels, each loaded on demand. Python
+// passes streams as ints, the driver's handles (torch's stream.cuda_stream); 0 is the default stream.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -22,37 +22,37 @@
 
 namespace fused_tp::bindings {
 
-using Range = std::pair<Address, size_t>;  // address and bytes
+using Range = std::pair<Address, size_t>;  // (address, bytes)
 
 template <>
-struct From<copy_engine::Memory> {
+struct Argument<copy_engine::Memory> {
   using Given = Range;
-  static copy_engine::Memory value(const Range& given) {
+  static copy_engine::Memory convert(const Range& given) {
     return {static_cast<driver::DeviceAddress>(given.first), given.second};
   }
 };
 template <>
-struct From<std::vector<copy_engine::Memory>> {
+struct Argument<std::vector<copy_engine::Memory>> {
   using Given = std::vector<Range>;
-  static std::vector<copy_engine::Memory> value(const Given& given) {
+  static std::vector<copy_engine::Memory> convert(const Given& given) {
     std::vector<copy_engine::Memory> found;
-    for (const Range& range : given) found.push_back(From<copy_engine::Memory>::value(range));
+    for (const Range& range : given) found.push_back(Argument<copy_engine::Memory>::convert(range));
     return found;
   }
 };
 template <>
-struct From<const std::vector<copy_engine::Memory>&> : From<std::vector<copy_engine::Memory>> {};
+struct Argument<const std::vector<copy_engine::Memory>&> : Argument<std::vector<copy_engine::Memory>> {};
 template <>
-struct From<std::optional<driver::Stream>> {
+struct Argument<std::optional<driver::Stream>> {
   using Given = std::optional<Address>;
-  static std::optional<driver::Stream> value(Given given) {
+  static std::optional<driver::Stream> convert(Given given) {
     return given ? std::optional(pointer<CUstream_st>(*given)) : std::nullopt;
   }
 };
 template <>
-struct From<copy_engine::Op> {
+struct Argument<copy_engine::Op> {
   using Given = int;
-  static copy_engine::Op value(int given) { return static_cast<copy_engine::Op>(given); }
+  static copy_engine::Op convert(int given) { return static_cast<copy_engine::Op>(given); }
 };
 
 namespace {
@@ -64,29 +64,31 @@ Stream to_stream(Address handle) { return pointer<CUstream_st>(handle); }
 
 // ---- the driver ------------------------------------------------------------------------------------------------
 
-// True if everything in the stream has ended after at most that many seconds. Waits in slices, for Ctrl-C.
+// Waits until all work in the stream has completed, for at most `seconds`, and returns true if it has. It waits in
+// slices of 50 ms so that Ctrl-C can end the wait.
 bool synchronize(const Driver& driver, int device, Address stream, double seconds) {
-  const auto begun = std::chrono::steady_clock::now();
+  const auto begin = std::chrono::steady_clock::now();
   while (true) {
-    const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
-    const double slice = std::min(0.05, seconds - waited);
+    const double waited_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    const double slice_seconds = std::min(0.05, seconds - waited_seconds);
     {
-      const Driver::Device current(driver, device);
-      if (driver.synchronize(to_stream(stream), slice)) return true;
+      const Driver::ContextGuard current(driver, device);
+      if (driver.synchronize(to_stream(stream), slice_seconds)) return true;
     }
-    if (slice < 0.05) return false;
+    if (slice_seconds < 0.05) return false;
     check_signals();
   }
 }
 
 void bind_driver(py::module_& m) {
-  py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver", "The CUDA driver, bound at run time.")
+  py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver", "The CUDA driver, loaded at run time.")
       .def(py::init([](const std::string& path) { return std::const_pointer_cast<Driver>(Driver::open(path)); }),
-           "path"_a = "libcuda.so.1", NoGil(), "RuntimeError where there is no driver, or one older than CUDA 12.0.")
+           "path"_a = "libcuda.so.1", NoGil(),
+           "Raises RuntimeError if there is no driver, or if it is older than CUDA 12.0.")
       .def("has_stream_memory_ops", &Driver::has_stream_memory_ops, "device"_a,
-           "Whether the device's streams can write and wait for 64-bit words.")
+           "True if the device's streams can write 64-bit words and wait for them.")
       .def("synchronize", &synchronize, "device"_a, "stream"_a, "seconds"_a, NoGil(),
-           "Whether everything in the stream has ended, after at most that many seconds.");
+           "Waits for at most `seconds`. Returns True if all work in the stream has completed.");
 }
 
 // ---- NCCL ------------------------------------------------------------------------------------------------------
@@ -95,9 +97,9 @@ using nccl::Communicator;
 using nccl::Ticket;
 using nccl::Transfer;
 
-// Destruction may take as long as the ops in flight, so the last owner waits without the GIL, whether it held the GIL
-// or not.
-std::shared_ptr<Communicator> ending_without_gil(std::shared_ptr<Communicator> made) {
+// Returns an owner of the communicator that destroys it without the GIL, which the destructor may hold or not. The
+// destruction waits for ops in flight, and other Python threads must be able to run meanwhile.
+std::shared_ptr<Communicator> destroy_without_gil(std::shared_ptr<Communicator> made) {
   Communicator* const raw = made.get();
   return std::shared_ptr<Communicator>(raw, [kept = std::move(made)](Communicator*) mutable {
     if (Py_IsInitialized() && PyGILState_Check()) {
@@ -120,20 +122,22 @@ void close_at_exit() {
   (void)registered;
 }
 
-std::shared_ptr<Communicator> join(const std::shared_ptr<nccl::Library>& library, const std::shared_ptr<Driver>& driver,
-                                   int device, const py::bytes& unique_id, int rank, int size, double timeout_seconds) {
-  const auto id = unpacked<nccl::UniqueId>(unique_id, "a unique id");
+std::shared_ptr<Communicator> create_communicator(const std::shared_ptr<nccl::Library>& library,
+                                                  const std::shared_ptr<Driver>& driver, int device,
+                                                  const py::bytes& unique_id, int rank, int size,
+                                                  double timeout_seconds) {
+  const auto id = parse_struct<nccl::UniqueId>(unique_id, "a unique id");
   close_at_exit();
   Communicator::Options options;
   options.timeout_seconds = timeout_seconds;
-  options.interrupted = [] {
-    if (Py_IsInitialized()) check_signals();  // else the interpreter has ended before the communicator
+  options.check_interrupt = [] {
+    if (Py_IsInitialized()) check_signals();  // the communicator may outlive the interpreter
   };
   py::gil_scoped_release release;
-  return ending_without_gil(Communicator::create(library, driver, device, id, rank, size, std::move(options)));
+  return destroy_without_gil(Communicator::create(library, driver, device, id, rank, size, std::move(options)));
 }
 
-using Transfers = std::vector<std::tuple<int, Address, size_t>>;  // (peer, address, bytes) each
+using Transfers = std::vector<std::tuple<int, Address, size_t>>;  // (peer, address, bytes)
 
 std::vector<Transfer> to_transfers(const Transfers& sends, const Transfers& receives) {
   std::vector<Transfer> found;
@@ -148,132 +152,147 @@ std::vector<Transfer> to_transfers(const Transfers& sends, const Transfers& rece
 
 void bind_communicator(py::module_& m) {
   using nccl::Library;
-  py::class_<Library, std::shared_ptr<Library>>(m, "NcclLibrary", "NCCL, bound at run time.")
+  py::class_<Library, std::shared_ptr<Library>>(m, "NcclLibrary", "NCCL, loaded at run time.")
       .def(py::init([](const std::string& path) { return std::const_pointer_cast<Library>(Library::open(path)); }),
            "path"_a = "",
-           "The library at `path`; without one, that which this process has loaded already, else what the loader "
-           "finds. FusedTPError where there is none, or one too old.")
+           "Loads the library at `path`. Without a path: the one that this process has loaded already, else the one "
+           "that "
+           "the dynamic loader finds. Raises FusedTPError if there is none, or if it is too old.")
       .def_property_readonly("path", &Library::path)
-      .def_property_readonly("version", &Library::version, "22703 for 2.27.3.")
+      .def_property_readonly("version", &Library::version, "Version as a number, such as 22703 for 2.27.3.")
       .def_property_readonly("version_text", &Library::version_text)
-      .def_property_readonly("has_revoke", &Library::has_revoke, "Stops a communicator and keeps it (2.29).")
-      .def_property_readonly("has_shared_devices", &Library::has_shared_devices, "Several ranks on one GPU (2.30).")
+      .def_property_readonly("has_revoke", &Library::has_revoke, "True if it has ncclCommRevoke (NCCL 2.29).")
+      .def_property_readonly("has_shared_devices", &Library::has_shared_devices,
+                             "True if it supports several ranks on one GPU (NCCL 2.30).")
       .def(
           "make_id",
           [](const Library& library) {
             const nccl::UniqueId id = library.make_id();
             return py::bytes(id.internal, sizeof id.internal);
           },
-          "The unique id of a communicator: one rank makes it and gives it to all.");
+          "Returns the unique id of a new communicator, which the calling rank passes to all ranks.");
 
   py::class_<Ticket>(m, "NcclTicket", "An op that a communicator has enqueued.")
-      .def_readonly("captured", &Ticket::captured, "It is part of a CUDA graph.");
+      .def_readonly("captured", &Ticket::is_captured, "True if the op is part of a CUDA graph.");
   py::class_<Communicator, std::shared_ptr<Communicator>>(
       m, "Communicator",
-      "A NCCL communicator with a stream of its own, whose ops have deadlines: `check`, and every op, raises what it "
-      "has failed with, a CollectiveTimeoutError, PeerLostError or FusedTPError.")
-      .def(py::init(&join), "library"_a, "driver"_a, "device"_a, "unique_id"_a, "rank"_a, "size"_a, "timeout_seconds"_a,
-           "Joins the ranks that have the same id; waits for all of them, at most `timeout_seconds`.")
+      "A NCCL communicator with its own stream, whose ops have deadlines. Once it has failed, `check` and every op "
+      "raise "
+      "the error: CollectiveTimeoutError, PeerLostError or FusedTPError.")
+      .def(py::init(&create_communicator), "library"_a, "driver"_a, "device"_a, "unique_id"_a, "rank"_a, "size"_a,
+           "timeout_seconds"_a,
+           "Joins the ranks that have the same id. Waits for all of them, for at most `timeout_seconds`.")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("device", &Communicator::device)
       .def_property_readonly(
           "stream", [](const Communicator& communicator) { return reinterpret_cast<Address>(communicator.stream()); })
-      .def_property_readonly("calls", &Communicator::calls, "How many ops there have been.")
+      .def_property_readonly("calls", &Communicator::calls, "Number of ops so far.")
       .def_property("timeout_seconds", &Communicator::timeout, &Communicator::set_timeout,
-                    "The deadline of ops from now on.")
-      .def("all_gather", bound(&Communicator::all_gather), "in"_a, "out"_a, "bytes_per_rank"_a, "after"_a, NoGil())
+                    "Deadline of ops that are enqueued from now on.")
+      .def("all_gather", wrap(&Communicator::all_gather), "in"_a, "out"_a, "bytes_per_rank"_a, "after"_a, NoGil())
       .def(
           "exchange",
           [](Communicator& communicator, const Transfers& sends, const Transfers& receives,
              std::optional<Address> after) {
-            return communicator.exchange(to_transfers(sends, receives), From<std::optional<Stream>>::value(after));
+            return communicator.exchange(to_transfers(sends, receives),
+                                         Argument<std::optional<Stream>>::convert(after));
           },
           "sends"_a, "receives"_a, "after"_a, NoGil(),
-          "All at once: (peer, address, bytes) each, behind what is in the stream `after`, if given.")
-      .def("wait", bound(&Communicator::wait), "ticket"_a, "stream"_a, NoGil(),
-           "`stream` goes on once the op has ended.")
-      .def("has_begun", &Communicator::has_begun, "ticket"_a, NoGil(), "Whether it waits for nothing but peers.")
+          "Enqueues all sends and receives, each (peer, address, bytes), as one NCCL group. With a stream `after`, "
+          "they "
+          "begin after the work that it holds now.")
+      .def("wait", wrap(&Communicator::wait), "ticket"_a, "stream"_a, NoGil(),
+           "Makes `stream` wait for the end of the op.")
+      .def("has_begun", &Communicator::has_begun, "ticket"_a, NoGil(),
+           "True if the op waits only for peers, no longer for work of this rank.")
       .def("has_ended", &Communicator::has_ended, "ticket"_a, NoGil())
-      .def_property_readonly("failure", &Communicator::failure, "Why it is unusable; empty while it is not.")
-      .def("check", &Communicator::check, NoGil(), "Raises what it has failed with, if it has.")
+      .def_property_readonly("failure", &Communicator::failure, "Error message; empty if it has not failed.")
+      .def("check", &Communicator::check, NoGil(), "Raises the error if it has failed.")
       .def("lose", &Communicator::lose, "rank"_a, "how"_a, NoGil(),
-           "That rank's process has ended. Ops in flight are aborted, and everything raises PeerLostError.")
+           "Marks a rank as lost: ops in flight are aborted, and every later call raises PeerLostError.")
       .def("abort", &Communicator::abort, "why"_a, NoGil(),
-           "Ops in flight are aborted, and everything raises FusedTPError.")
+           "Aborts ops in flight; every later call raises FusedTPError.")
       .def("close", py::overload_cast<>(&Communicator::close), NoGil(),
-           "Waits for what is in flight, within the deadline, and gives everything back.");
+           "Waits for ops in flight, within the deadline, and frees the communicator.");
 }
 
 // ---- copy engines ----------------------------------------------------------------------------------------------
 
-// A forked child has no watchdog thread, and the condition variable of that thread can never be destroyed there: the
-// workspace is leaked.
-struct NotInForks {
+// Leaks a workspace in a forked child: the watchdog thread does not exist there, and destroying the condition variable
+// on which that thread waited would block.
+struct DeleteUnlessForked {
   void operator()(copy_engine::Workspace* workspace) const {
-    if (!workspace->forked()) delete workspace;
+    if (!workspace->is_forked_child()) delete workspace;
   }
 };
 
-// All without the GIL: in the tests' fake driver the default stream runs everything at once, including waits for peers.
+// Every call releases the GIL: the tests' fake driver runs the default stream synchronously, including waits for peers,
+// which may be threads of this process.
 void bind_copy_engine(py::module_& m) {
   using copy_engine::Workspace;
-  using Holder = std::unique_ptr<Workspace, NotInForks>;
-  py::class_<Workspace::Call>(m, "CopyEngineCall", "One call of an op, from its first message to its gates.");
-  py::class_<Workspace, Holder>(m, "CopyEngineWorkspace", "Gathers and scatters of one group by copy engines.")
+  using Holder = std::unique_ptr<Workspace, DeleteUnlessForked>;
+  py::class_<Workspace::Call>(m, "CopyEngineCall", "One call of an op, from its first transfer to its gates.");
+  py::class_<Workspace, Holder>(m, "CopyEngineWorkspace",
+                                "Gathers and scatters of one group by the GPU's copy engines.")
       .def(py::init([](const std::string& library, int device, int rank, const std::vector<Address>& addresses,
                        int64_t gather_bytes, int64_t scatter_bytes, const std::vector<Address>& streams,
                        const py::object&) {
              require(rank >= 0 && rank < static_cast<int>(addresses.size()),
-                     "rank must be one of those that addresses is for");
+                     "rank must be from 0 to len(addresses) - 1");
              require(gather_bytes >= 0 && scatter_bytes >= 0, "sizes must not be negative");
              require(streams.empty() || streams.size() >= (addresses.size() > 1 ? 3 : 2),
-                     "streams must be the watchdog's, one that sends, and one or more that fetch; or none");
+                     "streams must be empty, or the watchdog's stream, a send stream and one or more pull streams");
              std::vector<Stream> given;
              for (const Address stream : streams) given.push_back(to_stream(stream));
              auto driver = Driver::open(library);
-             require(driver->has_stream_memory_ops(device), "this device's streams cannot wait for a word of memory");
+             require(driver->has_stream_memory_ops(device),
+                     "this device does not support 64-bit stream memory operations");
              return Holder(new Workspace(std::move(driver), device, rank,
                                          std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
                                          gather_bytes, scatter_bytes, std::move(given)));
            }),
            "library"_a, "device"_a, "rank"_a, "addresses"_a, "gather_bytes"_a, "scatter_bytes"_a,
            "streams"_a = std::vector<Address>(), "owner"_a = py::none(), NoGil(), py::keep_alive<1, 9>(),
-           "`streams`: handles of the watchdog's, of one that sends and of those that fetch, kept by `owner`; none: it "
-           "makes its own.")
+           "`streams`: handles of the watchdog's stream, the send stream and the pull streams, which `owner` keeps "
+           "alive. "
+           "Empty: the workspace creates its own.")
       .def_static(
           "bytes",
           [](int world, int64_t gather_bytes, int64_t scatter_bytes) {
             return copy_engine::Layout(world, gather_bytes, scatter_bytes).bytes();
           },
-          "world"_a, "gather_bytes"_a, "scatter_bytes"_a, "What a rank's workspace takes.")
-      .def("begin", bound(&Workspace::begin), "op"_a, "stream"_a, "timeout_seconds"_a, NoGil())
-      .def("gather", bound(&Workspace::gather), "call"_a, "stream"_a, "shard"_a, "to"_a, NoGil(),
-           "Starts to gather (address, bytes) of this rank; `to` is where those of the others go, by rank.")
-      .def("wait_for", bound(&Workspace::wait_for), "call"_a, "stream"_a, "peer"_a, NoGil())
-      .def("offer", bound(&Workspace::offer), "call"_a, "stream"_a, "op"_a, "shard"_a, "to"_a, NoGil(),
-           "The same for a kernel that waits for shards itself; returns the channel, for the following.")
+          "world"_a, "gather_bytes"_a, "scatter_bytes"_a, "Size of a rank's workspace, in bytes.")
+      .def("begin", wrap(&Workspace::begin), "op"_a, "stream"_a, "timeout_seconds"_a, NoGil())
+      .def("gather", wrap(&Workspace::gather), "call"_a, "stream"_a, "shard"_a, "to"_a, NoGil(),
+           "Starts a gather of `shard`, (address, bytes), of this rank. `to`: destinations of the shards, by rank.")
+      .def("wait_for", wrap(&Workspace::wait_for), "call"_a, "stream"_a, "peer"_a, NoGil())
+      .def("offer", wrap(&Workspace::offer), "call"_a, "stream"_a, "op"_a, "shard"_a, "to"_a, NoGil(),
+           "Starts a gather for a kernel that waits for shards itself. Returns the channel, for `arrived` and `order`.")
       .def(
-          "arrived", [](Workspace& self, int index) { return self.layout().arrived(index, 0); }, "channel"_a,
-          "The first of W words of this rank's workspace, which become 1.")
+          "arrived", [](Workspace& self, int index) { return self.layout().arrived_word(index, 0); }, "channel"_a,
+          "Index of the first of W words in this rank's workspace: word r becomes 1 once the shard of rank r has "
+          "arrived.")
       .def(
-          "order", [](Workspace& self, int index) { return self.layout().order(index); }, "channel"_a,
-          "The first of W words of this rank's workspace for the kernel's own use, which are 0 when it begins.")
+          "order", [](Workspace& self, int index) { return self.layout().order_word(index); }, "channel"_a,
+          "Index of the first of W words in this rank's workspace for the kernel's own use; 0 when it begins.")
       .def_property_readonly(
           "expired",
-          [](Workspace& self) { return self.watchdog().progress(copy_engine::expired_word(self.layout().world())); },
-          "The address of a word that a kernel sets where it has waited in vain.")
-      .def("scatter", bound(&Workspace::scatter), NoGil(), "The number of a new scatter.")
-      .def("push", bound(&Workspace::push), "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
-      .def("receive", bound(&Workspace::receive), "call"_a, "stream"_a, "scatter"_a, NoGil())
-      .def("release", bound(&Workspace::release), "stream"_a, "scatter"_a, NoGil())
-      .def("finish", bound(&Workspace::finish), "call"_a, "stream"_a, "results"_a, NoGil(),
-           "The end of a call; results as (address, bytes) become NaN where it does not come to a good one.")
-      .def("quiet", bound(&Workspace::quiet), "seconds"_a, NoGil(),
-           "Whether all that was enqueued has ended, after waiting that long at most.")
+          [](Workspace& self) {
+            return self.watchdog().word_address(copy_engine::expired_word(self.layout().world()));
+          },
+          "Device address of a word that a kernel sets if its wait for a shard has timed out.")
+      .def("scatter", wrap(&Workspace::scatter), NoGil(), "Begins a scatter and returns its number.")
+      .def("push", wrap(&Workspace::push), "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
+      .def("receive", wrap(&Workspace::receive), "call"_a, "stream"_a, "scatter"_a, NoGil())
+      .def("release", wrap(&Workspace::release), "stream"_a, "scatter"_a, NoGil())
+      .def("finish", wrap(&Workspace::finish), "call"_a, "stream"_a, "results"_a, NoGil(),
+           "Ends a call. If it fails, `results`, each (address, bytes), become NaN.")
+      .def("quiet", wrap(&Workspace::quiet), "seconds"_a, NoGil(),
+           "Waits for at most `seconds`. Returns True if all enqueued work has completed.")
       .def(
           "slot", [](Workspace& self, int scatter, int sender) { return self.layout().slot(scatter, sender); },
-          "scatter"_a, "sender"_a, "Where a block from `sender` is in this rank's workspace.")
+          "scatter"_a, "sender"_a, "Byte offset of the block from `sender` in this rank's workspace.")
       .def_property_readonly("slot_bytes", [](Workspace& self) { return self.layout().slot_bytes(); })
       .def_property_readonly("failure", [](Workspace& self) { return static_cast<int>(self.watchdog().failure()); })
       .def_property_readonly("sentence", [](Workspace& self) { return self.watchdog().sentence(); })
@@ -299,37 +318,40 @@ Algorithm to_algorithm(int number) {
 }  // namespace
 
 template <>
-struct From<Algorithm> {
+struct Argument<Algorithm> {
   using Given = int;
-  static Algorithm value(int given) { return to_algorithm(given); }
+  static Algorithm convert(int given) { return to_algorithm(given); }
 };
 template <>
-struct From<const Workspace*> {
+struct Argument<const Workspace*> {
   using Given = const Workspace&;
-  static const Workspace* value(const Workspace& given) { return &given; }
+  static const Workspace* convert(const Workspace& given) { return &given; }
 };
 template <>
-struct From<cuda::Bias> {
+struct Argument<cuda::Bias> {
   using Given = std::pair<Address, int64_t>;
-  static cuda::Bias value(const Given& given) { return {pointer<>(given.first), given.second}; }
+  static cuda::Bias convert(const Given& given) { return {pointer<>(given.first), given.second}; }
 };
 
-// A struct that lives as long as the call that receives a pointer to it.
+// A temporary that converts to a pointer to its struct. It lives until the end of the full expression, so until the
+// launcher that receives the pointer returns.
 template <typename Struct>
-struct Held {
-  Struct held;
-  operator const Struct*() const { return &held; }
+struct TemporaryStruct {
+  Struct value;
+  operator const Struct*() const { return &value; }
 };
 template <>
-struct From<const cuda::AllToAllLayout*> {
-  using Given = const std::array<int64_t, 9>&;  // its nine numbers, in order
-  static Held<cuda::AllToAllLayout> value(Given l) { return {{l[0], l[1], l[2], l[3], l[4], l[5], l[6], l[7], l[8]}}; }
+struct Argument<const cuda::AllToAllLayout*> {
+  using Given = const std::array<int64_t, 9>&;  // the members in order
+  static TemporaryStruct<cuda::AllToAllLayout> convert(Given l) {
+    return {{l[0], l[1], l[2], l[3], l[4], l[5], l[6], l[7], l[8]}};
+  }
 };
 template <>
-struct From<const cuda::RmsNorm*> {
-  // residual, weight, normed, new_residual, rows, columns, eps
+struct Argument<const cuda::RmsNorm*> {
+  // (residual, weight, normed, new_residual, rows, columns, eps)
   using Given = const std::tuple<Address, Address, Address, Address, int64_t, int64_t, double>&;
-  static Held<cuda::RmsNorm> value(Given n) {
+  static TemporaryStruct<cuda::RmsNorm> convert(Given n) {
     return {{pointer<>(std::get<0>(n)), pointer<>(std::get<1>(n)), pointer<>(std::get<2>(n)), pointer<>(std::get<3>(n)),
              std::get<4>(n), std::get<5>(n), std::get<6>(n)}};
   }
@@ -337,7 +359,8 @@ struct From<const cuda::RmsNorm*> {
 
 namespace {
 
-// Stays loaded until the process ends: its kernels may run until then, and its CUDA runtime ends if it is unloaded.
+// The library of device kernels. It is never unloaded: kernels may still run at process exit, and unloading would shut
+// down the CUDA runtime that is linked into it.
 class DeviceKernels {
  public:
   explicit DeviceKernels(const std::string& path) {
@@ -349,16 +372,15 @@ class DeviceKernels {
     if (launchers_->abi_version != cuda::kAbiVersion)
       throw std::runtime_error("The device kernels in " + path + " have interface version " +
                                std::to_string(launchers_->abi_version) + " and this fused_tp needs version " +
-                               std::to_string(cuda::kAbiVersion) +
-                               ": install fused_tp again, so that both are built alike.");
+                               std::to_string(cuda::kAbiVersion) + ": reinstall fused_tp, which builds both parts.");
   }
 
-  // Calls a launcher and throws CUDA's error. Without the GIL: a launch waits for no other rank, but may wait for room
-  // in the queue of a GPU.
+  // Returns a function that calls a launcher and throws its CUDA error. Call it without the GIL: a launch may block
+  // while the launch queue of the GPU is full.
   template <typename... Parameters>
   static auto launching(const char* op, int32_t (*Launchers::*launcher)(Parameters...)) {
-    return [op, launcher](const DeviceKernels& self, typename From<Parameters>::Given... given) {
-      const int32_t error = (self.launchers_->*launcher)(From<Parameters>::value(given)...);
+    return [op, launcher](const DeviceKernels& self, typename Argument<Parameters>::Given... given) {
+      const int32_t error = (self.launchers_->*launcher)(Argument<Parameters>::convert(given)...);
       if (error != 0)
         throw std::runtime_error(std::string(op) + " could not be launched: " + self.launchers_->error_string(error) +
                                  " (CUDA error " + std::to_string(error) + ").");
@@ -375,11 +397,11 @@ class DeviceKernels {
 };
 
 void bind_kernels(py::module_& m) {
-  py::class_<Workspace>(m, "DeviceWorkspace", "One rank's workspace, as device kernels are told of it.")
+  py::class_<Workspace>(m, "DeviceWorkspace", "One rank's workspace: the arguments that device kernels take.")
       .def(py::init([](Address addresses, Address state, Address error, int64_t half_bytes, int64_t timeout_ns,
                        uint64_t multicast, int rank, int world) {
              require(0 <= rank && rank < world && world <= cuda::kMaxWorldSize,
-                     "rank and world must be those of 1 to 63 ranks");
+                     "world must be 1 to 63, and rank from 0 to world - 1");
              return Workspace{pointer<const uint64_t>(addresses),
                               pointer<int64_t>(state),
                               pointer<int64_t>(error),
@@ -392,9 +414,10 @@ void bind_kernels(py::module_& m) {
            "addresses"_a, "state"_a, "error"_a, "half_bytes"_a, "timeout_ns"_a, "multicast"_a, "rank"_a, "world"_a)
       .def_readwrite("timeout_ns", &Workspace::timeout_ns);
 
-  py::class_<DeviceKernels> kernels(m, "DeviceKernels",
-                                    "The library of device kernels at a path. Parameters are those of launchers.h: "
-                                    "tensors as addresses, structs as tuples of what they hold.");
+  py::class_<DeviceKernels> kernels(
+      m, "DeviceKernels",
+      "The library of device kernels at a path. Methods take the parameters of launchers.h: "
+      "tensors as addresses, structs as tuples of their members.");
   kernels.def(py::init<const std::string&>(), "path"_a);
   const auto bind = [&](const char* op, auto launcher) {
     kernels.def(op, DeviceKernels::launching(op, launcher), NoGil());
@@ -410,15 +433,16 @@ void bind_kernels(py::module_& m) {
   m.attr("DEVICE_KERNELS_ABI") = cuda::kAbiVersion;
 }
 
-// Blocks to launch for an op on data of one size, at most `most`, the same on all ranks, and the smallest workspace for
-// them. `count` and `chunk` are those of its launcher: elements if the op sums, else bytes. For
-// all_reduce_rms_norm `chunk` is the columns, for all_to_all the bytes of a part.
+// Returns the number of blocks to launch, at most `max_blocks`, and the bytes of the smallest workspace for them. All
+// ranks must use the same numbers. `count` and `chunk` are those of the op's launcher: elements if the op sums, else
+// bytes. For all_reduce_rms_norm `chunk` is the number of columns, for all_to_all the bytes of a part.
 std::pair<int32_t, int64_t> device_plan(const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype,
-                                        int world, int most) {
+                                        int world, int max_blocks) {
   const bool sums = op == "all_reduce" || op == "reduce_scatter" || op == "all_reduce_rms_norm";
-  require(sums || op == "all_gather" || op == "all_to_all" || op == "barrier", "op is none of the device kernels'");
+  require(sums || op == "all_gather" || op == "all_to_all" || op == "barrier",
+          "op must be the name of a collective of DeviceKernels");
   const int64_t element_bytes = sums ? static_cast<int64_t>(element_size(to_dtype(dtype))) : 1;
-  const int32_t blocks = cuda::suggested_blocks(count * element_bytes, most);
+  const int32_t blocks = cuda::suggested_blocks(count * element_bytes, max_blocks);
   cuda::Plan plan{world, blocks};
   if (op == "all_reduce") {
     plan = cuda::all_reduce_plan(to_algorithm(algorithm), count, element_bytes, world, blocks);
@@ -439,7 +463,7 @@ void bind_gpu(py::module_& m) {
   bind_copy_engine(m);
   bind_kernels(m);
   m.def("device_plan", &device_plan, "op"_a, "algorithm"_a, "count"_a, "chunk"_a, "dtype"_a, "world"_a, "most"_a,
-        "(blocks to launch, bytes of the smallest workspace for them)");
+        "Returns (blocks to launch, bytes of the smallest workspace for them).");
 }
 
 }  // namespace fused_tp::bindings

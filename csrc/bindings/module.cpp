@@ -1,4 +1,4 @@
-// fused_tp._core: shared memory and attention on CPUs; gpu.cpp has the rest.
+// The extension module fused_tp._core: shared memory, matmul and attention on CPUs. gpu.cpp binds the GPU part.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -24,8 +24,8 @@ DType to_dtype(int number) {
   return static_cast<DType>(number);
 }
 
-void require(bool condition, const char* sentence) {
-  if (!condition) throw py::value_error(sentence);
+void require(bool condition, const char* message) {
+  if (!condition) throw py::value_error(message);
 }
 
 void check_signals() {
@@ -56,7 +56,7 @@ void translate_errors(std::exception_ptr pending) {
 
 using shm::Group;
 
-// A range of shared memory as a Python buffer; torch.frombuffer keeps it alive as long as the tensor.
+// A range of shared memory as a Python buffer. Tensors that torch.frombuffer creates from it keep it alive.
 class Memory {
  public:
   Memory(std::shared_ptr<shm::Segment> segment, char* data, size_t bytes)
@@ -75,8 +75,8 @@ class Memory {
   size_t bytes_;
 };
 
-// Memory of this rank's pool, returned to the pool with the last tensor over it. It does not keep the group, and so the
-// segments of peers, alive: results may outlive the group.
+// Memory of this rank's heap, released when the last tensor that uses it is freed. It keeps only this rank's segment
+// alive, not the group with the segments of all peers, because results may outlive the group.
 class PooledMemory : public Memory {
  public:
   PooledMemory(Group& group, size_t offset, size_t bytes)
@@ -107,13 +107,14 @@ shm::Signature to_signature(const std::string& op, int dtype, const std::vector<
 
 void bind_group(py::module_& m) {
   using shm::Call;
-  py::class_<shm::Signature>(m, "Signature", "What a call is: op, dtype and dims, which all ranks compare. Reusable.")
+  py::class_<shm::Signature>(m, "Signature",
+                             "Description of a call that all ranks compare: op, dtype and dims. May be reused.")
       .def(py::init(&to_signature), "op"_a, "dtype"_a, "dims"_a);
   py::class_<Memory>(m, "Memory", py::buffer_protocol())
       .def_buffer(&Memory::buffer)
       .def_property_readonly("address", &Memory::address);
   py::class_<PooledMemory, Memory>(m, "PooledMemory")
-      .def_property_readonly("offset", &PooledMemory::offset, "Where it starts in this rank's segment, in bytes.");
+      .def_property_readonly("offset", &PooledMemory::offset, "Offset in this rank's segment, in bytes.");
 
   py::class_<Call>(m, "Call", "One collective call in flight on this rank.")
       .def_property_readonly("number", &Call::number)
@@ -133,7 +134,7 @@ void bind_group(py::module_& m) {
       .def("end", &Call::end, NoGil())
       .def("abandon", &Call::abandon);
 
-  py::class_<Group, std::shared_ptr<Group>>(m, "Group", "Ranks of one host that share memory.")
+  py::class_<Group, std::shared_ptr<Group>>(m, "Group", "Group of ranks on one host that share memory.")
       .def(py::init([](int rank, int size, size_t reserve_bytes, std::function<double()> timeout_seconds) {
              return std::make_shared<Group>(rank, size, reserve_bytes, std::move(timeout_seconds), check_signals);
            }),
@@ -144,35 +145,35 @@ void bind_group(py::module_& m) {
                                return py::bytes(reinterpret_cast<const char*>(&address), sizeof address);
                              })
       .def("connect",
-           [](Group& group, const std::vector<py::bytes>& packed) {
+           [](Group& group, const std::vector<py::bytes>& packed_addresses) {
              std::vector<shm::SegmentAddress> addresses;
-             for (const py::bytes& one : packed)
-               addresses.push_back(unpacked<shm::SegmentAddress>(one, "an address of shared memory"));
+             for (const py::bytes& packed : packed_addresses)
+               addresses.push_back(parse_struct<shm::SegmentAddress>(packed, "an address of shared memory"));
              group.connect(addresses);
            })
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size)
-      .def_property_readonly("calls", &Group::calls, "How many this rank has begun.")
+      .def_property_readonly("calls", &Group::calls, "Number of calls that this rank has begun.")
       .def_property_readonly("waited_seconds", &Group::waited_seconds)
       .def_property_readonly("bytes_in_use", [](Group& group) { return group.heap()->bytes_in_use(); })
       .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap()->high_water(); })
       .def("close", &Group::close)
       .def("give_up", &Group::give_up, "because"_a,
-           "Leaves the group: later calls of this rank raise, and peers that wait for it are told that it has left.")
-      .def("dead_peer", &Group::dead_peer, "A peer whose process has ended, or -1.")
+           "Leaves the group: later calls of this rank raise, and peers that wait for it raise PeerLostError.")
+      .def("dead_peer", &Group::dead_peer, "Returns a peer whose process has exited, or -1.")
       .def(
           "allocate",
           [](Group& group, size_t bytes) {
             return std::make_unique<PooledMemory>(group, group.allocate(bytes), bytes);
           },
-          NoGil())  // allocate may wait for a call of another thread, which needs the GIL
+          NoGil())  // `allocate` waits for the group's mutex, whose owner may need the GIL
       .def(
           "at",
           [](const std::shared_ptr<Group>& group, int rank, size_t offset, size_t bytes) {
-            require(rank >= 0 && rank < group->size(), "rank is not one of the group's");
+            require(rank >= 0 && rank < group->size(), "rank must be from 0 to size - 1");
             const auto& segment = group->segment(rank);
             require(offset <= segment->bytes() && bytes <= segment->bytes() - offset,
-                    "the range lies outside of the rank's shared memory");
+                    "offset and bytes exceed the rank's shared memory");
             return std::make_unique<Memory>(segment, segment->data() + offset, bytes);
           },
           "rank"_a, "offset"_a, "bytes"_a)
@@ -181,8 +182,10 @@ void bind_group(py::module_& m) {
           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes,
              bool reuse) { return group.begin(to_signature(op, dtype, dims), bytes, true, reuse); },
           "op"_a, "dtype"_a, "dims"_a, "bytes"_a, "reuse"_a = false, NoGil(),
-          "`reuse`: wait for peers that are still in calls which this rank has ended, and use the memory of those.")
-      .def("settled", &Group::settled, "Whether `begin` with `reuse` would not wait.", NoGil())
+          "Begins the next call. `reuse`: first wait for peers that are still in calls that this rank has ended, so "
+          "that "
+          "the workspace can reuse their memory.")
+      .def("settled", &Group::settled, "True if `begin` with `reuse` would not wait for peers.", NoGil())
       .def(
           "begin_in",
           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims,
@@ -191,18 +194,19 @@ void bind_group(py::module_& m) {
             return group.begin(to_signature(op, dtype, dims), memory.bytes(), true, false, &offset);
           },
           "op"_a, "dtype"_a, "dims"_a, "memory"_a, NoGil(),
-          "`begin` with memory of this rank's pool as its workspace, which stays the caller's.");
+          "Begins the next call with `memory` as this rank's workspace. The caller keeps the memory.");
   m.attr("MAX_RANKS") = shm::kMaxRanks;
   m.attr("MAX_CALLS_IN_FLIGHT") = shm::kSlots;
 }
 
-// Signatures hold the op and the shape as the user passes them: ranks must agree on those, not on counts alone.
+// Python passes signatures with the op's name and the tensor's shape, because ranks must agree on these, not only on
+// the number of elements.
 void bind_collectives(py::module_& m) {
-  m.def("all_reduce", bound(&shm::all_reduce), NoGil());
-  m.def("sum_workspaces", bound(&shm::sum_workspaces), NoGil(),
-        "Replaces the elements at the start of every rank's workspace of `call` by their sum over ranks.");
-  m.def("reduce_scatter", bound(&shm::reduce_scatter), NoGil());
-  m.def("all_to_all", bound(&shm::all_to_all), NoGil());
+  m.def("all_reduce", wrap(&shm::all_reduce), NoGil());
+  m.def("sum_workspaces", wrap(&shm::sum_workspaces), NoGil(),
+        "All-reduces the elements at the start of the ranks' workspaces of `call`, in place.");
+  m.def("reduce_scatter", wrap(&shm::reduce_scatter), NoGil());
+  m.def("all_to_all", wrap(&shm::all_to_all), NoGil());
   m.def("barrier", &shm::barrier, NoGil());
   m.def(
       "all_reduce_rms_norm",
@@ -214,37 +218,37 @@ void bind_collectives(py::module_& m) {
                                  to_dtype(dtype));
       },
       NoGil());
-  m.def("isa", [] { return shm::kernels().isa; }, "The instruction set whose kernels were chosen for this CPU.");
+  m.def("isa", [] { return shm::kernels().isa; }, "Instruction set of the kernels of collectives on this CPU.");
   m.def(
       "isa_of",
       [](const CpuFeatures& features, const std::string& asked) {
-        return shm::kernels_for(isa_of(features, asked)).isa;
+        return shm::select_kernels(select_isa(features, asked)).isa;
       },
-      "features"_a, "asked"_a = "", "The same for a CPU with these features, as GCC names them.");
+      "features"_a, "asked"_a = "", "Instruction set that `isa` returns on a CPU with these features (GCC's names).");
   m.def(
       "sum_arrays",
       [](Address out, const std::vector<Address>& sources, size_t count, int dtype) {
-        require(!sources.empty(), "a sum needs one source at least");
+        require(!sources.empty(), "sources must not be empty");
         std::vector<const void*> arrays;
         for (const Address source : sources) arrays.push_back(pointer<>(source));
         shm::kernels().sum(pointer<>(out), arrays.data(), static_cast<int>(arrays.size()), count, to_dtype(dtype));
       },
-      "out"_a, "sources"_a, "count"_a, "dtype"_a, NoGil(), "out[i] = sum over s of sources[s][i], in this order.");
+      "out"_a, "sources"_a, "count"_a, "dtype"_a, NoGil(), "out[i] = sum over s of sources[s][i], in order of s.");
   m.def(
       "sum_rows",
       [](int dtype, Address y, Address rows, Address starts, Address scale, Address out, int64_t tokens,
          int64_t columns, int threads) {
-        const DType kind = to_dtype(dtype);
-        require(kind == DType::kF32 || kind == DType::kBF16 || kind == DType::kF16,
-                "rows of this dtype are not summed");
+        const DType element_type = to_dtype(dtype);
+        require(element_type == DType::kF32 || element_type == DType::kBF16 || element_type == DType::kF16,
+                "sum_rows takes float32, bfloat16 and float16");
         const shm::RowSums sums{
             pointer<>(y),   pointer<const int64_t>(rows), pointer<const int64_t>(starts), pointer<const float>(scale),
             pointer<>(out), static_cast<size_t>(columns)};
-        constexpr int64_t kEach = 64;  // tokens
-        parallel_for((tokens + kEach - 1) / kEach, threads, [&](int64_t task, int) {
-          const auto begin = static_cast<size_t>(task * kEach),
-                     end = static_cast<size_t>(std::min(tokens, (task + 1) * kEach));
-          shm::kernels().sum_rows(sums, begin, end, kind);
+        constexpr int64_t kTaskTokens = 64;
+        parallel_for((tokens + kTaskTokens - 1) / kTaskTokens, threads, [&](int64_t task, int) {
+          const auto begin = static_cast<size_t>(task * kTaskTokens),
+                     end = static_cast<size_t>(std::min(tokens, (task + 1) * kTaskTokens));
+          shm::kernels().sum_rows(sums, begin, end, element_type);
         });
       },
       "dtype"_a, "y"_a, "rows"_a, "starts"_a, "scale"_a, "out"_a, "tokens"_a, "columns"_a, "threads"_a, NoGil(),
@@ -255,91 +259,94 @@ void bind_matmul(py::module_& m) {
   m.def(
       "few_rows_isa",
       [](int dtype, const std::string& isa) { return matmul::few_rows_isa(to_dtype(dtype), isa.c_str()); }, "dtype"_a,
-      "isa"_a = "", "The instruction set of the kernels that multiply few rows; empty where there are none.");
-  m.attr("FEW_ROWS") = matmul::kMostRows;
+      "isa"_a = "", "Instruction set of the kernels of few_rows for this dtype; empty if there are none.");
+  m.attr("FEW_ROWS") = matmul::kMaxRows;
   m.def(
       "few_rows",
       [](int dtype, Address x, int64_t x_row, Address w, int64_t w_row, Address bias, Address y, int64_t rows,
          int64_t columns, int64_t depth, int threads, const std::string& isa) {
-        require(rows <= matmul::kMostRows, "these are more rows than few");
+        require(rows <= matmul::kMaxRows, "rows must be at most FEW_ROWS");
         matmul::few_rows({pointer<>(x), x_row, pointer<>(w), w_row, pointer<>(bias), pointer<>(y), rows, columns, depth,
                           to_dtype(dtype)},
                          threads, isa.c_str());
       },
       "dtype"_a, "x"_a, "x_row"_a, "w"_a, "w_row"_a, "bias"_a, "y"_a, "rows"_a, "columns"_a, "depth"_a, "threads"_a,
       "isa"_a = "", NoGil(),
-      "y [rows, columns] = x [rows, depth] @ w [columns, depth]^T + bias; strides of rows in elements.");
+      "y [rows, columns] = x [rows, depth] @ w [columns, depth]^T + bias. x_row, w_row: elements between rows.");
 }
 
 // ---- attention -------------------------------------------------------------------------------------------------
 
-using Tensor = std::tuple<Address, int64_t, int64_t, int64_t>;  // address, strides of batch, row and head
-using Dropout = std::tuple<uint32_t, double, uint64_t, int32_t>;
+using Tensor = std::tuple<Address, int64_t, int64_t, int64_t>;    // (address, strides of batch, row and head)
+using Dropout = std::tuple<uint32_t, double, uint64_t, int32_t>;  // (threshold, keep factor, seed, first head)
 
-attention::Source source(const Tensor& tensor) {
+attention::InputView to_input(const Tensor& tensor) {
   return {pointer<>(std::get<0>(tensor)), {std::get<1>(tensor), std::get<2>(tensor), std::get<3>(tensor)}};
 }
 
-attention::Sum sum(const Tensor& tensor) {
+attention::AccumulatorView to_accumulator(const Tensor& tensor) {
   return {pointer<>(std::get<0>(tensor)), {std::get<1>(tensor), std::get<2>(tensor), std::get<3>(tensor)}};
 }
 
-attention::Problem problem(int dtype, const std::array<int64_t, 7>& shape, const std::array<Address, 5>& rows,
-                           double scale, double softcap, Address slopes, const std::optional<Dropout>& dropout,
-                           const Tensor& q, const Tensor& k, const Tensor& v) {
-  attention::Problem made{};
-  made.shape = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
-  made.seen = {pointer<const int32_t>(rows[0]), pointer<const int32_t>(rows[1]), pointer<const int32_t>(rows[2]),
-               pointer<const int32_t>(rows[3]), pointer<const int32_t>(rows[4])};
-  made.scores.scale = scale;
-  made.scores.softcap = softcap;
-  made.scores.slopes = pointer<>(slopes);
+attention::Problem make_problem(int dtype, const std::array<int64_t, 7>& shape, const std::array<Address, 5>& rows,
+                                double scale, double softcap, Address slopes, const std::optional<Dropout>& dropout,
+                                const Tensor& q, const Tensor& k, const Tensor& v) {
+  attention::Problem problem{};
+  problem.shape = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
+  problem.intervals = {pointer<const int32_t>(rows[0]), pointer<const int32_t>(rows[1]),
+                       pointer<const int32_t>(rows[2]), pointer<const int32_t>(rows[3]),
+                       pointer<const int32_t>(rows[4])};
+  problem.scores.scale = scale;
+  problem.scores.softcap = softcap;
+  problem.scores.slopes = pointer<>(slopes);
   if (dropout) {
-    made.scores.dropout = true;
-    std::tie(made.scores.threshold, made.scores.keep_factor, made.scores.seed, made.scores.first_head) = *dropout;
+    problem.scores.dropout = true;
+    std::tie(problem.scores.dropout_threshold, problem.scores.keep_factor, problem.scores.seed,
+             problem.scores.first_head) = *dropout;
   }
-  made.dtype = to_dtype(dtype);
-  require(element_size(made.dtype) >= 2 && static_cast<int>(made.dtype) <= static_cast<int>(DType::kF64),
+  problem.dtype = to_dtype(dtype);
+  require(element_size(problem.dtype) >= 2 && static_cast<int>(problem.dtype) <= static_cast<int>(DType::kF64),
           "attention takes float32, bfloat16, float16 and float64");
   require(shape[2] > 0 && shape[1] % shape[2] == 0, "heads must be a multiple of kv_heads");
-  made.q = source(q);
-  made.k = source(k);
-  made.v = source(v);
-  return made;
+  problem.q = to_input(q);
+  problem.k = to_input(k);
+  problem.v = to_input(v);
+  return problem;
 }
 
 void bind_attention(py::module_& m) {
   using attention::Problem;
   py::class_<Problem>(
       m, "AttentionProblem",
-      "One step. shape: batch, heads, kv_heads, rows, keys, dim, v_dim; rows: addresses of starts, stops, "
-      "places, q_indices, k_indices (int32); tensors: address, strides of batch, row and head.")
-      .def(py::init(&problem), "dtype"_a, "shape"_a, "rows"_a, "scale"_a, "softcap"_a, "slopes"_a, "dropout"_a, "q"_a,
-           "k"_a, "v"_a);
+      "Inputs of one step. shape: batch, heads, kv_heads, rows, keys, dim, v_dim. rows: addresses of the int32 vectors "
+      "starts, stops, places, q_indices, k_indices. q, k, v: address, strides of batch, row and head.")
+      .def(py::init(&make_problem), "dtype"_a, "shape"_a, "rows"_a, "scale"_a, "softcap"_a, "slopes"_a, "dropout"_a,
+           "q"_a, "k"_a, "v"_a);
   m.def(
       "attention_forward",
       [](const Problem& step, const Tensor& weighted, const Tensor& highest, const Tensor& total, int threads,
          const std::string& isa) {
-        attention::forward({step, sum(weighted), sum(highest), sum(total)}, threads, isa.c_str());
+        attention::forward({step, to_accumulator(weighted), to_accumulator(highest), to_accumulator(total)}, threads,
+                           isa.c_str());
       },
       "step"_a, "weighted"_a, "highest"_a, "total"_a, "threads"_a, "isa"_a, NoGil(),
-      "Folds one step into a softmax state.");
+      "Updates the softmax state (weighted, highest, total) with one step.");
   m.def(
       "attention_backward",
-      [](const Problem& step, const Tensor& grad_out, const Tensor& lse, const Tensor& sums, const Tensor& dq,
+      [](const Problem& step, const Tensor& grad_out, const Tensor& lse, const Tensor& row_sums, const Tensor& dq,
          const Tensor& dk, const Tensor& dv, Address d_slopes, int threads, const std::string& isa) {
-        attention::backward(
-            {step, source(grad_out), source(lse), source(sums), sum(dq), sum(dk), sum(dv), pointer<>(d_slopes)},
-            threads, isa.c_str());
+        attention::backward({step, to_input(grad_out), to_input(lse), to_input(row_sums), to_accumulator(dq),
+                             to_accumulator(dk), to_accumulator(dv), pointer<>(d_slopes)},
+                            threads, isa.c_str());
       },
-      "step"_a, "grad_out"_a, "lse"_a, "sums"_a, "dq"_a, "dk"_a, "dv"_a, "d_slopes"_a, "threads"_a, "isa"_a, NoGil(),
-      "Adds the gradients of one step to dq, dk, dv and d_slopes.");
+      "step"_a, "grad_out"_a, "lse"_a, "row_sums"_a, "dq"_a, "dk"_a, "dv"_a, "d_slopes"_a, "threads"_a, "isa"_a,
+      NoGil(), "Adds the gradients of one step to dq, dk, dv and d_slopes.");
   m.def(
       "attention_isa",
-      [](int dtype, const std::string& isa) { return attention::kernels_for(to_dtype(dtype), isa.c_str()).isa; },
-      "dtype"_a, "isa"_a = "", "The instruction set of the kernels for this dtype.");
+      [](int dtype, const std::string& isa) { return attention::select_kernels(to_dtype(dtype), isa.c_str()).isa; },
+      "dtype"_a, "isa"_a = "", "Instruction set of the attention kernels for this dtype.");
   m.def("has_matrix_tiles", &attention::has_matrix_tiles,
-        "Whether this CPU has AMX for bf16, which these kernels do not use.");
+        "True if this CPU has AMX for bf16, which these kernels do not use.");
 }
 
 }  // namespace

@@ -9,32 +9,33 @@ namespace {
 
 using std::chrono::microseconds;
 
-constexpr microseconds kIdleLook{50'000};
-constexpr microseconds kLook{10'000};
-constexpr microseconds kRescueLook{300};
-constexpr int64_t kReadGatesNs = 100'000'000;
-// A peer that has ended sends nothing more, but its last data may still be in flight.
-constexpr int64_t kLostNs = 100'000'000;
+constexpr microseconds kIdlePoll{50'000};
+constexpr microseconds kWaitPoll{10'000};
+constexpr microseconds kRescuePoll{300};
+constexpr int64_t kGatePollNs = 100'000'000;
+// Timeout of waits for a peer whose process has exited: its last data may still be in flight.
+constexpr int64_t kLostPeerTimeoutNs = 100'000'000;
 constexpr size_t kNanBytes = 256 * 1024;
-constexpr double kSettleSeconds = 1;
+constexpr double kWriteSeconds = 1;
 constexpr std::chrono::seconds kCloseSeconds{5};
-// Copies to the gates take microseconds, but may queue behind large ones: the limit is the timeout within these bounds.
-constexpr double kLeastGateSeconds = 5, kMostGateSeconds = 60;
+// Limits of the time for closing the gates, which is otherwise the timeout of waits. The copies take microseconds, but
+// may have to wait for large ones.
+constexpr double kMinGateSeconds = 5, kMaxGateSeconds = 60;
 
-const char* name_of(uint64_t call) {
+const char* op_name(uint64_t call) {
   static const char* const kNames[] = {"all_gather",        "all_gather_matmul", "matmul_reduce_scatter",
                                        "matmul_all_reduce", "reduce_scatter",    "a movement"};
   return kNames[std::min<uint64_t>(call % 8, static_cast<uint64_t>(Op::kOther))];
 }
 
-std::string named(const std::vector<int>& ranks) {
+std::string rank_list(const std::vector<int>& ranks) {
   std::string text = ranks.size() > 1 ? "ranks " : "rank ";
   for (size_t i = 0; i < ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
   return text;
 }
 
 std::string seconds_text(int64_t ns) {
-  std::string text = std::to_string(ns / 100'000'000);  // tenths
+  std::string text = std::to_string(ns / 100'000'000);  // tenths of a second
   text.insert(0, text.size() < 2 ? 2 - text.size() : 0, '0');
   return text.insert(text.size() - 1, ".");
 }
@@ -42,79 +43,79 @@ std::string seconds_text(int64_t ns) {
 }  // namespace
 
 StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
-                               std::vector<DeviceAddress> addresses, std::vector<Stream> sides, Stream rescue)
+                               std::vector<DeviceAddress> addresses, std::vector<Stream> watched_streams, Stream rescue)
     : driver_(std::move(driver)),
       device_(device),
       protocol_(protocol),
       addresses_(std::move(addresses)),
-      sides_(std::move(sides)),
-      ones_(8 * static_cast<size_t>(told_words(protocol.layout().world()))),
-      closed_(ones_ + 8 * static_cast<size_t>(protocol.layout().flags())),
-      gates_(closed_ + 8),
-      nan_(static_cast<size_t>(aligned(static_cast<int64_t>(gates_ + 16)))),
-      pinned_(driver_, device, nan_ + kNanBytes),
+      watched_streams_(std::move(watched_streams)),
+      ones_offset_(8 * static_cast<size_t>(host_words(protocol.layout().world()))),
+      closed_offset_(ones_offset_ + 8 * static_cast<size_t>(protocol.layout().flag_words())),
+      gates_offset_(closed_offset_ + 8),
+      nan_offset_(static_cast<size_t>(aligned(static_cast<int64_t>(gates_offset_ + 16)))),
+      pinned_(driver_, device, nan_offset_ + kNanBytes),
       rescue_(rescue),
       deadlines_(static_cast<size_t>(progress_words(protocol.layout().world()))),
       forks_(count_forks()),
-      lost_(static_cast<size_t>(protocol.layout().world())) {
+      is_lost_(static_cast<size_t>(protocol.layout().world())) {
   char* data = static_cast<char*>(pinned_.data());
   auto* words = reinterpret_cast<uint64_t*>(data);
-  std::fill_n(words + ones_ / 8, protocol_.layout().flags(), kOpen);
-  std::memset(data + nan_, 0xFF, kNanBytes);
+  std::fill_n(words + ones_offset_ / 8, protocol_.layout().flag_words(), kOpen);
+  std::memset(data + nan_offset_, 0xFF, kNanBytes);
   thread_ = std::thread([this] { run(); });
 }
 
 StreamWatchdog::~StreamWatchdog() {
-  bool stuck = true, stopped = false;
+  bool is_stuck = true, was_stopped = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    stopped = stopping_;  // if true, its streams may already have other owners
+    was_stopped = is_stopping_;  // if true, the streams may already be used by others
   }
   try {
-    Driver::Device guard(*driver_, device_);
+    Driver::ContextGuard guard(*driver_, device_);
     const auto until = Clock::now() + kCloseSeconds;
-    while (!stopped && under_way() && Clock::now() < until) {
-      // Calls that still run have no reader, and streams that wait for ever would block the whole device.
+    while (!was_stopped && has_work_in_flight() && Clock::now() < until) {
+      // Nobody reads the results of calls that still run, and streams that wait forever would block the device.
       if (failure() == Failure::kNone) abort("it was closed while calls were under way");
-      std::this_thread::sleep_for(kRescueLook);
+      std::this_thread::sleep_for(kRescuePoll);
     }
-    stuck = under_way() || !driver_->idle(rescue_);
-  } catch (const std::exception&) {  // the device is gone; there is nothing left to wait for
+    is_stuck = has_work_in_flight() || !driver_->is_idle(rescue_);
+  } catch (const std::exception&) {  // the device has failed, so there is nothing to wait for
   }
   stop();
-  // Freeing it would wait for streams that may never end, and that may still write there.
-  if (stuck) pinned_.leave();
+  // Leak the memory if streams are stuck: freeing it would wait for them, and they may still write to it.
+  if (is_stuck) pinned_.release();
 }
 
 void StreamWatchdog::stop() {
   if (count_forks() != forks_) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
+    is_stopping_ = true;
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }
 
-void StreamWatchdog::expect(uint64_t passage, std::vector<Memory> results, bool captured) {
+void StreamWatchdog::expect(uint64_t passage, std::vector<Memory> results, bool is_captured) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (captured)
-    captured_[passage] = std::move(results);
+  if (is_captured)
+    captured_results_[passage] = std::move(results);
   else
     passages_.push_back({passage, std::move(results)});
 }
 
 void StreamWatchdog::lose(int rank) {
-  lost_.at(static_cast<size_t>(rank)) = true;
+  is_lost_.at(static_cast<size_t>(rank)) = true;
   changed_.notify_all();
 }
 
 void StreamWatchdog::abort(const std::string& why) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (stopping_) return;
-  if (failure() == Failure::kNone && aborted_.empty()) aborted_ = why;
+  if (is_stopping_) return;
+  if (failure() == Failure::kNone && abort_reason_.empty()) abort_reason_ = why;
   changed_.notify_all();
-  changed_.wait_for(lock, kCloseSeconds, [this] { return gates_closed_ || stopping_; });
+  changed_.wait_for(lock, kCloseSeconds, [this] { return gates_closed_ || is_stopping_; });
 }
 
 std::string StreamWatchdog::sentence() const {
@@ -131,19 +132,20 @@ void StreamWatchdog::run() {
   while (true) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait_for(lock, pause, [this] { return stopping_ || !aborted_.empty(); });
-      if (stopping_) return;
+      changed_.wait_for(lock, pause, [this] { return is_stopping_ || !abort_reason_.empty(); });
+      if (is_stopping_) return;
     }
     try {
-      Driver::Device guard(*driver_, device_);
-      driver_->ignore_captures();
-      pause = round();
-      if (stuck_) return;
+      Driver::ContextGuard guard(*driver_, device_);
+      driver_->relax_capture_mode();
+      pause = run_round();
+      if (is_stuck_) return;
     } catch (const std::exception& error) {
-      if (failure() != Failure::kNone) return;  // the process ends, or the device is broken: nothing helps
+      if (failure() != Failure::kNone)
+        return;  // the process is exiting, or the device has failed: nothing more can be done
       std::lock_guard<std::mutex> lock(mutex_);
-      sentence_ = std::string("its streams can no longer be looked after: ") + error.what() + ".";
-      gates_closed_ = true;  // no thread may wait for the gates
+      sentence_ = std::string("the watchdog of its streams has failed: ") + error.what() + ".";
+      gates_closed_ = true;  // so that `abort` does not wait
       failure_.store(Failure::kAborted, std::memory_order_release);
       changed_.notify_all();
       return;
@@ -151,182 +153,190 @@ void StreamWatchdog::run() {
   }
 }
 
-microseconds StreamWatchdog::round() {
+microseconds StreamWatchdog::run_round() {
   std::string why;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    why = std::exchange(aborted_, {});
+    why = std::exchange(abort_reason_, {});
   }
   if (!why.empty() && failure() == Failure::kNone) fail({Failure::kAborted, protocol_.rank()}, why);
   if (failure() == Failure::kNone) {
     const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-    const microseconds pause = look(now);
+    const microseconds pause = poll(now);
     if (failure() == Failure::kNone) return pause;
   }
-  return rescue() ? kRescueLook : kLook;
+  return rescue() ? kRescuePoll : kWaitPoll;
 }
 
-microseconds StreamWatchdog::look(int64_t now_ns) {
+microseconds StreamWatchdog::poll(int64_t now_ns) {
   const int world = protocol_.layout().world();
   const auto timeout_ns = static_cast<int64_t>(std::min(timeout_seconds_.load(std::memory_order_relaxed), 9e9) * 1e9);
-  bool waits = false;
+  bool has_waits = false;
   for (int number = 0; number < progress_words(world); ++number) {
-    const bool lost = number != kGateProgress && lost_[static_cast<size_t>((number - 1) % world)];
+    const bool is_lost = number != kGateProgress && is_lost_[static_cast<size_t>((number - 1) % world)];
     auto& deadline = deadlines_[static_cast<size_t>(number)];
-    const auto expired = deadline.poll(now_ns, word(number), lost ? std::min(timeout_ns, kLostNs) : timeout_ns);
-    waits = waits || deadline.inside();
+    const auto expired =
+        deadline.poll(now_ns, word(number), is_lost ? std::min(timeout_ns, kLostPeerTimeoutNs) : timeout_ns);
+    has_waits = has_waits || deadline.is_inside_op();
     if (!expired) continue;
-    fail({lost ? Failure::kLost : Failure::kTimeout, protocol_.rank()},
-         late(number, expired->op, expired->waited_ns, lost));
-    return kRescueLook;
+    fail({is_lost ? Failure::kLost : Failure::kTimeout, protocol_.rank()},
+         timeout_message(number, expired->op, expired->waited_ns, is_lost));
+    return kRescuePoll;
   }
-  if (told(expired_word(world)) != 0) {
-    // The kernel's deadline is longer than that of the streams, so the streams have not even begun to wait.
-    fail({Failure::kTimeout, protocol_.rank()}, "A kernel of rank " + std::to_string(protocol_.rank()) +
-                                                    " waited in vain for copies of its own rank, which did not run.");
-    return kRescueLook;
+  if (load_word(expired_word(world)) != 0) {
+    // The kernel's timeout is longer than that of the streams, so the pull streams have not even begun to wait for
+    // peers.
+    fail({Failure::kTimeout, protocol_.rank()},
+         "A kernel of rank " + std::to_string(protocol_.rank()) +
+             " timed out waiting for copies of its own rank, which did not run.");
+    return kRescuePoll;
   }
-  forget_passed(told(kGateProgress) & ~driver::GraphDeadline::kSeen);
-  if (waits) read_gates(now_ns);
-  return std::min(waits ? kLook : kIdleLook, microseconds(timeout_ns / 10'000));
+  drop_passed(load_word(kGateProgress) & ~driver::GraphDeadline::kSeenBit);
+  if (has_waits) read_gates(now_ns);
+  return std::min(has_waits ? kWaitPoll : kIdlePoll, microseconds(timeout_ns / 10'000));
 }
 
-// Sentence about an expired wait; it also names all other peers that this rank waits for in the same way.
-std::string StreamWatchdog::late(int number, uint64_t call, int64_t waited_ns, bool lost) const {
+// Returns the error message about a wait that has timed out. It also names all other peers for which this rank waits in
+// the same way.
+std::string StreamWatchdog::timeout_message(int number, uint64_t call, int64_t waited_ns, bool is_lost) const {
   const int world = protocol_.layout().world();
-  const std::string own = "rank " + std::to_string(protocol_.rank());
+  const std::string this_rank = "rank " + std::to_string(protocol_.rank());
   const std::string in = " for " + seconds_text(waited_ns) + " s";
-  if (number == kGateProgress) return "R" + own.substr(1) + " was held up at the end of a call" + in + ".";
+  if (number == kGateProgress) return "R" + this_rank.substr(1) + " waited at the end of a call" + in + ".";
   const int way = (number - 1) / world;
   std::vector<int> peers;
   for (int peer = 0; peer < world; ++peer) {
     const int other = 1 + way * world + peer;
-    if (other == number || (!lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
+    if (other == number || (!is_lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
   }
-  // Calls with number 0 are those of a graph of our own, which is launched repeatedly.
+  // The graphs of `offer` are launched for many calls, and report call number 0.
   const std::string count = call / 8 > 0 ? ", call " + std::to_string(call / 8) : "";
-  std::string what = name_of(call) + count + ": " + own + " waited" + in;
-  if (way == static_cast<int>(Wait::kSend)) return what + " until " + named(peers) + " had taken what was sent before.";
-  return what + " for the data of " + named(peers) + ".";
+  std::string what = op_name(call) + count + ": " + this_rank + " waited" + in;
+  if (way == static_cast<int>(Wait::kSend))
+    return what + " until " + rank_list(peers) + " had taken what was sent before.";
+  return what + " for the data of " + rank_list(peers) + ".";
 }
 
-// Checks whether peers have given up, without waiting: one round copies the gates, a later one reads the copy.
+// Detects peers that have given up. It never waits: one round starts a copy of the gates to pinned memory, and a later
+// round reads the copy.
 void StreamWatchdog::read_gates(int64_t now_ns) {
-  if (!reading_gates_) {
-    if (now_ns - gates_read_ns_ < kReadGatesNs) return;
+  if (!is_reading_gates_) {
+    if (now_ns - gates_read_ns_ < kGatePollNs) return;
     gates_read_ns_ = now_ns;
-    const DeviceAddress own = addresses_[static_cast<size_t>(protocol_.rank())];
-    driver_->copy(pinned(gates_), own + 8 * static_cast<size_t>(protocol_.layout().gate(0)), 16, rescue_);
-    reading_gates_ = true;
+    const DeviceAddress own_workspace = addresses_[static_cast<size_t>(protocol_.rank())];
+    driver_->copy(pinned_address(gates_offset_),
+                  own_workspace + 8 * static_cast<size_t>(protocol_.layout().gate_word(0)), 16, rescue_);
+    is_reading_gates_ = true;
     return;
   }
-  if (!driver_->idle(rescue_)) return;
-  reading_gates_ = false;
-  const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_);
+  if (!driver_->is_idle(rescue_)) return;
+  is_reading_gates_ = false;
+  const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_offset_);
   for (int which = 0; which < 2; ++which) {
     if (gates[which] <= kOpen) continue;
-    const Closing closing = Closing::of(gates[which]);
-    return fail(closing, "Rank " + std::to_string(closing.rank) + " told rank " + std::to_string(protocol_.rank()) +
-                             (closing.why == Failure::kTimeout ? " that it has waited in vain."
-                              : closing.why == Failure::kLost  ? " that it has lost a peer."
+    const GateClosure closure = GateClosure::from_value(gates[which]);
+    return fail(closure, "Rank " + std::to_string(closure.rank) + " told rank " + std::to_string(protocol_.rank()) +
+                             (closure.why == Failure::kTimeout ? " that it has timed out."
+                              : closure.why == Failure::kLost  ? " that it has lost a peer."
                                                                : " that it has given up."));
   }
 }
 
-void StreamWatchdog::fail(const Closing& closing, const std::string& sentence) {
-  reinterpret_cast<uint64_t*>(static_cast<char*>(pinned_.data()) + closed_)[0] = closing.value();
+void StreamWatchdog::fail(const GateClosure& closure, const std::string& sentence) {
+  reinterpret_cast<uint64_t*>(static_cast<char*>(pinned_.data()) + closed_offset_)[0] = closure.value();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     sentence_ = sentence;
   }
-  failure_.store(closing.why, std::memory_order_release);
+  failure_.store(closure.why, std::memory_order_release);
   Steps steps;
   protocol_.close_all_gates(steps);
   write(steps);
-  // Nothing may be forced before all gates are closed: until then peers accept all data as right.
-  const double seconds =
-      std::clamp(timeout_seconds_.load(std::memory_order_relaxed), kLeastGateSeconds, kMostGateSeconds);
+  // Wait until all gates are closed. Setting words earlier would signal data that peers still accept as valid.
+  const double seconds = std::clamp(timeout_seconds_.load(std::memory_order_relaxed), kMinGateSeconds, kMaxGateSeconds);
   const auto until = Clock::now() + std::chrono::duration<double>(seconds);
-  while (!settle()) {
+  while (!finish_writes()) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (stopping_) return;
+    if (is_stopping_) return;
     if (Clock::now() < until) continue;
-    // Streams keep waiting for peers: if forced, they would move bytes that peers accept as right. No thread waits.
-    stuck_ = true;
+    // The streams are left waiting. If they continued, they would send invalid data that peers accept.
+    is_stuck_ = true;
     sentence_ += " The gates of the group's calls could not be closed within " +
                  seconds_text(static_cast<int64_t>(1e9 * seconds)) + " s: the device of rank " +
                  std::to_string(protocol_.rank()) +
-                 " does not copy to the memory of some rank. Its streams may never end: end the process.";
+                 " does not copy to the memory of some rank. Its streams may never end: exit the process.";
     break;
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    gates_closed_ = true;  // or cannot be closed: no thread may wait for the gates
+    gates_closed_ = true;  // also if closing has timed out, so that `abort` does not wait
   }
   changed_.notify_all();
 }
 
-bool StreamWatchdog::under_way() const {
+bool StreamWatchdog::has_work_in_flight() const {
   for (int number = 0; number < progress_words(protocol_.layout().world()); ++number)
     if (word(number).load(std::memory_order_acquire) % 2 == 1) return true;
-  const std::unique_lock<std::mutex> lock(capturing_, std::try_to_lock);
+  const std::unique_lock<std::mutex> lock(capture_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return true;
-  return std::any_of(sides_.begin(), sides_.end(),
-                     [this](Stream side) { return !driver_->capturing(side) && !driver_->idle(side); });
+  return std::any_of(watched_streams_.begin(), watched_streams_.end(),
+                     [this](Stream stream) { return !driver_->is_capturing(stream) && !driver_->is_idle(stream); });
 }
 
-// Advances the streams by one step. True while there is something to do.
+// Rescue after a failure: makes the streams continue by one step. Returns false once no work is in flight.
 bool StreamWatchdog::rescue() {
-  if (!under_way()) return false;
+  if (!has_work_in_flight()) return false;
   const Layout& layout = protocol_.layout();
-  const DeviceAddress own = addresses_[static_cast<size_t>(protocol_.rank())];
-  // All of Protocol::force in one copy: the flags are contiguous.
-  driver_->copy(own + 8 * static_cast<size_t>(layout.first_flag()), pinned(ones_),
-                8 * static_cast<size_t>(layout.flags()), rescue_);
-  const uint64_t progress = told(kGateProgress) & ~driver::GraphDeadline::kSeen;
-  forget_passed(progress);
+  const DeviceAddress own_workspace = addresses_[static_cast<size_t>(protocol_.rank())];
+  // Protocol::set_all_flags in one copy, because the flags are contiguous.
+  driver_->copy(own_workspace + 8 * static_cast<size_t>(layout.first_flag_word()), pinned_address(ones_offset_),
+                8 * static_cast<size_t>(layout.flag_words()), rescue_);
+  const uint64_t progress = load_word(kGateProgress) & ~driver::GraphDeadline::kSeenBit;
+  drop_passed(progress);
   if (progress % 2 == 1) {
-    const int which = progress % 8 == at_gate(0, 0) ? 0 : 1;
+    const int which = progress % 8 == held_at_gate(0, 0) ? 0 : 1;
     Steps shut, open;
-    protocol_.shut_other(shut, which);
-    protocol_.let_through(open, which);
+    protocol_.close_other_gate(shut, which);
+    protocol_.open_gate(open, which);
     write(shut);
-    if (!settle()) return true;
+    if (!finish_writes()) return true;
     if (which == 0)
-      for (const Memory& memory : results_of(progress / 8)) fill(memory);
-    if (!settle()) return true;
+      for (const Memory& memory : find_results(progress / 8)) fill_with_nan(memory);
+    if (!finish_writes()) return true;
     write(open);
   }
-  settle();
+  finish_writes();
   return true;
 }
 
-// Writes by copies from host memory, which make progress where kernels find no room and other streams are blocked.
+// Writes words by copies from pinned memory. Unlike kernels and stream memory operations, copies make progress while
+// kernels that wait occupy all SMs and other streams are blocked.
 void StreamWatchdog::write(const Steps& steps) {
   for (const Step& step : steps)
     driver_->copy(addresses_[static_cast<size_t>(step.rank)] + 8 * static_cast<size_t>(step.word),
-                  pinned(step.value == kOpen ? ones_ : closed_), 8, rescue_);
+                  pinned_address(step.value == kOpen ? ones_offset_ : closed_offset_), 8, rescue_);
 }
 
-bool StreamWatchdog::settle() { return driver_->synchronize(rescue_, kSettleSeconds); }
+bool StreamWatchdog::finish_writes() { return driver_->synchronize(rescue_, kWriteSeconds); }
 
-void StreamWatchdog::fill(const Memory& memory) {
+void StreamWatchdog::fill_with_nan(const Memory& memory) {
   for (size_t start = 0; start < memory.bytes; start += kNanBytes)
-    driver_->copy(memory.address + start, pinned(nan_), std::min(kNanBytes, memory.bytes - start), rescue_);
+    driver_->copy(memory.address + start, pinned_address(nan_offset_), std::min(kNanBytes, memory.bytes - start),
+                  rescue_);
 }
 
-void StreamWatchdog::forget_passed(uint64_t progress) {
+void StreamWatchdog::drop_passed(uint64_t progress) {
   const uint64_t first_held = progress / 8 + (progress % 2 == 0 ? 1 : 0);
   std::lock_guard<std::mutex> lock(mutex_);
   while (!passages_.empty() && passages_.front().number < first_held) passages_.pop_front();
 }
 
-std::vector<Memory> StreamWatchdog::results_of(uint64_t passage) const {
+std::vector<Memory> StreamWatchdog::find_results(uint64_t passage) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto captured = captured_.find(passage);
-  if (captured != captured_.end()) return captured->second;
-  for (const Passage& one : passages_)
-    if (one.number == passage) return one.results;
+  const auto captured = captured_results_.find(passage);
+  if (captured != captured_results_.end()) return captured->second;
+  for (const Passage& entry : passages_)
+    if (entry.number == passage) return entry.results;
   return {};
 }
 

@@ -1,8 +1,8 @@
-// The watchdog of a workspace's streams: no stream waits for a peer beyond the deadline, and the results of an expired
-// wait are set to NaN. It has a thread of its own and does not use Python.
+// StreamWatchdog: the watchdog of a workspace's streams. At the deadline it ends a stream's wait for a peer and fills
+// the results of the call with NaN. It has its own thread and does not use Python.
 //
-// It is not a driver::Watch, which uses events: no event shows whether a call that a CUDA graph replays is running.
-// Instead, streams write progress numbers to words of pinned memory, in graphs as elsewhere.
+// It does not use driver::Watch, which queries events: the host cannot query events of a call that a CUDA graph
+// replays. Instead, streams report their progress to words of pinned memory, inside and outside of graphs.
 #pragma once
 
 #include <atomic>
@@ -35,109 +35,111 @@ struct Memory {
 
 enum class Failure : int { kNone = 0, kTimeout = 1, kLost = 2, kAborted = 3 };
 
-// Value of a closed gate: the rank that gave up first, and why. Ranks that read it close all gates with the same value.
-struct Closing {
+// Value of a closed gate: the rank that gave up first, and the reason. A rank that reads it closes all gates with the
+// same value.
+struct GateClosure {
   Failure why;
   int rank;
   uint64_t value() const { return closed_by(rank) | static_cast<uint64_t>(why) << 32; }
-  static Closing of(uint64_t value) {
+  static GateClosure from_value(uint64_t value) {
     return {static_cast<Failure>(value >> 32), static_cast<int>((value & 0xFFFFFFFF) - closed_by(0))};
   }
 };
 
-// Number of a call, which includes its op.
+// Ops by their number, which is the lowest three bits of a call number.
 enum class Op : int { kAllGather, kAllGatherMatmul, kMatmulReduceScatter, kMatmulAllReduce, kReduceScatter, kOther };
 constexpr uint64_t call_number(uint64_t count, Op op) { return count * 8 + static_cast<uint64_t>(op); }
 
 class StreamWatchdog {
  public:
-  // `addresses`: those of the ranks' workspaces. `sides`: more streams to watch. `rescue`: a stream in which nothing
-  // waits.
+  // addresses: the ranks' workspaces, by rank. watched_streams: all streams of the workspace but `rescue`. rescue: a
+  // stream that never waits, in which the watchdog itself copies.
   StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
-                 std::vector<DeviceAddress> addresses, std::vector<Stream> sides, Stream rescue);
+                 std::vector<DeviceAddress> addresses, std::vector<Stream> watched_streams, Stream rescue);
   ~StreamWatchdog();
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
 
-  // Device address and value of progress word `word`, or of another word in the same memory.
-  DeviceAddress progress(int word) const { return pinned_.device_address() + 8 * static_cast<size_t>(word); }
-  uint64_t told(int number) const { return word(number).load(std::memory_order_acquire); }
+  // Device address and current value of a word in pinned memory: a progress word, passed_word or expired_word.
+  DeviceAddress word_address(int word) const { return pinned_.device_address() + 8 * static_cast<size_t>(word); }
+  uint64_t load_word(int number) const { return word(number).load(std::memory_order_acquire); }
 
-  // Sets the longest wait from now on.
+  // Sets the timeout of all waits from now on.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
-  // Called before the passage is enqueued. `results` become NaN if it may not pass. `captured`: it may be repeated.
-  void expect(uint64_t passage, std::vector<Memory> results, bool captured);
+  // Registers the results of a call before its passage of the gates is enqueued. They become NaN if the call fails.
+  // captured: the passage is part of a graph, so it may happen several times.
+  void expect(uint64_t passage, std::vector<Memory> results, bool is_captured);
 
-  // That rank's process has ended: waits for it expire soon, unless its data has arrived.
+  // Tells the watchdog that the process of `rank` has exited: waits for it time out soon, unless its data is in flight.
   void lose(int rank);
-  // Gives up, and makes the peers give up.
+  // Gives up, and closes the gates of all ranks, so that the peers give up too. Returns once the gates are closed.
   void abort(const std::string& why);
 
-  // The first failure; its sentence names op, call and ranks.
+  // First failure. sentence() returns its message, which names the op, call and ranks.
   Failure failure() const { return failure_.load(std::memory_order_acquire); }
   std::string sentence() const;
 
-  // Held while a graph is captured in `sides`: a query of a stream invalidates the capture in it.
-  std::mutex& capturing() { return capturing_; }
+  // Hold it while a watched stream is being captured, because the watchdog's query of a stream invalidates its capture.
+  std::mutex& capture_mutex() { return capture_mutex_; }
 
-  // Ends the thread: streams are no longer watched.
+  // Ends the watchdog's thread.
   void stop();
 
  private:
   using Clock = std::chrono::steady_clock;
 
   void run();
-  // Runs one round; returns the time until the next.
-  std::chrono::microseconds round();
-  std::chrono::microseconds look(int64_t now_ns);
+  // Polls once, or continues the rescue after a failure. Returns the time until the next round.
+  std::chrono::microseconds run_round();
+  std::chrono::microseconds poll(int64_t now_ns);
   void read_gates(int64_t now_ns);
-  void fail(const Closing& closing, const std::string& sentence);
+  void fail(const GateClosure& closure, const std::string& sentence);
   bool rescue();
   void write(const Steps& steps);
-  bool settle();
-  void fill(const Memory& memory);
-  void forget_passed(uint64_t progress);
-  std::vector<Memory> results_of(uint64_t passage) const;
-  bool under_way() const;
-  std::string late(int word, uint64_t call, int64_t waited_ns, bool lost) const;
+  bool finish_writes();
+  void fill_with_nan(const Memory& memory);
+  void drop_passed(uint64_t progress);
+  std::vector<Memory> find_results(uint64_t passage) const;
+  bool has_work_in_flight() const;
+  std::string timeout_message(int word, uint64_t call, int64_t waited_ns, bool is_lost) const;
   std::atomic<uint64_t>& word(int number) const;
-  DeviceAddress pinned(size_t offset) const { return pinned_.device_address() + offset; }
+  DeviceAddress pinned_address(size_t offset) const { return pinned_.device_address() + offset; }
 
   std::shared_ptr<const Driver> driver_;
   int device_;
   Protocol protocol_;
   std::vector<DeviceAddress> addresses_;
-  std::vector<Stream> sides_;
-  // Offsets in `pinned_`, after the progress words: a 1 per flag, the value of a closed gate, the gates as last read,
-  // bytes of 0xFF.
-  size_t ones_, closed_, gates_, nan_;
+  std::vector<Stream> watched_streams_;
+  // Byte offsets in `pinned_`, behind the progress words: flag_words() words of value 1; the value of a closed gate; a
+  // copy of this rank's gates; kNanBytes bytes of 0xFF.
+  size_t ones_offset_, closed_offset_, gates_offset_, nan_offset_;
   driver::PinnedMemory pinned_;
   Stream rescue_;
   std::vector<driver::GraphDeadline> deadlines_;
-  bool reading_gates_ = false;
-  bool stuck_ = false;  // not even the gates can be closed; used by the thread alone
+  bool is_reading_gates_ = false;
+  bool is_stuck_ = false;  // closing the gates has timed out; used by the watchdog's thread only
   int64_t gates_read_ns_ = 0;
   uint32_t forks_;
 
   std::atomic<double> timeout_seconds_{600};
-  std::vector<std::atomic<bool>> lost_;  // by rank
+  std::vector<std::atomic<bool>> is_lost_;  // by rank: true if its process has exited
   std::atomic<Failure> failure_{Failure::kNone};
 
-  mutable std::mutex capturing_;
-  mutable std::mutex mutex_;  // guards the members below
+  mutable std::mutex capture_mutex_;
+  mutable std::mutex mutex_;  // guards the members from here to captured_results_
   std::condition_variable changed_;
   std::string sentence_;
-  std::string aborted_;        // reason of an abort that is not done yet
-  bool gates_closed_ = false;  // no peer reads this rank's data any more; also true if closing failed (`stuck_`)
-  bool stopping_ = false;
+  std::string abort_reason_;   // of an `abort` that the thread has not handled yet; else empty
+  bool gates_closed_ = false;  // true once all gates are closed, or could not be closed (is_stuck_)
+  bool is_stopping_ = false;
   struct Passage {
     uint64_t number;
     std::vector<Memory> results;
   };
   std::deque<Passage> passages_;
-  std::map<uint64_t, std::vector<Memory>> captured_;
+  std::map<uint64_t, std::vector<Memory>> captured_results_;
 
-  std::thread thread_;  // last: it uses all of the above
+  std::thread thread_;  // last member: the thread uses all others
 };
 
 }  // namespace fused_tp::copy_engine

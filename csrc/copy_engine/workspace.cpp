@@ -10,12 +10,12 @@
 namespace fused_tp::copy_engine {
 namespace {
 
-// More streams gain nothing: a GPU has a few copy engines, which share its links.
-constexpr int kMostIn = 4;
-// Each graph takes some device memory; training repeats the calls of one step.
-constexpr size_t kMostGraphs = 512;
+// More streams would not be faster: a GPU has few copy engines, which share its links.
+constexpr int kMaxPullStreams = 4;
+// Graphs take device memory. Training repeats the calls of one step, so a few hundred suffice.
+constexpr size_t kMaxGraphs = 512;
 
-Place in_private(const Memory& memory) { return {kPrivate, static_cast<int64_t>(memory.address)}; }
+Location private_location(const Memory& memory) { return {kPrivate, static_cast<int64_t>(memory.address)}; }
 
 void require_room(size_t bytes, int64_t room, const char* what) {
   if (static_cast<int64_t>(bytes) > room)
@@ -33,96 +33,97 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
       addresses_(std::move(addresses)),
       events_(driver_, device),
       streams_(streams.empty() ? make_streams() : std::move(streams)),
-      out_(streams_.at(1)),
-      in_(streams_.begin() + 2, streams_.end()),
+      send_stream_(streams_.at(1)),
+      pull_streams_(streams_.begin() + 2, streams_.end()),
       watchdog_(driver_, device, protocol_, addresses_, {streams_.begin() + 1, streams_.end()}, streams_[0]) {
-  const Driver::Device guard(*driver_, device_);
-  driver::PinnedMemory words(driver_, device, 8 * static_cast<size_t>(layout().words()));
-  for (int word = 0; word < layout().words(); ++word)
-    static_cast<uint64_t*>(words.data())[word] = layout().first_value(word);
-  driver_->copy(addresses_.at(static_cast<size_t>(rank)), words.device_address(), words.bytes(), out_);
-  if (!driver_->synchronize(out_, 60)) {
-    words.leave();  // freeing it would wait for the copy
+  const Driver::ContextGuard guard(*driver_, device_);
+  driver::PinnedMemory words(driver_, device, 8 * static_cast<size_t>(layout().total_words()));
+  for (int word = 0; word < layout().total_words(); ++word)
+    static_cast<uint64_t*>(words.data())[word] = layout().initial_value(word);
+  driver_->copy(addresses_.at(static_cast<size_t>(rank)), words.device_address(), words.bytes(), send_stream_);
+  if (!driver_->synchronize(send_stream_, 60)) {
+    words.release();  // leaked: freeing it would wait for the copy
     throw std::runtime_error("the device did not copy " + std::to_string(words.bytes()) + " bytes within 60 s");
   }
 }
 
 std::vector<Stream> Workspace::make_streams() {
-  std::vector<Stream> made;
-  for (int i = 0; i < 2 + std::min(layout().world() - 1, kMostIn); ++i) {
-    made_.push_back(std::make_unique<driver::OwnStream>(driver_, device_, driver::Priority::kGreatest));
-    made.push_back(made_.back()->get());
+  std::vector<Stream> streams;
+  for (int i = 0; i < 2 + std::min(layout().world() - 1, kMaxPullStreams); ++i) {
+    owned_streams_.push_back(std::make_unique<driver::OwnedStream>(driver_, device_, driver::Priority::kGreatest));
+    streams.push_back(owned_streams_.back()->get());
   }
-  return made;
+  return streams;
 }
 
 bool Workspace::quiet(double seconds) {
-  const Driver::Device guard(*driver_, device_);
+  const Driver::ContextGuard guard(*driver_, device_);
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  const auto idle = [this] {
-    const std::lock_guard<std::mutex> lock(watchdog_.capturing());
-    return std::all_of(streams_.begin() + 1, streams_.end(), [this](Stream side) { return driver_->idle(side); });
+  const auto all_idle = [this] {
+    const std::lock_guard<std::mutex> lock(watchdog_.capture_mutex());
+    return std::all_of(streams_.begin() + 1, streams_.end(),
+                       [this](Stream watched) { return driver_->is_idle(watched); });
   };
   while (true) {
-    if (passed() && idle()) return true;
+    if (has_passed_gates() && all_idle()) return true;
     if (std::chrono::steady_clock::now() >= until) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
 
 Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
-  const Driver::Device guard(*driver_, device_);
+  const Driver::ContextGuard guard(*driver_, device_);
   watchdog_.set_timeout(timeout_seconds);
-  take_turn(stream);
+  wait_for_last_call(stream);
   Call call;
   call.number = call_number(++calls_, op);
   return call;
 }
 
-// `give` adds the steps.
-template <typename Give>
-void Workspace::run(Stream stream, Give&& give) {
+template <typename AddSteps>
+void Workspace::enqueue(Stream stream, AddSteps&& add_steps) {
   steps_.clear();
-  give();
-  ops_.clear();
+  add_steps();
+  memory_ops_.clear();
   for (const Step& step : steps_) {
     const auto word = [&] { return address({step.rank, 8 * static_cast<int64_t>(step.word)}); };
     switch (step.kind) {
       case Step::kWait:
-        ops_.push_back({driver::MemoryOp::kWait, word(), step.value});
+        memory_ops_.push_back({driver::MemoryOp::kWait, word(), step.value});
         break;
       case Step::kWrite:
-        ops_.push_back({driver::MemoryOp::kWrite, word(), step.value});
+        memory_ops_.push_back({driver::MemoryOp::kWrite, word(), step.value});
         break;
-      case Step::kSay:
-        ops_.push_back({driver::MemoryOp::kWrite, watchdog_.progress(step.word), step.value});
+      case Step::kReport:
+        memory_ops_.push_back({driver::MemoryOp::kWrite, watchdog_.word_address(step.word), step.value});
         break;
       case Step::kCopy:
-        driver_->memory_ops(stream, ops_);
-        ops_.clear();
+        driver_->enqueue_memory_ops(stream, memory_ops_);
+        memory_ops_.clear();
         driver_->copy(address(step.to), address(step.from), static_cast<size_t>(step.bytes), stream);
         break;
     }
   }
-  driver_->memory_ops(stream, ops_);
+  driver_->enqueue_memory_ops(stream, memory_ops_);
 }
 
-// `give(streams)` adds work to the first of `streams`, and to others that begin after the first and end before it.
-template <typename Give>
-void Workspace::repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams,
-                       const std::vector<Stream>& capture, Give&& give) {
-  if (graphs_.size() == kMostGraphs && quiet(0)) graphs_.clear();
+template <typename Work>
+void Workspace::launch_repeated(std::vector<uint64_t> key, const std::vector<Stream>& streams,
+                                const std::vector<Stream>& capture_streams, Work&& enqueue_work) {
+  if (graphs_.size() == kMaxGraphs && quiet(0)) graphs_.clear();
   const auto found = graphs_.find(key);
   if (found == graphs_.end()) {
-    give(streams);
-    if (graphs_.size() < kMostGraphs) graphs_.emplace(std::move(key), nullptr);
+    enqueue_work(streams);
+    if (graphs_.size() < kMaxGraphs) graphs_.emplace(std::move(key), nullptr);
     return;
   }
   if (!found->second) {
-    // Captured in streams that also do other work, which a capture does not affect. Separate streams would each take
-    // one of the GPU's queues, and may not be created here: kernels of peers may already wait for this rank.
-    const std::lock_guard<std::mutex> lock(watchdog_.capturing());
-    found->second = std::make_unique<const driver::Graph>(driver_, device_, capture[0], [&] { give(capture); });
+    // Capture in existing streams: work already enqueued in them is not affected. New streams would occupy further
+    // hardware queues. Creating one here may also synchronize the device, which deadlocks if a kernel of a peer already
+    // waits for this rank.
+    const std::lock_guard<std::mutex> lock(watchdog_.capture_mutex());
+    found->second = std::make_unique<const driver::Graph>(driver_, device_, capture_streams[0],
+                                                          [&] { enqueue_work(capture_streams); });
   }
   found->second->launch(streams[0]);
 }
@@ -131,157 +132,163 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   const int world = layout().world();
   if (world == 1) return;
   require_room(shard.bytes, layout().stage_bytes(), "a shard");
-  if (static_cast<int>(to.size()) != world) throw std::invalid_argument("a gather needs a place for each rank's shard");
+  if (static_cast<int>(to.size()) != world)
+    throw std::invalid_argument("a gather needs a destination for each rank's shard");
   for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
-  const Driver::Device guard(*driver_, device_);
+  const Driver::ContextGuard guard(*driver_, device_);
   const int index = static_cast<int>(gathers_++ % kChannels);
   const SharedEvent begun = record(stream);
-  driver_->wait(out_, begun->get());
-  run(out_, [&] { protocol_.stage(steps_, index, call.number, in_private(shard), static_cast<int64_t>(shard.bytes)); });
-  call.sent = true;
-  call.arrived.assign(static_cast<size_t>(world), nullptr);
-  // Pulls begin after this rank's shard is staged: in whatever order a graph runs its branches, one that waits for a
-  // peer may not delay the shard that this peer waits for. It costs no time, as the peers have to stage theirs too.
-  const SharedEvent staged = record(out_);
-  for (const Stream in : in_) driver_->wait(in, staged->get());
-  if (!driver_->capturing(stream)) {
-    if (std::exchange(fetched_, false)) spread(in_);
-    pulled_ = true;
+  driver_->wait(send_stream_, begun->get());
+  enqueue(send_stream_, [&] {
+    protocol_.stage(steps_, index, call.number, private_location(shard), static_cast<int64_t>(shard.bytes));
+  });
+  call.has_sends = true;
+  call.arrival_events.assign(static_cast<size_t>(world), nullptr);
+  // Pulls begin after this rank's shard is staged. A graph may run its branches in any order, and a branch that waits
+  // for a peer must not delay the shard for which this peer waits. This costs no time, because the peers stage theirs
+  // meanwhile.
+  const SharedEvent staged = record(send_stream_);
+  for (const Stream pull_stream : pull_streams_) driver_->wait(pull_stream, staged->get());
+  if (!driver_->is_capturing(stream)) {
+    if (std::exchange(has_offer_pulls_, false)) fork_streams(pull_streams_);
+    has_gather_pulls_ = true;
   }
   for (int distance = 1; distance < world; ++distance) {
     const int peer = peer_at(rank(), distance, world);
     const Memory& place = to[static_cast<size_t>(peer)];
-    run(in_of(peer), [&] {
-      protocol_.pull(steps_, index, call.number, peer, in_private(place), static_cast<int64_t>(place.bytes));
+    enqueue(pull_stream(peer), [&] {
+      protocol_.pull(steps_, index, call.number, peer, private_location(place), static_cast<int64_t>(place.bytes));
     });
-    call.arrived[static_cast<size_t>(peer)] = record(in_of(peer));
+    call.arrival_events[static_cast<size_t>(peer)] = record(pull_stream(peer));
   }
 }
 
 void Workspace::wait_for(const Call& call, Stream stream, int peer) {
-  const Driver::Device guard(*driver_, device_);
-  if (static_cast<size_t>(peer) < call.arrived.size() && call.arrived[static_cast<size_t>(peer)])
-    driver_->wait(stream, call.arrived[static_cast<size_t>(peer)]->get());
+  const Driver::ContextGuard guard(*driver_, device_);
+  if (static_cast<size_t>(peer) < call.arrival_events.size() && call.arrival_events[static_cast<size_t>(peer)])
+    driver_->wait(stream, call.arrival_events[static_cast<size_t>(peer)]->get());
 }
 
 int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::vector<Memory>& to) {
   const int world = layout().world();
   require_room(shard.bytes, layout().stage_bytes(), "a shard");
-  if (static_cast<int>(to.size()) != world) throw std::invalid_argument("a gather needs a place for each rank's shard");
+  if (static_cast<int>(to.size()) != world)
+    throw std::invalid_argument("a gather needs a destination for each rank's shard");
   for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
-  const Driver::Device guard(*driver_, device_);
+  const Driver::ContextGuard guard(*driver_, device_);
   const int index = static_cast<int>(gathers_++ % kChannels);
   const Memory own = to[static_cast<size_t>(rank())];
-  // A graph would repeat the number of its first call.
+  // Call number 0, because a graph reports the same number in every launch.
   const uint64_t number = call_number(0, op);
   const auto key = [&](uint64_t which) { return std::vector<uint64_t>{which, static_cast<uint64_t>(index), number}; };
-  // Messages of a channel are sent, and pulled, in the order of calls: so `stream` waits for `out_`, and the first of
-  // `in_`, in which graphs are launched, for the others.
-  if (std::exchange(pulled_, false)) {
-    driver_->wait(stream, record(out_)->get());
-    join(in_);
+  // Messages of a channel must be sent and pulled in the order of calls. So `stream`, which stages the shard, waits for
+  // the send stream, and the first pull stream, in which graphs are launched, waits for the others.
+  if (std::exchange(has_gather_pulls_, false)) {
+    driver_->wait(stream, record(send_stream_)->get());
+    join_streams(pull_streams_);
   }
   std::vector<uint64_t> staged = key(0), fetched = key(1);
   staged.insert(staged.end(), {shard.address, shard.bytes, own.address, own.bytes});
   for (const Memory& memory : to) fetched.insert(fetched.end(), {memory.address, memory.bytes});
-  repeat(std::move(staged), {stream}, {out_}, [&](const std::vector<Stream>& streams) {
-    run(streams[0], [&] {
-      protocol_.offer(steps_, index, number, in_private(shard), in_private(own), static_cast<int64_t>(shard.bytes),
-                      own.bytes > 0);
+  launch_repeated(std::move(staged), {stream}, {send_stream_}, [&](const std::vector<Stream>& streams) {
+    enqueue(streams[0], [&] {
+      protocol_.offer(steps_, index, number, private_location(shard), private_location(own),
+                      static_cast<int64_t>(shard.bytes), own.bytes > 0);
     });
   });
-  call.offered = index;
+  call.offered_channel = index;
   if (world == 1) return index;
-  fetched_ = true;
-  repeat(std::move(fetched), in_, in_, [&](const std::vector<Stream>& streams) { fetch(streams, index, number, to); });
+  has_offer_pulls_ = true;
+  launch_repeated(std::move(fetched), pull_streams_, pull_streams_,
+                  [&](const std::vector<Stream>& streams) { enqueue_fetches(streams, index, number, to); });
   return index;
 }
 
-void Workspace::fetch(const std::vector<Stream>& streams, int index, uint64_t call, const std::vector<Memory>& to) {
-  run(streams[0], [&] { protocol_.begin_fetch(steps_, index); });
-  spread(streams);
+void Workspace::enqueue_fetches(const std::vector<Stream>& streams, int index, uint64_t call,
+                                const std::vector<Memory>& to) {
+  enqueue(streams[0], [&] { protocol_.begin_fetch(steps_, index); });
+  fork_streams(streams);
   for (int distance = 1; distance < layout().world(); ++distance) {
     const int peer = peer_at(rank(), distance, layout().world());
     const Memory& place = to[static_cast<size_t>(peer)];
-    run(streams[static_cast<size_t>(distance - 1) % streams.size()],
-        [&] { protocol_.fetch(steps_, index, call, peer, in_private(place), static_cast<int64_t>(place.bytes)); });
+    enqueue(streams[static_cast<size_t>(distance - 1) % streams.size()], [&] {
+      protocol_.fetch(steps_, index, call, peer, private_location(place), static_cast<int64_t>(place.bytes));
+    });
   }
-  join(streams);
-  run(streams[0], [&] { protocol_.end_fetch(steps_, index); });
+  join_streams(streams);
+  enqueue(streams[0], [&] { protocol_.end_fetch(steps_, index); });
 }
 
-// spread: all other streams continue after the first; join: the first continues after all others.
-void Workspace::spread(const std::vector<Stream>& streams) {
+void Workspace::fork_streams(const std::vector<Stream>& streams) {
   const SharedEvent begun = record(streams[0]);
   for (size_t i = 1; i < streams.size(); ++i) driver_->wait(streams[i], begun->get());
 }
 
-void Workspace::join(const std::vector<Stream>& streams) {
+void Workspace::join_streams(const std::vector<Stream>& streams) {
   for (size_t i = 1; i < streams.size(); ++i) driver_->wait(streams[0], record(streams[i])->get());
 }
 
 int Workspace::scatter() {
   for (int tries = 0; tries < kChannels; ++tries) {
     const int index = static_cast<int>(scatters_++ % kChannels);
-    if (!std::exchange(open_[index], true)) return index;
+    if (!std::exchange(is_scatter_open_[index], true)) return index;
   }
-  throw std::logic_error("a scatter cannot begin before one of those that have begun has been received");
+  throw std::logic_error("2 scatters have begun already; receive one of them before the next begins");
 }
 
 void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory block) {
   require_room(block.bytes, layout().slot_bytes(), "a block");
-  const Driver::Device guard(*driver_, device_);
-  driver_->wait(out_, record(stream)->get());
-  run(out_, [&] {
-    protocol_.push(steps_, scatter, call.number, peer, in_private(block), static_cast<int64_t>(block.bytes));
+  const Driver::ContextGuard guard(*driver_, device_);
+  driver_->wait(send_stream_, record(stream)->get());
+  enqueue(send_stream_, [&] {
+    protocol_.push(steps_, scatter, call.number, peer, private_location(block), static_cast<int64_t>(block.bytes));
   });
-  call.sent = true;
-  pushed_[scatter] = record(out_);
+  call.has_sends = true;
+  push_events_[scatter] = record(send_stream_);
 }
 
 void Workspace::receive(const Call& call, Stream stream, int scatter) {
-  const Driver::Device guard(*driver_, device_);
-  open_[scatter] = false;
-  // After this rank's blocks are sent, for the same reason as in `gather`.
-  if (pushed_[scatter]) driver_->wait(stream, pushed_[scatter]->get());
-  pushed_[scatter] = nullptr;
-  run(stream, [&] { protocol_.receive(steps_, scatter, call.number); });
+  const Driver::ContextGuard guard(*driver_, device_);
+  is_scatter_open_[scatter] = false;
+  // The wait begins after this rank's blocks are sent, for the same reason as the pulls in `gather`.
+  if (push_events_[scatter]) driver_->wait(stream, push_events_[scatter]->get());
+  push_events_[scatter] = nullptr;
+  enqueue(stream, [&] { protocol_.receive(steps_, scatter, call.number); });
 }
 
 void Workspace::release(Stream stream, int scatter) {
-  const Driver::Device guard(*driver_, device_);
-  run(stream, [&] { protocol_.release(steps_, scatter); });
+  const Driver::ContextGuard guard(*driver_, device_);
+  enqueue(stream, [&] { protocol_.release(steps_, scatter); });
 }
 
 void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   if (layout().world() == 1) return;
-  const Driver::Device guard(*driver_, device_);
-  take_turn(stream);
-  // After all copies from and to the caller's memory, which it may then reuse.
+  const Driver::ContextGuard guard(*driver_, device_);
+  wait_for_last_call(stream);
+  // Wait for all copies from and to the caller's memory, which the caller may reuse after the call.
   const int world = layout().world();
-  for (int distance = world - 1; distance > 0 && distance >= world - static_cast<int>(in_.size()); --distance)
-    wait_for(call, stream, peer_at(rank(), distance, world));  // the last of each stream
-  if (call.sent) driver_->wait(stream, record(out_)->get());
-  const bool captured = driver_->capturing(stream);
+  for (int distance = world - 1; distance > 0 && distance >= world - static_cast<int>(pull_streams_.size()); --distance)
+    wait_for(call, stream, peer_at(rank(), distance, world));  // the last pull in each stream
+  if (call.has_sends) driver_->wait(stream, record(send_stream_)->get());
+  const bool is_captured = driver_->is_capturing(stream);
   const uint64_t passage = ++passages_;
-  watchdog_.expect(passage, std::move(results), captured);
-  run(stream, [&] {
-    if (call.offered >= 0) protocol_.await_fetched(steps_, call.offered);
-    protocol_.pass_gates(steps_, passage, captured);
+  watchdog_.expect(passage, std::move(results), is_captured);
+  enqueue(stream, [&] {
+    if (call.offered_channel >= 0) protocol_.wait_copies_done(steps_, call.offered_channel);
+    protocol_.pass_gates(steps_, passage, is_captured);
   });
-  if (captured) return;
+  if (is_captured) return;
   last_stream_ = stream;
   last_passage_ = passage;
 }
 
-// Serializes calls from several streams: the gates of a rank let one call pass at a time.
-void Workspace::take_turn(Stream stream) {
-  if (last_passage_ > 0 && last_stream_ != stream && !driver_->capturing(stream))
-    driver_->memory_ops(
-        stream, {{driver::MemoryOp::kWaitAtLeast, watchdog_.progress(passed_word(layout().world())), last_passage_}});
+void Workspace::wait_for_last_call(Stream stream) {
+  if (last_passage_ > 0 && last_stream_ != stream && !driver_->is_capturing(stream))
+    driver_->enqueue_memory_ops(stream, {{driver::MemoryOp::kWaitAtLeast,
+                                          watchdog_.word_address(passed_word(layout().world())), last_passage_}});
 }
 
-DeviceAddress Workspace::address(const Place& place) const {
+DeviceAddress Workspace::address(const Location& place) const {
   const auto offset = static_cast<DeviceAddress>(place.offset);
   return place.rank == kPrivate ? offset : addresses_[static_cast<size_t>(place.rank)] + offset;
 }
@@ -292,10 +299,10 @@ SharedEvent Workspace::record(Stream stream) {
   return event;
 }
 
-Stream Workspace::in_of(int peer) const {
+Stream Workspace::pull_stream(int peer) const {
   const int world = layout().world();
   const int distance = (peer - rank() + world) % world;
-  return in_[static_cast<size_t>(distance - 1) % in_.size()];
+  return pull_streams_[static_cast<size_t>(distance - 1) % pull_streams_.size()];
 }
 
 }  // namespace fused_tp::copy_engine

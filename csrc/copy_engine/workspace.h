@@ -1,13 +1,17 @@
-// Gathers and scatters of one group by the GPU's copy engines: the work of each stream, and the events between them.
+// Workspace: gathers and scatters of one group by the GPU's copy engines. It enqueues the steps of steps.h in these
+// streams and orders the streams by events:
 //
-// Calls do not wait on the host, and all but `offer` may be captured in a CUDA graph. Steps are those of `steps.h`:
-// - `out`, a stream of our own, copies shards to this rank's stage and blocks to slots of the peers;
-// - more streams, `in`, copy the peers' shards; peers are distributed over these streams in turn;
-// - the caller's stream waits for shards, one by one, for the blocks of all, and passes the gates at the end.
-// For a kernel that waits for shards itself, the caller's stream also stages this rank's shard, before the kernel.
-// Gathers pull and scatters push, so that bytes are moved once. A shard or a sum is pulled to where the matmul reads
-// it; pushed, it would need another copy out of a slot. A block is pushed from where the matmul has stored it, and is
-// summed in its slot.
+// - the send stream copies this rank's shards to its stage, and blocks to its slots at the peers;
+// - the pull streams copy the peers' shards; peers are distributed over them round-robin;
+// - the caller's stream waits for each peer's shard separately (gather), or for all peers' blocks together (scatter),
+//   then for the two gates that end every call (see steps.h). For a kernel that waits for shards itself (`offer`), it
+//   also stages this rank's shard.
+//
+// No call waits on the host, and all but `offer` may be captured in a CUDA graph.
+//
+// Gathers pull and scatters push, so that each byte is copied once. A pulled shard arrives where the matmul reads it; a
+// pushed one would need a second copy out of a slot. A pushed block is copied from the matmul's output and is summed in
+// its slot.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +29,12 @@ using driver::SharedEvent;
 
 class Workspace {
  public:
-  // `addresses`: those of the ranks' workspaces, each of Layout::bytes() or more. No rank may begin a call before all
-  // ranks have created theirs. `streams`: the watchdog's, which others may use for copies that wait for nothing; `out`;
-  // those of `in`. If empty, the workspace creates all of them, `in` with one per peer, but no more than kMostIn.
+  // addresses: memory of the ranks' workspaces, by rank, at least Layout::bytes() each.
+  // streams:   the watchdog's stream, which others may use too for copies that never wait; the send stream; the pull
+  //            streams. If empty, the workspace creates them, with one pull stream per peer, but at most
+  //            kMaxPullStreams.
+  //
+  // No rank may begin a call before all ranks have created their workspace.
   Workspace(std::shared_ptr<const Driver> driver, int device, int rank, std::vector<DeviceAddress> addresses,
             int64_t gather_bytes, int64_t scatter_bytes, std::vector<Stream> streams = {});
   Workspace(const Workspace&) = delete;
@@ -36,80 +43,91 @@ class Workspace {
   const Layout& layout() const { return protocol_.layout(); }
   int rank() const { return protocol_.rank(); }
   StreamWatchdog& watchdog() { return watchdog_; }
-  bool forked() const { return driver_->forked(); }
-  // True once all enqueued work has ended, false if it has not after that many seconds. Waits on the host.
+  bool is_forked_child() const { return driver_->is_forked_child(); }
+  // Waits on the host until all enqueued work has completed, for at most `seconds`. Returns true if it has.
   bool quiet(double seconds);
 
-  // One call of an op, from its first message to its gates. All ranks make the same calls in the same order, and in
-  // each the same messages. A call may begin and end inside another.
+  // One call of an op, from `begin` to `finish`. All ranks make the same calls in the same order, with the same gathers
+  // and scatters. A call may begin and end between `begin` and `finish` of another.
   struct Call {
     uint64_t number = 0;
-    std::vector<SharedEvent> arrived;  // of the last gather, by rank
-    bool sent = false;
-    int offered = -1;  // channel of a gather that a kernel waits for
+    std::vector<SharedEvent> arrival_events;  // of the last gather, by rank
+    bool has_sends = false;                   // work in the send stream
+    int offered_channel = -1;                 // channel of `offer`; -1: none
   };
 
   Call begin(Op op, Stream stream, double timeout_seconds);
-  // Starts a gather: `shard` of this rank, and the destinations `to` of the peers' shards (this rank's own is unused).
-  // The caller may not touch any of this memory until the end of the call.
+  // Starts a gather of `shard`. `to`: destinations of the peers' shards, by rank; the entry of this rank is not used.
+  // The caller may not access any of this memory until the end of the call.
   void gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to);
+  // Makes `stream` wait for the shard of `peer`.
   void wait_for(const Call& call, Stream stream, int peer);
-  // The same for a kernel that waits itself, the next in `stream`: it polls the words Layout::arrived of the returned
-  // channel. Not in a capture, as CUDA does not guarantee that branches of a graph run concurrently. `to` may have a
-  // destination for this rank's shard too. An offer that is repeated with the same memory is launched as two graphs.
+  // Starts a gather for the next kernel in `stream`, which waits for shards itself: it polls Layout::arrived_word of
+  // the channel that is returned. `to` may contain a destination for this rank's shard too. Not for captures, because
+  // CUDA does not guarantee that branches of a graph run concurrently. Repeated offers with the same memory are
+  // launched as two graphs.
   int offer(Call& call, Stream stream, Op op, Memory shard, const std::vector<Memory>& to);
-  // The number of a new scatter, for the functions below. Throws std::logic_error if kChannels scatters have begun and
-  // not been received yet: their sends would wait for this rank, and this rank for them.
+  // Begins a scatter and returns its number, for the functions below. Throws std::logic_error if kChannels scatters
+  // have begun and none of them has been received: the sends of a further one would wait until they are received.
   int scatter();
-  // Sends `block` to `peer` once the work enqueued so far in `stream` has finished. The caller may not touch `block`
-  // until the end of the call.
+  // Sends `block` to `peer` after the work that `stream` holds now. The caller may not write to `block` until the end
+  // of the call.
   void push(Call& call, Stream stream, int scatter, int peer, Memory block);
-  // `stream` continues once the blocks of all peers are in their slots. Call `release` once they may be overwritten.
+  // Makes `stream` wait until the blocks of all peers have arrived in their slots. Call `release` behind the work that
+  // reads them, so that peers may overwrite them.
   void receive(const Call& call, Stream stream, int scatter);
   void release(Stream stream, int scatter);
-  // Ends the call. `results`: memory that becomes NaN if the call fails.
+  // Ends the call in `stream`. `results`: memory that is filled with NaN if the call fails.
   void finish(Call& call, Stream stream, std::vector<Memory> results);
 
  private:
-  template <typename Give>
-  void run(Stream stream, Give&& give);
+  // Enqueues in `stream` the steps that add_steps() appends to steps_.
+  template <typename AddSteps>
+  void enqueue(Stream stream, AddSteps&& add_steps);
   std::vector<Stream> make_streams();
-  void take_turn(Stream stream);
-  void fetch(const std::vector<Stream>& streams, int index, uint64_t call, const std::vector<Memory>& to);
-  void spread(const std::vector<Stream>& streams);
-  void join(const std::vector<Stream>& streams);
-  // `capture`: as many streams, of our own, in which the graph is captured.
-  template <typename Give>
-  void repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams, const std::vector<Stream>& capture,
-              Give&& give);
-  DeviceAddress address(const Place& place) const;
+  // Makes `stream` wait for the gates of the last call if that was in another stream: only one call at a time can be at
+  // a rank's gates.
+  void wait_for_last_call(Stream stream);
+  void enqueue_fetches(const std::vector<Stream>& streams, int index, uint64_t call, const std::vector<Memory>& to);
+  // All other streams wait for the first.
+  void fork_streams(const std::vector<Stream>& streams);
+  // The first stream waits for all others.
+  void join_streams(const std::vector<Stream>& streams);
+  // Runs enqueue_work(streams), which adds work to the first of `streams`, and to the others between a fork from the
+  // first and a join with it. From the second time with the same key on, it launches a graph of that work, which is
+  // captured in `capture_streams`.
+  template <typename Work>
+  void launch_repeated(std::vector<uint64_t> key, const std::vector<Stream>& streams,
+                       const std::vector<Stream>& capture_streams, Work&& enqueue_work);
+  DeviceAddress address(const Location& place) const;
   SharedEvent record(Stream stream);
-  Stream in_of(int peer) const;
-  bool passed() const { return watchdog_.told(passed_word(layout().world())) >= last_passage_; }
+  Stream pull_stream(int peer) const;
+  bool has_passed_gates() const { return watchdog_.load_word(passed_word(layout().world())) >= last_passage_; }
 
   std::shared_ptr<const Driver> driver_;
   int device_;
   Protocol protocol_;
   std::vector<DeviceAddress> addresses_;
   driver::EventPool events_;
-  std::vector<std::unique_ptr<driver::OwnStream>> made_;
-  std::vector<Stream> streams_;  // given or made: the watchdog's, `out`, `in`
-  Stream out_;
-  std::vector<Stream> in_;
+  std::vector<std::unique_ptr<driver::OwnedStream>> owned_streams_;
+  std::vector<Stream> streams_;  // the watchdog's stream, the send stream, the pull streams
+  Stream send_stream_;
+  std::vector<Stream> pull_streams_;
   Steps steps_;
-  std::vector<driver::MemoryOp> ops_;
+  std::vector<driver::MemoryOp> memory_ops_;
   uint64_t calls_ = 0;
   uint64_t gathers_ = 0;
   uint64_t scatters_ = 0;
-  SharedEvent pushed_[kChannels];          // after the last block of a scatter
-  bool open_[kChannels] = {};              // scatters that have begun and not yet been received
-  bool pulled_ = false, fetched_ = false;  // outside of captures, since `in_` were last ordered
+  SharedEvent push_events_[kChannels];    // by scatter: recorded after its last block
+  bool is_scatter_open_[kChannels] = {};  // by scatter: begun and not yet received
+  // Work in the pull streams since they were last ordered, outside of captures: by `gather`, and by `offer`.
+  bool has_gather_pulls_ = false, has_offer_pulls_ = false;
   uint64_t passages_ = 0;
   Stream last_stream_ = nullptr;
-  uint64_t last_passage_ = 0;  // outside of captures
-  // Graphs of work that is repeated with the same memory, used from the second time on.
+  uint64_t last_passage_ = 0;  // of calls outside of captures
+  // Graphs of offers by their memory; null after the first offer, which runs without a graph.
   std::map<std::vector<uint64_t>, std::unique_ptr<const driver::Graph>> graphs_;
-  StreamWatchdog watchdog_;  // last: it watches the streams
+  StreamWatchdog watchdog_;  // last member: it uses the streams
 };
 
 }  // namespace fused_tp::copy_engine

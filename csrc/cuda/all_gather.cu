@@ -1,9 +1,11 @@
-// out = in_0, in_1, ..., in_(W-1): bytes, in parts of `chunk`; the last parts may be short or empty.
+// All-gather of bytes: out = concatenation of the ranks' `in`, each of `chunk` bytes. The last parts may be shorter or
+// empty.
 //
 //   in ──push──> slot [r] of all peers ──flag (0, block, r)──> slots ──copy──> out
 //
-// Order: a block's flag follows its stores to the slots, and its copies of slots follow the flags of the same block on
-// all ranks. Slots, not `out` itself, since peers reach only the workspace. `in` may be this rank's part of out.
+// Memory order: a block sets its flag after its stores to the slots, and copies the slots to `out` after it has seen
+// the flags of the same block on all ranks. The data passes through slots because peers can write only to the
+// workspace, not to `out`. `in` may be this rank's part of `out`.
 #include "copy.cuh"
 #include "launch.cuh"
 
@@ -13,7 +15,7 @@ struct AllGather {
   const void* in;
   void* out;
   int64_t count, chunk;
-  int64_t per_block;  // packets of each part
+  int64_t per_block;  // packets of each rank's part per block
 };
 
 static __global__ void __launch_bounds__(kThreads, 1)
@@ -21,7 +23,7 @@ static __global__ void __launch_bounds__(kThreads, 1)
                       const __grid_constant__ AllGather job) {
   const Call call = begin(workspace, Op::kAllGather);
   const char* in = static_cast<const char*>(job.in);
-  // This block's share of a rank's part, in bytes of `out`.
+  // Byte range of `out` that this block copies of a rank's part.
   auto share_of = [&](int rank) -> Share {
     const int64_t first = rank * job.chunk < job.count ? rank * job.chunk : job.count;
     const int64_t length = job.count - first < job.chunk ? job.count - first : job.chunk;
@@ -33,24 +35,24 @@ static __global__ void __launch_bounds__(kThreads, 1)
   };
   const Share mine = share_of(call.rank());
   const int64_t at = in_part(call.rank(), mine.first);
-  bool good = call.alive();
-  if (good) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int peer = (call.rank() + step) % call.world();
-      copy_bytes(data_at(call, peer) + plan.term(call.rank()) + at, in + at, mine.last - mine.first);
+      copy_bytes(data_at(call, peer) + plan.term_offset(call.rank()) + at, in + at, mine.last - mine.first);
     }
     put(call, plan, 0, true);
-    good = wait(call, plan, 0);
+    is_valid = wait(call, plan, 0);
   }
   for (int source = 0; source < call.world(); ++source) {
     const Share share = share_of(source);
     char* out = static_cast<char*>(job.out) + share.first;
-    if (!good) {
-      fill_missing(out, share.last - share.first);
+    if (!is_valid) {
+      fill_nan(out, share.last - share.first);
     } else if (source == call.rank()) {
       if (out != in + at) copy_bytes(out, in + at, share.last - share.first);
     } else {
-      copy_bytes(out, data_at(call, call.rank()) + plan.term(source) + in_part(source, share.first),
+      copy_bytes(out, data_at(call, call.rank()) + plan.term_offset(source) + in_part(source, share.first),
                  share.last - share.first);
     }
   }

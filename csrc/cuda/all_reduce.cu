@@ -8,7 +8,7 @@ namespace fused_tp::cuda {
 int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const void* in, void* out, int64_t count,
                           int32_t dtype, Bias bias, int32_t blocks, void* stream) {
   const int world = workspace->world;
-  // A single rank has no peer to send to.
+  // One rank has no peers: only the bias and the rounding remain.
   if (world == 1) return launch_sum_terms(in, 1, count, out, count, dtype, bias, stream);
   if (algorithm == Algorithm::kMultimem && !workspace->multicast) return cudaErrorNotSupported;
   return for_dtype(dtype, [&](auto type) -> int32_t {
@@ -21,15 +21,15 @@ int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const
     if (algorithm == Algorithm::kMultimem) {
       // A kernel that the driver compiled from PTX for an earlier GPU contains no multimem instructions.
       cudaFuncAttributes attributes = {};
-      if (const int32_t error = load(Kernel<all_reduce_multimem<T>>::address(), &attributes)) return error;
+      if (const int32_t error = load_kernel(Kernel<all_reduce_multimem<T>>::address(), &attributes)) return error;
       if (attributes.ptxVersion < 90) return cudaErrorNotSupported;
       return launch(Kernel<all_reduce_multimem<T>>{}, blocks, kThreads, stream, *workspace, plan, job);
     }
     return for_world(world, [&](auto constant) -> int32_t {
       constexpr int kWorld = decltype(constant)::value;
-      auto launch_it = [&](auto kernel) { return launch(kernel, blocks, kThreads, stream, *workspace, plan, job); };
-      return algorithm == Algorithm::kOneShot ? launch_it(Kernel<all_reduce_one_shot<T, kWorld>>{})
-                                              : launch_it(Kernel<all_reduce_two_shot<T, kWorld>>{});
+      auto launch_kernel = [&](auto kernel) { return launch(kernel, blocks, kThreads, stream, *workspace, plan, job); };
+      return algorithm == Algorithm::kOneShot ? launch_kernel(Kernel<all_reduce_one_shot<T, kWorld>>{})
+                                              : launch_kernel(Kernel<all_reduce_two_shot<T, kWorld>>{});
     });
   });
 }

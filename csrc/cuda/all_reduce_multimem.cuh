@@ -1,12 +1,15 @@
-// out_i = round(in_0,i + ... + in_(W-1),i) [+ bias, and rounded again], added up by the NVLink switch.
+// All-reduce by the NVLink switch (NVLink SHARP): out_i = round(in_0,i + ... + in_(W-1),i); with a bias, it is added to
+// the rounded sum, which is rounded again. A region is a rank's slot in its workspace; rank o owns part o of all
+// regions.
 //
 //   in ──copy──> own region ──flag (0, block, r)──> owner: multimem.ld_reduce of its part, multimem.st of the sum to
-//   the regions of all ──flag (1, block, r)──> own region ──copy──> out
+//   all regions ──flag (1, block, r)──> own region ──copy──> out
 //
-// Each rank moves its data twice, for any W. Order: an owner reads a part of all regions once the flags of phase 0 show
-// that the same block on all ranks has filled its share of it, and only the owner touches it until phase 1. A region
-// has two addresses, its own and the switch's: a fence separates accesses by one from accesses by the other. The switch
-// adds in float in an order of its own, but once for all ranks: they get the same bits.
+// Each rank moves its data twice, for any W. Memory order: the owner reads its part of all regions after the flags of
+// phase 0, which show that the same block on all ranks has filled its share. Until the flags of phase 1 nobody else
+// accesses that part. A region has two addresses, its own and the multicast address, so fence.proxy.alias separates
+// accesses by one address from accesses by the other. The switch adds in fp32 in an unspecified order, but once for all
+// ranks, so results are bitwise identical on all ranks.
 #pragma once
 
 #include "all_reduce_one_shot.cuh"
@@ -21,18 +24,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = begin(workspace, Op::kAllReduce);
   const int64_t chunk = owned_elements(job.count, sizeof(T), call.world());
   const int64_t chunk_bytes = chunk * static_cast<int64_t>(sizeof(T));
-  const Parts<T> in{job.in, job.count, chunk}, out{job.out, job.count, chunk};
-  bool good = call.alive();
-  if (good) {
+  const ChunkedArray<T> in{job.in, job.count, chunk}, out{job.out, job.count, chunk};
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     char* region = data_at(call, call.rank());
     for (int owner = 0; owner < call.world(); ++owner) {
-      const Vector<T> part = in[owner];
+      const PacketArray<T> part = in[owner];
       copy_to_slot<4>(region + owner * chunk_bytes, part, block_share(part.packets(), job.per_block));
     }
     fence_aliases();
     put(call, plan, 0, true);
-    good = wait(call, plan, 0);
-    if (good) {
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
       fence_aliases();
       const Multicast ranks{workspace.multicast, workspace.addresses, call.world()};
       const int64_t from_workspace = (call.epoch & 1) * workspace.half_bytes + flag_bytes(workspace.half_bytes);
@@ -57,15 +60,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
       fence_aliases();
     }
-    put(call, plan, 1, good);
-    good = good && wait(call, plan, 1);
+    put(call, plan, 1, is_valid);
+    is_valid = is_valid && wait(call, plan, 1);
     fence_aliases();
   }
   for (int owner = 0; owner < call.world(); ++owner) {
-    const Vector<T> part = out[owner];
+    const PacketArray<T> part = out[owner];
     const Share share = block_share(part.packets(), job.per_block);
-    if (!good) {
-      fill_missing(part, share);
+    if (!is_valid) {
+      fill_nan(part, share);
     } else {
       copy_from_slot<4>(part, data_at(call, call.rank()) + owner * chunk_bytes, share);
     }

@@ -1,14 +1,14 @@
-// out_i = round(in_0,i + ... + in_(W-1),i [+ bias]), computed by every rank for itself.
+// One-shot all-reduce: out_i = round(in_0,i + ... + in_(W-1),i [+ bias]), computed by every rank.
 //
-// Each rank writes its data to its slot at every peer and adds all slots in rank order: one exchange, W - 1 times the
-// data. For small data.
+// Each rank writes its data to its slot at every peer and adds all slots in rank order. This takes one exchange and
+// sends W - 1 times the data, so it is for small data.
 //
 //   in ──push──> slot [r] of all peers ──flag (0, block, r)──> slots 0 .. W-1, own term from `in` ──sum──> out
 //
-// Order: a block's flag follows its stores to the slots, and its sum follows the flags of the same block on all ranks.
-// A block sums only the packets that it pushed, so out may be in: it has read them for all peers before (the barrier in
-// `wait`). A slot is written once per call, and next in the call after the next one, when all ranks have ended this
-// call (signals.cuh).
+// Memory order: a block sets its flag after its stores to the slots, and sums after it has seen the flags of the same
+// block on all ranks. `out` may be `in`: a block sums only the packets that it has pushed, and the barrier in `wait`
+// follows all its reads of `in`. A slot is written again two calls later at the earliest, when all ranks have ended
+// this call (signals.cuh).
 #pragma once
 
 #include "sum.cuh"
@@ -19,7 +19,7 @@ struct AllReduce {
   const void* in;
   void* out;
   int64_t count;
-  int64_t per_block;  // packets; two-shot and multimem: of each rank's own part
+  int64_t per_block;  // packets per block; two-shot and multimem: packets of each owner's part
   Bias bias;
 };
 
@@ -28,25 +28,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     all_reduce_one_shot(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
                         const __grid_constant__ AllReduce job) {
   const Call call = begin(workspace, Op::kAllReduce);
-  const Vector<T> in(job.in, job.count), out(job.out, job.count);
+  const PacketArray<T> in(job.in, job.count), out(job.out, job.count);
   const Share share = block_share(in.packets(), job.per_block);
-  bool good = call.alive();
-  if (good) {
-    const Peers<kWorld> slot(call, plan.term(call.rank()));
-    const bool whole = in.is_whole();
+  bool is_valid = call.is_alive();
+  if (is_valid) {
+    const PeerSlots<kWorld> slot(call, plan.term_offset(call.rank()));
+    const bool reads_in_place = in.is_whole();
     for_packets<4>(share, [&](auto unroll, int64_t i) {
       Packet packets[decltype(unroll)::value];
       in.load(packets, i);
 #pragma unroll
       for (int step = 1; step < slot.world(); ++step) store_slot(slot[step], packets, i);
-      if (!whole) store_slot(slot[0], packets, i);
+      if (!reads_in_place) store_slot(slot[0], packets, i);
     });
     put(call, plan, 0, true);
-    good = wait(call, plan, 0);
-    if (good) {
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
       char* slots = data_at(call, call.rank());
-      const SlotTerms<kWorld> terms{slots, plan.term_bytes, whole ? in.data : slots + plan.term(call.rank()),
-                                    call.rank(), call.world()};
+      const SlotTerms<kWorld> terms{slots, plan.term_bytes,
+                                    reads_in_place ? in.data : slots + plan.term_offset(call.rank()), call.rank(),
+                                    call.world()};
       for_packets<kSumUnroll<kWorld>>(share, [&](auto unroll, int64_t i) {
         Packet total[decltype(unroll)::value];
         sum<T>(terms, job.bias, 0, i, total);
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
     }
   }
-  if (!good) fill_missing(out, share);
+  if (!is_valid) fill_nan(out, share);
   end(call);
 }
 

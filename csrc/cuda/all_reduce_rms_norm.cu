@@ -1,8 +1,9 @@
-// (normed, new_residual) of rms_norm.cuh. new_residual may be residual; normed may be partial.
+// All-reduce fused with a residual addition and RMSNorm; rms_norm.cuh defines the results new_residual and normed.
+// new_residual may be residual, and normed may be partial.
 //
-// One shot: every rank computes every row, one exchange, as in all_reduce_one_shot.cuh. Two shot: the owner of a row
-// computes it and writes both results to all ranks, two exchanges, as in all_reduce_two_shot.cuh. These files describe
-// the memory order.
+// One-shot: every rank computes all rows, with one exchange. Two-shot: the owner of a row computes it and writes both
+// results to all ranks, with two exchanges. all_reduce_one_shot.cuh and all_reduce_two_shot.cuh describe the memory
+// order.
 #include "launch.cuh"
 #include "rms_norm.cuh"
 
@@ -10,7 +11,7 @@ namespace fused_tp::cuda {
 
 namespace {
 
-__device__ Rows partial_rows(const AllReduceRmsNorm& job, int64_t pitch) {
+__device__ RowArray partial_rows(const AllReduceRmsNorm& job, int64_t pitch) {
   return {static_cast<char*>(const_cast<void*>(job.partial)), pitch, 0};
 }
 
@@ -22,30 +23,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   const RmsNorm& norm = job.norm;
   const Share share = block_share(norm.rows, job.per_block);
   const int64_t slot_pitch = row_pitch(norm.columns, sizeof(T));
-  const RowResults own = given_results<T>(norm);
-  const Rows partial = partial_rows(job, own.residual.pitch);
-  bool good = call.alive();
-  if (good) {
+  const RowResults own = caller_results<T>(norm);
+  const RowArray partial = partial_rows(job, own.residual.pitch);
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int peer = (call.rank() + step) % call.world();
-      const Rows slot{data_at(call, peer) + plan.term(call.rank()), slot_pitch, 0};
+      const RowArray slot{data_at(call, peer) + plan.term_offset(call.rank()), slot_pitch, 0};
       copy_rows<sizeof(T), kAligned>(slot, partial, share, norm.columns);
     }
     put(call, plan, 0, true);
-    good = wait(call, plan, 0);
+    is_valid = wait(call, plan, 0);
   }
-  if (good) {
+  if (is_valid) {
     const RowTerms<kWorld> terms{
         {data_at(call, call.rank()), slot_pitch, 0}, plan.term_bytes, partial, call.rank(), call.world()};
     norm_rows<T, kWorld, kAligned>(job, share, terms, own);
   } else {
-    fill_missing_rows<T>(norm, share);
+    fill_nan_rows<T>(norm, share);
   }
   end(call);
 }
 
-// An owner first norms its rows into its own arrays and then copies them to the peers: it reads them again from L2, and
-// the loop that norms is the same, with as few free registers, as with one shot.
+// An owner first writes its normed rows to its own output arrays and then copies them to the peers. The copy reads them
+// from the L2 cache. Storing to all peers directly in norm_rows was rejected, because that loop has no free registers.
 template <class T, int kWorld, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1)
     all_reduce_rms_norm_two_shot(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
@@ -53,18 +54,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = begin(workspace, Op::kAllReduceRmsNorm);
   const RmsNorm& norm = job.norm;
   const int64_t owned = ceil_div(norm.rows, call.world());
-  // This block's rows of an owner.
+  // Rows of `owner` that this block handles.
   auto share_of = [&](int owner) -> Share {
     const int64_t first = owner * owned < norm.rows ? owner * owned : norm.rows;
     const Share share = block_share(norm.rows - first < owned ? norm.rows - first : owned, job.per_block);
     return {first + share.first, first + share.last};
   };
   const int64_t slot_pitch = row_pitch(norm.columns, sizeof(T));
-  const RowResults own = given_results<T>(norm);
-  const Rows partial = partial_rows(job, own.residual.pitch);
-  // Results of an owner in its slot at a rank.
+  const RowResults own = caller_results<T>(norm);
+  const RowArray partial = partial_rows(job, own.residual.pitch);
+  // Results of `owner` in its slot at `rank`.
   auto results_at = [&](int rank, int owner) -> RowResults {
-    char* slot = data_at(call, rank) + plan.result(owner);
+    char* slot = data_at(call, rank) + plan.result_offset(owner);
     const int64_t first = owner * owned;
     return {{slot, slot_pitch, first}, {slot + owned * slot_pitch, slot_pitch, first}};
   };
@@ -72,17 +73,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     copy_rows<sizeof(T), kAligned>(to.residual, from.residual, rows, norm.columns);
     copy_rows<sizeof(T), kAligned>(to.normed, from.normed, rows, norm.columns);
   };
-  bool good = call.alive();
-  if (good) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int owner = (call.rank() + step) % call.world();
-      const Rows slot{data_at(call, owner) + plan.term(call.rank()), slot_pitch, owner * owned};
+      const RowArray slot{data_at(call, owner) + plan.term_offset(call.rank()), slot_pitch, owner * owned};
       copy_rows<sizeof(T), kAligned>(slot, partial, share_of(owner), norm.columns);
     }
     put(call, plan, 0, true);
-    good = wait(call, plan, 0);
-    if (good) {
-      const Rows slots{data_at(call, call.rank()), slot_pitch, call.rank() * owned};
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
+      const RowArray slots{data_at(call, call.rank()), slot_pitch, call.rank() * owned};
       const RowTerms<kWorld> terms{slots, plan.term_bytes, partial, call.rank(), call.world()};
       norm_rows<T, kWorld, kAligned>(job, share_of(call.rank()), terms, own);
       __syncthreads();
@@ -91,12 +92,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         copy_results(results_at(peer, call.rank()), own, share_of(call.rank()));
       }
     }
-    put(call, plan, 1, good);
-    good = good && wait(call, plan, 1);
+    put(call, plan, 1, is_valid);
+    is_valid = is_valid && wait(call, plan, 1);
   }
   for (int owner = 0; owner < call.world(); ++owner) {
-    if (!good) {
-      fill_missing_rows<T>(norm, share_of(owner));
+    if (!is_valid) {
+      fill_nan_rows<T>(norm, share_of(owner));
     } else if (owner != call.rank()) {
       copy_results(own, results_at(call.rank(), owner), share_of(owner));
     }
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   end(call);
 }
 
-// True if all rows of all arrays are whole packets.
+// True if all rows of all arrays are aligned and consist of whole packets.
 template <class T>
 bool is_in_packets(const void* partial, const RmsNorm& norm) {
   return norm.columns % kPacketElements<T> == 0 && is_aligned(partial, 16) && is_aligned(norm.residual, 16) &&
@@ -115,7 +116,8 @@ bool is_in_packets(const void* partial, const RmsNorm& norm) {
 
 int32_t launch_all_reduce_rms_norm(const Workspace* workspace, Algorithm algorithm, const void* partial,
                                    const RmsNorm* norm, int32_t dtype, int32_t blocks, void* stream) {
-  // Each row must be at its owner before it is normed, so the switch would save only one of three exchanges.
+  // Not supported by the switch: a row must be complete before it is normed, so multimem would save only one of three
+  // exchanges.
   if (algorithm == Algorithm::kMultimem) return cudaErrorNotSupported;
   const int world = workspace->world;
   return for_dtype(dtype, [&](auto type) -> int32_t {
@@ -127,8 +129,8 @@ int32_t launch_all_reduce_rms_norm(const Workspace* workspace, Algorithm algorit
     const AllReduceRmsNorm job{partial, *norm, ceil_div(rows, blocks),
                                group_threads(ceil_div(norm->columns, kPacketElements<T>))};
     auto launch_one_of = [&](auto one_shot_kernel, auto two_shot_kernel) {
-      auto launch_it = [&](auto kernel) { return launch(kernel, blocks, kThreads, stream, *workspace, plan, job); };
-      return one_shot ? launch_it(one_shot_kernel) : launch_it(two_shot_kernel);
+      auto launch_kernel = [&](auto kernel) { return launch(kernel, blocks, kThreads, stream, *workspace, plan, job); };
+      return one_shot ? launch_kernel(one_shot_kernel) : launch_kernel(two_shot_kernel);
     };
     if (!is_in_packets<T>(partial, *norm)) {
       return launch_one_of(Kernel<all_reduce_rms_norm_one_shot<T, 0, false>>{},

@@ -1,4 +1,4 @@
-// Ends once all ranks have launched it.
+// Barrier: the kernel ends once all ranks have begun it.
 #include "launch.cuh"
 #include "signals.cuh"
 
@@ -10,7 +10,7 @@ static __global__ void __launch_bounds__(kThreads, 1) barrier_kernel(const __gri
 
 int32_t launch_barrier(const Workspace* workspace, void* stream) {
   if (!has_room(*workspace, Plan{workspace->world, 1})) return cudaErrorInvalidValue;
-  // A warp would be enough, with one flag per rank, but threads step by kThreads.
+  // One flag per rank needs at most 63 threads, but the loops of begin and end assume kThreads.
   return launch(Kernel<barrier_kernel>{}, 1, kThreads, stream, *workspace);
 }
 

@@ -1,11 +1,12 @@
-// Copies of bytes by a block, at any alignment: in the largest unit to which both addresses are aligned.
+// Copies of bytes by one block, at any alignment. They use the largest unit (1 to 16 bytes) to which both addresses are
+// aligned.
 #pragma once
 
 #include "vector.cuh"
 
 namespace fused_tp::cuda {
 
-// The largest unit of a copy, from the bits of all its addresses.
+// Returns the largest power of two, up to 16, that divides all addresses. `address_bits`: the addresses combined by OR.
 __host__ __device__ inline int common_unit(uint64_t address_bits) {
   for (int unit = 16; unit > 1; unit /= 2) {
     if (address_bits % unit == 0) return unit;
@@ -43,7 +44,7 @@ __device__ __forceinline__ void copy_units(char* to, const char* from, int64_t c
   });
 }
 
-// Not inlined: a few more instructions cost nothing compared with the copy.
+// Not __forceinline__: the call costs little compared with the copy.
 __device__ inline void copy_bytes(char* to, const char* from, int64_t bytes) {
   switch (common_unit(reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from))) {
     case 16: {

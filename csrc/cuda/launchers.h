@@ -1,37 +1,38 @@
-// The C interface of the library of device kernels: the native core loads that library only if there is a GPU.
+// The C interface of the library of device kernels, which the native core loads only if there is a GPU.
 //
-// All pointers but those to structs are device memory. Every function launches on `stream` and returns a cudaError_t, 0
-// for success. Ranks of a group make the same calls, with equal sizes and numbers of blocks; blocks wait for those of
-// the same number on other ranks, so all blocks of all ranks that share a GPU must fit on it at once.
+// Pointers to structs are host memory, all others device memory. Every function launches a kernel in `stream` and
+// returns a cudaError_t, 0 for success. All ranks of a group make the same calls with the same sizes and numbers of
+// blocks. A block waits for the block of the same index on other ranks, so all blocks of all ranks that share a GPU
+// must be resident on it at once.
 #pragma once
 
 #include <cstdint>
 
 namespace fused_tp::cuda {
 
-// Grows when a signature or a struct below changes: a library of another version is refused.
+// Increment it when a signature or struct below changes. The native core rejects a library of another version.
 constexpr int32_t kAbiVersion = 4;
 
 // One rank's workspace, created by triton_kernels/comm/workspace.py.
 struct Workspace {
-  const uint64_t* addresses;  // [world]: the ranks' workspaces
-  int64_t* state;
-  int64_t* error;  // pinned host memory
-  int64_t half_bytes;
+  const uint64_t* addresses;  // [world]: addresses of the ranks' workspaces
+  int64_t* state;             // words of protocol.h, in this rank's private memory
+  int64_t* error;             // error record of protocol.h, in pinned host memory
+  int64_t half_bytes;         // the halves of a workspace alternate between calls
   int64_t timeout_ns;
-  uint64_t multicast;  // address that reaches all ranks' workspaces at once; 0: none
+  uint64_t multicast;  // multicast address of all ranks' workspaces; 0: none
   int32_t rank;
   int32_t world;
 };
 
-// Added to a sum before it is rounded: element i gets data[i % columns]. data may be null.
+// A bias: data[i % columns] is added to element i of a sum. data is null if there is none.
 struct Bias {
   const void* data;
   int64_t columns;
 };
 
-// An all-to-all of equal parts, in bytes. Part p of `in` is sent to rank p; part p of `out` is received from rank p. A
-// part is [batches, rows] runs of row_bytes, with strides, so that a change of layout costs no separate pass.
+// Layout of an all-to-all of equal parts; sizes and strides in bytes. Part p of `in` is sent to rank p, and part p of
+// `out` is received from rank p. A part consists of [batches, rows] runs of row_bytes contiguous bytes.
 struct AllToAllLayout {
   int64_t batches, rows, row_bytes;
   int64_t in_part_stride, in_batch_stride, in_row_stride;
@@ -49,18 +50,18 @@ struct RmsNorm {
 
 enum class Algorithm : int32_t { kOneShot = 0, kTwoShot = 1, kMultimem = 2 };
 
-// dtype: numbers of csrc/dtype.h; sums take f32, bf16, f16.
+// `dtype` is a number of csrc/dtype.h; sums support fp32, bf16 and fp16.
 struct Launchers {
   int32_t abi_version;
   int32_t (*barrier)(const Workspace*, void* stream);
-  // out[i] = sum over ranks of in[i] (+ bias), in rank order (multimem: the switch's), the same bits on all ranks. out
-  // may be in.
+  // out[i] = sum over ranks of in[i] (+ bias), added in rank order (multimem: in the order of the switch). Results are
+  // bitwise identical on all ranks. `out` may be `in`.
   int32_t (*all_reduce)(const Workspace*, Algorithm, const void* in, void* out, int64_t count, int32_t dtype, Bias,
                         int32_t blocks, void* stream);
-  // Rank r gets elements [r * chunk, min((r + 1) * chunk, count)) of the sum.
+  // Rank r receives elements [r * chunk, min((r + 1) * chunk, count)) of the sum.
   int32_t (*reduce_scatter)(const Workspace*, const void* in, void* out, int64_t count, int64_t chunk, int32_t dtype,
                             Bias, int32_t blocks, void* stream);
-  // Rank r provides bytes [r * chunk, min((r + 1) * chunk, count)) of the whole.
+  // Rank r provides bytes [r * chunk, min((r + 1) * chunk, count)) of `out`.
   int32_t (*all_gather)(const Workspace*, const void* in, void* out, int64_t count, int64_t chunk, int32_t blocks,
                         void* stream);
   int32_t (*all_to_all)(const Workspace*, const void* in, void* out, const AllToAllLayout*, int32_t blocks,
@@ -68,16 +69,16 @@ struct Launchers {
   // new_residual = residual + sum over ranks of partial; normed = rms_norm(new_residual) * weight.
   int32_t (*all_reduce_rms_norm)(const Workspace*, Algorithm, const void* partial, const RmsNorm*, int32_t dtype,
                                  int32_t blocks, void* stream);
-  // On this rank alone: out[i] = sum of terms[t * stride + i] (+ bias) in the order of t, in elements.
-  int32_t (*sum_terms)(const void* terms, int32_t count_of_terms, int64_t stride, void* out, int64_t count,
-                       int32_t dtype, Bias, void* stream);
+  // Local: out[i] = sum over t of terms[t * stride + i] (+ bias), in order of t. `stride` is in elements.
+  int32_t (*sum_terms)(const void* terms, int32_t term_count, int64_t stride, void* out, int64_t count, int32_t dtype,
+                       Bias, void* stream);
   const char* (*error_string)(int32_t error);
-  // Loads all kernels on the current device. A kernel that is loaded at its first launch may wait there for running
-  // kernels, and so, if ranks share a process, for one that waits in turn for this launch.
+  // Loads all kernels on the current device. Otherwise CUDA loads a kernel at its first launch, which may wait for
+  // running kernels. If ranks share a process, such a kernel may in turn wait for this launch: a deadlock.
   int32_t (*preload)();
 };
 
 }  // namespace fused_tp::cuda
 
-// The library's only symbol.
+// The only exported symbol of the library.
 extern "C" const fused_tp::cuda::Launchers* fused_tp_launchers();

@@ -9,7 +9,7 @@ const char* error_string(int32_t error) { return cudaGetErrorString(static_cast<
 int32_t preload() {
   for (const void* kernel : all_kernels()) {
     cudaFuncAttributes attributes = {};
-    if (const int32_t error = load(kernel, &attributes)) return error;
+    if (const int32_t error = load_kernel(kernel, &attributes)) return error;
   }
   return cudaSuccess;
 }

@@ -1,10 +1,10 @@
-// Loads and stores with an order and a scope, the clock, and NVLink SHARP: the only file with PTX.
+// All inline PTX of this folder: loads and stores with memory order and scope, the clock, and multimem (NVLink SHARP).
 //
-// All other files are CUDA C++ that a C++ compiler can compile too (tests/native/gpu_on_cpu implements this header's
-// functions with std::atomic), so the kernels run, and are checked for races, without a GPU.
+// Everything else is CUDA C++ that a host compiler can compile too. tests/native/gpu_on_cpu implements the functions of
+// this header with std::atomic, so tests run the kernels, also under ThreadSanitizer, without a GPU.
 //
-// All statements are volatile, so they stay in source order; those that others can see (stores, releases, acquires) are
-// compiler barriers for plain accesses too.
+// All asm statements are volatile, so the compiler keeps them in source order. Stores, releases and acquires also have
+// a "memory" clobber, so the compiler does not move other memory accesses across them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@
 
 namespace fused_tp::cuda {
 
-// The workspaces of all ranks: `address` reaches all of them at once, through the switch.
+// The workspaces of all ranks. `address` is their multicast address, `addresses` their separate ones.
 struct Multicast {
   uint64_t address;
   const uint64_t* addresses;
@@ -65,20 +65,21 @@ __device__ __forceinline__ int64_t compare_and_swap_gpu(int64_t* word, int64_t e
   return before;
 }
 
-// Orders accesses to the same memory by two addresses, its own and that of the switch.
+// Orders accesses to the same memory by its own address and by its multicast address.
 __device__ __forceinline__ void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
-// Time of the one clock for all SMs of a GPU.
+// %globaltimer, in nanoseconds: one clock for all SMs of a GPU.
 __device__ __forceinline__ int64_t now_ns() {
   int64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
   return now;
 }
 
-// Pause between two polls of a flag: short, since flags usually arrive within a few round trips to L2.
+// Pause between two polls of a flag. It is short because a flag usually arrives within a few round trips to L2.
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
-// Data that is read once evicts nothing from L1. Never through the read-only path: peers write while a kernel runs.
+// Does not allocate a line in L1, because the data is read once. Never ld.global.nc: peers write the data while the
+// kernel runs.
 __device__ __forceinline__ Packet load_packet(const void* from) {
   Packet packet;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -93,7 +94,7 @@ __device__ __forceinline__ void store_packet(void* to, Packet packet) {
                : "memory");
 }
 
-// The sum over ranks of the packets at `offset` in their workspaces: the switch adds, in float, and rounds to T.
+// Returns the sum over ranks of the packets at `offset` in their workspaces. The switch adds in fp32 and rounds to T.
 template <class T>
 __device__ __forceinline__ Packet multimem_sum(const Multicast& ranks, int64_t offset) {
   Packet sum = {};
@@ -112,7 +113,7 @@ __device__ __forceinline__ Packet multimem_sum(const Multicast& ranks, int64_t o
   }
 #undef FUSED_TP_MULTIMEM_SUM
 #else
-  __trap();  // the launcher refuses
+  __trap();  // never reached: the launcher returns an error on these architectures
 #endif
   return sum;
 }

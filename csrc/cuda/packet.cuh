@@ -1,4 +1,4 @@
-// Packets of 16 bytes, the size of one load or store, and the numbers in them.
+// Packet: 16 bytes, the size of one load or store, and conversion between packets and floats.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +25,7 @@ __device__ __forceinline__ To bits_as(From value) {
   return result;
 }
 
-// Conversion of one word of a packet to numbers, and back; two numbers for 16-bit types.
+// Conversion between one 32-bit word of a packet and floats: one float for T = float, two for 16-bit types.
 template <class T>
 struct Word;
 
@@ -38,7 +38,7 @@ struct Word<float> {
 template <>
 struct Word<__nv_bfloat16> {
   static __device__ __forceinline__ void unpack(uint32_t word, float* to) {
-    to[0] = bits_as<float>(word << 16);  // the upper half of a float's bits
+    to[0] = bits_as<float>(word << 16);  // bf16 is the upper half of a float
     to[1] = bits_as<float>(word & 0xffff0000u);
   }
   static __device__ __forceinline__ uint32_t pack(const float* from) {

@@ -1,28 +1,29 @@
-// Layout of the words shared by the kernels of all ranks and the host. triton_kernels/comm/protocol.py has the same
-// numbers and triton_kernels/comm/signals.py defines the protocol: CUDA and Triton kernels use the same workspaces.
+// Indices and values of the words that kernels of all ranks and the host share. triton_kernels/comm/protocol.py has the
+// same numbers, because CUDA and Triton kernels use the same workspaces; triton_kernels/comm/signals.py describes the
+// protocol.
 #pragma once
 
 #include <cstdint>
 
 namespace fused_tp::cuda {
 
-// Words of a workspace's state, int64, in this rank's private memory.
-constexpr int kEpoch = 0;    // calls ended; negative once this rank has given up
-constexpr int kEnded = 1;    // blocks of this call that have ended
-constexpr int kExpired = 3;  // the call in which a wait has expired; 0: none; -1: the host has ended this rank's part
-constexpr int kStop = 4;     // bit s: the host knows that rank s will not arrive, so waits for it end at once
+// int64 words of a workspace's state, in this rank's private memory.
+constexpr int kEpoch = 0;    // number of calls that have ended; negative once this rank has given up
+constexpr int kEnded = 1;    // number of blocks of the current call that have ended
+constexpr int kExpired = 3;  // call number of the wait that timed out; 0: none; -1: the host has aborted this rank
+constexpr int kStop = 4;     // bit s: set by the host if rank s will not arrive, so that waits for it end at once
 
-// Words of the error record, int64. The host may read them once the first is not 0.
+// int64 words of the error record. The host may read them once the word kErrorSet is not 0.
 constexpr int kErrorSet = 0;
 constexpr int kErrorOp = 1;
 constexpr int kErrorCall = 2;
 constexpr int kErrorRank = 3;
-constexpr int kErrorTile = 4;    // -1: the wait was for the call to begin, not for a tile
-constexpr int kErrorSource = 5;  // the rank that was waited for
-constexpr int kErrorAbsent = 6;  // bit s: rank s has not begun the call
-constexpr int kErrorGaveUp = 7;  // 1: the source has given up itself
+constexpr int kErrorTile = 4;    // tile (here: block) of the wait; -1: the wait for the call to begin
+constexpr int kErrorSource = 5;  // rank for which the kernel waited
+constexpr int kErrorAbsent = 6;  // bit s: set if rank s has not begun the call
+constexpr int kErrorGaveUp = 7;  // 1: the source rank has given up
 
-// Ops by their number in an error record.
+// Number of an op in the error record.
 enum class Op : int32_t {
   kBarrier = 0,
   kAllReduce = 4,
@@ -32,8 +33,8 @@ enum class Op : int32_t {
   kAllReduceRmsNorm = 8,
 };
 
-constexpr int kMaxWorldSize = 63;        // one bit each in a word of the error record
-constexpr int64_t kDataAlignment = 128;  // data begins at a multiple of it
-constexpr int64_t kFlagShare = 64;       // the front of a half, one part in kFlagShare, is reserved for flags
+constexpr int kMaxWorldSize = 63;        // kErrorAbsent has one bit per rank in a signed word
+constexpr int64_t kDataAlignment = 128;  // alignment of slots, in bytes
+constexpr int64_t kFlagShare = 64;  // 1 / kFlagShare of a half, at its start, is reserved for begun words and flags
 
 }  // namespace fused_tp::cuda

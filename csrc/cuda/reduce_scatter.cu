@@ -1,7 +1,8 @@
-// out_i = round(in_0,(r c + i) + ... + in_(W-1),(r c + i) [+ bias]) at rank r, for parts of c; the last may be short.
+// Reduce-scatter in chunks of c elements: out_i at rank r = round(in_0,(r c + i) + ... + in_(W-1),(r c + i) [+ bias]).
+// The last chunks may be shorter or empty.
 //
-// scatter.cuh describes the data movement and its order. out may be this rank's part of `in`: a block writes only
-// elements that it alone has read before (the barrier in `wait`).
+// scatter.cuh describes the data movement and the memory order. `out` may be this rank's chunk of `in`: a block writes
+// only elements that no other block reads, and the barrier in `wait` follows all its reads.
 #include "launch.cuh"
 #include "scatter.cuh"
 
@@ -11,7 +12,7 @@ struct ReduceScatter {
   const void* in;
   void* out;
   int64_t count, chunk;
-  int64_t per_block;  // packets of each part
+  int64_t per_block;  // packets of each rank's chunk per block
   Bias bias;
 };
 
@@ -20,16 +21,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     reduce_scatter_kernel(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
                           const __grid_constant__ ReduceScatter job) {
   const Call call = begin(workspace, Op::kReduceScatter);
-  const Parts<T> in{job.in, job.count, job.chunk};
-  const Vector<T> own = in[call.rank()];
-  const Vector<T> out(job.out, own.count);
+  const ChunkedArray<T> in{job.in, job.count, job.chunk};
+  const PacketArray<T> own = in[call.rank()];
+  const PacketArray<T> out(job.out, own.count);
   const Share share = block_share(out.packets(), job.per_block);
-  bool good = call.alive();
-  if (good) {
+  bool is_valid = call.is_alive();
+  if (is_valid) {
     push_parts(call, plan, in, job.per_block);
     put(call, plan, 0, true);
-    good = wait(call, plan, 0);
-    if (good) {
+    is_valid = wait(call, plan, 0);
+    if (is_valid) {
       const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, own);
       for_packets<kSumUnroll<kWorld>>(share, [&](auto unroll, int64_t i) {
         Packet total[decltype(unroll)::value];
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
     }
   }
-  if (!good) fill_missing(out, share);
+  if (!is_valid) fill_nan(out, share);
   end(call);
 }
 

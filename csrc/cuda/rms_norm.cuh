@@ -1,8 +1,9 @@
-// h = round(residual + partial_0 + ... + partial_(W-1)); normed = round(h * rsqrt(mean_j h_j^2 + eps) * weight)
+// Sum, residual addition and RMSNorm of rows, with h = new_residual:
 //
-// The sum, including the residual, is rounded once; separate steps, which add the residual to a rounded sum, are less
-// exact. The norm is that of the rounded h, which backward and the next layer use too; it is computed in float and
-// rounded once.
+//   h = round(residual + partial_0 + ... + partial_(W-1)),   normed = round(h * rsqrt(mean_j h_j^2 + eps) * weight)
+//
+// The sum includes the residual and is rounded once. An all-reduce followed by a residual addition rounds twice and is
+// less accurate. The norm uses the rounded h, because backward and the next layer use it too. It is computed in fp32.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 #pragma once
 
@@ -11,27 +12,27 @@
 
 namespace fused_tp::cuda {
 
-// Threads [first, first + threads) of the block: a power of two, and at least a warp, of them.
-struct Group {
+// The group of consecutive threads, within a block, that computes one row: a power of two, and at least a warp.
+struct ThreadGroup {
   int threads;
   __device__ int index() const { return threadIdx.x / threads; }
   __device__ int lane() const { return threadIdx.x % threads; }
   __device__ int count() const { return kThreads / threads; }
 };
 
-// The sum of all the group's values, in a fixed order (the same bits on every rank, in every run), for each of its
-// threads. All threads of the block must call it together.
-__device__ __forceinline__ float sum_over(const Group& group, float value) {
-  __shared__ float of_warp[kThreads / kWarpSize];
+// Returns the sum of `value` over the threads of the group, to each of its threads. The order is fixed, so the result
+// is bitwise identical on all ranks and in all runs. All threads of the block must call it together.
+__device__ __forceinline__ float group_sum(const ThreadGroup& group, float value) {
+  __shared__ float warp_sums[kThreads / kWarpSize];
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, distance);
   }
-  __syncthreads();  // the values of the previous sum have been read
-  if (threadIdx.x % kWarpSize == 0) of_warp[threadIdx.x / kWarpSize] = value;
+  __syncthreads();  // all threads have read the warp sums of the previous call
+  if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = value;
   __syncthreads();
   const int warps = group.threads / kWarpSize;
-  const float* mine = of_warp + group.index() * warps;
+  const float* mine = warp_sums + group.index() * warps;
   value = mine[0];
   for (int warp = 1; warp < warps; ++warp) value += mine[warp];
   return value;
@@ -40,37 +41,38 @@ __device__ __forceinline__ float sum_over(const Group& group, float value) {
 struct AllReduceRmsNorm {
   const void* partial;
   RmsNorm norm;
-  int64_t per_block;  // rows; with owners, rows of each owner
+  int64_t per_block;  // rows per block; two-shot: rows of each owner per block
   int32_t group_threads;
 };
 
-// Packets of its row that a thread keeps in registers; it reads the others again, which it has written itself.
-constexpr int kKept = 2;
+// Packets of a row that a thread keeps in registers between sum and norm. Further packets it reads back from its own
+// stores.
+constexpr int kCachedPackets = 2;
 
-// The smallest group that keeps a whole row, if a block is enough for that.
+// Returns the smallest group that can keep a row of `packets` packets in registers, or a whole block if none can.
 inline int group_threads(int64_t packets) {
   int threads = kWarpSize;
-  while (threads < kThreads && threads * kKept < packets) threads *= 2;
+  while (threads < kThreads && threads * kCachedPackets < packets) threads *= 2;
   return threads;
 }
 
-// A matrix of rows, from row `first` on, each `pitch` bytes after the previous one.
-struct Rows {
+// Rows from row `first` on, `pitch` bytes apart.
+struct RowArray {
   char* data;
   int64_t pitch;
   int64_t first;
   __device__ char* operator[](int64_t row) const { return data + (row - first) * pitch; }
 };
 
-// Packet p of a row of numbers: whole and aligned, or up to the last column.
+// Loads packet p of a row. If not kAligned, elements after the last column are 0.
 template <class T, bool kAligned>
-__device__ __forceinline__ Packet load_of_row(const char* row, int64_t p, int64_t columns) {
+__device__ __forceinline__ Packet load_row_packet(const char* row, int64_t p, int64_t columns) {
   if constexpr (kAligned) return load_packet(row + p * 16);
   return load_elements<sizeof(T)>(row + p * 16, columns - p * kPacketElements<T>);
 }
 
 template <class T, bool kAligned>
-__device__ __forceinline__ void store_of_row(char* row, int64_t p, int64_t columns, const Packet& packet) {
+__device__ __forceinline__ void store_row_packet(char* row, int64_t p, int64_t columns, const Packet& packet) {
   if constexpr (kAligned) {
     store_packet(row + p * 16, packet);
   } else {
@@ -78,35 +80,35 @@ __device__ __forceinline__ void store_of_row(char* row, int64_t p, int64_t colum
   }
 }
 
-// Terms of a rank's rows: the slots of all other ranks, and its own term in `partial`.
+// The terms of the sum of a row: those of the peers in slots, this rank's own in `partial`.
 template <int kWorld>
 struct RowTerms {
-  Rows slots;  // slot 0
+  RowArray slots;  // rows in slot 0; slot r is r * slot_bytes behind it
   int64_t slot_bytes;
-  Rows own;
+  RowArray own;
   int rank, ranks;
   __device__ int count() const { return kWorld ? kWorld : ranks; }
 };
 
-// Arrays, or slots, of the results.
+// Destination of the results: arrays of the caller, or a slot.
 struct RowResults {
-  Rows residual, normed;
+  RowArray residual, normed;
 };
 
-// Adds up and norms rows [rows.first, rows.last).
+// Computes new_residual and normed for rows [rows.first, rows.last).
 template <class T, int kWorld, bool kAligned>
 __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share rows, const RowTerms<kWorld>& terms,
                                           const RowResults& own) {
   constexpr int kElements = kPacketElements<T>;
   const RmsNorm& norm = job.norm;
   const int64_t columns = norm.columns, packets = ceil_div(columns, kElements);
-  const Group group{job.group_threads};
-  const Rows residuals{static_cast<char*>(const_cast<void*>(norm.residual)), own.residual.pitch, 0};
+  const ThreadGroup group{job.group_threads};
+  const RowArray residuals{static_cast<char*>(const_cast<void*>(norm.residual)), own.residual.pitch, 0};
   const char* weight = static_cast<const char*>(norm.weight);
 
   for (int64_t first = rows.first; first < rows.last; first += group.count()) {
     const int64_t row = first + group.index();
-    // Threads without a row take part in the barriers.
+    // Groups without a row process no packets, but their threads must reach the barriers in group_sum.
     const int64_t last = row < rows.last ? packets : 0;
 
     float squares = 0;
@@ -126,76 +128,78 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
         if constexpr (kAligned) {
           add(load_packet((term == terms.rank ? terms.own[row] : slot) + p * 16));
         } else {
-          add(term == terms.rank ? load_of_row<T, false>(terms.own[row], p, columns) : load_packet(slot + p * 16));
+          add(term == terms.rank ? load_row_packet<T, false>(terms.own[row], p, columns) : load_packet(slot + p * 16));
         }
       }
-      add(load_of_row<T, kAligned>(residuals[row], p, columns));
+      add(load_row_packet<T, kAligned>(residuals[row], p, columns));
       const Packet sum = pack<T>(total);
       unpack<T>(sum, total);
 #pragma unroll
       for (int k = 0; k < kElements; ++k) {
         if (kAligned || p * kElements + k < columns) squares = fmaf(total[k], total[k], squares);
       }
-      store_of_row<T, kAligned>(own.residual[row], p, columns, sum);
+      store_row_packet<T, kAligned>(own.residual[row], p, columns, sum);
       return sum;
     };
 
-    Packet kept[kKept];
+    Packet cached[kCachedPackets];
 #pragma unroll
-    for (int k = 0; k < kKept; ++k) {
+    for (int k = 0; k < kCachedPackets; ++k) {
       const int64_t p = group.lane() + k * group.threads;
-      if (p < last) kept[k] = add_up(p);
+      if (p < last) cached[k] = add_up(p);
     }
 #pragma unroll 1
-    for (int64_t p = group.lane() + kKept * group.threads; p < last; p += group.threads) add_up(p);
-    const float mean = sum_over(group, squares) / static_cast<float>(columns);
+    for (int64_t p = group.lane() + kCachedPackets * group.threads; p < last; p += group.threads) add_up(p);
+    const float mean = group_sum(group, squares) / static_cast<float>(columns);
     const float inverse = 1.0f / sqrtf(mean + static_cast<float>(norm.eps));
 
     auto store_normed = [&](int64_t p, const Packet& packet) {
       float values[kElements], weights[kElements];
       unpack<T>(packet, values);
-      unpack<T>(load_of_row<T, kAligned>(weight, p, columns), weights);
+      unpack<T>(load_row_packet<T, kAligned>(weight, p, columns), weights);
 #pragma unroll
       for (int k = 0; k < kElements; ++k) values[k] = values[k] * inverse * weights[k];
-      store_of_row<T, kAligned>(own.normed[row], p, columns, pack<T>(values));
+      store_row_packet<T, kAligned>(own.normed[row], p, columns, pack<T>(values));
     };
 #pragma unroll
-    for (int k = 0; k < kKept; ++k) {
+    for (int k = 0; k < kCachedPackets; ++k) {
       const int64_t p = group.lane() + k * group.threads;
-      if (p < last) store_normed(p, kept[k]);
+      if (p < last) store_normed(p, cached[k]);
     }
 #pragma unroll 1
-    for (int64_t p = group.lane() + kKept * group.threads; p < last; p += group.threads) {
-      store_normed(p, load_of_row<T, kAligned>(own.residual[row], p, columns));
+    for (int64_t p = group.lane() + kCachedPackets * group.threads; p < last; p += group.threads) {
+      store_normed(p, load_row_packet<T, kAligned>(own.residual[row], p, columns));
     }
   }
 }
 
-// The arrays of the caller.
+// Returns the caller's arrays for the results.
 template <class T>
-__device__ __forceinline__ RowResults given_results(const RmsNorm& norm) {
+__device__ __forceinline__ RowResults caller_results(const RmsNorm& norm) {
   const int64_t pitch = norm.columns * static_cast<int64_t>(sizeof(T));
   return {{static_cast<char*>(norm.new_residual), pitch, 0}, {static_cast<char*>(norm.normed), pitch, 0}};
 }
 
-// Copies rows of numbers of kBytes: as whole packets if rows are contiguous on both sides, else number by number.
+// Copies rows with elements of kBytes bytes. If kAligned, both sides are contiguous and are copied as packets;
+// otherwise element by element.
 template <int kBytes, bool kAligned>
-__device__ __forceinline__ void copy_rows(const Rows& to, const Rows& from, Share rows, int64_t columns) {
+__device__ __forceinline__ void copy_rows(const RowArray& to, const RowArray& from, Share rows, int64_t columns) {
   if (rows.first >= rows.last) return;
   if constexpr (kAligned) {
     copy_units<Packet>(to[rows.first], from[rows.first], (rows.last - rows.first) * to.pitch / 16);
   } else {
 #pragma unroll 1
-    for (int64_t row = rows.first; row < rows.last; ++row) copy_units<Bits<kBytes>>(to[row], from[row], columns);
+    for (int64_t row = rows.first; row < rows.last; ++row)
+      copy_units<UnsignedBits<kBytes>>(to[row], from[row], columns);
   }
 }
 
 template <class T>
-__device__ __forceinline__ void fill_missing_rows(const RmsNorm& norm, Share rows) {
-  const RowResults own = given_results<T>(norm);
+__device__ __forceinline__ void fill_nan_rows(const RmsNorm& norm, Share rows) {
+  const RowResults own = caller_results<T>(norm);
   if (rows.first >= rows.last) return;
-  fill_missing(own.residual[rows.first], (rows.last - rows.first) * own.residual.pitch);
-  fill_missing(own.normed[rows.first], (rows.last - rows.first) * own.normed.pitch);
+  fill_nan(own.residual[rows.first], (rows.last - rows.first) * own.residual.pitch);
+  fill_nan(own.normed[rows.first], (rows.last - rows.first) * own.normed.pitch);
 }
 
 }  // namespace fused_tp::cuda

@@ -1,42 +1,47 @@
-// First half of a reduction in parts, each by its owner: part o of every rank's data is sent to rank o, which adds.
+// First exchange of reduce-scatter and of two-shot all-reduce: every rank sends part o of its data to rank o, the
+// owner, which adds all ranks' terms.
 //
 //   in, part o ──push──> slot [r] of rank o ──flag (0, block, r)──> at o: slots 0 .. W-1, own term from `in` ──sum──>
 //
-// Each block handles its own share of every part, so it depends only on the same block of other ranks.
+// A block handles its share of every part, so it waits only for the same block of other ranks. Memory order: a block
+// sets its flags after its stores to the slots, and sums after it has seen the flags of the same block on all ranks.
 #pragma once
 
 #include "sum.cuh"
 
 namespace fused_tp::cuda {
 
-// `count` numbers in parts of `chunk`; the last parts may be short or empty.
+// An array of `count` elements in parts of `chunk` elements, one per rank. The last parts may be shorter or empty.
 template <class T>
-struct Parts {
+struct ChunkedArray {
   const void* data;
   int64_t count, chunk;
 
-  __device__ Vector<T> operator[](int owner) const {
+  __device__ PacketArray<T> operator[](int owner) const {
     const int64_t first = owner * chunk < count ? owner * chunk : count;
-    return Vector<T>(static_cast<const T*>(data) + first, count - first < chunk ? count - first : chunk);
+    return PacketArray<T>(static_cast<const T*>(data) + first, count - first < chunk ? count - first : chunk);
   }
 };
 
-// Sends this block's share of all parts to their owners; that of this rank only if it cannot be read in place.
+// Sends this block's share of every part to the part's owner. This rank's own part is copied to its own slot only if it
+// has unaligned or incomplete packets; otherwise arrived_terms reads it in place.
 template <class T>
-__device__ __forceinline__ void push_parts(const Call& call, const Plan& plan, const Parts<T>& in, int64_t per_block) {
+__device__ __forceinline__ void push_parts(const Call& call, const Plan& plan, const ChunkedArray<T>& in,
+                                           int64_t per_block) {
   for (int step = in [call.rank()].is_whole() ? 1 : 0; step < call.world(); ++step) {
     const int owner = (call.rank() + step) % call.world();
-    const Vector<T> part = in[owner];
-    copy_to_slot<kCopyUnroll>(data_at(call, owner) + plan.term(call.rank()), part,
+    const PacketArray<T> part = in[owner];
+    copy_to_slot<kCopyUnroll>(data_at(call, owner) + plan.term_offset(call.rank()), part,
                               block_share(part.packets(), per_block));
   }
 }
 
-// The terms of this rank's part, once they have arrived.
+// Returns the terms of this rank's part. Call it after the wait for phase 0.
 template <int kWorld, class T>
-__device__ __forceinline__ SlotTerms<kWorld> arrived_terms(const Call& call, const Plan& plan, const Vector<T>& own) {
+__device__ __forceinline__ SlotTerms<kWorld> arrived_terms(const Call& call, const Plan& plan,
+                                                           const PacketArray<T>& own) {
   char* slots = data_at(call, call.rank());
-  return {slots, plan.term_bytes, own.is_whole() ? own.data : slots + plan.term(call.rank()), call.rank(),
+  return {slots, plan.term_bytes, own.is_whole() ? own.data : slots + plan.term_offset(call.rank()), call.rank(),
           call.world()};
 }
 

@@ -1,22 +1,22 @@
-// sum_i = round(term_0,i + term_1,i + ... [+ bias_(i mod columns)]), added in float in this order.
+// sum_i = round(term_0,i + term_1,i + ... [+ bias_(i mod columns)]), added in fp32 in this order.
 #pragma once
 
 #include "vector.cuh"
 
 namespace fused_tp::cuda {
 
-// i mod n; with 32 bits if that is enough, which takes a quarter of the time.
-__device__ __forceinline__ int64_t remainder_of(int64_t i, int64_t n) {
+// i % n. If both fit into 32 bits, it uses a 32-bit division, which is about four times faster.
+__device__ __forceinline__ int64_t fast_modulo(int64_t i, int64_t n) {
   if (((i | n) >> 32) == 0) return static_cast<uint32_t>(i) % static_cast<uint32_t>(n);
   return i % n;
 }
 
-// Adds the bias to elements first, first + 1, ...
+// Adds the bias to `total`, which holds elements first, first + 1, ... of the sum.
 template <class T>
 __device__ __forceinline__ void add_bias(const Bias& bias, float (&total)[kPacketElements<T>], int64_t first) {
   if (!bias.data) return;
   const T* data = static_cast<const T*>(bias.data);
-  int64_t column = remainder_of(first, bias.columns);
+  int64_t column = fast_modulo(first, bias.columns);
   Packet packet = {};
   if (is_aligned(data + column, 16) && column + kPacketElements<T> <= bias.columns) {
     packet = load_packet(data + column);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_bias(const Bias& bias, float (&total)[kPacke
     constexpr int kBytes = sizeof(T);
 #pragma unroll
     for (int k = 0; k < kPacketElements<T>; ++k) {
-      const uint32_t bits = reinterpret_cast<const Bits<kBytes>*>(data)[column];
+      const uint32_t bits = reinterpret_cast<const UnsignedBits<kBytes>*>(data)[column];
       packet.words[k * kBytes / 4] |= bits << (k * kBytes % 4 * 8);
       if (++column == bias.columns) column = 0;
     }
@@ -35,11 +35,11 @@ __device__ __forceinline__ void add_bias(const Bias& bias, float (&total)[kPacke
   for (int k = 0; k < kPacketElements<T>; ++k) total[k] += terms[k];
 }
 
-// Terms in slots, one per rank; this rank's term is in `own` instead. All are whole packets.
+// Terms of a sum in slots, one per rank, except for this rank's term, which is at `own`. All consist of whole packets.
 template <int kWorld>
 struct SlotTerms {
   const char* slots;
-  int64_t pitch;  // bytes from slot to slot
+  int64_t pitch;  // bytes between slots
   const char* own;
   int rank;
   int ranks;
@@ -47,14 +47,14 @@ struct SlotTerms {
   __device__ int count() const { return kWorld ? kWorld : ranks; }
   template <int kUnroll>
   __device__ __forceinline__ void load(int term, Packet (&packets)[kUnroll], int64_t i) const {
-    // Selects pointers, not branches: loads of all terms can be in flight at once.
+    // Selects the pointer without a branch, so that the loads of all terms can be in flight at once.
     const char* from = (term == rank ? own : slots + term * pitch) + i * 16;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) packets[u] = load_packet(from + u * kThreads * 16);
   }
 };
 
-// Terms in one array, at any alignment and of any length.
+// Terms of a sum in one array, `stride` elements apart, at any alignment and of any length.
 template <class T>
 struct ArrayTerms {
   const T* data;
@@ -65,11 +65,11 @@ struct ArrayTerms {
   __device__ int count() const { return terms; }
   template <int kUnroll>
   __device__ __forceinline__ void load(int term, Packet (&packets)[kUnroll], int64_t i) const {
-    Vector<T>(data + term * stride, elements).load(packets, i);
+    PacketArray<T>(data + term * stride, elements).load(packets, i);
   }
 };
 
-// Packets i, i + kThreads, ... of the sum; packet 0 begins with element `first`, as `bias` counts them.
+// Computes packets i, i + kThreads, ... of the sum. `first`: index of the first element of packet 0, for the bias.
 template <class T, int kUnroll, class Terms>
 __device__ __forceinline__ void sum(const Terms& terms, const Bias& bias, int64_t first, int64_t i,
                                     Packet (&result)[kUnroll]) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void sum(const Terms& terms, const Bias& bias, int64_
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) total[u][k] = -0.0f;  // added to x it is x, to -0 too
+    for (int k = 0; k < kElements; ++k) total[u][k] = -0.0f;  // -0 + x is x for every x, also for -0
   }
 #pragma unroll
   for (int term = 0; term < terms.count(); ++term) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void sum(const Terms& terms, const Bias& bias, int64_
   }
 }
 
-// Packets that a thread sums at once: for eight loads in flight, or about as many.
+// Packets that a thread sums at once, so that about eight loads are in flight.
 template <int kWorld>
 constexpr int kSumUnroll = kWorld == 0 || kWorld == 2 ? 4
                            : kWorld == 4              ? 2

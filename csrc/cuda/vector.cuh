@@ -1,5 +1,5 @@
-// Arrays of numbers in packets, at any alignment of an element and of any length, and their distribution over blocks
-// and threads.
+// PacketArray: an array read and written in packets, at any alignment and of any length. Also the distribution of
+// packets over blocks and threads, and copies between arrays and slots.
 #pragma once
 
 #include <type_traits>
@@ -10,12 +10,12 @@
 
 namespace fused_tp::cuda {
 
-// Indices [first, last).
+// The part [first, last) of a range of packets, rows or bytes that one block handles.
 struct Share {
   int64_t first, last;
 };
 
-// This block's share of `count`, with `per_block` per block. A block has the same share on all ranks.
+// Returns this block's share of `count` items, with `per_block` per block. It is the same on all ranks.
 __device__ __forceinline__ Share block_share(int64_t count, int64_t per_block) {
   const int64_t first = blockIdx.x * per_block;
   return {first < count ? first : count, first + per_block < count ? first + per_block : count};
@@ -26,44 +26,44 @@ __host__ __device__ __forceinline__ bool is_aligned(const void* address, int64_t
 }
 
 template <int kBytes>
-using Bits = std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
+using UnsignedBits = std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
 
-// The first `valid` elements of a packet, one by one; the rest is 0.
+// Loads the first `valid` elements of a packet separately; the others are 0.
 template <int kBytes>
-__device__ __forceinline__ Packet load_elements(const void* from, int64_t valid) {
+__device__ __forceinline__ Packet load_elements(const void* from, int64_t valid_elements) {
   Packet packet = {};
 #pragma unroll
   for (int k = 0; k < 16 / kBytes; ++k) {
-    const uint32_t bits = k < valid ? static_cast<const Bits<kBytes>*>(from)[k] : 0;
+    const uint32_t bits = k < valid_elements ? static_cast<const UnsignedBits<kBytes>*>(from)[k] : 0;
     packet.words[k * kBytes / 4] |= bits << (k * kBytes % 4 * 8);
   }
   return packet;
 }
 
 template <int kBytes>
-__device__ __forceinline__ void store_elements(void* to, const Packet& packet, int64_t valid) {
+__device__ __forceinline__ void store_elements(void* to, const Packet& packet, int64_t valid_elements) {
 #pragma unroll
   for (int k = 0; k < 16 / kBytes; ++k) {
     const uint32_t bits = packet.words[k * kBytes / 4] >> (k * kBytes % 4 * 8);
-    if (k < valid) static_cast<Bits<kBytes>*>(to)[k] = static_cast<Bits<kBytes>>(bits);
+    if (k < valid_elements) static_cast<UnsignedBits<kBytes>*>(to)[k] = static_cast<UnsignedBits<kBytes>>(bits);
   }
 }
 
-// `count` numbers, as packets 0, 1, ...; the last one may be incomplete.
+// An array of `count` elements as packets 0, 1, ...; the last packet may be incomplete.
 template <class T>
-struct Vector {
+struct PacketArray {
   static constexpr int kElements = kPacketElements<T>;
   char* data;
   int64_t count;
 
-  __device__ Vector(const void* data_, int64_t count_)
+  __device__ PacketArray(const void* data_, int64_t count_)
       : data(static_cast<char*>(const_cast<void*>(data_))), count(count_ > 0 ? count_ : 0) {}
   __device__ int64_t packets() const { return ceil_div(count, kElements); }
   __device__ int64_t bytes() const { return count * static_cast<int64_t>(sizeof(T)); }
   // True if all packets are aligned and complete, so that they can be read in place.
   __device__ bool is_whole() const { return is_aligned(data, 16) && count % kElements == 0; }
 
-  // Packets i, i + kThreads, ...
+  // Load and store packets i, i + kThreads, ...
   template <int kUnroll>
   __device__ __forceinline__ void load(Packet (&packets)[kUnroll], int64_t i) const {
     if (is_aligned(data, 16) && (i + (kUnroll - 1) * kThreads + 1) * kElements <= count) {
@@ -93,15 +93,16 @@ struct Vector {
   }
 };
 
-// Stores packets i, i + kThreads, ... of a slot, which has room for whole ones.
+// Stores packets i, i + kThreads, ... of a slot, where all packets are complete and aligned.
 template <int kUnroll>
 __device__ __forceinline__ void store_slot(char* slot, const Packet (&packets)[kUnroll], int64_t i) {
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) store_packet(slot + (i + u * kThreads) * 16, packets[u]);
 }
 
-// Calls body(count, i) for `count` packets i, i + kThreads, ... of this thread. `count` is a constant, so all their
-// loads can be in flight at once: kUnroll while there are enough, then half of it, and so on.
+// Both call body(count, i) for this thread's packets i, i + kThreads, ..., `count` of them at once. `count` is a
+// std::integral_constant, so that the body is unrolled and all its loads can be in flight together: kUnroll while
+// enough packets remain, then half as many, and so on.
 template <int kUnroll, class Body>
 __device__ __forceinline__ void for_packets_from(int64_t i, int64_t last, Body&& body) {
   constexpr int kAhead = (kUnroll - 1) * kThreads;
@@ -122,12 +123,12 @@ __device__ __forceinline__ void for_packets(Share share, Body&& body) {
   if constexpr (kUnroll > 1) for_packets_from<kUnroll / 2>(i, share.last, body);
 }
 
-// Packets that a thread copies at once.
+// Number of packets that a thread loads before it stores them.
 constexpr int kCopyUnroll = 8;
 
-// Copy a share of an array to a slot, and from one.
+// Copy packets [share.first, share.last) of an array to a slot, or from a slot.
 template <int kUnroll, class T>
-__device__ __forceinline__ void copy_to_slot(char* slot, const Vector<T>& array, Share share) {
+__device__ __forceinline__ void copy_to_slot(char* slot, const PacketArray<T>& array, Share share) {
   for_packets<kUnroll>(share, [&](auto unroll, int64_t i) {
     Packet packets[decltype(unroll)::value];
     array.load(packets, i);
@@ -136,7 +137,7 @@ __device__ __forceinline__ void copy_to_slot(char* slot, const Vector<T>& array,
 }
 
 template <int kUnroll, class T>
-__device__ __forceinline__ void copy_from_slot(const Vector<T>& array, const char* slot, Share share) {
+__device__ __forceinline__ void copy_from_slot(const PacketArray<T>& array, const char* slot, Share share) {
   for_packets<kUnroll>(share, [&](auto unroll, int64_t i) {
     constexpr int kCount = decltype(unroll)::value;
     Packet packets[kCount];
@@ -146,12 +147,12 @@ __device__ __forceinline__ void copy_from_slot(const Vector<T>& array, const cha
   });
 }
 
-// Addresses of one slot, at the same offset, on all ranks: [1], [2], ... are the ranks after this one, in turn, so that
-// ranks write to different peers at any time; [0] is this rank's own. kWorld 0: any number of ranks.
+// Addresses of a slot at the same offset on all ranks. [0] is this rank's; [1], [2], ... are those of the following
+// ranks modulo W, so that at any time ranks write to different peers. kWorld == 0: any number of ranks.
 template <int kWorld>
-struct Peers {
+struct PeerSlots {
   char* at[kWorld];
-  __device__ Peers(const Call& call, int64_t offset) {
+  __device__ PeerSlots(const Call& call, int64_t offset) {
 #pragma unroll
     for (int step = 0; step < kWorld; ++step) {
       const int rank = call.rank() + step;
@@ -163,10 +164,10 @@ struct Peers {
 };
 
 template <>
-struct Peers<0> {
+struct PeerSlots<0> {
   const Call& call;
   int64_t offset;
-  __device__ Peers(const Call& call_, int64_t offset_) : call(call_), offset(offset_) {}
+  __device__ PeerSlots(const Call& call_, int64_t offset_) : call(call_), offset(offset_) {}
   __device__ int world() const { return call.world(); }
   __device__ char* operator[](int step) const {
     const int rank = call.rank() + step;
@@ -174,16 +175,17 @@ struct Peers<0> {
   }
 };
 
-// Sets all bits, which is NaN in every format: a result whose input did not arrive cannot look valid.
-__device__ __forceinline__ void fill_missing(void* to, int64_t bytes) {
+// Sets all bits, which is NaN in every floating-point format, so that a result without its input is not taken for
+// valid.
+__device__ __forceinline__ void fill_nan(void* to, int64_t bytes) {
   for (int64_t i = threadIdx.x; i < bytes; i += kThreads) static_cast<uint8_t*>(to)[i] = 0xff;
 }
 
-// The same for a share of packets.
+// Fills packets [share.first, share.last) of an array with NaN.
 template <class T>
-__device__ __forceinline__ void fill_missing(const Vector<T>& out, Share share) {
+__device__ __forceinline__ void fill_nan(const PacketArray<T>& out, Share share) {
   const int64_t last = share.last * 16 < out.bytes() ? share.last * 16 : out.bytes();
-  fill_missing(out.data + share.first * 16, last - share.first * 16);
+  fill_nan(out.data + share.first * 16, last - share.first * 16);
 }
 
 }  // namespace fused_tp::cuda

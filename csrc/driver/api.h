@@ -1,8 +1,9 @@
-// Our declarations of the used part of cuda.h: no CUDA is needed to build. A test compares them with the real header.
+// Declarations of the functions of cuda.h that this module uses, so that it builds without CUDA. A test compares them
+// with the real header.
 //
-// Functions are looked up by the exact names below. Where cuda.h maps a name to a newer version (`#define cuX cuX_v2`)
-// the version is spelt out: it is part of the binary interface and does not change in later drivers, while the result
-// of cuGetProcAddress for a plain name depends on the requested version.
+// dlsym looks up each function by the exact symbol below. Where cuda.h maps a name to a newer version
+// (`#define cuX cuX_v2`), the symbol includes the version: later drivers keep it unchanged. cuGetProcAddress was
+// rejected because its result depends on the requested version.
 #pragma once
 
 #include <cstddef>
@@ -30,11 +31,11 @@ constexpr unsigned kWaitUntilAtLeast = 0;
 constexpr unsigned kWaitUntilEqual = 1;
 constexpr unsigned kWaitValue64 = 4;
 constexpr unsigned kWriteValue64 = 5;
-constexpr unsigned kMostMemoryOps = 255;  // per call: cuda.h requires fewer than 256
+constexpr unsigned kMaxMemoryOps = 255;  // per call of cuStreamBatchMemOp, which requires fewer than 256
 constexpr int kHasStreamMemoryOps = 122;
-constexpr int kOldestDriver = 12000;
+constexpr int kMinDriverVersion = 12000;
 
-// The used part of CUstreamBatchMemOpParams; waits and writes have the same members.
+// CUstreamBatchMemOpParams, reduced to the members for waits and writes. Both have the same layout.
 union BatchMemOp {
   struct {
     unsigned operation;
@@ -46,7 +47,7 @@ union BatchMemOp {
   uint64_t pad[6];
 };
 
-// name, version in the symbol, parameters
+// X(name, symbol, parameters)
 #define FUSED_TP_DRIVER_FUNCTIONS(X)                                                                                  \
   X(cuInit, cuInit, (unsigned flags))                                                                                 \
   X(cuDriverGetVersion, cuDriverGetVersion, (int* version))                                                           \

@@ -15,7 +15,7 @@ namespace fused_tp::driver {
 
 using Clock = std::chrono::steady_clock;
 
-// Calls a function of the driver and checks its result; for methods of Driver.
+// In methods of Driver: calls a driver function and throws if it fails.
 #define FUSED_TP_CALL(name, ...) check(functions_->name(__VA_ARGS__), #name)
 
 template <typename Function>
@@ -27,11 +27,11 @@ static void bind(void* library, const std::string& path, const char* symbol, Fun
 }
 
 std::shared_ptr<const Driver> Driver::open(const std::string& path) {
-  // Never destroyed: streams and events may outlive static objects. A library stays loaded for the same reason.
-  static auto* opened = new std::map<std::string, std::shared_ptr<const Driver>>();
+  // Leaked on purpose, and the library is never unloaded: streams and events may outlive static objects.
+  static auto* drivers = new std::map<std::string, std::shared_ptr<const Driver>>();
   static auto* mutex = new std::mutex();
   std::lock_guard<std::mutex> lock(*mutex);
-  std::shared_ptr<const Driver>& driver = (*opened)[path];
+  std::shared_ptr<const Driver>& driver = (*drivers)[path];
   if (!driver) driver.reset(new Driver(path));
   return driver;
 }
@@ -48,8 +48,8 @@ Driver::Driver(const std::string& path) : path_(path), forks_(count_forks()), fu
   int version = 0, devices = 0;
   FUSED_TP_CALL(cuInit, 0);
   FUSED_TP_CALL(cuDriverGetVersion, &version);
-  if (version < kOldestDriver)
-    throw DriverError("the CUDA driver is of version " + std::to_string(version / 1000) + "." +
+  if (version < kMinDriverVersion)
+    throw DriverError("the CUDA driver has version " + std::to_string(version / 1000) + "." +
                           std::to_string(version % 1000 / 10) + ", 12.0 or later is needed",
                       -1);
   FUSED_TP_CALL(cuDeviceGetCount, &devices);
@@ -58,11 +58,11 @@ Driver::Driver(const std::string& path) : path_(path), forks_(count_forks()), fu
 
 Driver::~Driver() = default;
 
-Driver::Device::Device(const Driver& driver, int ordinal) : driver_(driver) {
+Driver::ContextGuard::ContextGuard(const Driver& driver, int ordinal) : driver_(driver) {
   driver.check(driver.functions_->cuCtxPushCurrent(driver.primary_context(ordinal)), "cuCtxPushCurrent");
 }
 
-Driver::Device::~Device() {
+Driver::ContextGuard::~ContextGuard() {
   Context context = nullptr;
   driver_.functions_->cuCtxPopCurrent(&context);
 }
@@ -104,18 +104,20 @@ bool Driver::has_stream_memory_ops(int device) const {
 void Driver::record(Event event, Stream stream) const { FUSED_TP_CALL(cuEventRecord, event, stream); }
 
 template <typename Handle>
-bool Driver::ready(int (*query)(Handle), Handle handle, const char* call) const {
-  int mode = kCaptureModeRelaxed;  // else the query would end a capture of another thread
+bool Driver::query_completed(int (*query)(Handle), Handle handle, const char* call) const {
+  int mode = kCaptureModeRelaxed;  // in the default mode the query would invalidate a capture in another thread
   FUSED_TP_CALL(cuThreadExchangeStreamCaptureMode, &mode);
   const int code = query(handle);
-  functions_->cuThreadExchangeStreamCaptureMode(&mode);  // restores the previous mode
+  functions_->cuThreadExchangeStreamCaptureMode(&mode);  // restore the previous mode
   if (code != kErrorNotReady) check(code, call);
   return code != kErrorNotReady;
 }
 
-bool Driver::done(Event event) const { return ready(functions_->cuEventQuery, event, "cuEventQuery"); }
+bool Driver::is_done(Event event) const { return query_completed(functions_->cuEventQuery, event, "cuEventQuery"); }
 
-bool Driver::idle(Stream stream) const { return ready(functions_->cuStreamQuery, stream, "cuStreamQuery"); }
+bool Driver::is_idle(Stream stream) const {
+  return query_completed(functions_->cuStreamQuery, stream, "cuStreamQuery");
+}
 
 void Driver::wait(Stream stream, Event event) const { FUSED_TP_CALL(cuStreamWaitEvent, stream, event, 0); }
 
@@ -127,107 +129,109 @@ void Driver::fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream str
   if (bytes > 0) FUSED_TP_CALL(cuMemsetD8Async, to, byte, bytes, stream);
 }
 
-void Driver::memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const {
-  BatchMemOp batch[kMostMemoryOps] = {};
-  for (size_t first = 0; first < ops.size(); first += kMostMemoryOps) {
-    const size_t count = std::min<size_t>(kMostMemoryOps, ops.size() - first);
+void Driver::enqueue_memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const {
+  BatchMemOp batch[kMaxMemoryOps] = {};
+  for (size_t first = 0; first < ops.size(); first += kMaxMemoryOps) {
+    const size_t count = std::min<size_t>(kMaxMemoryOps, ops.size() - first);
     for (size_t i = 0; i < count; ++i) {
       const MemoryOp& op = ops[first + i];
       auto& given = batch[i].op;
       given.operation = op.kind == MemoryOp::kWrite ? kWriteValue64 : kWaitValue64;
       given.address = op.word;
       given.value = op.value;
-      // A write is ordered after all earlier work of the stream, at system scope: that is its default, 0.
+      // 0 is kWaitUntilAtLeast for a wait and the default for a write: a memory barrier at system scope precedes it.
       given.flags = op.kind == MemoryOp::kWait ? kWaitUntilEqual : kWaitUntilAtLeast;
     }
     FUSED_TP_CALL(cuStreamBatchMemOp, stream, static_cast<unsigned>(count), batch, 0);
   }
 }
 
-bool Driver::capturing(Stream stream) const {
+bool Driver::is_capturing(Stream stream) const {
   int status = kCaptureNone;
   FUSED_TP_CALL(cuStreamIsCapturing, stream, &status);
   return status != kCaptureNone;
 }
 
 bool Driver::synchronize(Stream stream, double seconds) const {
-  // Not cuStreamSynchronize, which would wait for ever for a peer that never arrives.
+  // Not cuStreamSynchronize, which has no timeout: the stream may wait for a peer that never arrives.
   const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
-  for (auto nap = std::chrono::microseconds(10);; nap = std::min(2 * nap, std::chrono::microseconds(1000))) {
-    if (idle(stream)) return true;
+  for (auto sleep_time = std::chrono::microseconds(10);;
+       sleep_time = std::min(2 * sleep_time, std::chrono::microseconds(1000))) {
+    if (is_idle(stream)) return true;
     if (Clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(nap);
+    std::this_thread::sleep_for(sleep_time);
   }
 }
 
-void Driver::ignore_captures() const {
+void Driver::relax_capture_mode() const {
   int mode = kCaptureModeRelaxed;
   FUSED_TP_CALL(cuThreadExchangeStreamCaptureMode, &mode);
 }
 
 template <typename Handle>
-Owned<Handle>::Owned(std::shared_ptr<const Driver> driver, int device, Destroy Functions::* destroy)
+OwnedHandle<Handle>::OwnedHandle(std::shared_ptr<const Driver> driver, int device, Destroy Functions::* destroy)
     : driver_(std::move(driver)), device_(device), destroy_(destroy) {}
 
 template <typename Handle>
-Owned<Handle>::~Owned() {
-  if (driver_->forked() || handle_ == nullptr) return;
+OwnedHandle<Handle>::~OwnedHandle() {
+  if (driver_->is_forked_child() || handle_ == nullptr) return;
   try {
-    Driver::Device guard(*driver_, device_);
+    Driver::ContextGuard guard(*driver_, device_);
     (driver_->functions().*destroy_)(handle_);
   } catch (const DriverError&) {
   }
 }
 
-template class Owned<Stream>;
-template class Owned<Event>;
-template class Owned<GraphExec>;
-template class Owned<void*>;
+template class OwnedHandle<Stream>;
+template class OwnedHandle<Event>;
+template class OwnedHandle<GraphExec>;
+template class OwnedHandle<void*>;
 
-OwnStream::OwnStream(std::shared_ptr<const Driver> driver, int device, Priority priority)
-    : Owned(std::move(driver), device, &Functions::cuStreamDestroy) {
-  Driver::Device guard(*driver_, device_);
-  const Functions& f = driver_->functions();
+OwnedStream::OwnedStream(std::shared_ptr<const Driver> driver, int device, Priority priority)
+    : OwnedHandle(std::move(driver), device, &Functions::cuStreamDestroy) {
+  Driver::ContextGuard guard(*driver_, device_);
+  const Functions& functions = driver_->functions();
   int least = 0;
-  int greatest = 0;  // the lower number
-  driver_->check(f.cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  int greatest = 0;  // numerically lower than `least`
+  driver_->check(functions.cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
   int level = least;
   if (priority == Priority::kGreatest) level = greatest;
   if (priority == Priority::kHigh) level = std::min(greatest + 1, least);
-  driver_->check(f.cuStreamCreateWithPriority(&handle_, kStreamNonBlocking, level), "cuStreamCreateWithPriority");
+  driver_->check(functions.cuStreamCreateWithPriority(&handle_, kStreamNonBlocking, level),
+                 "cuStreamCreateWithPriority");
 }
 
-OwnEvent::OwnEvent(std::shared_ptr<const Driver> driver, int device)
-    : Owned(std::move(driver), device, &Functions::cuEventDestroy) {
-  Driver::Device guard(*driver_, device_);
+OwnedEvent::OwnedEvent(std::shared_ptr<const Driver> driver, int device)
+    : OwnedHandle(std::move(driver), device, &Functions::cuEventDestroy) {
+  Driver::ContextGuard guard(*driver_, device_);
   driver_->check(driver_->functions().cuEventCreate(&handle_, kEventDisableTiming), "cuEventCreate");
 }
 
 PinnedMemory::PinnedMemory(std::shared_ptr<const Driver> driver, int device, size_t bytes)
-    : Owned(std::move(driver), device, &Functions::cuMemFreeHost), bytes_(bytes) {
-  Driver::Device guard(*driver_, device_);
-  const Functions& f = driver_->functions();
-  driver_->check(f.cuMemHostAlloc(&handle_, bytes, kHostPortable | kHostDeviceMap), "cuMemHostAlloc");
+    : OwnedHandle(std::move(driver), device, &Functions::cuMemFreeHost), bytes_(bytes) {
+  Driver::ContextGuard guard(*driver_, device_);
+  const Functions& functions = driver_->functions();
+  driver_->check(functions.cuMemHostAlloc(&handle_, bytes, kHostPortable | kHostDeviceMap), "cuMemHostAlloc");
   std::memset(handle_, 0, bytes);
-  // If this throws, ~Owned frees the memory.
-  driver_->check(f.cuMemHostGetDevicePointer(&device_address_, handle_, 0), "cuMemHostGetDevicePointer");
+  // If this throws, ~OwnedHandle frees the memory.
+  driver_->check(functions.cuMemHostGetDevicePointer(&device_address_, handle_, 0), "cuMemHostGetDevicePointer");
 }
 
 Graph::Graph(std::shared_ptr<const Driver> driver, int device)
-    : Owned(std::move(driver), device, &Functions::cuGraphExecDestroy) {}
+    : OwnedHandle(std::move(driver), device, &Functions::cuGraphExecDestroy) {}
 
-void Graph::begin(Stream stream) const {
-  // Relaxed, since this thread and others may make any call meanwhile.
+void Graph::begin_capture(Stream stream) const {
+  // Relaxed mode: other threads, and this one, may make any CUDA call during the capture.
   driver_->check(driver_->functions().cuStreamBeginCapture(stream, kCaptureModeRelaxed), "cuStreamBeginCapture");
 }
 
-void Graph::end(Stream stream, bool whole) {
-  const Functions& f = driver_->functions();
+void Graph::end_capture(Stream stream, bool instantiate) {
+  const Functions& functions = driver_->functions();
   GraphHandle graph = nullptr;
-  const int ended = f.cuStreamEndCapture(stream, &graph);
-  const int made = ended == kSuccess && whole ? f.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
-  if (graph != nullptr) f.cuGraphDestroy(graph);
-  if (!whole) return;
+  const int ended = functions.cuStreamEndCapture(stream, &graph);
+  const int made = ended == kSuccess && instantiate ? functions.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
+  if (graph != nullptr) functions.cuGraphDestroy(graph);
+  if (!instantiate) return;
   driver_->check(ended, "cuStreamEndCapture");
   driver_->check(made, "cuGraphInstantiate");
 }
@@ -236,34 +240,35 @@ void Graph::launch(Stream stream) const {
   driver_->check(driver_->functions().cuGraphLaunch(handle_, stream), "cuGraphLaunch");
 }
 
-struct EventPool::Free {
+struct EventPool::FreeList {
   std::mutex mutex;
-  std::vector<std::unique_ptr<const OwnEvent>> events;
+  std::vector<std::unique_ptr<const OwnedEvent>> events;
 };
 
 EventPool::EventPool(std::shared_ptr<const Driver> driver, int device)
-    : driver_(std::move(driver)), device_(device), free_(std::make_shared<Free>()) {}
+    : driver_(std::move(driver)), device_(device), free_events_(std::make_shared<FreeList>()) {}
 
 SharedEvent EventPool::take() {
-  std::unique_ptr<const OwnEvent> event;
+  std::unique_ptr<const OwnedEvent> event;
   {
-    std::lock_guard<std::mutex> lock(free_->mutex);
-    if (!free_->events.empty()) {
-      event = std::move(free_->events.back());
-      free_->events.pop_back();
+    std::lock_guard<std::mutex> lock(free_events_->mutex);
+    if (!free_events_->events.empty()) {
+      event = std::move(free_events_->events.back());
+      free_events_->events.pop_back();
     }
   }
-  if (!event) event = std::make_unique<const OwnEvent>(driver_, device_);
-  // The last owner returns the event to the pool, if the pool still exists; not in a forked child, where the pool's
-  // mutex may be locked for ever.
-  return SharedEvent(event.release(), [free = std::weak_ptr<Free>(free_), forks = count_forks()](const OwnEvent* used) {
-    if (forks != count_forks()) return;
-    std::unique_ptr<const OwnEvent> owned(used);
-    if (const std::shared_ptr<Free> pool = free.lock()) {
-      std::lock_guard<std::mutex> lock(pool->mutex);
-      pool->events.push_back(std::move(owned));
-    }
-  });
+  if (!event) event = std::make_unique<const OwnedEvent>(driver_, device_);
+  // The deleter returns the event to the pool, if the pool still exists. In a forked child it does nothing, because the
+  // pool's mutex may be locked by a thread that does not exist there.
+  return SharedEvent(event.release(),
+                     [free = std::weak_ptr<FreeList>(free_events_), forks = count_forks()](const OwnedEvent* used) {
+                       if (forks != count_forks()) return;
+                       std::unique_ptr<const OwnedEvent> owned(used);
+                       if (const std::shared_ptr<FreeList> pool = free.lock()) {
+                         std::lock_guard<std::mutex> lock(pool->mutex);
+                         pool->events.push_back(std::move(owned));
+                       }
+                     });
 }
 
 }  // namespace fused_tp::driver

@@ -1,7 +1,7 @@
-// The CUDA driver, bound at run time: no CUDA header is needed to build, and no driver to load this module.
+// Driver: the CUDA driver, loaded at run time. The build needs no CUDA headers, and the module loads without a driver.
 //
-// Streams and events are the driver's own handles, so torch's (tensor.cuda_stream) can be used like ours. Every call is
-// checked; an error is thrown as a DriverError that names the call and the driver's error.
+// Streams and events are driver handles, so those of torch (stream.cuda_stream) can be passed too. Every call is
+// checked and throws a DriverError with the name of the call and the driver's error.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 #include "forks.h"
 
-// As in cuda.h, so that both can be included.
+// The same declarations as in cuda.h, so that a file can include both.
 struct CUctx_st;
 struct CUevent_st;
 struct CUgraphExec_st;
@@ -30,7 +30,7 @@ using DeviceAddress = unsigned long long;
 
 struct Functions;
 
-// An operation of a stream on a 64-bit word of memory.
+// A stream memory operation on a 64-bit word (cuStreamBatchMemOp).
 struct MemoryOp {
   enum Kind : unsigned { kWait, kWaitAtLeast, kWrite };
   Kind kind;
@@ -40,89 +40,90 @@ struct MemoryOp {
 
 struct DriverError : std::runtime_error {
   DriverError(const std::string& sentence, int number) : std::runtime_error(sentence), code(number) {}
-  int code;  // a CUresult
+  int code;  // the CUresult; -1 if no driver call failed
 };
 
 class Driver {
  public:
-  // Loads the library and initialises the driver; the same path returns the same object again. Throws DriverError if
-  // there is no such library or no device, or if the driver is older than CUDA 12.
+  // Loads the library and initializes the driver. Later calls with the same path return the same object. Throws
+  // DriverError if there is no such library or no device, or if the driver is older than CUDA 12.
   static std::shared_ptr<const Driver> open(const std::string& path = "libcuda.so.1");
   ~Driver();
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
-  // During its lifetime this thread's current context is the device's primary one, which torch and NCCL use too.
-  // Primary contexts stay retained until the process ends.
-  class Device {
+  // Scope in which the device's primary context is current in this thread. torch and NCCL use the primary context too.
+  // It stays retained until the process exits.
+  class ContextGuard {
    public:
-    Device(const Driver& driver, int ordinal);
-    ~Device();
-    Device(const Device&) = delete;
-    Device& operator=(const Device&) = delete;
+    ContextGuard(const Driver& driver, int ordinal);
+    ~ContextGuard();
+    ContextGuard(const ContextGuard&) = delete;
+    ContextGuard& operator=(const ContextGuard&) = delete;
 
    private:
     const Driver& driver_;
   };
 
-  // True if the device's streams can write and wait for 64-bit words.
+  // True if the device's streams can write 64-bit words and wait for them.
   bool has_stream_memory_ops(int device) const;
-  // The error's name and the driver's description of it.
+  // Returns the name of an error and the driver's description.
   std::string describe(int code) const;
 
-  // All functions below need a current context (see Device), and only `synchronize` waits for the device.
+  // All functions below need a current context (ContextGuard). Only `synchronize` waits for the device.
   void record(Event event, Stream stream) const;
-  bool done(Event event) const;  // everything before the last record has ended; never recorded: true
-  bool idle(Stream stream) const;
-  void wait(Stream stream, Event event) const;                                         // the stream waits
-  void copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const;  // also between devices
+  bool is_done(Event event) const;              // cuEventQuery; true if the event was never recorded
+  bool is_idle(Stream stream) const;            // cuStreamQuery
+  void wait(Stream stream, Event event) const;  // cuStreamWaitEvent
+  void copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const;  // the devices may differ
   void fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const;
-  void memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const;  // in order; in one call, unless very many
+  void enqueue_memory_ops(Stream stream,
+                          const std::vector<MemoryOp>& ops) const;  // executed in order; one call per kMaxMemoryOps
   void write_value(Stream stream, DeviceAddress word, uint64_t value) const {
-    memory_ops(stream, {{MemoryOp::kWrite, word, value}});
+    enqueue_memory_ops(stream, {{MemoryOp::kWrite, word, value}});
   }
-  bool capturing(Stream stream) const;  // into a CUDA graph
-  // True once all work of the stream has ended, false if it has not after that many seconds.
+  bool is_capturing(Stream stream) const;
+  // Waits until all work in the stream has completed, for at most `seconds`. Returns true if it has.
   bool synchronize(Stream stream, double seconds) const;
 
-  // Lets this thread make any call while another thread captures a CUDA graph. For our own threads; the queries above
-  // do the same for their own calls, which would otherwise end that capture.
-  void ignore_captures() const;
+  // Sets this thread's capture mode to relaxed, so that its calls do not invalidate a capture in another thread. For
+  // threads of this module only. is_done and is_idle set the mode themselves, since any thread may call them.
+  void relax_capture_mode() const;
 
   const Functions& functions() const { return *functions_; }
   void check(int code, const char* call) const;
   // True if this process is a forked child of the one that opened the driver.
-  bool forked() const { return forks_ != count_forks(); }
+  bool is_forked_child() const { return forks_ != count_forks(); }
 
  private:
   explicit Driver(const std::string& path);
   Context primary_context(int device) const;
   template <typename Handle>
-  bool ready(int (*query)(Handle), Handle handle, const char* call) const;
+  bool query_completed(int (*query)(Handle), Handle handle, const char* call) const;
 
   std::string path_;
   uint32_t forks_;
   void* library_ = nullptr;
   std::unique_ptr<Functions> functions_;
   mutable std::mutex mutex_;
-  mutable std::vector<Context> contexts_;  // by device, null until first used
+  mutable std::vector<Context> contexts_;  // by device; null before its first use
 };
 
-// A driver handle that this object owns. Destruction ignores errors: at process exit the driver may have shut down
-// already, and has then freed the handle. A forked child does not destroy it.
+// Owner of a driver handle. The destructor ignores errors, because at process exit the driver may already have shut
+// down and freed the handle. In a forked child it does nothing.
 template <typename Handle>
-class Owned {
+class OwnedHandle {
  public:
-  ~Owned();
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
+  ~OwnedHandle();
+  OwnedHandle(const OwnedHandle&) = delete;
+  OwnedHandle& operator=(const OwnedHandle&) = delete;
   Handle get() const { return handle_; }
-  // Gives up the handle without destroying it: the device may use it for ever.
-  void leave() { handle_ = nullptr; }
+  // Gives up ownership without destroying the handle, for handles that a stuck device may use forever.
+  void release() { handle_ = nullptr; }
 
  protected:
   using Destroy = int (*)(Handle);
-  Owned(std::shared_ptr<const Driver> driver, int device, Destroy Functions::* destroy);
+  OwnedHandle(std::shared_ptr<const Driver> driver, int device, Destroy Functions::* destroy);
 
   std::shared_ptr<const Driver> driver_;
   int device_;
@@ -130,68 +131,70 @@ class Owned {
   Handle handle_ = nullptr;
 };
 
-// Priority of a stream's work if several streams have work that is ready.
+// Priority of a stream.
 enum class Priority {
-  kLeast,     // the default of streams
-  kHigh,      // below the greatest, if the device has a level between
-  kGreatest,  // for work that running kernels wait for: it overtakes kernels that find no room
+  kLeast,     // default priority of CUDA streams
+  kHigh,      // one level below the greatest, if the device has more than two levels
+  kGreatest,  // for work that running kernels wait for, because it is scheduled before kernels that wait for free SMs
 };
 
-// A stream that does not wait for the default stream.
-class OwnStream : public Owned<Stream> {
+// A non-blocking stream: it does not synchronize with the legacy default stream.
+class OwnedStream : public OwnedHandle<Stream> {
  public:
-  OwnStream(std::shared_ptr<const Driver> driver, int device, Priority priority);
+  OwnedStream(std::shared_ptr<const Driver> driver, int device, Priority priority);
 };
 
-// An event without timing.
-class OwnEvent : public Owned<Event> {
+// An event that does not record the time (kEventDisableTiming).
+class OwnedEvent : public OwnedHandle<Event> {
  public:
-  OwnEvent(std::shared_ptr<const Driver> driver, int device);
+  OwnedEvent(std::shared_ptr<const Driver> driver, int device);
 };
 
-using SharedEvent = std::shared_ptr<const OwnEvent>;
+using SharedEvent = std::shared_ptr<const OwnedEvent>;
 
-// A replayable graph of the work that `give` enqueues in `stream`, and in streams that fork from it and join it again.
-class Graph : public Owned<GraphExec> {
+// Executable CUDA graph of the work that `enqueue_work` enqueues in `stream`, and in streams that it forks from and
+// joins to `stream` by events.
+class Graph : public OwnedHandle<GraphExec> {
  public:
-  template <typename Give>
-  Graph(std::shared_ptr<const Driver> driver, int device, Stream stream, Give&& give)
+  template <typename Work>
+  Graph(std::shared_ptr<const Driver> driver, int device, Stream stream, Work&& enqueue_work)
       : Graph(std::move(driver), device) {
-    const Driver::Device guard(*driver_, device_);
-    begin(stream);
+    const Driver::ContextGuard guard(*driver_, device_);
+    begin_capture(stream);
     try {
-      give();
+      enqueue_work();
     } catch (...) {
-      end(stream, false);
+      end_capture(stream, false);
       throw;
     }
-    end(stream, true);
+    end_capture(stream, true);
   }
-  // Runs it once in `stream`. The driver serializes launches of one graph.
+  // Runs the graph once in `stream`. The driver serializes launches of the same graph.
   void launch(Stream stream) const;
 
  private:
   Graph(std::shared_ptr<const Driver> driver, int device);
-  void begin(Stream stream) const;
-  void end(Stream stream, bool whole);
+  void begin_capture(Stream stream) const;
+  void end_capture(Stream stream, bool instantiate);
 };
 
-// Events of a device, reused once they have no owner. A stream's wait for an event is not affected by a later record:
-// it is for the last record before it. Any thread may take and return events.
+// Pool of events of a device. An event returns to the pool with its last owner. It may then be recorded again although
+// streams still wait for it, because cuStreamWaitEvent waits for the record before it, not for later ones. Any thread
+// may take and return events.
 class EventPool {
  public:
   EventPool(std::shared_ptr<const Driver> driver, int device);
   SharedEvent take();
 
  private:
-  struct Free;
+  struct FreeList;
   std::shared_ptr<const Driver> driver_;
   int device_;
-  std::shared_ptr<Free> free_;
+  std::shared_ptr<FreeList> free_events_;
 };
 
-// Zeroed host memory that the device reads and writes in place.
-class PinnedMemory : public Owned<void*> {
+// Pinned host memory, zeroed, which the device accesses through device_address().
+class PinnedMemory : public OwnedHandle<void*> {
  public:
   PinnedMemory(std::shared_ptr<const Driver> driver, int device, size_t bytes);
   void* data() const { return get(); }

@@ -14,13 +14,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// No thread waits for the watchdog to notice that an op has ended, so it polls rarely: often enough to return events to
-// their pool, and to be late by at most a tenth of a deadline.
-constexpr int64_t kFirstLookNs = 1'000'000;
-constexpr int64_t kLookNs = 20'000'000;
-constexpr int64_t kGraphLookNs = 100'000'000;
+// No thread waits for the watchdog to see the end of an op, so it polls rarely: often enough to return events to their
+// pool, and to detect an expired deadline within a tenth of the timeout.
+constexpr int64_t kFirstPollNs = 1'000'000;
+constexpr int64_t kMaxPollNs = 20'000'000;
+constexpr int64_t kGraphPollNs = 100'000'000;
 constexpr int64_t kTickNs = 100'000'000;
-constexpr int kRoundsBeforeSleep = 10;  // a sleeping thread costs the next op a system call to wake it
+// The thread stays awake between ops, because waking it costs the next op a system call.
+constexpr int kIdleRoundsBeforeSleep = 10;
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
@@ -39,39 +40,39 @@ struct Watch::State {
   int device;
   Callbacks callbacks;
 
-  std::atomic<bool> cleared{false};  // the next poll must forget everything in flight
+  std::atomic<bool> must_clear{false};  // set by Watch::clear: the next poll removes all ops
 
-  std::mutex mutex;  // guards the members below; never held during a callback
+  std::mutex mutex;  // guards the members from here to last_tick_ns; never held during a callback
   std::condition_variable changed;
-  bool removed = false;
-  bool asleep = false;
-  bool changed_since_look = false;
+  bool is_removed = false;
+  bool is_asleep = false;
+  bool changed_since_poll = false;
   std::thread::id thread;
   Deadlines<WatchedOp> ops;
-  std::shared_ptr<GraphWord> graph_word;
+  std::shared_ptr<GraphProgress> graph_progress;
   std::function<double()> graph_timeout;
   GraphDeadline graph;
   int64_t last_tick_ns = 0;
 
-  std::mutex callback_mutex;  // held during a callback, by the watchdog's thread
+  std::mutex callback_mutex;  // held by the watchdog's thread during a callback
 
-  // Requires the mutex.
-  void forget_if_cleared() {
-    if (!cleared.exchange(false)) return;
+  // The caller holds `mutex`.
+  void clear_if_requested() {
+    if (!must_clear.exchange(false)) return;
     ops.clear();
-    graph_word = nullptr;
+    graph_progress = nullptr;
   }
 
-  // Changes what is watched, and wakes the thread if it sleeps.
+  // Calls `change` with `mutex` held, and wakes the thread if it sleeps.
   template <typename Change>
-  void change(Change&& make) {
+  void update(Change&& change) {
     bool wake = false;
     {
       std::lock_guard<std::mutex> lock(mutex);
-      forget_if_cleared();
-      make();
-      changed_since_look = true;
-      wake = std::exchange(asleep, false);
+      clear_if_requested();
+      change();
+      changed_since_poll = true;
+      wake = std::exchange(is_asleep, false);
     }
     if (wake) changed.notify_one();
   }
@@ -79,100 +80,104 @@ struct Watch::State {
 
 namespace {
 
-// Result of one poll of a watch.
-struct Look {
+struct PollResult {
   bool in_flight = false;
-  int64_t look_again_ns = kNever;
+  int64_t next_poll_ns = kNever;
 };
 
-Look look_at(Watch::State& state) {
-  Look look;
+PollResult poll_watch(Watch::State& state) {
+  PollResult result;
   std::optional<Deadlines<WatchedOp>::Expired> op;
   std::optional<GraphDeadline::Expired> graph_op;
-  std::shared_ptr<GraphWord> graph_word;
-  std::string broken;
-  bool tick = false;
+  std::shared_ptr<GraphProgress> graph_progress;
+  std::string error_text;
+  bool must_tick = false;
   {
     std::lock_guard<std::mutex> lock(state.mutex);
-    if (state.removed) return look;
-    state.forget_if_cleared();
+    if (state.is_removed) return result;
+    state.clear_if_requested();
     const int64_t now = now_ns();
     try {
       if (!state.ops.empty()) {
-        Driver::Device guard(*state.driver, state.device);
+        Driver::ContextGuard guard(*state.driver, state.device);
         op = state.ops.poll(
-            now, [&](const WatchedOp& one) { return !one.begun || state.driver->done(one.begun->get()); },
-            [&](const WatchedOp& one) { return state.driver->done(one.ended->get()); });
+            now,
+            [&](const WatchedOp& watched) {
+              return !watched.begin_event || state.driver->is_done(watched.begin_event->get());
+            },
+            [&](const WatchedOp& watched) { return state.driver->is_done(watched.end_event->get()); });
       }
     } catch (const DriverError& error) {
       state.ops.clear();
-      if (error.code != kErrorDeinitialized) broken = error.what();
+      if (error.code != kErrorDeinitialized) error_text = error.what();
     }
-    if (!state.ops.empty()) look.look_again_ns = std::min(kLookNs, state.ops.shortest_timeout_ns() / 10);
-    if (state.graph_word) {
+    if (!state.ops.empty()) result.next_poll_ns = std::min(kMaxPollNs, state.ops.shortest_timeout_ns() / 10);
+    if (state.graph_progress) {
       const int64_t timeout = to_ns(state.graph_timeout());
-      graph_op = state.graph.poll(now, state.graph_word->word(), timeout);
-      look.look_again_ns = std::min({look.look_again_ns, kGraphLookNs, timeout / 10});
-      graph_word = state.graph_word;
-      if (graph_op) state.graph_word = nullptr;  // reported once
+      graph_op = state.graph.poll(now, state.graph_progress->word(), timeout);
+      result.next_poll_ns = std::min({result.next_poll_ns, kGraphPollNs, timeout / 10});
+      graph_progress = state.graph_progress;
+      if (graph_op) state.graph_progress = nullptr;  // so that the deadline is reported once
     }
-    look.in_flight = !state.ops.empty() || state.graph.inside();
-    if (look.in_flight && state.callbacks.tick && now - state.last_tick_ns >= kTickNs) {
+    result.in_flight = !state.ops.empty() || state.graph.is_inside_op();
+    if (result.in_flight && state.callbacks.on_tick && now - state.last_tick_ns >= kTickNs) {
       state.last_tick_ns = now;
-      tick = true;
+      must_tick = true;
     }
   }
-  if (!op && !graph_op && broken.empty() && !tick) return look;
-  std::lock_guard<std::mutex> running(state.callback_mutex);
+  if (!op && !graph_op && error_text.empty() && !must_tick) return result;
+  std::lock_guard<std::mutex> callback_running(state.callback_mutex);
   {
     std::lock_guard<std::mutex> lock(state.mutex);
-    if (state.removed) return look;
+    if (state.is_removed) return result;
   }
-  if (tick) state.callbacks.tick();
-  if (!broken.empty()) state.callbacks.broken(broken);
-  if (op) state.callbacks.expired(describe_call(op->op.name, op->op.number), 1e-9 * static_cast<double>(op->waited_ns));
+  if (must_tick) state.callbacks.on_tick();
+  if (!error_text.empty()) state.callbacks.on_error(error_text);
+  if (op)
+    state.callbacks.on_timeout(describe_call(op->op.name, op->op.number), 1e-9 * static_cast<double>(op->waited_ns));
   if (graph_op)
-    state.callbacks.expired(graph_word->describe(graph_op->op), 1e-9 * static_cast<double>(graph_op->waited_ns));
-  return look;
+    state.callbacks.on_timeout(graph_progress->describe(graph_op->op), 1e-9 * static_cast<double>(graph_op->waited_ns));
+  return result;
 }
 
-// The thread of one watch.
+// Main function of a watchdog's thread.
 void run(const std::shared_ptr<Watch::State>& state) {
   try {
-    state->driver->ignore_captures();
-  } catch (const DriverError&) {  // the polls below get the same error, and report it
+    state->driver->relax_capture_mode();
+  } catch (const DriverError&) {  // the polls below get the same error and report it
   }
-  int64_t period = kFirstLookNs;
+  int64_t period = kFirstPollNs;
   int idle_rounds = 0;
   while (true) {
-    const Look look = look_at(*state);
+    const PollResult result = poll_watch(*state);
     std::unique_lock<std::mutex> lock(state->mutex);
-    if (state->removed) return;
-    // After a change since the poll, the poll is out of date, and no one wakes a thread that does not sleep yet.
-    idle_rounds = look.in_flight || std::exchange(state->changed_since_look, false) ? 0 : idle_rounds + 1;
-    if (idle_rounds <= kRoundsBeforeSleep) {
-      const auto pause = std::chrono::nanoseconds(std::min(period, look.look_again_ns));
-      state->changed.wait_for(lock, pause, [&] { return state->removed; });
-      period = std::min(2 * period, kLookNs);
+    if (state->is_removed) return;
+    // An update since the poll makes its result outdated. The update did not notify this thread, which was awake, so it
+    // must not go to sleep now.
+    idle_rounds = result.in_flight || std::exchange(state->changed_since_poll, false) ? 0 : idle_rounds + 1;
+    if (idle_rounds <= kIdleRoundsBeforeSleep) {
+      const auto pause = std::chrono::nanoseconds(std::min(period, result.next_poll_ns));
+      state->changed.wait_for(lock, pause, [&] { return state->is_removed; });
+      period = std::min(2 * period, kMaxPollNs);
       continue;
     }
-    state->asleep = true;
-    const auto woken = [&] { return state->removed || !state->asleep; };
-    if (look.look_again_ns == kNever)
+    state->is_asleep = true;
+    const auto woken = [&] { return state->is_removed || !state->is_asleep; };
+    if (result.next_poll_ns == kNever)
       state->changed.wait(lock, woken);
-    else if (!state->changed.wait_for(lock, std::chrono::nanoseconds(look.look_again_ns), woken))
-      continue;  // the word of a graph is due
+    else if (!state->changed.wait_for(lock, std::chrono::nanoseconds(result.next_poll_ns), woken))
+      continue;  // timeout: time to poll the progress of graphs
     idle_rounds = 0;
-    period = kFirstLookNs;
+    period = kFirstPollNs;
   }
 }
 
 }  // namespace
 
-GraphWord::GraphWord(std::shared_ptr<const Driver> driver, int device)
+GraphProgress::GraphProgress(std::shared_ptr<const Driver> driver, int device)
     : driver_(driver), memory_(std::move(driver), device, sizeof(uint64_t)) {}
 
-uint64_t GraphWord::begin(Stream stream, const char* name, uint64_t call) {
+uint64_t GraphProgress::begin(Stream stream, const char* name, uint64_t call) {
   uint64_t op = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -183,9 +188,11 @@ uint64_t GraphWord::begin(Stream stream, const char* name, uint64_t call) {
   return op;
 }
 
-void GraphWord::end(Stream stream, uint64_t op) { driver_->write_value(stream, memory_.device_address(), 2 * op + 2); }
+void GraphProgress::end(Stream stream, uint64_t op) {
+  driver_->write_value(stream, memory_.device_address(), 2 * op + 2);
+}
 
-std::string GraphWord::describe(uint64_t op) const {
+std::string GraphProgress::describe(uint64_t op) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (op >= ops_.size()) return "an op in a CUDA graph";
   return describe_call(ops_[op].name, ops_[op].call) + " in a CUDA graph";
@@ -196,44 +203,45 @@ Watch::Watch(std::shared_ptr<const Driver> driver, int device, Callbacks callbac
   state_->driver = std::move(driver);
   state_->device = device;
   state_->callbacks = std::move(callbacks);
-  std::lock_guard<std::mutex> lock(state_->mutex);  // the thread begins once its id is known
+  std::lock_guard<std::mutex> lock(state_->mutex);  // run() waits for this lock in its first poll, so it sees `thread`
   std::thread thread([state = state_] { run(state); });
   state_->thread = thread.get_id();
   thread.detach();
 }
 
 Watch::~Watch() {
-  if (state_->driver->forked()) {
-    new std::shared_ptr<State>(std::move(state_));  // leaked: its mutexes may be locked here for ever
+  if (state_->driver->is_forked_child()) {
+    new std::shared_ptr<State>(std::move(state_));  // leaked: its mutexes may be locked by a thread of the parent
     return;
   }
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->removed = true;
+    state_->is_removed = true;
   }
   state_->changed.notify_one();
-  // Not joined: the thread may be stuck in the driver. It owns the state, and makes no more callbacks.
+  // The thread was detached, not joined, because it may be blocked in the driver. It shares ownership of the state, and
+  // begins no more callbacks. Wait for a callback that is running.
   if (state_->thread != std::this_thread::get_id())
     std::lock_guard<std::mutex> callback_has_ended(state_->callback_mutex);
 }
 
 void Watch::add(WatchedOp op) {
-  if (state_->driver->forked()) return;
+  if (state_->driver->is_forked_child()) return;
   const int64_t timeout = to_ns(op.timeout_seconds);
-  state_->change([&] { state_->ops.add(std::move(op), timeout); });
+  state_->update([&] { state_->ops.add(std::move(op), timeout); });
 }
 
-void Watch::watch_graphs(std::shared_ptr<GraphWord> word, std::function<double()> timeout_seconds) {
-  state_->change([&] {
-    state_->graph_word = std::move(word);
+void Watch::watch_graphs(std::shared_ptr<GraphProgress> progress, std::function<double()> timeout_seconds) {
+  state_->update([&] {
+    state_->graph_progress = std::move(progress);
     state_->graph_timeout = std::move(timeout_seconds);
   });
 }
 
 void Watch::clear() {
-  state_->cleared.store(true);
+  state_->must_clear.store(true);
   std::unique_lock<std::mutex> lock(state_->mutex, std::try_to_lock);
-  if (lock.owns_lock()) state_->forget_if_cleared();
+  if (lock.owns_lock()) state_->clear_if_requested();
 }
 
 }  // namespace fused_tp::driver

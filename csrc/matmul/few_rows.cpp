@@ -1,4 +1,4 @@
-// Distribution of columns over threads; the arithmetic is in the tables of kernels.h.
+// Distribution of columns over threads; kernels.h has the arithmetic.
 #include "matmul/few_rows.h"
 
 #include <algorithm>
@@ -12,14 +12,14 @@
 namespace fused_tp::matmul {
 namespace {
 
-constexpr int64_t kTaskColumns = 96;  // a multiple of all kernels' columns
+constexpr int64_t kTaskColumns = 96;  // a multiple of kColumns of every kernel
 
-const Kernels* kernels_for(DType dtype, const char* isa) {
+const Kernels* select_kernels(DType dtype, const char* isa) {
 #if FUSED_TP_X86
-  static const Isa usual = isa_here();
-  const Isa asked = isa == nullptr || *isa == '\0' ? usual : isa_here(isa);
-  if (asked >= Isa::kAvx512) return &kernels_avx512(dtype, asked == Isa::kAvx512Bf16);
-  if (asked == Isa::kAvx2) return &kernels_avx2(dtype);
+  static const Isa default_isa = detect_isa();
+  const Isa selected = isa == nullptr || *isa == '\0' ? default_isa : detect_isa(isa);
+  if (selected >= Isa::kAvx512) return &kernels_avx512(dtype, selected == Isa::kAvx512Bf16);
+  if (selected == Isa::kAvx2) return &kernels_avx2(dtype);
 #else
   (void)dtype, (void)isa;
 #endif
@@ -29,15 +29,16 @@ const Kernels* kernels_for(DType dtype, const char* isa) {
 }  // namespace
 
 const char* few_rows_isa(DType dtype, const char* isa) {
-  const Kernels* const kernels = kernels_for(dtype, isa);
+  const Kernels* const kernels = select_kernels(dtype, isa);
   return kernels == nullptr ? "" : kernels->isa;
 }
 
 void few_rows(const FewRows& problem, int threads, const char* isa) {
-  const Kernels* const found = kernels_for(problem.dtype, isa);
-  if (found == nullptr) throw std::invalid_argument("few_rows needs AVX2 or AVX-512; ask few_rows_isa first");
+  const Kernels* const found = select_kernels(problem.dtype, isa);
+  if (found == nullptr)
+    throw std::invalid_argument("few_rows needs AVX2 or AVX-512; call it only if few_rows_isa returns a name");
   const Kernels& kernels = *found;
-  char* const packed = scratch_memory().at_least(kernels.packed_bytes(problem));
+  char* const packed = scratch_memory().reserve(kernels.packed_bytes(problem));
   kernels.pack(problem, packed);
   if (threads <= 1) {
     kernels.multiply(problem, packed, 0, problem.columns);

@@ -1,4 +1,4 @@
-// The arithmetic of few_rows.h: one table of functions per instruction set and dtype.
+// Kernels of few_rows.h: one table of functions per instruction set and dtype.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace fused_tp::matmul {
 struct Kernels {
   const char* isa;
   size_t (*packed_bytes)(const FewRows& problem);
-  // Packs x in the order of the products: step after step, with all rows in each step.
+  // Packs x as [depth / kStep][rows][kStep], the order in which `multiply` reads it.
   void (*pack)(const FewRows& problem, char* packed);
   // Computes columns [first, last) of y.
   void (*multiply)(const FewRows& problem, const char* packed, int64_t first, int64_t last);

@@ -1,4 +1,4 @@
-// Eight fp32 lanes, AVX2 + FMA.
+// few_rows kernels for AVX2 + FMA: vectors of eight fp32 lanes.
 #include <immintrin.h>
 
 #include "matmul/kernels_impl.h"
@@ -17,18 +17,19 @@ struct Avx2Sums {
   }
 };
 
-struct SingleLanes : Avx2Sums, SingleElements {
+struct Fp32Lanes : Avx2Sums, Fp32Elements {
   static constexpr int kStep = 8, kXBytes = 32;
   using XStep = __m256;
   using WStep = __m256;
   static void pack(const float* from, char* to) { std::memcpy(to, from, kXBytes); }
   static XStep load_x(const char* p) { return _mm256_load_ps(reinterpret_cast<const float*>(p)); }
   static WStep load_w(const float* p) { return _mm256_loadu_ps(p); }
-  static Sums product(XStep x, WStep w, Sums sums) { return _mm256_fmadd_ps(x, w, sums); }
+  static Sums multiply_add(XStep x, WStep w, Sums sums) { return _mm256_fmadd_ps(x, w, sums); }
 };
 
-// Even and odd elements separately, in fp32.
-struct HalfLanes : Avx2Sums, Bf16Elements {
+// bf16 without AVX512_BF16: even and odd elements are converted to separate fp32 vectors, one by a shift, one by a
+// mask.
+struct Bf16EmulatedLanes : Avx2Sums, Bf16Elements {
   static constexpr int kColumns = 2;
   static constexpr int kStep = 16, kXBytes = 64;
   struct XStep {
@@ -49,7 +50,7 @@ struct HalfLanes : Avx2Sums, Bf16Elements {
     const auto* const lanes = reinterpret_cast<const float*>(p);
     return {_mm256_load_ps(lanes), _mm256_load_ps(lanes + 8)};
   }
-  static Sums product(const XStep& x, const WStep& w, Sums sums) {
+  static Sums multiply_add(const XStep& x, const WStep& w, Sums sums) {
     return _mm256_fmadd_ps(x.odd, w.odd, _mm256_fmadd_ps(x.even, w.even, sums));
   }
 };
@@ -57,8 +58,9 @@ struct HalfLanes : Avx2Sums, Bf16Elements {
 }  // namespace
 
 const Kernels& kernels_avx2(DType dtype) {
-  static constexpr Kernels single = make_kernels<SingleLanes>("avx2"), halves = make_kernels<HalfLanes>("avx2");
-  return dtype == DType::kF32 ? single : halves;
+  static constexpr Kernels fp32 = make_kernels<Fp32Lanes>("avx2"),
+                           bf16_emulated = make_kernels<Bf16EmulatedLanes>("avx2");
+  return dtype == DType::kF32 ? fp32 : bf16_emulated;
 }
 
 }  // namespace fused_tp::matmul

@@ -1,6 +1,7 @@
-// Sixteen fp32 lanes, AVX-512 F; products of bf16 with AVX512_BF16 if the CPU has it.
+// few_rows kernels for AVX-512 F: vectors of sixteen fp32 lanes. With AVX512_BF16, bf16 inputs are multiplied without
+// conversion to fp32.
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
+// GCC 12 warns about uninitialized vectors in its own AVX-512 header.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -18,29 +19,30 @@ struct Avx512Sums {
   static float sum(Sums sums) { return _mm512_reduce_add_ps(sums); }
 };
 
-struct SingleLanes : Avx512Sums, SingleElements {
+struct Fp32Lanes : Avx512Sums, Fp32Elements {
   static constexpr int kStep = 16, kXBytes = 64;
   using XStep = __m512;
   using WStep = __m512;
   static void pack(const float* from, char* to) { std::memcpy(to, from, kXBytes); }
   static XStep load_x(const char* p) { return _mm512_load_ps(p); }
   static WStep load_w(const float* p) { return _mm512_loadu_ps(p); }
-  static Sums product(XStep x, WStep w, Sums sums) { return _mm512_fmadd_ps(x, w, sums); }
+  static Sums multiply_add(XStep x, WStep w, Sums sums) { return _mm512_fmadd_ps(x, w, sums); }
 };
 
-// Two products and both sums, in fp32, per lane and step.
-struct PairLanes : Avx512Sums, Bf16Elements {
+// bf16 with AVX512_BF16: each dpbf16 multiplies two pairs per lane and adds both products to an fp32 lane.
+struct Bf16NativeLanes : Avx512Sums, Bf16Elements {
   static constexpr int kStep = 32, kXBytes = 64;
   using XStep = __m512i;
   using WStep = __m512i;
   static void pack(const uint16_t* from, char* to) { std::memcpy(to, from, kXBytes); }
   static XStep load_x(const char* p) { return _mm512_load_si512(p); }
   static WStep load_w(const uint16_t* p) { return _mm512_loadu_si512(p); }
-  static Sums product(XStep x, WStep w, Sums sums) { return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)w); }
+  static Sums multiply_add(XStep x, WStep w, Sums sums) { return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)w); }
 };
 
-// The same without AVX512_BF16: even and odd elements separately, in fp32.
-struct HalfLanes : Avx512Sums, Bf16Elements {
+// bf16 without AVX512_BF16: even and odd elements are converted to separate fp32 vectors, one by a shift, one by a
+// mask.
+struct Bf16EmulatedLanes : Avx512Sums, Bf16Elements {
   static constexpr int kColumns = 4;
   static constexpr int kStep = 32, kXBytes = 128;
   struct XStep {
@@ -58,7 +60,7 @@ struct HalfLanes : Avx512Sums, Bf16Elements {
     _mm512_store_ps(to + 64, step.odd);
   }
   static XStep load_x(const char* p) { return {_mm512_load_ps(p), _mm512_load_ps(p + 64)}; }
-  static Sums product(const XStep& x, const WStep& w, Sums sums) {
+  static Sums multiply_add(const XStep& x, const WStep& w, Sums sums) {
     return _mm512_fmadd_ps(x.odd, w.odd, _mm512_fmadd_ps(x.even, w.even, sums));
   }
 };
@@ -66,10 +68,11 @@ struct HalfLanes : Avx512Sums, Bf16Elements {
 }  // namespace
 
 const Kernels& kernels_avx512(DType dtype, bool bf16_products) {
-  static constexpr Kernels single = make_kernels<SingleLanes>("avx512"), halves = make_kernels<HalfLanes>("avx512"),
-                           pairs = make_kernels<PairLanes>("avx512_bf16");
-  if (dtype == DType::kF32) return single;
-  return bf16_products ? pairs : halves;
+  static constexpr Kernels fp32 = make_kernels<Fp32Lanes>("avx512"),
+                           bf16_emulated = make_kernels<Bf16EmulatedLanes>("avx512"),
+                           bf16_native = make_kernels<Bf16NativeLanes>("avx512_bf16");
+  if (dtype == DType::kF32) return fp32;
+  return bf16_products ? bf16_native : bf16_emulated;
 }
 
 }  // namespace fused_tp::matmul

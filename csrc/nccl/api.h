@@ -1,4 +1,5 @@
-// Our declarations of the used part of nccl.h: no NCCL is needed to build. A test compares them with the real header.
+// Declarations of the functions of nccl.h that this module uses, so that it builds without NCCL. A test compares them
+// with the real header.
 #pragma once
 
 #include <climits>
@@ -6,7 +7,7 @@
 #include <cstdint>
 
 struct CUstream_st;
-struct ncclComm;  // as in nccl.h, so that both can be included
+struct ncclComm;  // the same declaration as in nccl.h, so that a file can include both
 
 namespace fused_tp::nccl {
 
@@ -27,13 +28,13 @@ enum class Result : int32_t {
   kInProgress = 7,
 };
 
-constexpr int32_t kInt8 = 0;  // an ncclDataType_t
+constexpr int32_t kInt8 = 0;  // ncclInt8
 
 constexpr int kUndefined = INT_MIN;      // NCCL_CONFIG_UNDEF_INT
 constexpr unsigned kMagic = 0xcafebeef;  // NCCL_API_MAGIC
 
-// ncclConfig_t grows at its end. A library reads the first `size` bytes of it, whose content depends on `version`, so
-// every library accepts this struct, the part that the oldest one knows.
+// The first members of ncclConfig_t, those of the oldest supported version. Later versions of NCCL add members at the
+// end; they read only the first `size` bytes and interpret them by `version`, so all versions accept this struct.
 struct Config {
   size_t size;
   unsigned magic;
@@ -43,10 +44,10 @@ struct Config {
   int min_ctas = kUndefined;
   int max_ctas = kUndefined;
   const char* net_name = nullptr;
-  int split_share = kUndefined;  // the last member in 2.19
+  int split_share = kUndefined;  // the last member in NCCL 2.19
 };
 
-// name, symbol, result, parameters
+// X(name, symbol, result, parameters)
 #define FUSED_TP_NCCL_FUNCTIONS(X)                                                                        \
   X(get_version, ncclGetVersion, Result, (int* version))                                                  \
   X(get_unique_id, ncclGetUniqueId, Result, (UniqueId * id))                                              \
@@ -69,7 +70,7 @@ struct Functions {
 #define FUSED_TP_MEMBER(name, symbol, result, parameters) result(*name) parameters = nullptr;
   FUSED_TP_NCCL_FUNCTIONS(FUSED_TP_MEMBER)
 #undef FUSED_TP_MEMBER
-  Result (*comm_revoke)(Comm comm, int flags) = nullptr;  // from 2.29 on
+  Result (*comm_revoke)(Comm comm, int flags) = nullptr;  // null before NCCL 2.29
 };
 
 }  // namespace fused_tp::nccl

@@ -15,67 +15,67 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kPoisonSeconds = 1;  // an idle GPU fills memory in far less; a broken one never
-constexpr double kLockSeconds = 5;    // longest wait of an abort for a thread that is inside NCCL
-constexpr double kGraphFinalizeSeconds = 2;
-constexpr double kAbortsAtExitSeconds = 2;
-constexpr double kEndSeconds = 5;  // for ops in flight whose results have no reader any more
-constexpr size_t kKeptInFlight = 16;
+constexpr double kFillSeconds = 1;  // a working GPU fills memory much faster; a broken one never does
+constexpr double kLockSeconds = 5;  // time that an abort waits for a thread inside NCCL
+constexpr double kFinalizeWithGraphsSeconds = 2;
+constexpr double kExitAbortSeconds = 2;
+constexpr double kDestroySeconds = 5;  // time that the destructor waits for ops in flight, whose results nobody reads
+constexpr size_t kMaxTrackedOps = 16;
 
 double seconds_since(Clock::time_point begun) { return std::chrono::duration<double>(Clock::now() - begun).count(); }
 
-std::string in_seconds(double seconds) {
+std::string format_seconds(double seconds) {
   std::ostringstream text;
   text.precision(3);
   text << seconds << " s";
   return text.str();
 }
 
-// Waits of increasing length, from a few hundred nanoseconds on: most waits here end after microseconds.
+// Polling with increasing pauses. It yields first, because most waits here end within microseconds.
 class Backoff {
  public:
-  explicit Backoff(const std::function<void()>& interrupted) : interrupted_(interrupted) {}
+  explicit Backoff(const std::function<void()>& check_interrupt) : check_interrupt_(check_interrupt) {}
 
   void step() {
     if (++rounds_ < 200) {
       std::this_thread::yield();
       return;
     }
-    std::this_thread::sleep_for(nap_);
-    nap_ = std::min(2 * nap_, std::chrono::microseconds(1000));
+    std::this_thread::sleep_for(pause_);
+    pause_ = std::min(2 * pause_, std::chrono::microseconds(1000));
     const auto now = Clock::now();
-    if (now < next_question_) return;
-    next_question_ = now + std::chrono::milliseconds(5);
-    interrupted_();
+    if (now < next_check_) return;
+    next_check_ = now + std::chrono::milliseconds(5);
+    check_interrupt_();
   }
 
  private:
-  const std::function<void()>& interrupted_;
+  const std::function<void()>& check_interrupt_;
   int rounds_ = 0;
-  std::chrono::microseconds nap_{10};
-  Clock::time_point next_question_{};
+  std::chrono::microseconds pause_{10};
+  Clock::time_point next_check_{};
 };
 
-// Not a timed mutex: the ThreadSanitizer of GCC 12 does not support its functions.
+// Locks a mutex within `seconds`. Not std::timed_mutex, which GCC 12's ThreadSanitizer does not support.
 bool lock_within(std::unique_lock<std::mutex>& lock, double seconds) {
   const auto begun = Clock::now();
-  for (auto nap = std::chrono::microseconds(1); !lock.try_lock();
-       nap = std::min(2 * nap, std::chrono::microseconds(500))) {
+  for (auto pause = std::chrono::microseconds(1); !lock.try_lock();
+       pause = std::min(2 * pause, std::chrono::microseconds(500))) {
     if (seconds_since(begun) > seconds) return false;
-    std::this_thread::sleep_for(nap);
+    std::this_thread::sleep_for(pause);
   }
   return true;
 }
 
-// Aborts in progress. Never destroyed: their threads may outlive static objects.
-struct Aborts {
+// Number of aborts in progress. Leaked on purpose: their threads may outlive static objects.
+struct AbortCount {
   std::mutex mutex;
-  std::condition_variable fewer;
-  int under_way = 0;
+  std::condition_variable one_finished;
+  int in_progress = 0;
 };
 
-Aborts& aborts() {
-  static auto* all = new Aborts();
+AbortCount& abort_count() {
+  static auto* all = new AbortCount();
   return *all;
 }
 
@@ -91,61 +91,64 @@ Registry& registry() {
 
 }  // namespace
 
-// NCCL's communicator. NCCL allows only one thread at a time to use it, except for ncclCommAbort.
+// The NCCL communicator. NCCL allows one thread at a time to use it; only ncclCommAbort may be called concurrently.
 struct Communicator::Handle {
-  Handle(std::shared_ptr<const Library> its_library, std::shared_ptr<const Driver> its_driver, int its_device)
-      : library(std::move(its_library)),
-        driver(std::move(its_driver)),
-        device(its_device),
+  Handle(std::shared_ptr<const Library> nccl_library, std::shared_ptr<const Driver> cuda_driver, int device_ordinal)
+      : library(std::move(nccl_library)),
+        driver(std::move(cuda_driver)),
+        device(device_ordinal),
         side_stream(driver, device, driver::Priority::kGreatest) {}
 
   std::shared_ptr<const Library> library;
   std::shared_ptr<const Driver> driver;
   int device;
-  driver::OwnStream side_stream;  // not ordered after work that is stuck
-  std::mutex mutex;               // guards the members below
+  driver::OwnedStream side_stream;  // fills outputs, so it must not wait for work that is stuck
+  std::mutex mutex;                 // guards `comm`
   Comm comm = nullptr;
 
   Result async_error() {
     std::lock_guard<std::mutex> lock(mutex);
     if (comm == nullptr) return Result::kSuccess;
     Result error = Result::kSuccess;
-    const Result asked = library->functions().comm_get_async_error(comm, &error);
-    return asked == Result::kSuccess ? error : asked;
+    const Result query_result = library->functions().comm_get_async_error(comm, &error);
+    return query_result == Result::kSuccess ? error : query_result;
   }
 
-  // Fills the outputs of the running op with NaN: the first op that has not ended, if it has begun. Nothing reads them
-  // before it has ended, and their memory is not reused while the caller knows of no failure: so this is the first
-  // step. The memory of later ops may still be read by the work before them. False: it took too long.
-  bool poison(const std::deque<InFlight>& in_flight, const std::atomic<bool>& too_late) {
-    Driver::Device guard(*driver, device);
+  // Fills the outputs of the running op (the first that has not ended, if it has begun) with NaN. Returns false if that
+  // takes too long.
+  //
+  // This must happen before the error is published: until then the caller does not reuse the memory, and no work reads
+  // the outputs before the op has ended. Outputs of later ops are not filled, because work before them may still read
+  // that memory.
+  bool fill_running_op(const std::deque<InFlight>& in_flight, const std::atomic<bool>& is_too_late) {
+    Driver::ContextGuard guard(*driver, device);
     for (const InFlight& op : in_flight) {
-      if (driver->done(op.ended->get())) continue;
-      if (op.begun && !driver->done(op.begun->get())) return true;
+      if (driver->is_done(op.end_event->get())) continue;
+      if (op.begin_event && !driver->is_done(op.begin_event->get())) return true;
       for (const Range& output : op.outputs) {
-        if (too_late) return false;
+        if (is_too_late) return false;
         driver->fill(reinterpret_cast<driver::DeviceAddress>(output.data), 0xFF, output.bytes, side_stream.get());
       }
-      return driver->synchronize(side_stream.get(), kPoisonSeconds);
+      return driver->synchronize(side_stream.get(), kFillSeconds);
     }
     return true;
   }
 
-  // Makes everything that waits continue.
+  // Aborts the communicator, so that streams and threads that wait for it continue.
   void abort() {
-    Driver::Device guard(*driver, device);
+    Driver::ContextGuard guard(*driver, device);
     std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
     if (!lock_within(lock, kLockSeconds) && library->has_revoke()) {
-      // Some thread hangs inside NCCL, most likely in a launch that finds the queue full of waiting kernels. Revoking
-      // ends these, and frees nothing that the thread still uses.
+      // A thread is blocked inside NCCL, probably in a launch while the queue is full of kernels that wait for peers.
+      // ncclCommRevoke ends these kernels, and frees no memory that the thread still uses.
       library->functions().comm_revoke(comm, 0);
       lock_within(lock, kLockSeconds);
     }
-    // If that thread still hangs, or NCCL cannot revoke, its call returns an error soon after the abort: NCCL frees
-    // nothing before all kernels have ended.
-    const Comm dead = std::exchange(comm, nullptr);
-    if (lock.owns_lock()) lock.unlock();  // others now find no communicator, and need not wait for the abort
-    if (dead != nullptr) library->functions().comm_abort(dead);
+    // If the thread is still blocked, or NCCL has no ncclCommRevoke, its call returns an error soon after the abort.
+    // NCCL frees memory only after all kernels have ended.
+    const Comm aborted_comm = std::exchange(comm, nullptr);
+    if (lock.owns_lock()) lock.unlock();  // other threads see a null communicator and do not wait for the abort
+    if (aborted_comm != nullptr) library->functions().comm_abort(aborted_comm);
   }
 };
 
@@ -156,15 +159,16 @@ std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<const Library
     throw std::invalid_argument("a communicator has ranks 0 to size - 1, not rank " + std::to_string(rank) + " of " +
                                 std::to_string(size));
   auto handle = std::make_shared<Handle>(library, driver, device);
-  std::shared_ptr<Communicator> made(new Communicator(library, driver, device, rank, size, std::move(options), handle));
-  made->perform("joining the communicator", [&] {
-    Config config{sizeof(Config), kMagic, static_cast<unsigned>(Library::kOldest)};
+  std::shared_ptr<Communicator> communicator(
+      new Communicator(library, driver, device, rank, size, std::move(options), handle));
+  communicator->call_nccl("joining the communicator", [&] {
+    Config config{sizeof(Config), kMagic, static_cast<unsigned>(Library::kMinVersion)};
     config.blocking = 0;
     return library->functions().comm_init_rank_config(&handle->comm, size, id, rank, &config);
   });
   std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().all.push_back(made);
-  return made;
+  registry().all.push_back(communicator);
+  return communicator;
 }
 
 Communicator::Communicator(std::shared_ptr<const Library> library, std::shared_ptr<const Driver> driver, int device,
@@ -177,75 +181,80 @@ Communicator::Communicator(std::shared_ptr<const Library> library, std::shared_p
       options_(std::move(options)),
       timeout_seconds_(options_.timeout_seconds),
       handle_(std::move(handle)),
-      // Not the greatest: its kernels wait for room as clusters, and work that kernels wait for must overtake them.
+      // Not kGreatest: NCCL kernels are launched as clusters and may wait long for free SMs. Work that running kernels
+      // wait for must be scheduled before them.
       stream_(driver_, device, driver::Priority::kHigh),
       events_(driver_, device),
-      graph_word_(std::make_shared<driver::GraphWord>(driver_, device)) {
+      graph_progress_(std::make_shared<driver::GraphProgress>(driver_, device)) {
   driver::Watch::Callbacks callbacks;
-  callbacks.expired = [this](const std::string& what, double seconds) { expired(what, seconds); };
-  callbacks.broken = [this](const std::string& why) { fail(Kind::kOther, where("the device") + " is broken: " + why); };
-  callbacks.tick = [this] { tick(); };
+  callbacks.on_timeout = [this](const std::string& what, double seconds) { on_timeout(what, seconds); };
+  callbacks.on_error = [this](const std::string& why) {
+    fail(FailureKind::kOther, describe_on_rank("the device") + " is broken: " + why);
+  };
+  callbacks.on_tick = [this] { on_tick(); };
   watch_ = std::make_unique<driver::Watch>(driver_, device_, std::move(callbacks));
 }
 
 Communicator::~Communicator() {
-  // A graph that is replayed later still writes its word, so the word is leaked; NCCL likewise keeps objects of graphs.
-  if (captured_) new std::shared_ptr<driver::GraphWord>(graph_word_);
-  if (driver_->forked()) {
+  // Leaked, because a graph that is replayed later still writes this memory.
+  if (has_captured_ops_) new std::shared_ptr<driver::GraphProgress>(graph_progress_);
+  if (driver_->is_forked_child()) {
     watch_.reset();
-    new std::shared_ptr<Handle>(std::move(handle_));  // NCCL does not work here: leaked
+    new std::shared_ptr<Handle>(std::move(handle_));  // leaked: NCCL cannot be used in a forked child
     return;
   }
-  options_.interrupted = [] {};  // there is no caller that could receive the exception
+  options_.check_interrupt = [] {};  // a destructor must not throw
   try {
-    end(std::min(timeout(), kEndSeconds));
-  } catch (...) {  // a broken device, or Ctrl-C: the abort has begun
+    shut_down(std::min(timeout(), kDestroySeconds));
+  } catch (...) {  // the communicator has failed, and the abort has begun
   }
   watch_.reset();
 }
 
 // ---- calls into NCCL -------------------------------------------------------------------------------------------
 
-// `call` returns NCCL's result; until it is settled no other thread calls NCCL for this communicator.
-// Returns the result of `call`, before it was settled.
+// Calls a function of NCCL and waits until the communicator is no longer in state ncclInProgress. Throws if that fails.
+// Returns the result of the call itself, which may be ncclInProgress.
 template <typename Call>
-Result Communicator::perform(const std::string& what, Call&& call) {
+Result Communicator::call_nccl(const std::string& what, Call&& call) {
   Result result = Result::kSuccess;
   {
     const auto lock = lock_handle();
     check();
-    Driver::Device guard(*driver_, device_);
+    Driver::ContextGuard guard(*driver_, device_);
     result = call();
   }
-  settle(result, what);
+  wait_for_result(result, what);
   return result;
 }
 
-// An abort may hold the mutex for long; but then the communicator has failed, and check() throws.
+// Throws instead of waiting for an abort, which may hold the mutex for long: check() throws once the communicator has
+// failed.
 std::unique_lock<std::mutex> Communicator::lock_handle() const {
   std::unique_lock<std::mutex> lock(handle_->mutex, std::defer_lock);
   while (!lock_within(lock, 0.02)) check();
   return lock;
 }
 
-void Communicator::settle(Result result, const std::string& what) {
+void Communicator::wait_for_result(Result result, const std::string& what) {
   const auto begun = Clock::now();
-  Backoff backoff(options_.interrupted);
-  // Some functions return ncclSuccess while the work that they have started is still running.
+  Backoff backoff(options_.check_interrupt);
+  // Some functions return ncclSuccess although their work is still in progress, so ask at least once.
   if (result == Result::kSuccess) result = Result::kInProgress;
   while (result == Result::kInProgress) {
     check();
     result = handle_->async_error();
     if (result != Result::kInProgress) break;
     if (seconds_since(begun) > timeout()) {
-      fail(Kind::kTimeout, where(what) + " took longer than " + in_seconds(timeout()) +
-                               " (FUSED_TP_TIMEOUT): some rank did not take part; NCCL does not tell which.");
+      fail(FailureKind::kTimeout, describe_on_rank(what) + " took longer than " + format_seconds(timeout()) +
+                                      " (FUSED_TP_TIMEOUT): some rank did not take part; NCCL does not tell which.");
       break;
     }
     try {
       backoff.step();
     } catch (...) {
-      fail(Kind::kOther, where(what) + " was interrupted, and the ranks may be out of step since.");
+      fail(FailureKind::kOther,
+           describe_on_rank(what) + " was interrupted; the ranks may no longer make matching calls.");
       throw;
     }
   }
@@ -256,27 +265,27 @@ void Communicator::settle(Result result, const std::string& what) {
   }
 }
 
-// An op that waits for a stream that is not being captured, on a stream that is, would end up in another owner's graph,
-// or end its capture.
+// Throws if another thread is capturing this communicator's stream. An op would otherwise become part of that thread's
+// graph, or invalidate its capture.
 static void refuse_other_captures(const Driver& driver, int device, Stream ours, Stream after) {
-  Driver::Device guard(driver, device);
-  if (!driver.capturing(ours)) return;  // it joins a capture of `after`, if there is one
-  bool same = false;
+  Driver::ContextGuard guard(driver, device);
+  if (!driver.is_capturing(ours)) return;  // if `after` is being captured, the op becomes part of that graph
+  bool same_capture = false;
   try {
-    same = driver.capturing(after);
+    same_capture = driver.is_capturing(after);
   } catch (const driver::DriverError&) {  // the default stream cannot be queried during a capture
   }
-  if (!same)
+  if (!same_capture)
     throw std::invalid_argument(
-        "another thread is capturing this communicator's ops in a CUDA graph; until that has ended there can be no "
-        "others");
+        "another thread is capturing this communicator's ops in a CUDA graph; call this op after the capture has "
+        "ended");
 }
 
 template <typename Call>
-Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::vector<Range> outputs, bool moves,
+Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::vector<Range> outputs, bool has_data,
                              Call&& call) {
   require_open();
-  std::lock_guard<std::mutex> order(order_mutex_);
+  std::lock_guard<std::mutex> order(enqueue_mutex_);
   check();
   if (after) refuse_other_captures(*driver_, device_, stream(), *after);
   Ticket ticket;
@@ -284,50 +293,51 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
   ticket.number = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
   const std::string what = std::string(op) + " (call " + std::to_string(ticket.number) + ")";
   try {
-    Driver::Device guard(*driver_, device_);
-    ticket.ended = events_.take();
-    SharedEvent begun;
+    Driver::ContextGuard guard(*driver_, device_);
+    ticket.end_event = events_.take();
+    SharedEvent begin_event;
     if (after) {
-      begun = events_.take();
-      driver_->record(begun->get(), *after);
-      driver_->wait(stream(), begun->get());
+      begin_event = events_.take();
+      driver_->record(begin_event->get(), *after);
+      driver_->wait(stream(), begin_event->get());
     }
-    ticket.captured = driver_->capturing(stream());
-    const uint64_t graph_op = ticket.captured ? graph_word_->begin(stream(), op, ticket.number) : 0;
-    const Result launched = perform(what, [&] {
-      // A single send or receive returns early unless it is in a group (non-blocking communicators).
+    ticket.is_captured = driver_->is_capturing(stream());
+    const uint64_t graph_op = ticket.is_captured ? graph_progress_->begin(stream(), op, ticket.number) : 0;
+    const Result launched = call_nccl(what, [&] {
+      // With a non-blocking communicator, a send or receive outside a group may return before it is launched.
       const Functions& f = library_->functions();
       Result result = f.group_start();
       if (result != Result::kSuccess) return result;
       result = call(f, handle_->comm);
-      const Result ended = f.group_end();  // in any case: the group is this thread's, not the communicator's
+      // Also after an error, because the group belongs to this thread, not to the communicator.
+      const Result ended = f.group_end();
       return result == Result::kSuccess || result == Result::kInProgress ? ended : result;
     });
-    if (launched == Result::kSuccess && moves && size_ > 1) {
-      // A group of a non-blocking communicator that launches something ends with ncclInProgress. This one was not the
-      // outermost: its ops are launched when the outermost group ends, after our events. They cannot be undone, and
-      // NCCL still uses the communicator then, so it is leaked.
+    if (launched == Result::kSuccess && has_data && size_ > 1) {
+      // ncclGroupEnd of a non-blocking communicator returns ncclInProgress if it launches ops. ncclSuccess means that
+      // this group was nested: its ops are launched at the end of the outermost group, after the events recorded here.
+      // The ops cannot be cancelled, and NCCL will still use the communicator, so it is leaked.
       {
         const auto lock = lock_handle();
         handle_->comm = nullptr;
       }
-      fail(Kind::kOther, where(what) +
-                             " was called inside of an open ncclGroupStart of this thread, e.g. in a coalescing "
-                             "manager of torch.distributed, where nothing is launched.");
+      fail(FailureKind::kOther, describe_on_rank(what) +
+                                    " was called inside of an open ncclGroupStart of this thread, e.g. in a coalescing "
+                                    "manager of torch.distributed, which delays the launch. Call it outside.");
       check();
     }
-    if (ticket.captured) graph_word_->end(stream(), graph_op);
-    driver_->record(ticket.ended->get(), stream());
-    ticket.begun = begun;
-    if (!ticket.captured) {
-      remember(ticket, std::move(outputs));
-      watch_->add({op, ticket.number, std::move(begun), ticket.ended, timeout()});
-    } else if (!captured_) {
-      captured_ = true;
-      watch_->watch_graphs(graph_word_, [this] { return timeout(); });
+    if (ticket.is_captured) graph_progress_->end(stream(), graph_op);
+    driver_->record(ticket.end_event->get(), stream());
+    ticket.begin_event = begin_event;
+    if (!ticket.is_captured) {
+      track_outputs(ticket, std::move(outputs));
+      watch_->add({op, ticket.number, std::move(begin_event), ticket.end_event, timeout()});
+    } else if (!has_captured_ops_) {
+      has_captured_ops_ = true;
+      watch_->watch_graphs(graph_progress_, [this] { return timeout(); });
     }
   } catch (const driver::DriverError& error) {
-    fail(Kind::kOther, where(what) + " failed: " + error.what());
+    fail(FailureKind::kOther, describe_on_rank(what) + " failed: " + error.what());
   }
   check();
   return ticket;
@@ -343,18 +353,18 @@ Ticket Communicator::all_gather(const void* in, void* out, size_t bytes_per_rank
 
 Ticket Communicator::exchange(const std::vector<Transfer>& transfers, std::optional<Stream> after) {
   std::vector<Range> outputs;
-  bool moves = false;
+  bool has_data = false;
   for (const Transfer& transfer : transfers) {
     if (transfer.peer < 0 || transfer.peer >= size_)
       throw std::invalid_argument("a peer is a rank from 0 to " + std::to_string(size_ - 1) + ", not " +
                                   std::to_string(transfer.peer));
     if (transfer.kind == Transfer::kReceive) outputs.push_back({transfer.data, transfer.bytes});
-    moves |= transfer.bytes > 0;
+    has_data |= transfer.bytes > 0;
   }
-  return enqueue("exchange", after, std::move(outputs), moves, [&](const Functions& f, Comm comm) {
+  return enqueue("exchange", after, std::move(outputs), has_data, [&](const Functions& f, Comm comm) {
     Result result = Result::kSuccess;
     for (const Transfer& transfer : transfers) {
-      if (transfer.bytes == 0) continue;  // the other side skips it too
+      if (transfer.bytes == 0) continue;  // the peer has the same size, so it skips the transfer too
       result = transfer.kind == Transfer::kSend
                    ? f.send(transfer.data, transfer.bytes, kInt8, transfer.peer, comm, stream())
                    : f.recv(transfer.data, transfer.bytes, kInt8, transfer.peer, comm, stream());
@@ -367,33 +377,34 @@ Ticket Communicator::exchange(const std::vector<Transfer>& transfers, std::optio
 void Communicator::wait(const Ticket& ticket, Stream stream) {
   check();
   {
-    Driver::Device guard(*driver_, device_);
-    driver_->wait(stream, ticket.ended->get());
+    Driver::ContextGuard guard(*driver_, device_);
+    driver_->wait(stream, ticket.end_event->get());
   }
-  check();  // the stream that waits may have made this thread wait
+  check();  // the call may have blocked, and the communicator may have failed meanwhile
 }
 
 // ---- failing ---------------------------------------------------------------------------------------------------
 
-std::string Communicator::where(const std::string& what) const {
+std::string Communicator::describe_on_rank(const std::string& what) const {
   return what + " on rank " + std::to_string(rank_) + " of " + std::to_string(size_);
 }
 
 void Communicator::require_open() const {
-  if (driver_->forked()) throw GroupError(where("this communicator") + " belongs to the process that forked this one");
+  if (driver_->is_forked_child())
+    throw GroupError(describe_on_rank("this communicator") + " belongs to the process that forked this one");
   check();
-  if (closed_) throw GroupError(where("this communicator") + " is closed");
+  if (is_closed_) throw GroupError(describe_on_rank("this communicator") + " is closed");
 }
 
 void Communicator::check() const {
-  if (!failing_.load(std::memory_order_acquire)) return;
-  // The error is thrown after the fill: once the caller has it, it may use all memory again.
+  if (!is_failing_.load(std::memory_order_acquire)) return;
+  // Wait until outputs are filled: once the caller catches the error, it may reuse their memory.
   std::unique_lock<std::mutex> lock(failure_mutex_);
-  published_.wait(lock, [this] { return failed(); });
+  failure_published_.wait(lock, [this] { return failed(); });
   switch (failure_kind_) {
-    case Kind::kTimeout:
+    case FailureKind::kTimeout:
       throw CollectiveTimeoutError(failure_);
-    case Kind::kLost:
+    case FailureKind::kLost:
       throw PeerLostError(failure_);
     default:
       throw GroupError(failure_);
@@ -405,24 +416,25 @@ std::string Communicator::failure() const {
   return failure_;
 }
 
-void Communicator::remember(const Ticket& ticket, std::vector<Range> outputs) {
+void Communicator::track_outputs(const Ticket& ticket, std::vector<Range> outputs) {
   std::lock_guard<std::mutex> lock(in_flight_mutex_);
-  while (in_flight_.size() >= kKeptInFlight && driver_->done(in_flight_.front().ended->get())) in_flight_.pop_front();
-  in_flight_.push_back({ticket.begun, ticket.ended, std::move(outputs)});
+  while (in_flight_.size() >= kMaxTrackedOps && driver_->is_done(in_flight_.front().end_event->get()))
+    in_flight_.pop_front();
+  in_flight_.push_back({ticket.begin_event, ticket.end_event, std::move(outputs)});
 }
 
-// Fills the outputs of the running op within that time, whatever the driver does.
+// Fills the outputs of the running op. Returns false if that takes longer than `seconds`, even if the driver blocks.
 bool Communicator::fill_outputs(double seconds) {
   std::deque<InFlight> in_flight;
   {
     std::unique_lock<std::mutex> lock(in_flight_mutex_, std::defer_lock);
-    if (!lock_within(lock, seconds)) return false;  // some thread that holds it is stuck in the driver
+    if (!lock_within(lock, seconds)) return false;  // its owner is blocked in the driver
     in_flight.swap(in_flight_);
   }
   if (in_flight.empty()) return true;
-  // In a new thread: this one may be capturing a graph, and a broken device may not answer.
+  // In a new thread: this thread may be capturing a graph, and a broken device may block the driver call.
   struct Fill {
-    std::atomic<bool> too_late{false};
+    std::atomic<bool> is_too_late{false};
     std::promise<bool> done;
   };
   const auto fill = std::make_shared<Fill>();
@@ -431,45 +443,45 @@ bool Communicator::fill_outputs(double seconds) {
     std::thread([fill, handle = handle_, ops = std::move(in_flight)]() mutable {
       bool filled = false;
       try {
-        handle->driver->ignore_captures();
-        filled = handle->poison(ops, fill->too_late);
-      } catch (const std::exception&) {  // nothing can be written to a broken device
+        handle->driver->relax_capture_mode();
+        filled = handle->fill_running_op(ops, fill->is_too_late);
+      } catch (const std::exception&) {  // a broken device cannot be written
       }
       ops.clear();
       handle.reset();
       fill->done.set_value(filled);
     }).detach();
-  } catch (const std::system_error&) {  // no more threads
+  } catch (const std::system_error&) {  // no further thread can be created
     return false;
   }
   if (done.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready) return done.get();
-  fill->too_late = true;
+  fill->is_too_late = true;
   return false;
 }
 
-void Communicator::fail(Kind kind, std::string sentence) {
+void Communicator::fail(FailureKind kind, std::string sentence) {
   std::lock_guard<std::mutex> first(failing_mutex_);
   if (failed()) return;
-  failing_.store(true, std::memory_order_release);
+  is_failing_.store(true, std::memory_order_release);
   watch_->clear();
-  if (!fill_outputs(kPoisonSeconds)) sentence += " What it was writing could not be made NaN.";
+  if (!fill_outputs(kFillSeconds)) sentence += " Its output could not be filled with NaN.";
   {
-    std::lock_guard<std::mutex> lock(aborts().mutex);
-    ++aborts().under_way;
+    std::lock_guard<std::mutex> lock(abort_count().mutex);
+    ++abort_count().in_progress;
   }
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     failure_kind_ = kind;
     failure_ = std::move(sentence);
-    failed_.store(true, std::memory_order_release);
+    has_failed_.store(true, std::memory_order_release);
   }
-  published_.notify_all();
-  // In a new thread: ncclCommAbort waits for the communicator's kernels, for peers to abort too, and for the CUDA
-  // graphs that hold its ops to be destroyed. Two communicators that are aborted one after the other could block each
-  // other, and this thread may be a watchdog's.
+  failure_published_.notify_all();
+  // In a new thread: ncclCommAbort waits for the communicator's kernels, for peers to abort too, and for the
+  // destruction of CUDA graphs that contain its ops. In one thread, two aborts in different orders on two ranks would
+  // deadlock. This thread may also be that of a watchdog.
   const auto abort = [handle = handle_]() mutable {
     try {
-      handle->driver->ignore_captures();
+      handle->driver->relax_capture_mode();
     } catch (const std::exception&) {
     }
     try {
@@ -477,35 +489,35 @@ void Communicator::fail(Kind kind, std::string sentence) {
     } catch (const std::exception&) {
     }
     handle.reset();
-    std::lock_guard<std::mutex> lock(aborts().mutex);
-    --aborts().under_way;
-    aborts().fewer.notify_all();
+    std::lock_guard<std::mutex> lock(abort_count().mutex);
+    --abort_count().in_progress;
+    abort_count().one_finished.notify_all();
   };
   try {
     std::thread(abort).detach();
-  } catch (const std::system_error&) {  // no more threads
+  } catch (const std::system_error&) {  // no further thread can be created
     auto here = abort;
     here();
   }
 }
 
 void Communicator::fail(Result result, const std::string& what) {
-  const bool lost = result == Result::kRemoteError || result == Result::kSystemError;
-  fail(lost ? Kind::kLost : Kind::kOther,
-       where(what) + (lost ? " lost a peer" : " failed") + ". NCCL says: " + library_->describe(result));
+  const bool is_lost = result == Result::kRemoteError || result == Result::kSystemError;
+  fail(is_lost ? FailureKind::kLost : FailureKind::kOther,
+       describe_on_rank(what) + (is_lost ? " lost a peer" : " failed") + ". NCCL says: " + library_->describe(result));
 }
 
-void Communicator::expired(const std::string& what, double seconds) {
-  fail(Kind::kTimeout,
-       where(what) + " has waited " + in_seconds(seconds) +
+void Communicator::on_timeout(const std::string& what, double seconds) {
+  fail(FailureKind::kTimeout,
+       describe_on_rank(what) + " has waited " + format_seconds(seconds) +
            " (FUSED_TP_TIMEOUT) for its peers, some of which had not arrived; NCCL does not tell which.");
 }
 
-void Communicator::tick() {
+void Communicator::on_tick() {
   Result error = Result::kSuccess;
   {
     std::unique_lock<std::mutex> lock(handle_->mutex, std::try_to_lock);
-    if (!lock.owns_lock() || handle_->comm == nullptr) return;  // the thread that holds it asks NCCL itself
+    if (!lock.owns_lock() || handle_->comm == nullptr) return;  // the thread that holds the lock polls NCCL itself
     if (library_->functions().comm_get_async_error(handle_->comm, &error) != Result::kSuccess) return;
   }
   if (error == Result::kSuccess || error == Result::kInProgress) return;
@@ -513,55 +525,58 @@ void Communicator::tick() {
 }
 
 void Communicator::lose(int rank, const std::string& how) {
-  fail(Kind::kLost, where("call " + std::to_string(calls()) + " or one before it") + " lost rank " +
-                        std::to_string(rank) + ": " + how);
+  fail(FailureKind::kLost, describe_on_rank("call " + std::to_string(calls()) + " or one before it") + " lost rank " +
+                               std::to_string(rank) + ": " + how);
 }
 
 void Communicator::abort(const std::string& why) {
-  fail(Kind::kOther, where("this communicator") + " was aborted: " + why);
+  fail(FailureKind::kOther, describe_on_rank("this communicator") + " was aborted: " + why);
 }
 
 // ---- ending ----------------------------------------------------------------------------------------------------
 
-void Communicator::end(double seconds) {
-  std::lock_guard<std::mutex> order(order_mutex_);
-  if (closed_) return;
-  closed_ = true;
+void Communicator::shut_down(double seconds) {
+  std::lock_guard<std::mutex> order(enqueue_mutex_);
+  if (is_closed_) return;
+  is_closed_ = true;
   const auto begun = Clock::now();
-  while (!failed()) {  // in slices, because the watchdog may end the wait, or Ctrl-C
+  while (!failed()) {  // in slices of 20 ms, because a watchdog or Ctrl-C may end the wait
     {
-      Driver::Device guard(*driver_, device_);
+      Driver::ContextGuard guard(*driver_, device_);
       if (driver_->synchronize(stream(), 0.02)) break;
     }
     if (seconds_since(begun) > seconds)
-      fail(Kind::kTimeout, where("closing the communicator") + " took longer than " + in_seconds(seconds) +
-                               (seconds < timeout() ? "" : " (FUSED_TP_TIMEOUT)") + ": ops were still in flight.");
+      fail(FailureKind::kTimeout, describe_on_rank("closing the communicator") + " took longer than " +
+                                      format_seconds(seconds) + (seconds < timeout() ? "" : " (FUSED_TP_TIMEOUT)") +
+                                      ": ops were still in flight.");
     try {
-      options_.interrupted();
+      options_.check_interrupt();
     } catch (...) {
-      fail(Kind::kOther, where("closing the communicator") + " was interrupted: ops were still in flight.");
+      fail(FailureKind::kOther,
+           describe_on_rank("closing the communicator") + " was interrupted: ops were still in flight.");
       throw;
     }
   }
   set_timeout(std::min(timeout(), seconds));
   check();
-  // Finalizing completes the pending sends of NCCL's own threads.
+  // ncclCommFinalize completes sends that NCCL's threads still have pending.
   const auto finalize = [this] {
     return handle_->comm == nullptr ? Result::kSuccess : library_->functions().comm_finalize(handle_->comm);
   };
-  if (captured_) {
-    // It also waits for the graphs that hold ops to be destroyed. If these outlive it, the abort does the rest.
-    set_timeout(std::min(timeout(), kGraphFinalizeSeconds));
+  if (has_captured_ops_) {
+    // ncclCommFinalize also waits for the destruction of graphs that contain its ops. If they live longer, the timeout
+    // aborts the communicator.
+    set_timeout(std::min(timeout(), kFinalizeWithGraphsSeconds));
     try {
-      perform("closing the communicator", finalize);
+      call_nccl("closing the communicator", finalize);
     } catch (const CollectiveTimeoutError&) {
       return;
     }
   } else {
-    perform("closing the communicator", finalize);
+    call_nccl("closing the communicator", finalize);
   }
   const auto lock = lock_handle();
-  Driver::Device guard(*driver_, device_);
+  Driver::ContextGuard guard(*driver_, device_);
   const Comm ended = std::exchange(handle_->comm, nullptr);
   if (ended != nullptr) library_->functions().comm_destroy(ended);
 }
@@ -569,13 +584,13 @@ void Communicator::end(double seconds) {
 void Communicator::close() { close(timeout()); }
 
 void Communicator::close(double seconds) {
-  if (driver_->forked()) return;
+  if (driver_->is_forked_child()) return;
   if (failed()) {
-    std::lock_guard<std::mutex> order(order_mutex_);
-    closed_ = true;
-    return;  // reported before
+    std::lock_guard<std::mutex> order(enqueue_mutex_);
+    is_closed_ = true;
+    return;  // an earlier call has thrown the error
   }
-  end(seconds);
+  shut_down(seconds);
 }
 
 void Communicator::close_all() {
@@ -585,18 +600,18 @@ void Communicator::close_all() {
     all.swap(registry().all);
   }
   const auto begun = Clock::now();
-  for (const auto& one : all) {
-    const std::shared_ptr<Communicator> living = one.lock();
-    if (!living) continue;
+  for (const auto& entry : all) {
+    const std::shared_ptr<Communicator> communicator = entry.lock();
+    if (!communicator) continue;
     try {
-      living->close(std::min(living->timeout(), std::max(0.1, kEndSeconds - seconds_since(begun))));
-    } catch (...) {  // an abort has begun
+      communicator->close(std::min(communicator->timeout(), std::max(0.1, kDestroySeconds - seconds_since(begun))));
+    } catch (...) {  // the communicator has failed, and its abort has begun
     }
-    living->watch_->clear();  // the words of graphs are memory of the driver
+    communicator->watch_->clear();  // a poll must not read the pinned memory of graphs after the driver has freed it
   }
-  std::unique_lock<std::mutex> lock(aborts().mutex);
-  aborts().fewer.wait_for(lock, std::chrono::duration<double>(kAbortsAtExitSeconds),
-                          [] { return aborts().under_way == 0; });
+  std::unique_lock<std::mutex> lock(abort_count().mutex);
+  abort_count().one_finished.wait_for(lock, std::chrono::duration<double>(kExitAbortSeconds),
+                                      [] { return abort_count().in_progress == 0; });
 }
 
 }  // namespace fused_tp::nccl

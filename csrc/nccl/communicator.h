@@ -1,11 +1,14 @@
-// A NCCL communicator of our own: its stream, its deadlines, and an end that leaves the process alive.
+// Communicator: a NCCL communicator with its own stream, with deadlines, and with failures that do not end the process.
 //
-// Ops are enqueued and no call waits for data; the first op between two ranks connects them, and a thread of NCCL does
-// every launch, for which the call waits. Every op is watched: after its deadline, or if NCCL reports an error or a
-// peer is lost, the communicator is aborted, so that streams continue, and every later call throws the reason. Before
-// that the output of the running op is filled with 0xFF bytes (NaN). Outputs of later ops are not touched: kernels
-// before them may still read the previous content of that memory. Results of these ops, and of graphs that are replayed
-// after a failure, are undefined.
+// A call enqueues an op and returns without waiting for data. It waits only for the launch, which a thread of NCCL
+// does, and for the connection to a peer in the first op with it.
+//
+// If an op misses its deadline, NCCL reports an error, or a peer is lost, then:
+// 1. The output of the running op is filled with 0xFF bytes (NaN).
+// 2. Every later call throws the error.
+// 3. The NCCL communicator is aborted, so that streams continue.
+// Outputs of ops behind the running one are not filled, because kernels before these ops may still read that memory.
+// Their results, and those of graphs replayed after a failure, are undefined.
 #pragma once
 
 #include <atomic>
@@ -31,21 +34,21 @@ using driver::Event;
 using driver::SharedEvent;
 using driver::Stream;
 
-// An op that was enqueued. `ended` may be waited for from any stream, any number of times.
+// An op that was enqueued. Any stream may wait for end_event, any number of times.
 struct Ticket {
   const char* op = "";
   uint64_t number = 0;
-  SharedEvent begun;  // done: the op waits for nothing on this rank but the op before it; null: always done
-  SharedEvent ended;
-  bool captured = false;  // the op is part of a CUDA graph: the host cannot wait for it
+  SharedEvent begin_event;  // done once the work before the op in `after` has completed; null: no such work
+  SharedEvent end_event;
+  bool is_captured = false;  // part of a CUDA graph, so the host cannot query its events
 };
 
-// One direction between this rank and another (or itself).
+// A send or receive between this rank and `peer`, which may be this rank.
 struct Transfer {
   enum Kind { kSend, kReceive };
   Kind kind;
   int peer;
-  void* data;  // only read if kind is kSend
+  void* data;  // kSend: read, kReceive: written
   size_t bytes;
 };
 
@@ -53,10 +56,10 @@ class Communicator {
  public:
   struct Options {
     double timeout_seconds = 600;
-    std::function<void()> interrupted = [] {};  // called from time to time while the host waits; may throw
+    std::function<void()> check_interrupt = [] {};  // called every few milliseconds while the host waits; may throw
   };
 
-  // Joins the ranks that hold the same id, all of them within the deadline. Throws CollectiveTimeoutError.
+  // Waits until all ranks have joined with the same id. Throws CollectiveTimeoutError at the deadline.
   static std::shared_ptr<Communicator> create(std::shared_ptr<const Library> library,
                                               std::shared_ptr<const Driver> driver, int device, const UniqueId& id,
                                               int rank, int size, Options options);
@@ -71,47 +74,51 @@ class Communicator {
   uint64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   const std::shared_ptr<const Driver>& driver() const { return driver_; }
 
-  // Sets the timeout of ops enqueued from now on, and of ops in graphs from the next poll on.
+  // Sets the timeout of ops that are enqueued from now on, and at once that of ops in graphs.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
   double timeout() const { return timeout_seconds_.load(std::memory_order_relaxed); }
 
-  // Ops begin after the communicator's earlier ops and, if it is given, after everything that the stream `after` holds
-  // now. The caller keeps the memory until the op has ended, and its context current.
+  // Enqueue an op. It begins after the communicator's earlier ops and, if `after` is given, after all work that this
+  // stream holds now. The caller keeps the memory alive until the op has ended.
   Ticket all_gather(const void* in, void* out, size_t bytes_per_rank, std::optional<Stream> after);
-  // All transfers at once: none waits for another of the list. Between two ranks they match in order.
+  // Enqueues all transfers as one NCCL group, so none waits for another. Transfers between two ranks match in order.
   Ticket exchange(const std::vector<Transfer>& transfers, std::optional<Stream> after);
 
-  // `stream` continues once the op has ended.
+  // Makes `stream` wait for the end of the op.
   void wait(const Ticket& ticket, Stream stream);
-  // has_begun: the op waits for nothing on this rank but the op before it. has_ended: the op has ended. Both are always
-  // true for an op of a CUDA graph. Any thread may call them.
-  bool has_begun(const Ticket& ticket) const { return ticket.captured || !ticket.begun || done(*ticket.begun); }
-  bool has_ended(const Ticket& ticket) const { return ticket.captured || done(*ticket.ended); }
+  // has_begun: true once the work in `after` before the op has completed; the op then waits only for earlier ops and
+  // for peers. has_ended: true once the op has ended. Both are always true for an op of a CUDA graph. Any thread may
+  // call them.
+  bool has_begun(const Ticket& ticket) const {
+    return ticket.is_captured || !ticket.begin_event || done(*ticket.begin_event);
+  }
+  bool has_ended(const Ticket& ticket) const { return ticket.is_captured || done(*ticket.end_event); }
 
-  // Throws the error of the communicator if it has failed.
+  // Throws the error if the communicator has failed.
   void check() const;
-  bool failed() const { return failed_.load(std::memory_order_acquire); }
-  std::string failure() const;  // the error message; empty if there is no failure
+  bool failed() const { return has_failed_.load(std::memory_order_acquire); }
+  std::string failure() const;  // error message; empty if it has not failed
 
-  // That rank's process is known to have ended: it will send nothing more.
+  // Fails with PeerLostError: the caller knows that the process of `rank` has exited.
   void lose(int rank, const std::string& how);
   void abort(const std::string& why);
-  // Waits for ops in flight, within the deadline, and frees everything; throws the error if there was one. Destruction
-  // does the same without throwing, and waits for a few seconds at most.
+  // Waits for ops in flight, within the deadline, and frees the communicator. Throws the error if it fails now; does
+  // nothing if it has failed before. The destructor does the same without throwing, and waits for a few seconds at
+  // most.
   void close();
-  // Closes all communicators without throwing, before the interpreter, and with it the driver, shuts down.
+  // Closes all communicators without throwing. Called at exit, before the interpreter and the driver shut down.
   static void close_all();
 
  private:
-  enum class Kind { kNone, kTimeout, kLost, kOther };
-  struct Handle;  // the part that NCCL uses; outlives this object during a long abort
+  enum class FailureKind { kNone, kTimeout, kLost, kOther };
+  struct Handle;  // owns the NCCL communicator; an abort may keep it alive longer than this object
   struct Range {
     void* data;
     size_t bytes;
   };
   struct InFlight {
-    SharedEvent begun;
-    SharedEvent ended;
+    SharedEvent begin_event;
+    SharedEvent end_event;
     std::vector<Range> outputs;
   };
 
@@ -119,24 +126,24 @@ class Communicator {
                int size, Options options, std::shared_ptr<Handle> handle);
 
   template <typename Call>
-  Ticket enqueue(const char* op, std::optional<Stream> after, std::vector<Range> outputs, bool moves, Call&& call);
+  Ticket enqueue(const char* op, std::optional<Stream> after, std::vector<Range> outputs, bool has_data, Call&& call);
   template <typename Call>
-  Result perform(const std::string& what, Call&& call);
-  void settle(Result result, const std::string& what);
+  Result call_nccl(const std::string& what, Call&& call);
+  void wait_for_result(Result result, const std::string& what);
   std::unique_lock<std::mutex> lock_handle() const;
-  void remember(const Ticket& ticket, std::vector<Range> outputs);
+  void track_outputs(const Ticket& ticket, std::vector<Range> outputs);
   void require_open() const;
-  void fail(Kind kind, std::string sentence);
-  void fail(Result result, const std::string& what);  // an error that NCCL reports
+  void fail(FailureKind kind, std::string sentence);
+  void fail(Result result, const std::string& what);  // an error reported by NCCL
   bool fill_outputs(double seconds);
-  void expired(const std::string& what, double seconds);
-  void tick();
-  void end(double seconds);
+  void on_timeout(const std::string& what, double seconds);
+  void on_tick();
+  void shut_down(double seconds);
   void close(double seconds);
-  std::string where(const std::string& what) const;
-  bool done(const driver::OwnEvent& event) const {
-    const Driver::Device current(*driver_, device_);
-    return driver_->done(event.get());
+  std::string describe_on_rank(const std::string& what) const;
+  bool done(const driver::OwnedEvent& event) const {
+    const Driver::ContextGuard current(*driver_, device_);
+    return driver_->is_done(event.get());
   }
 
   std::shared_ptr<const Library> library_;
@@ -147,27 +154,27 @@ class Communicator {
   Options options_;
   std::atomic<double> timeout_seconds_;
   std::shared_ptr<Handle> handle_;
-  driver::OwnStream stream_;
+  driver::OwnedStream stream_;
   driver::EventPool events_;
-  std::shared_ptr<driver::GraphWord> graph_word_;
-  bool captured_ = false;  // some op is part of a graph
+  std::shared_ptr<driver::GraphProgress> graph_progress_;
+  bool has_captured_ops_ = false;  // some op is part of a CUDA graph
 
-  std::mutex order_mutex_;  // serializes ops, each from its first wait to its event
+  std::mutex enqueue_mutex_;  // serializes `enqueue`, from the wait for `after` to the record of end_event
   std::atomic<uint64_t> calls_{0};
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> is_closed_{false};
 
   std::mutex in_flight_mutex_;
   std::deque<InFlight> in_flight_;
 
-  std::mutex failing_mutex_;          // serializes threads that fail
-  std::atomic<bool> failing_{false};  // set before anything is filled: ops that end after it are not returned
-  mutable std::mutex failure_mutex_;  // guards the next two
-  mutable std::condition_variable published_;
-  Kind failure_kind_ = Kind::kNone;
+  std::mutex failing_mutex_;             // serializes calls of `fail`
+  std::atomic<bool> is_failing_{false};  // set before outputs are filled: from then on every call throws
+  mutable std::mutex failure_mutex_;     // guards failure_kind_ and failure_
+  mutable std::condition_variable failure_published_;
+  FailureKind failure_kind_ = FailureKind::kNone;
   std::string failure_;
-  std::atomic<bool> failed_{false};
+  std::atomic<bool> has_failed_{false};
 
-  std::unique_ptr<driver::Watch> watch_;  // last: its callbacks use all of the above
+  std::unique_ptr<driver::Watch> watch_;  // last member: its callbacks use all others
 };
 
 }  // namespace fused_tp::nccl

@@ -14,7 +14,7 @@ constexpr const char* kSoname = "libnccl.so.2";
 
 void* load(const std::string& path) {
   if (!path.empty()) return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  // Two copies of NCCL in one process would have separate threads, and separate settings from the environment.
+  // Prefer the loaded copy: a second copy would have its own threads and its own state.
   if (void* loaded = ::dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return loaded;
   return ::dlopen(kSoname, RTLD_NOW | RTLD_LOCAL);
 }
@@ -25,7 +25,7 @@ bool bind(void* library, const char* symbol, Function& function) {
   return function != nullptr;
 }
 
-std::string as_text(int version) {
+std::string version_to_text(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
          std::to_string(version % 100);
 }
@@ -33,8 +33,8 @@ std::string as_text(int version) {
 }  // namespace
 
 std::shared_ptr<const Library> Library::open(const std::string& path) {
-  // Never destroyed, and the library never unloaded: it has threads of its own.
-  static auto* opened = new std::map<void*, std::shared_ptr<const Library>>();
+  // Leaked on purpose, and the library is never unloaded, because it runs threads.
+  static auto* libraries = new std::map<void*, std::shared_ptr<const Library>>();
   static auto* mutex = new std::mutex();
   std::lock_guard<std::mutex> lock(*mutex);
   void* handle = load(path);
@@ -43,7 +43,7 @@ std::shared_ptr<const Library> Library::open(const std::string& path) {
     throw GroupError("NCCL could not be loaded: " + std::string(why ? why : "no reason given") +
                      ". CUDA builds of torch bring it; otherwise install nvidia-nccl-cu12 or nvidia-nccl-cu13.");
   }
-  std::shared_ptr<const Library>& library = (*opened)[handle];
+  std::shared_ptr<const Library>& library = (*libraries)[handle];
   if (!library) library.reset(new Library(handle));
   return library;
 }
@@ -52,28 +52,31 @@ Library::Library(void* library) : library_(library) {
   void* get_version = ::dlsym(library_, "ncclGetVersion");
   Dl_info info{};
   if (get_version != nullptr && ::dladdr(get_version, &info) != 0 && info.dli_fname != nullptr) path_ = info.dli_fname;
-  bool whole = bind(library_, "ncclGetVersion", functions_.get_version);
-  if (!whole || functions_.get_version(&version_) != Result::kSuccess)
-    throw GroupError("the library at " + path_ + " is no NCCL: it does not tell its version");
-  if (version_ < kOldest)
-    throw GroupError("the NCCL at " + path_ + " is version " + as_text(version_ < 10000 ? version_ * 10 : version_) +
-                     ", fused_tp needs " + as_text(kOldest) + " or later: install a newer nvidia-nccl-cu12 or " +
+  bool has_all_functions = bind(library_, "ncclGetVersion", functions_.get_version);
+  if (!has_all_functions || functions_.get_version(&version_) != Result::kSuccess)
+    throw GroupError("the library at " + path_ + " is no NCCL: ncclGetVersion is missing or failed");
+  if (version_ < kMinVersion)
+    throw GroupError("the NCCL at " + path_ + " is version " +
+                     version_to_text(version_ < 10000 ? version_ * 10 : version_) + "; fused_tp needs " +
+                     version_to_text(kMinVersion) + " or later: install a newer nvidia-nccl-cu12 or " +
                      "nvidia-nccl-cu13, or a newer torch");
-#define FUSED_TP_BIND(name, symbol, result, parameters) whole &= bind(library_, #symbol, functions_.name);
+#define FUSED_TP_BIND(name, symbol, result, parameters) has_all_functions &= bind(library_, #symbol, functions_.name);
   FUSED_TP_NCCL_FUNCTIONS(FUSED_TP_BIND)
 #undef FUSED_TP_BIND
-  if (version_ >= 22900) whole &= bind(library_, "ncclCommRevoke", functions_.comm_revoke);
-  if (!whole) throw GroupError("the NCCL at " + path_ + ", version " + version_text() + ", lacks functions of it");
+  if (version_ >= 22900) has_all_functions &= bind(library_, "ncclCommRevoke", functions_.comm_revoke);
+  if (!has_all_functions)
+    throw GroupError("the NCCL at " + path_ + ", version " + version_text() +
+                     ", lacks functions that this version has: install NCCL again");
 }
 
 Library::~Library() = default;
 
-std::string Library::version_text() const { return as_text(version_); }
+std::string Library::version_text() const { return version_to_text(version_); }
 
 UniqueId Library::make_id() const {
   UniqueId id{};
   const Result result = functions_.get_unique_id(&id);
-  if (result != Result::kSuccess) throw GroupError("NCCL could not make a unique id: " + describe(result));
+  if (result != Result::kSuccess) throw GroupError("NCCL could not create a unique id: " + describe(result));
   return id;
 }
 

@@ -1,4 +1,5 @@
-// NCCL, bound at run time: it is not needed to build, and the process has one copy of it, the one that torch loaded.
+// Library: NCCL, loaded at run time. The build does not need NCCL, and the process uses one copy of it, the one that
+// torch has loaded.
 #pragma once
 
 #include <memory>
@@ -10,27 +11,29 @@ namespace fused_tp::nccl {
 
 class Library {
  public:
-  // The oldest supported version: torch 2.10, the oldest that we support, has 2.27.
-  static constexpr int kOldest = 21900;
+  // Oldest supported version. The oldest supported torch, 2.10, has NCCL 2.27; older versions come from elsewhere.
+  static constexpr int kMinVersion = 21900;
 
-  // An empty path selects the one that this process has loaded already, else the one that the loader finds as
-  // libnccl.so.2. The same library returns the same object again. Throws GroupError if there is none, or it is too old.
+  // Opens the library at `path`. If it is empty: the library that this process has loaded already, else the
+  // libnccl.so.2 that the dynamic loader finds. Later calls for the same library return the same object. Throws
+  // GroupError if there is no such library, or if it is too old.
   static std::shared_ptr<const Library> open(const std::string& path = "");
   ~Library();
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
 
   const std::string& path() const { return path_; }
-  int version() const { return version_; }  // 22703 for 2.27.3
+  int version() const { return version_; }  // such as 22703 for 2.27.3
   std::string version_text() const;
 
-  bool has_shared_devices() const { return version_ >= 23000; }          // several ranks on one GPU
-  bool has_revoke() const { return functions_.comm_revoke != nullptr; }  // stops a communicator and frees nothing
+  bool has_shared_devices() const { return version_ >= 23000; }          // allows several ranks on one GPU
+  bool has_revoke() const { return functions_.comm_revoke != nullptr; }  // stops ops without freeing memory
 
   const Functions& functions() const { return functions_; }
-  // An id that one rank makes and all ranks receive. Opens a socket that listens for them in this process.
+  // Returns the id of a new communicator, which the caller passes to all ranks. Opens a socket in this process to which
+  // the ranks connect.
   UniqueId make_id() const;
-  // NCCL's name of the result, and its description of the last error.
+  // Returns NCCL's name of the result and its text about the last error.
   std::string describe(Result result, Comm comm = nullptr) const;
 
  private:

@@ -1,7 +1,7 @@
-// Blocking collectives over shared memory. Pointers are to ordinary memory of this rank; `out` may equal `in` if both
-// have the same size. Every rank of the group makes the same call; `called` must agree between ranks.
+// Blocking collectives over shared memory. `in` and `out` are ordinary memory of this rank, not shared memory. `out`
+// may equal `in` if both have the same size. All ranks of the group make the same call with the same signature.
 //
-// Large calls use small workspaces chunk by chunk, so that data written by one rank is still in cache for the next.
+// Large data passes through a small workspace in chunks, so that a peer reads each chunk while it is still in cache.
 #pragma once
 
 #include <cstddef>
@@ -12,22 +12,25 @@
 
 namespace fused_tp::shm {
 
-// out = sum over ranks of in, in the dtype of `called`.
+// out = sum over ranks of in, `count` elements of signature.dtype.
 void all_reduce(Group& group, const void* in, void* out, size_t count, const Signature& called);
 
-// The part of a larger call that sums the workspaces: each rank has written `count` elements to the start of its
-// workspace of `call`, and each workspace gets the sum over ranks. Once it returns, no peer accesses this rank's
-// workspace any more. Uses all stages of the call.
+// All-reduce in place, in the workspaces of a call that is already in progress: every rank has written `count` elements
+// to the start of its workspace, and every workspace receives the sum over ranks. Once the function returns, no peer
+// accesses this rank's workspace any more. It uses all stages of the call.
 void sum_workspaces(Group& group, Call& call, size_t count, DType dtype);
 
-// `counts[r]` elements belong to rank r; in holds all of them one after the other, out gets this rank's, summed.
+// `in` holds counts[r] elements for each rank r, contiguous in rank order. out = sum over ranks of this rank's
+// elements.
 void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts,
                     const Signature& called);
 
-// in holds send_counts[r] elements for each rank r, out gets receive_counts[r] from each.
+// `in` holds send_counts[r] elements for each rank r, in rank order; `out` receives receive_counts[r] elements from
+// each rank r, in rank order.
 void all_to_all(Group& group, const void* in, void* out, const std::vector<size_t>& send_counts,
                 const std::vector<size_t>& receive_counts, DType dtype);
 
+// Returns once all ranks have called it.
 void barrier(Group& group);
 
 struct NormArguments {

@@ -30,7 +30,7 @@ void pause_cpu() {
 #endif
 }
 
-uint64_t hash_signature(const Signature& signature) {  // FNV-1a over words, with a shift so that high bits matter
+uint64_t hash_signature(const Signature& signature) {  // FNV-1a on words; the shift mixes the high bits
   static_assert(sizeof(Signature) % sizeof(uint64_t) == 0);
   uint64_t words[sizeof(Signature) / sizeof(uint64_t)];
   std::memcpy(words, &signature, sizeof words);
@@ -63,23 +63,24 @@ int open_pidfd(int pid) {
 #endif
 }
 
-// Spin while an answer within microseconds is likely; then yield, which passes the core to a rank that shares it; then
-// sleep, so that a long wait costs nothing. With more ranks than cores, spinning only delays the rank waited for.
+// Polling in three phases. First spin: most signals arrive within microseconds. Then yield, so that a rank on the same
+// core can run. Then sleep, so that long waits use no CPU time. With more ranks than cores the first two phases are
+// short, because they would delay the very rank that this one waits for.
 class Backoff {
  public:
-  explicit Backoff(bool crowded) : crowded_(crowded) {}
+  explicit Backoff(bool is_oversubscribed) : is_oversubscribed_(is_oversubscribed) {}
 
-  // True once enough time has passed for the slow checks to be worth their cost.
+  // Returns true about every 5 ms of a long wait: time for checks that are too slow for every poll.
   bool step() {
     ++rounds_;
-    if (rounds_ < (crowded_ ? 32 : 4096)) {
+    if (rounds_ < (is_oversubscribed_ ? 32 : 4096)) {
       pause_cpu();
       return false;
     }
     const auto now = Clock::now();
     if (since_ == Clock::time_point{}) since_ = now;
     const double elapsed = std::chrono::duration<double>(now - since_).count();
-    if (elapsed < (crowded_ ? 2e-3 : 20e-3)) {
+    if (elapsed < (is_oversubscribed_ ? 2e-3 : 20e-3)) {
       ::sched_yield();
     } else {
       const timespec nap{0, elapsed < 0.1 ? 50'000 : 500'000};
@@ -91,7 +92,7 @@ class Backoff {
   }
 
  private:
-  bool crowded_;
+  bool is_oversubscribed_;
   int rounds_ = 0;
   Clock::time_point since_{};
   Clock::time_point next_check_{};
@@ -100,24 +101,24 @@ class Backoff {
 }  // namespace
 
 Group::Group(int rank, int size, size_t reserve_bytes, std::function<double()> timeout_seconds,
-             std::function<void()> interrupted)
+             std::function<void()> check_interrupt)
     : rank_(rank),
       size_(size),
-      crowded_(size > ::sysconf(_SC_NPROCESSORS_ONLN)),  // asked once: it reads a file
+      is_oversubscribed_(size > ::sysconf(_SC_NPROCESSORS_ONLN)),  // sysconf reads a file, hence only once
       timeout_seconds_(std::move(timeout_seconds)),
-      interrupted_(std::move(interrupted)),
+      check_interrupt_(std::move(check_interrupt)),
       segments_(static_cast<size_t>(size)),
       pidfds_(static_cast<size_t>(size), -1),
-      connected_(size == 1),
+      is_connected_(size == 1),
       forks_(count_forks()) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
-    throw GroupError("shared memory serves groups of 1 to " + std::to_string(kMaxRanks) + " ranks, not rank " +
+    throw GroupError("shared memory supports groups of 1 to " + std::to_string(kMaxRanks) + " ranks, not rank " +
                      std::to_string(rank) + " of " + std::to_string(size));
-  if (reserve_bytes > kMaxReserve)  // and their sum would wrap around
+  if (reserve_bytes > kMaxReserveBytes)  // kHeapBegin + reserve_bytes could overflow
     throw GroupError("cannot reserve " + std::to_string(reserve_bytes) + " bytes of shared memory: at most " +
-                     std::to_string(kMaxReserve) + " (FUSED_TP_SHM_RESERVE)");
-  segments_[rank] = Segment::create(kHeapBegin + reserve_bytes);
-  heap_ = std::make_shared<Heap>(kHeapBegin, segments_[rank]->bytes());
+                     std::to_string(kMaxReserveBytes) + " (FUSED_TP_SHM_RESERVE)");
+  segments_[rank] = Segment::create(kHeapOffset + reserve_bytes);
+  heap_ = std::make_shared<Heap>(kHeapOffset, segments_[rank]->bytes());
 }
 
 void Group::connect(const std::vector<SegmentAddress>& addresses) {
@@ -125,15 +126,15 @@ void Group::connect(const std::vector<SegmentAddress>& addresses) {
     throw GroupError("got " + std::to_string(addresses.size()) + " addresses for " + std::to_string(size_) + " ranks");
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    if (addresses[r].bytes <= kHeapBegin)
+    if (addresses[r].bytes <= kHeapOffset)
       throw GroupError("the shared memory of rank " + std::to_string(r) + " has " + std::to_string(addresses[r].bytes) +
-                       " bytes, too few for what ranks tell each other; install the same version of fused_tp on all");
-    // The process first: if its pid is reused in between, the segment's token will not match.
+                       " bytes, too few for its control words; install the same version of fused_tp on all");
+    // Open the pidfd before the segment: if the pid is reused in between, the segment's token will not match.
     pidfds_[r] = open_pidfd(addresses[r].pid);
     if (pidfds_[r] >= 0) ::fcntl(pidfds_[r], F_SETFD, FD_CLOEXEC);
     segments_[r] = Segment::open(addresses[r]);
   }
-  connected_ = true;
+  is_connected_ = true;
 }
 
 Group::~Group() {
@@ -152,61 +153,62 @@ void Group::give_up(const std::string& because) {
   if (forks_ != count_forks()) return;
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
-    if (unusable_state_ != RankState::kRunning) return;
-    unusable_state_ = RankState::kClosed;
-    unusable_because_ = because;
+    if (failure_state_ != RankState::kRunning) return;
+    failure_state_ = RankState::kClosed;
+    failure_reason_ = because;
   }
   close();
 }
 
 void Group::throw_if_unusable() {
-  if (!connected_) throw GroupError("this group is not connected yet: give every rank's address to connect()");
+  if (!is_connected_) throw GroupError("this group is not connected yet: give every rank's address to connect()");
   if (forks_ != count_forks())
     throw GroupError("this process is a fork of rank " + std::to_string(rank_) +
                      ", which made the group; only the rank itself can call its ops");
   std::lock_guard<std::mutex> lock(failure_mutex_);
-  if (unusable_state_ == RankState::kRunning) return;
+  if (failure_state_ == RankState::kRunning) return;
   const std::string text =
-      "this group is unusable since an earlier call failed; make a new group. Then: " + unusable_because_;
-  if (unusable_state_ == RankState::kTimedOut) throw CollectiveTimeoutError(text);
-  if (unusable_state_ == RankState::kClosed) throw GroupError(text);
+      "this group is unusable since an earlier call failed; make a new group. Then: " + failure_reason_;
+  if (failure_state_ == RankState::kTimedOut) throw CollectiveTimeoutError(text);
+  if (failure_state_ == RankState::kClosed) throw GroupError(text);
   throw PeerLostError(text);
 }
 
 void Group::fail(RankState state, const std::string& because) {
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
-    unusable_state_ = state;
-    unusable_because_ = because;
+    failure_state_ = state;
+    failure_reason_ = because;
   }
-  // Before the call ends on this rank: a peer that sees it ended unfinished looks here for the reason.
+  // This precedes the end of the call on this rank: a peer that finds the call ended, but not complete, reads the
+  // reason from `state`.
   control(rank_).state.store(static_cast<uint32_t>(state), std::memory_order_release);
   if (state == RankState::kTimedOut) throw CollectiveTimeoutError(because);
   throw PeerLostError(because);
 }
 
-void Group::lose(int rank, const std::string& how, const std::string& doing) {
+void Group::fail_lost_peer(int rank, const std::string& how, const std::string& call_text) {
   control(rank_).lost_rank.store(static_cast<uint32_t>(rank), std::memory_order_relaxed);
   fail(RankState::kPeerLost,
-       "rank " + std::to_string(rank_) + ", in " + doing + ": rank " + std::to_string(rank) + " " + how);
+       "rank " + std::to_string(rank_) + ", in " + call_text + ": rank " + std::to_string(rank) + " " + how);
 }
 
-void Group::follow(int rank, const std::string& doing) {
+void Group::adopt_failure(int rank, const std::string& call_text) {
   const auto state = static_cast<RankState>(control(rank).state.load(std::memory_order_acquire));
   if (state == RankState::kTimedOut)
-    fail(state, "rank " + std::to_string(rank_) + ", in " + doing + ": rank " + std::to_string(rank) +
+    fail(state, "rank " + std::to_string(rank_) + ", in " + call_text + ": rank " + std::to_string(rank) +
                     " waited past its deadline and left the group");
   if (state != RankState::kPeerLost) return;
   const int lost = static_cast<int>(control(rank).lost_rank.load(std::memory_order_relaxed));
-  if (lost == rank_) lose(rank, "has given this rank up", doing);
-  lose(lost, "died or left (as rank " + std::to_string(rank) + " saw)", doing);
+  if (lost == rank_) fail_lost_peer(rank, "has given this rank up", call_text);
+  fail_lost_peer(lost, "died or left (as rank " + std::to_string(rank) + " saw)", call_text);
 }
 
 bool Group::has_closed(int rank) const {
   return control(rank).state.load(std::memory_order_acquire) == static_cast<uint32_t>(RankState::kClosed);
 }
 
-bool Group::died(int rank) const {
+bool Group::is_dead(int rank) const {
   if (pidfds_[rank] >= 0) {
     pollfd exited{pidfds_[rank], POLLIN, 0};
     return ::poll(&exited, 1, 0) > 0;
@@ -216,19 +218,19 @@ bool Group::died(int rank) const {
 
 int Group::dead_peer() const {
   for (int r = 0; r < size_; ++r)
-    if (r != rank_ && segments_[r] && died(r)) return r;
+    if (r != rank_ && segments_[r] && is_dead(r)) return r;
   return -1;
 }
 
 void Group::check_peers(const Wait& wait) {
   for (int r = 0; r < size_; ++r) {
-    if (r == rank_ || !wait.matters(r)) continue;
-    follow(r, wait.doing());
+    if (r == rank_ || !wait.depends_on(r)) continue;
+    adopt_failure(r, wait.call_text());
     const bool closed = has_closed(r);
-    if (!closed && !died(r)) continue;
-    // Checked once more: a rank may do its part and leave between two checks.
-    if (wait.done() || !wait.matters(r)) continue;
-    lose(r, closed ? "has left the group" : "died", wait.doing());
+    if (!closed && !is_dead(r)) continue;
+    // Check the wait again: the rank may have contributed just before it left.
+    if (wait.is_done() || !wait.depends_on(r)) continue;
+    fail_lost_peer(r, closed ? "has left the group" : "died", wait.call_text());
   }
 }
 
@@ -241,24 +243,24 @@ void Group::wait_until(const Wait& wait) {
   } count{waited_ns_, begin};
   auto next_interrupt_check = begin + std::chrono::milliseconds(100);
   double timeout_seconds = 0;
-  Backoff backoff(crowded_);
-  while (!wait.done()) {
+  Backoff backoff(is_oversubscribed_);
+  while (!wait.is_done()) {
     if (!backoff.step()) continue;
     wait.check();
     check_peers(wait);
     const auto now = Clock::now();
-    if (interrupted_ && now > next_interrupt_check) {
+    if (check_interrupt_ && now > next_interrupt_check) {
       next_interrupt_check = now + std::chrono::milliseconds(100);
-      interrupted_();
+      check_interrupt_();
     }
     if (timeout_seconds <= 0) timeout_seconds = timeout_seconds_();
-    if (std::chrono::duration<double>(now - begin).count() < timeout_seconds || wait.done()) continue;
+    if (std::chrono::duration<double>(now - begin).count() < timeout_seconds || wait.is_done()) continue;
     std::ostringstream text;
-    text << wait.doing() << ", on rank " << rank_ << " of " << size_ << ": waited " << timeout_seconds
+    text << wait.call_text() << ", on rank " << rank_ << " of " << size_ << ": waited " << timeout_seconds
          << " s (FUSED_TP_TIMEOUT) for rank";
     const char* separator = " ";
     for (int r = 0; r < size_; ++r)
-      if (wait.missing(r)) {
+      if (wait.is_missing(r)) {
         text << separator << r;
         separator = ", ";
       }
@@ -267,63 +269,68 @@ void Group::wait_until(const Wait& wait) {
   }
 }
 
-uint64_t Group::all_ended_by_me() {
+uint64_t Group::update_own_last_ended() {
   const ControlBlock& mine = control(rank_);
-  // acquire: another thread may have ended the call, and its reads must be ordered before our publication.
-  while (own_ended_ < last_call_.load(std::memory_order_relaxed) &&
-         mine.slots[(own_ended_ + 1) % kSlots].ended.load(std::memory_order_acquire) >= own_ended_ + 1)
-    ++own_ended_;
-  return own_ended_;
+  // Acquire: another thread of this rank may have ended the call. Its reads of peers' workspaces must happen before
+  // this rank publishes that the call has ended.
+  while (own_last_ended_ < last_call_.load(std::memory_order_relaxed) &&
+         mine.slots[(own_last_ended_ + 1) % kSlots].last_ended.load(std::memory_order_acquire) >= own_last_ended_ + 1)
+    ++own_last_ended_;
+  return own_last_ended_;
 }
 
-void Group::recycle() {
-  while (!to_recycle_.empty()) {
-    const HeapWorkspace oldest = to_recycle_.front();
+void Group::recycle_workspaces() {
+  while (!pending_workspaces_.empty()) {
+    const HeapWorkspace oldest = pending_workspaces_.front();
     for (int r = 0; r < size_; ++r)
       if (!has_ended(r, oldest.number)) return;
     heap_->release(oldest.offset);
-    to_recycle_.pop_front();
+    pending_workspaces_.pop_front();
   }
 }
 
-// After recycle: true if peers still read the workspace of a call that has ended here.
-bool Group::peers_lag() const { return !to_recycle_.empty() && has_ended(rank_, to_recycle_.front().number); }
+// True if a call has ended on this rank, but peers may still read its workspace. Call recycle_workspaces first.
+bool Group::has_lagging_peers() const {
+  return !pending_workspaces_.empty() && has_ended(rank_, pending_workspaces_.front().number);
+}
 
 bool Group::settled() {
   std::lock_guard<std::mutex> lock(mutex_);
-  recycle();
-  return !peers_lag();
+  recycle_workspaces();
+  return !has_lagging_peers();
 }
 
 size_t Group::allocate(size_t bytes) {
   size_t offset;
   if (heap_->try_allocate(bytes, &offset)) return offset;
   std::lock_guard<std::mutex> lock(mutex_);
-  recycle();
+  recycle_workspaces();
   return heap_->allocate(bytes);
 }
 
 template <typename Ended>
 void Group::wait_for_ranks(Ended&& ended, const Signature& signature, uint64_t number) {
-  const auto all_ended = [&] {
+  const auto all_have_ended = [&] {
     for (int r = 0; r < size_; ++r)
       if (!ended(r)) return false;
     return true;
   };
-  const auto missing = [&](int r) { return !ended(r); };
-  if (!all_ended()) wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }});
+  const auto is_missing = [&](int r) { return !ended(r); };
+  if (!all_have_ended())
+    wait_until({all_have_ended, is_missing, is_missing, [] {}, [&] { return describe_call(signature, number); }});
 }
 
-// A rank may run up to kSlots calls ahead of its peers; if memory does not suffice for that, it waits for them.
+// A rank may be up to kSlots calls ahead of its peers. If the heap is too small for their workspaces, it waits for
+// peers.
 size_t Group::allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number) {
   size_t offset;
-  while ((reuse && peers_lag()) || !heap_->try_allocate(bytes, &offset)) {
-    if (!peers_lag()) return heap_->allocate(bytes);  // throws
-    const uint64_t oldest = to_recycle_.front().number;
+  while ((reuse && has_lagging_peers()) || !heap_->try_allocate(bytes, &offset)) {
+    if (!has_lagging_peers()) return heap_->allocate(bytes);  // throws, because the heap is full
+    const uint64_t oldest = pending_workspaces_.front().number;
     wait_for_ranks([&](int r) { return has_ended(r, oldest); }, signature, number);
-    recycle();
+    recycle_workspaces();
   }
-  to_recycle_.push_back({number, offset});
+  pending_workspaces_.push_back({number, offset});
   return offset;
 }
 
@@ -341,59 +348,59 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
     if (number > kSlots) {
       const uint64_t before = number - kSlots;
       auto ended = [&](int r) {
-        // The count that a peer published with a later call often answers this without a read of its memory.
-        return known_ended_[r].load(std::memory_order_acquire) >= before || has_ended(r, before);
+        // The value that the peer published in a later call often suffices, and avoids a read of the peer's memory.
+        return known_last_ended_[r].load(std::memory_order_acquire) >= before || has_ended(r, before);
       };
       wait_for_ranks(ended, signature, number);
     }
-    recycle();
+    recycle_workspaces();
     if (offset != nullptr)
       slot.workspace_offset = *offset;
-    else if (bytes <= kInlineBytes)
-      slot.workspace_offset = kInlineBegin + static_cast<size_t>(slot_index) * kInlineBytes;
+    else if (bytes <= kSlotWorkspaceBytes)
+      slot.workspace_offset = kSlotWorkspacesOffset + static_cast<size_t>(slot_index) * kSlotWorkspaceBytes;
     else
       slot.workspace_offset = allocate_workspace(bytes, reuse, signature, number);
   } catch (...) {
-    // Ended without having begun: peers find that this rank has left the call.
+    // Mark the call as ended although it never began: peers then find that this rank has left it.
     last_call_ = number;
-    slot.ended.store(number, std::memory_order_release);
+    slot.last_ended.store(number, std::memory_order_release);
     throw;
   }
   last_call_ = number;
   slot.workspace_bytes = bytes;
   slot.signature = signature;
   slot.signature_hash = hash_signature(signature);
-  slot.all_ended = all_ended_by_me();
+  slot.ended_up_to = update_own_last_ended();
   if (publish) slot.progress.store(number << kStageBits, std::memory_order_release);
   return std::make_unique<Call>(shared_from_this(), number, slot_index);
 }
 
 Call::Call(std::shared_ptr<Group> group, uint64_t number, int slot)
     : group_(std::move(group)), number_(number), slot_(slot) {
-  verified_ = 1ull << group_->rank();
+  verified_ranks_ = 1ull << group_->rank();
 }
 
 Call::~Call() { abandon(); }
 
 void Call::abandon() {
-  if (ended_) return;
-  ended_ = true;
-  group_->control(group_->rank()).slots[slot_].ended.store(number_, std::memory_order_release);
+  if (has_ended_) return;
+  has_ended_ = true;
+  group_->control(group_->rank()).slots[slot_].last_ended.store(number_, std::memory_order_release);
 }
 
-bool Call::reached(int rank, uint32_t stage) const {
+bool Call::has_reached(int rank, uint32_t stage) const {
   return group_->control(rank).slots[slot_].progress.load(std::memory_order_acquire) >=
          ((number_ << kStageBits) | stage);
 }
 
 void Call::verify(int rank) {
-  if (verified_ >> rank & 1) return;
+  if (verified_ranks_ >> rank & 1) return;
   const Slot& mine = group_->control(group_->rank()).slots[slot_];
   const Slot& theirs = group_->control(rank).slots[slot_];
-  verified_ |= 1ull << rank;
-  // Monotonic per rank, and any older value is still true, so a racing store of another thread does no harm. Release:
-  // the thread that relies on this value to overwrite a slot may not be the one that read it from the peer.
-  group_->known_ended_[rank].store(theirs.all_ended, std::memory_order_release);
+  verified_ranks_ |= 1ull << rank;
+  // If another thread stores an older value concurrently, that value is still true: ended calls stay ended. Release,
+  // because the thread that uses this value to overwrite a slot may not be the thread that read it from the peer.
+  group_->known_last_ended_[rank].store(theirs.ended_up_to, std::memory_order_release);
   if (mine.signature_hash == theirs.signature_hash) return;
   std::ostringstream text;
   text << "ranks disagree about call " << number_ << ": rank " << group_->rank() << " called "
@@ -403,44 +410,44 @@ void Call::verify(int rank) {
 }
 
 void Call::wait(int rank, uint32_t stage) {
-  if (!reached(rank, stage)) wait_slowly(rank, stage, false);
+  if (!has_reached(rank, stage)) wait_slowly(rank, stage, false);
   verify(rank);
 }
 
 void Call::wait_all(uint32_t stage) {
   for (int r = 0; r < group_->size(); ++r) {
     if (r == group_->rank()) continue;
-    if (!reached(r, stage)) wait_slowly(r, stage, true);
+    if (!has_reached(r, stage)) wait_slowly(r, stage, true);
     verify(r);
   }
 }
 
 void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
   const Signature& signature = group_->control(group_->rank()).slots[slot_].signature;
-  auto missing = [&](int r) { return r == rank || (for_all && r != group_->rank() && !reached(r, stage)); };
+  auto is_missing = [&](int r) { return r == rank || (for_all && r != group_->rank() && !has_reached(r, stage)); };
   auto check = [&] {
-    // Read `left` first. The rank waited for may have left because another rank disagrees: all that it saw before it
-    // left is then visible here too, so that the disagreement is reported, not its consequence.
-    const bool left = group_->has_ended(rank, number_);
+    // Load has_left before comparing signatures. If `rank` left the call because some rank's signature differs, the
+    // acquire load makes that signature visible here, and RankMismatchError reports it instead of the rank's leaving.
+    const bool has_left = group_->has_ended(rank, number_);
     for (int r = 0; r < group_->size(); ++r)
-      if (reached(r, 0)) verify(r);
-    if (!left || reached(rank, stage)) return;
-    const std::string doing = describe_call(signature, number_);
-    group_->follow(rank, doing);
-    if (group_->has_closed(rank)) group_->lose(rank, "has left the group", doing);
-    throw GroupError("rank " + std::to_string(rank) + " left " + doing + ", because of an error of its own");
+      if (has_reached(r, 0)) verify(r);
+    if (!has_left || has_reached(rank, stage)) return;
+    const std::string call_text = describe_call(signature, number_);
+    group_->adopt_failure(rank, call_text);
+    if (group_->has_closed(rank)) group_->fail_lost_peer(rank, "has left the group", call_text);
+    throw GroupError("rank " + std::to_string(rank) + " left " + call_text + ", because of an error of its own");
   };
-  // A rank that ended the call did its part; this call does not depend on its later life.
-  auto matters = [&](int r) { return !group_->has_ended(r, number_); };
+  // A rank that has ended the call has contributed everything, so it may exit.
+  auto depends_on = [&](int r) { return !group_->has_ended(r, number_); };
   try {
-    group_->wait_until({[&] { return reached(rank, stage); }, missing, matters, check,
+    group_->wait_until({[&] { return has_reached(rank, stage); }, is_missing, depends_on, check,
                         [&] { return describe_call(signature, number_); }});
   } catch (const GroupError&) {
     throw;
   } catch (...) {
-    // A signal handler of this rank has raised. Peers that have seen this rank in the call may end the call
-    // without it, and would take a second try of this rank for their next call.
-    if (reached(group_->rank(), 0))
+    // check_interrupt has thrown, for example KeyboardInterrupt. Peers that have seen this rank in the call may
+    // complete it. If this rank called the op again, they would match that with their next call.
+    if (has_reached(group_->rank(), 0))
       group_->give_up(describe_call(signature, number_) +
                       " was interrupted half-way, when its peers had taken part in it: from there on the ranks would "
                       "have been out of step");
@@ -468,13 +475,13 @@ void Call::signal(uint32_t stage) {
 }
 
 void Call::end() {
-  if (ended_) return;
-  if (!reached(group_->rank(), 0))  // begun without publication and nothing signalled: there was nothing to move
+  if (has_ended_) return;
+  if (!has_reached(group_->rank(), 0))  // not published by `begin`, and no signal since: publish it now
     group_->control(group_->rank()).slots[slot_].progress.store(number_ << kStageBits, std::memory_order_release);
   try {
     wait_all(0);
   } catch (...) {
-    abandon();  // not left to the destructor: a kept exception may keep this call alive
+    abandon();  // do not rely on the destructor: Python's traceback may keep this call alive
     throw;
   }
   abandon();

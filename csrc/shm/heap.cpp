@@ -8,14 +8,14 @@
 namespace fused_tp::shm {
 namespace {
 
-constexpr size_t kLine = 64;
-constexpr size_t kPage = 4096;
+constexpr size_t kCacheLine = 64;
+constexpr size_t kPageBytes = 4096;
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 }  // namespace
 
-Heap::Heap(size_t begin, size_t end) : begin_(round_up(begin, kPage)), end_(end), high_water_(begin_) {
+Heap::Heap(size_t begin, size_t end) : begin_(round_up(begin, kPageBytes)), end_(end), high_water_(begin_) {
   insert_free(begin_, end_ - begin_);
 }
 
@@ -23,14 +23,14 @@ size_t Heap::allocate(size_t bytes) {
   size_t offset;
   if (try_allocate(bytes, &offset)) return offset;
   std::lock_guard<std::mutex> lock(mutex_);
-  throw GroupError("the shared-memory pool of this rank is full: " + std::to_string(bytes) + " bytes asked, " +
+  throw GroupError("the shared-memory pool of this rank is full: " + std::to_string(bytes) + " bytes requested, " +
                    std::to_string(in_use_) + " of " + std::to_string(end_ - begin_) +
                    " in use; raise FUSED_TP_SHM_RESERVE (bytes) or keep fewer outputs alive");
 }
 
 bool Heap::try_allocate(size_t bytes, size_t* offset) {
-  if (bytes > end_ - begin_) return false;  // also keeps the rounding below from wrapping around
-  bytes = round_up(std::max<size_t>(bytes, 1), bytes >= kPage ? kPage : kLine);
+  if (bytes > end_ - begin_) return false;  // and the rounding below cannot overflow
+  bytes = round_up(std::max<size_t>(bytes, 1), bytes >= kPageBytes ? kPageBytes : kCacheLine);
   std::lock_guard<std::mutex> lock(mutex_);
   auto fit = free_by_size_.lower_bound(bytes);
   if (fit == free_by_size_.end()) return false;
@@ -38,7 +38,7 @@ bool Heap::try_allocate(size_t bytes, size_t* offset) {
   const size_t available = fit->first;
   erase_free(free_by_offset_.find(*offset));
   if (available > bytes) insert_free(*offset + bytes, available - bytes);
-  used_[*offset] = bytes;
+  allocated_[*offset] = bytes;
   in_use_ += bytes;
   high_water_ = std::max(high_water_, *offset + bytes);
   return true;
@@ -46,11 +46,11 @@ bool Heap::try_allocate(size_t bytes, size_t* offset) {
 
 void Heap::release(size_t offset) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = used_.find(offset);
-  if (found == used_.end()) throw GroupError("released a range of shared memory that was not handed out");
+  const auto found = allocated_.find(offset);
+  if (found == allocated_.end()) throw GroupError("released a range of shared memory that was not handed out");
   size_t bytes = found->second;
   in_use_ -= bytes;
-  used_.erase(found);
+  allocated_.erase(found);
   auto next = free_by_offset_.lower_bound(offset);
   if (next != free_by_offset_.end() && next->first == offset + bytes) {
     bytes += next->second;

@@ -1,7 +1,8 @@
-// Allocator of ranges of one rank's segment. Offsets differ between ranks; ops exchange them (group.h).
+// Heap: best-fit allocator of ranges in one rank's segment. The ranks' heaps differ, so a call publishes the offset of
+// its workspace (Slot::workspace_offset).
 //
-// Best fit over free ranges, neighbours joined on release. The most recently released range of a size is reused first:
-// its pages exist and its lines are likely still in cache, so a reused pool is faster than fresh memory.
+// Released ranges are merged with free neighbours. Of several free ranges of one size, the last released one is reused
+// first: its pages exist already, and its lines are likely still in cache.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +17,14 @@ class Heap {
  public:
   Heap(size_t begin, size_t end);
 
-  // Throws GroupError if the segment is full. Aligned to 64 bytes.
+  // Returns the offset of a free range, aligned to 64 bytes. Throws GroupError if no free range is large enough.
   size_t allocate(size_t bytes);
-  // False if it is full.
+  // Like `allocate`, but returns false instead of throwing.
   bool try_allocate(size_t bytes, size_t* offset);
   void release(size_t offset);
 
   size_t bytes_in_use() const;
-  size_t high_water() const;
+  size_t high_water() const;  // largest end of a range so far, in bytes from the start of the heap
 
  private:
   void insert_free(size_t offset, size_t bytes);
@@ -35,8 +36,8 @@ class Heap {
   size_t high_water_;
   size_t in_use_ = 0;
   std::map<size_t, size_t> free_by_offset_;             // offset -> bytes
-  std::map<size_t, std::vector<size_t>> free_by_size_;  // bytes -> offsets, last released last
-  std::unordered_map<size_t, size_t> used_;             // offset -> bytes
+  std::map<size_t, std::vector<size_t>> free_by_size_;  // bytes -> offsets, in order of release
+  std::unordered_map<size_t, size_t> allocated_;        // offset -> bytes
 };
 
 }  // namespace fused_tp::shm

@@ -4,7 +4,7 @@
 
 namespace fused_tp::shm {
 
-const Kernels& kernels_for([[maybe_unused]] Isa isa) {
+const Kernels& select_kernels([[maybe_unused]] Isa isa) {
 #if FUSED_TP_X86
   if (isa >= Isa::kAvx512) return kernels_avx512(isa == Isa::kAvx512Bf16);
   if (isa == Isa::kAvx2) return kernels_avx2();
@@ -13,7 +13,7 @@ const Kernels& kernels_for([[maybe_unused]] Isa isa) {
 }
 
 const Kernels& kernels() {
-  static const Kernels& chosen = kernels_for(isa_here());
+  static const Kernels& chosen = select_kernels(detect_isa());
   return chosen;
 }
 

@@ -1,7 +1,7 @@
-// Arithmetic of the collectives, one table of functions per instruction set, chosen once at run time.
+// Arithmetic of the collectives: one table of functions per instruction set, chosen once per process.
 //
-// Sums over ranks accumulate in fp32 (fp64 for fp64, the type itself for integers) in the order of `sources`,
-// which callers pass in rank order, and round once.
+// Sums accumulate in fp32 (fp64 for fp64, the element type for integers), in the order of `sources`, and are rounded
+// once. Callers pass `sources` in rank order, so all ranks compute the same bits.
 #pragma once
 
 #include <cstddef>
@@ -18,22 +18,22 @@ namespace fused_tp::shm {
 struct RmsNormRow {
   const void* const* partials;  // n_partials rows of `columns` elements, in rank order
   int n_partials;
-  const void* residual;  // may be null: nothing is added
+  const void* residual;  // null: none
   const void* weight;
   void* new_residual;
   void* normed;
   size_t columns;
-  double eps;  // double, as float64 rows need its full precision
+  double eps;  // not float: fp64 rows need the full precision
 };
 
-// Rows [tokens, columns] of sums of other rows: out[t] = sum over i in starts[t] <= i < starts[t + 1] of
-// scale[i] * y[rows[i]], in fp32 and rounded once; zeros for an empty sum.
+// Weighted sums of rows, as in combining the expert outputs of each token: out[t] = sum of scale[i] * y[rows[i]] over
+// starts[t] <= i < starts[t + 1]. Sums are fp32 and rounded once. An empty sum is 0.
 struct RowSums {
   const void* y;
   const int64_t* rows;
-  const int64_t* starts;  // one more than tokens
-  const float* scale;     // may be null: ones
-  void* out;
+  const int64_t* starts;  // [tokens + 1]
+  const float* scale;     // one per element of `rows`; null: all 1
+  void* out;              // [tokens, columns]
   size_t columns;
 };
 
@@ -43,13 +43,13 @@ struct Kernels {
   void (*sum)(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype);
   // new_residual = residual + sum(partials), rounded to dtype; normed = new_residual / rms(new_residual) * weight.
   void (*rms_norm_row)(const RmsNormRow& row, DType dtype);
-  // Computes tokens [begin, end); for floating types of up to 32 bits.
+  // Computes out[begin:end). dtype: fp32, bf16 or fp16.
   void (*sum_rows)(const RowSums& sums, size_t begin, size_t end, DType dtype);
 };
 
-// The best table this CPU can run; FUSED_TP_ISA selects a lesser one (see isa.h).
+// Returns the fastest table that this CPU supports; FUSED_TP_ISA limits the instruction set (see isa.h).
 const Kernels& kernels();
-const Kernels& kernels_for(Isa isa);
+const Kernels& select_kernels(Isa isa);
 
 const Kernels& kernels_plain();
 #if FUSED_TP_X86

@@ -1,4 +1,4 @@
-// Eight fp32 lanes, AVX2 + FMA + F16C.
+// Kernels of the collectives for AVX2 + FMA + F16C: vectors of eight fp32 lanes.
 #include <immintrin.h>
 
 #include "kernels_impl.h"

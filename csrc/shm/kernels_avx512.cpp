@@ -1,6 +1,7 @@
-// Sixteen fp32 lanes, AVX-512 F/BW/VL/DQ; conversion to bf16 with AVX512_BF16 if the CPU has it.
+// Kernels of the collectives for AVX-512 F/BW/VL/DQ: vectors of sixteen fp32 lanes. With AVX512_BF16 one instruction
+// converts to bf16.
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
+// GCC 12 warns about uninitialized vectors in its own AVX-512 header.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -55,7 +56,8 @@ struct Bf16Lanes : Avx512Lanes {
   template <DType kDType>
   static void store(void* p, Vector value, size_t n) {
     if constexpr (kDType == DType::kBF16) {
-      // The instruction flushes subnormals to zero, which does not matter in bf16's range (that of fp32).
+      // vcvtneps2bf16 flushes subnormals to zero. That is accepted: bf16 has the exponent range of fp32, so they are
+      // below 2^-126.
       _mm256_mask_storeu_epi16(p, mask(n), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));
     } else {
       Avx512Lanes::store<kDType>(p, value, n);

@@ -1,7 +1,9 @@
-// The kernels, written once over a `Lanes` type (some fp32 lanes with loads and stores that convert).
-// Each kernels_<isa>.cpp includes this after defining its Lanes and is compiled with that instruction set's flags,
-// so everything here has internal linkage: a function shared between the files could be linked in with
-// instructions that the CPU lacks.
+// The kernels as templates of a Lanes type: a vector of fp32 lanes, with loads and stores that convert from and to
+// 16-bit types.
+//
+// Each kernels_<isa>.cpp includes this header and is compiled with the flags of its instruction set. Everything here
+// has internal linkage. Otherwise the linker could keep the AVX-512 version of a function and call it on a CPU without
+// AVX-512.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +15,7 @@
 namespace fused_tp::shm {
 namespace {
 
-// Types whose accumulator is the type itself: the compiler vectorises this.
+// Types that accumulate in the element type: fp64 and integers. The compiler vectorises the inner loop.
 template <typename T>
 void sum_same_type(T* destination, const T* const* sources, int n_sources, size_t count) {
   constexpr size_t kBlock = 512;
@@ -29,7 +31,7 @@ void sum_same_type(T* destination, const T* const* sources, int n_sources, size_
   }
 }
 
-// Floating types of up to 32 bits, in fp32 lanes. Four vectors at a time hide the latency of the adds.
+// fp32, bf16 and fp16, in fp32 lanes. Four independent sums at a time hide the latency of the additions.
 template <typename Lanes, DType kDType>
 void sum_lanes(void* destination, const void* const* sources, int n_sources, size_t count) {
   constexpr size_t kWidth = Lanes::kWidth;
@@ -101,7 +103,7 @@ void rms_norm_row_lanes(const RmsNormRow& row) {
     for (int s = 1; s < row.n_partials; ++s) sum += load(row.partials[s], i, n);
     if (row.residual != nullptr) sum += load(row.residual, i, n);
     store(row.new_residual, i, sum, n);
-    sum = load(row.new_residual, i, n);  // the norm is that of the rounded tensor the caller gets
+    sum = load(row.new_residual, i, n);  // the norm of the rounded values, which the caller receives
     squares = Lanes::fma(sum, sum, squares);
   }
   const float mean = Lanes::sum(squares) / static_cast<float>(row.columns);
@@ -140,7 +142,7 @@ void rms_norm_row(const RmsNormRow& row, DType dtype) {
     case DType::kF64:
       return rms_norm_row_f64(row);
     default:
-      return;  // rejected before the call begins
+      return;  // callers have rejected other dtypes
   }
 }
 
@@ -173,7 +175,7 @@ void sum_rows(const RowSums& sums, size_t begin, size_t end, DType dtype) {
     case DType::kF16:
       return sum_rows_lanes<Lanes, DType::kF16>(sums, begin, end);
     default:
-      return;  // rejected before
+      return;  // callers have rejected other dtypes
   }
 }
 

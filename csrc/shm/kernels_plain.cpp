@@ -1,4 +1,4 @@
-// One fp32 lane, any CPU.
+// Kernels of the collectives for any CPU: one element at a time.
 #include "half.h"
 #include "kernels_impl.h"
 

@@ -1,11 +1,12 @@
-// One rank's shared memory: a memfd that the peers of the group map.
+// Segment: the shared memory of one rank, a memfd that the peers of the group map.
 //
-// A memfd has no name in /dev/shm, so nothing is left behind however a process dies; named POSIX segments were rejected
-// because a SIGKILL between shm_open and shm_unlink leaks them. Peers open it through /proc/<pid>/fd, which the kernel
-// allows to the same user only, and which fails on another host or in another PID namespace: then the group falls back
-// to plain collectives. A random token guards against a reused pid or fd number.
+// A memfd has no name in /dev/shm, so it is freed however the process dies. Named POSIX segments were rejected because
+// a SIGKILL between shm_open and shm_unlink leaks them. Peers open the memfd through /proc/<pid>/fd. The kernel allows
+// that to the same user only, and it fails on another host or in another PID namespace; the group then falls back to
+// plain collectives. A random token detects a pid or fd number that was reused.
 //
-// The segment is reserved large and sparse: pages exist once touched, so growing needs no new rendezvous.
+// A segment reserves much address space, and the kernel allocates pages when they are first written. So it never needs
+// to grow, which would require another exchange between the ranks.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +25,9 @@ struct SegmentAddress {
 
 class Segment {
  public:
-  // A new segment of this process. `bytes` is rounded up to whole pages. Throws GroupError with the reason.
+  // Creates a segment of this process. `bytes` is rounded up to whole pages. Throws GroupError with the reason.
   static std::shared_ptr<Segment> create(size_t bytes);
-  // A peer's segment. Throws GroupError if it is not reachable, or is another segment than `address` describes.
+  // Maps a peer's segment. Throws GroupError if it cannot be opened, or if its size or token differs from `address`.
   static std::shared_ptr<Segment> open(const SegmentAddress& address);
 
   ~Segment();
@@ -37,7 +38,7 @@ class Segment {
   size_t bytes() const { return bytes_; }
   const SegmentAddress& address() const { return address_; }
 
-  // Bytes of the token at the start of a segment; the owner uses the rest.
+  // Bytes that are reserved for the token at the start of a segment.
   static constexpr size_t kTokenBytes = 64;
 
  private:

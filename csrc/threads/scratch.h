@@ -1,5 +1,5 @@
-// Memory of the calling thread for the duration of one call, aligned to a cache line; up to kKept bytes are kept for
-// the next call.
+// Scratch memory of the calling thread for one call of an op, aligned to a cache line. Up to kKeptBytes stay allocated
+// for the next call.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,8 @@ namespace fused_tp {
 class Scratch {
  public:
   ~Scratch() { std::free(data_); }
-  char* at_least(size_t bytes) {
+  // Returns at least `bytes` of memory. Its previous content may be lost.
+  char* reserve(size_t bytes) {
     if (bytes > bytes_) {
       std::free(data_);
       bytes_ = (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -23,22 +24,23 @@ class Scratch {
     }
     return data_;
   }
+  // Frees the memory if it exceeds kKeptBytes. Call this at the end of the op.
   void trim() {
-    if (bytes_ <= kKept) return;
+    if (bytes_ <= kKeptBytes) return;
     std::free(data_);
     data_ = nullptr;
     bytes_ = 0;
   }
 
  private:
-  static constexpr size_t kAlignment = 64, kKept = size_t{64} << 20;
+  static constexpr size_t kAlignment = 64, kKeptBytes = size_t{64} << 20;
   char* data_ = nullptr;
   size_t bytes_ = 0;
 };
 
 inline Scratch& scratch_memory() {
-  thread_local Scratch mine;
-  return mine;
+  thread_local Scratch scratch;
+  return scratch;
 }
 
 }  // namespace fused_tp

@@ -1,11 +1,13 @@
-// Threads that sleep until there is work, one set per calling thread.
+// parallel_for: tasks on a pool of threads. Every calling thread has a pool of its own, so callers never wait for each
+// other.
 #pragma once
 
 #include <cstdint>
 
 namespace fused_tp {
 
-// A function that is called with (task, worker); the worker is below the number of threads.
+// Reference to a function (task, worker), where 0 <= worker < number of threads. Unlike std::function it never
+// allocates.
 class TaskRef {
  public:
   template <typename F>
@@ -19,11 +21,12 @@ class TaskRef {
   void (*call_)(void*, int64_t, int);
 };
 
+// Implementation of parallel_for for more than one thread and more than one task.
 void run_tasks(int64_t tasks, int threads, TaskRef function);
 
-// Calls function(task, worker) for every task, on up to `threads` threads, including the caller. Tasks begin in
-// ascending order, so one may wait for an earlier one. The threads stay, asleep, until the calling thread ends; a
-// forked child creates new ones.
+// Calls function(task, worker) for every task on up to `threads` threads, one of which is the caller. Tasks begin in
+// ascending order, so a task may wait for an earlier one. The threads sleep between calls and exit with the calling
+// thread. A forked child creates new threads.
 template <typename F>
 void parallel_for(int64_t tasks, int threads, F&& function) {
   if (threads <= 1 || tasks <= 1) {

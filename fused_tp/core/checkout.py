@@ -1,6 +1,6 @@
 """Import `fused_tp.triton_kernels`, `.examples` and `.benchmarks` from a checkout that is not installed.
 
-In a checkout these folders are beside the package; `pip install` copies them into the package (setup.py, `FOLDED_IN`).
+In a checkout these folders are beside the package; `pip install` copies them into it (setup.py, `SUBPACKAGES`).
 In a checkout that is not installed, this finder maps the three module names to the folders. It is the first finder, so
 that an editable installation of another checkout cannot supply modules of a different version.
 """

@@ -193,7 +193,7 @@ shared_memory_reserve = Setting(
     "32 GiB",
     "bytes of address space (not memory) that each rank reserves for the shared memory of a group",
     32 << 30,
-    lambda text: _count(text, 1, 1 << 56),  # kMaxReserve in csrc/shm/control.h
+    lambda text: _count(text, 1, 1 << 56),  # kMaxReserveBytes in csrc/shm/control.h
     "a positive number of bytes, at most 2**56",
 )
 isa = Setting(

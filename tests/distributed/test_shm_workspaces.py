@@ -183,7 +183,7 @@ def wrong_address(group: Any, tag: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("token", "carries another token; the ranks are likely on different hosts"),
+        ("token", "has another token; the ranks are likely on different hosts"),
         ("pid", "cannot open the shared memory of process 4194305: No such file"),
         ("fd", "is not its shared memory; the ranks are likely on different hosts"),
         ("version", "an address of shared memory has 32 bytes, not 31"),
@@ -231,7 +231,7 @@ def test_a_pool_that_is_too_small() -> None:
     outcomes = fresh_ranks(2, small_reserve, env={"FUSED_TP_SHM_RESERVE": str(1 << 20)})
     for rank, outcome in enumerate(outcomes):
         said = outcome.unwrap()
-        full = "the shared-memory pool of this rank is full: 2097152 bytes asked"
+        full = "the shared-memory pool of this rank is full: 2097152 bytes requested"
         assert full in said[rank] and "raise FUSED_TP_SHM_RESERVE" in said[rank]
         left = f"rank {1 - rank} left too_large(; uint8), call"
         assert left in said[1 - rank] and "because of an error of its own" in said[1 - rank]

@@ -258,7 +258,7 @@ def test_gates_that_cannot_be_closed_hold_up_no_thread(driver: Any, monkeypatch:
             assert time.monotonic() < until, core.sentence
             time.sleep(0.05)
         assert core.sentence.startswith("Something went wrong. The gates of the group's calls")
-        assert core.sentence.endswith("Its streams may never end: end the process.")
+        assert core.sentence.endswith("Its streams may never end: exit the process.")
         with pytest.raises(FusedTPError, match="does not copy to the memory of some rank"):
             engine.raise_if_failed()
         ended = threading.Thread(target=lambda: (engine.stop(), engine._slots.clear()), daemon=True)

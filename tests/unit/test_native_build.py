@@ -39,12 +39,12 @@ def test_switches_and_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     """Switches accept the same words as all other settings."""
     for text, on in (("true", True), (" ON ", True), ("no", False), ("0", False), ("", None)):
         monkeypatch.setenv("FUSED_TP_CUDA", text)
-        assert native.switch("FUSED_TP_CUDA") is on
+        assert native.parse_switch("FUSED_TP_CUDA") is on
         if on is not None:
             assert settings.cuda() is on
     monkeypatch.setenv("FUSED_TP_CUDA", "maybe")
     with pytest.raises(native.SettingError, match="FUSED_TP_CUDA is 'maybe'; set it to 1 or 0"):
-        native.switch("FUSED_TP_CUDA")
+        native.parse_switch("FUSED_TP_CUDA")
     for text in ("0", "-2", "many", "1.5"):
         monkeypatch.setenv("MAX_JOBS", text)
         with pytest.raises(native.SettingError, match=f"MAX_JOBS is '{text}'; set it to how many files"):
@@ -151,7 +151,7 @@ def test_how_many_compile_at_once_is_no_part_of_what_is_built(
 ) -> None:
     fake_nvcc(tmp_path, "80", "90", "90a")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    monkeypatch.setattr(native, "replace", lambda source, destination: None)
+    monkeypatch.setattr(native, "replace_atomically", lambda source, destination: None)
     ran = []
     monkeypatch.setattr(native, "run_steps", lambda steps, folder, environment: ran.append((steps, environment)))
     for threads in (1, 2):

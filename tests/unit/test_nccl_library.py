@@ -57,7 +57,7 @@ def test_libraries_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused = [
         (_core.NcclLibrary, nowhere, r"could not be loaded: .*nowhere\.so"),
         (_core.NcclLibrary, _core.__file__, "is no NCCL"),
-        (_core.NcclLibrary, too_old, r"is version 2\.18\.5, fused_tp needs 2\.19\.0 or later"),
+        (_core.NcclLibrary, too_old, r"is version 2\.18\.5; fused_tp needs 2\.19\.0 or later"),
         (_core.Driver, nowhere, r"the CUDA driver could not be loaded: .*nowhere\.so"),
         (_core.Driver, _core.__file__, r"has no cuInit: this CUDA driver is too old, 12\.0 or later is needed"),
     ]

@@ -1,4 +1,4 @@
-// Attention of odd shapes and masks, and products of few rows, with several threads, from several callers: for
+// Attention of odd shapes and masks, and products of few rows, with threaded threads, from threaded callers: for
 // sanitizers. Arguments are heap allocations of exact size; the exit status reports the sanitizers' findings.
 #include <array>
 #include <cmath>
@@ -23,10 +23,10 @@ struct Case {
   DType dtype;
   double softcap;
   bool slopes, dropout;
-  int window;  // keys that a query sees before its own place; < 0: all of them
+  int window;  // keys before its own position to which a query attends; < 0: all of them
 };
 
-std::vector<char> elements(int64_t count, DType dtype, unsigned seed) {
+std::vector<char> random_elements(int64_t count, DType dtype, unsigned seed) {
   std::mt19937 random(seed);
   std::vector<char> made(count * element_size(dtype));
   for (int64_t i = 0; i < count; ++i) {
@@ -42,51 +42,59 @@ std::vector<char> elements(int64_t count, DType dtype, unsigned seed) {
 
 // Concatenates all results.
 template <typename Real>
-std::vector<Real> run(const Case& at, int threads, const char* isa) {
-  const Shape& s = at.shape;
+std::vector<Real> run(const Case& test_case, int threads, const char* isa) {
+  const Shape& s = test_case.shape;
   std::vector<int32_t> starts(s.rows), stops(s.rows), places(s.rows), q_indices(s.rows), k_indices(s.keys);
   for (int64_t i = 0; i < s.rows; ++i) {
     const int64_t place = i + s.keys - s.rows;
     places[i] = static_cast<int32_t>(place);
     q_indices[i] = static_cast<int32_t>(3 * i);
     stops[i] = static_cast<int32_t>(std::max<int64_t>(0, place + 1));
-    starts[i] = static_cast<int32_t>(at.window < 0 ? 0 : std::max<int64_t>(0, place - at.window));
+    starts[i] = static_cast<int32_t>(test_case.window < 0 ? 0 : std::max<int64_t>(0, place - test_case.window));
   }
   for (int64_t j = 0; j < s.keys; ++j) k_indices[j] = static_cast<int32_t>(j < s.keys / 2 ? j : j + 5);
 
   const int64_t q_count = s.batch * s.rows * s.heads, k_count = s.batch * s.keys * s.kv_heads;
-  const auto q = elements(q_count * s.dim, at.dtype, 1), k = elements(k_count * s.dim, at.dtype, 2);
-  const auto v = elements(k_count * s.v_dim, at.dtype, 3), g = elements(q_count * s.v_dim, at.dtype, 4);
+  const auto q = random_elements(q_count * s.dim, test_case.dtype, 1),
+             k = random_elements(k_count * s.dim, test_case.dtype, 2);
+  const auto v = random_elements(k_count * s.v_dim, test_case.dtype, 3),
+             g = random_elements(q_count * s.v_dim, test_case.dtype, 4);
   const auto dense = [](int64_t rows, int64_t heads, int64_t dim) {
     return Strides{rows * heads * dim, heads * dim, dim};
   };
   const Strides per_row{s.heads * s.rows, 1, s.rows};
   std::vector<Real> slopes(s.heads, Real(0.05)), weighted(q_count * s.v_dim), total(q_count), lse(q_count),
-      sums(q_count);
+      row_sums(q_count);
   std::vector<Real> highest(q_count, -static_cast<Real>(INFINITY));
   std::vector<Real> dq(q_count * s.dim), dk(k_count * s.dim), dv(k_count * s.v_dim), d_slopes(s.heads);
 
   Problem problem{};
   problem.shape = s;
-  problem.seen = {starts.data(), stops.data(), places.data(), q_indices.data(), k_indices.data()};
-  problem.scores = {0.2, at.softcap, at.slopes ? slopes.data() : nullptr, at.dropout, 1u << 30, 4.0 / 3, 0x123456789ull,
+  problem.intervals = {starts.data(), stops.data(), places.data(), q_indices.data(), k_indices.data()};
+  problem.scores = {0.2,
+                    test_case.softcap,
+                    test_case.slopes ? slopes.data() : nullptr,
+                    test_case.dropout,
+                    1u << 30,
+                    4.0 / 3,
+                    0x123456789ull,
                     2};
-  problem.dtype = at.dtype;
+  problem.dtype = test_case.dtype;
   problem.q = {q.data(), dense(s.rows, s.heads, s.dim)};
   problem.k = {k.data(), dense(s.keys, s.kv_heads, s.dim)};
   problem.v = {v.data(), dense(s.keys, s.kv_heads, s.v_dim)};
-  const Sum out{weighted.data(), dense(s.rows, s.heads, s.v_dim)};
+  const AccumulatorView out{weighted.data(), dense(s.rows, s.heads, s.v_dim)};
   forward({problem, out, {highest.data(), per_row}, {total.data(), per_row}}, threads, isa);
   for (int64_t i = 0; i < q_count; ++i) lse[i] = highest[i] + std::log(total[i]);
   Backward step{};
   static_cast<Problem&>(step) = problem;
   step.grad_out = {g.data(), out.strides};
   step.lse = {lse.data(), per_row};
-  step.sums = {sums.data(), per_row};
+  step.row_sums = {row_sums.data(), per_row};
   step.dq = {dq.data(), problem.q.strides};
   step.dk = {dk.data(), problem.k.strides};
   step.dv = {dv.data(), problem.v.strides};
-  step.d_slopes = at.slopes ? d_slopes.data() : nullptr;
+  step.d_slopes = test_case.slopes ? d_slopes.data() : nullptr;
   backward(step, threads, isa);
   std::vector<Real> all;
   for (const auto* part : {&weighted, &highest, &total, &dq, &dk, &dv, &d_slopes})
@@ -95,34 +103,36 @@ std::vector<Real> run(const Case& at, int threads, const char* isa) {
 }
 
 template <typename Real>
-bool same_bits(const Case& at, int threads, const char* isa) {
-  const std::vector<Real> one = run<Real>(at, 1, isa), several = run<Real>(at, threads, isa);
-  return std::memcmp(one.data(), several.data(), one.size() * sizeof(Real)) == 0;
+bool results_are_equal(const Case& test_case, int threads, const char* isa) {
+  const std::vector<Real> single = run<Real>(test_case, 1, isa), threaded = run<Real>(test_case, threads, isa);
+  return std::memcmp(single.data(), threaded.data(), single.size() * sizeof(Real)) == 0;
 }
 
-bool works(const Case& at, int threads, const char* isa) {
-  const bool good = at.dtype == DType::kF64 ? same_bits<double>(at, threads, isa) : same_bits<float>(at, threads, isa);
-  if (!good) std::printf("%s, %s: other bits with %d threads\n", isa, dtype_name(at.dtype), threads);
-  return good;
+bool is_reproducible(const Case& test_case, int threads, const char* isa) {
+  const bool passed = test_case.dtype == DType::kF64 ? results_are_equal<double>(test_case, threads, isa)
+                                                     : results_are_equal<float>(test_case, threads, isa);
+  if (!passed) std::printf("%s, %s: other bits with %d threads\n", isa, dtype_name(test_case.dtype), threads);
+  return passed;
 }
 
 // Products of few rows: whole and partial tiles and steps; rows end where the allocation ends.
-bool multiplies(const char* isa) {
-  bool good = true;
+bool few_rows_are_reproducible(const char* isa) {
+  bool passed = true;
   for (const DType dtype : {DType::kF32, DType::kBF16})
     for (const auto& [rows, columns, depth] : {std::array<int64_t, 3>{1, 1, 1}, {16, 211, 2085}, {5, 100, 31}}) {
       if (*matmul::few_rows_isa(dtype, isa) == '\0') continue;
-      const auto x = elements(rows * depth, dtype, 1), w = elements(columns * depth, dtype, 2);
-      const auto bias = elements(columns, dtype, 3);
-      std::vector<char> one(rows * columns * element_size(dtype)), several = one;
-      matmul::FewRows problem{x.data(), depth, w.data(), depth, bias.data(), one.data(), rows, columns, depth, dtype};
+      const auto x = random_elements(rows * depth, dtype, 1), w = random_elements(columns * depth, dtype, 2);
+      const auto bias = random_elements(columns, dtype, 3);
+      std::vector<char> single(rows * columns * element_size(dtype)), threaded = single;
+      matmul::FewRows problem{x.data(),      depth, w.data(), depth, bias.data(),
+                              single.data(), rows,  columns,  depth, dtype};
       matmul::few_rows(problem, 1, isa);
-      problem.y = several.data();
+      problem.y = threaded.data();
       matmul::few_rows(problem, 3, isa);
-      good &= one == several;
+      passed &= single == threaded;
     }
-  if (!good) std::printf("%s: few rows have other bits with several threads\n", isa);
-  return good;
+  if (!passed) std::printf("%s: few rows have other bits with threaded threads\n", isa);
+  return passed;
 }
 
 }  // namespace
@@ -136,16 +146,17 @@ int main() {
       {{1, 2, 2, 50, 70, 9, 20}, DType::kF64, 3, true, true, 11},
       {{1, 2, 1, 800, 90, 8, 8}, DType::kF32, 0, true, false, -1},
   };
-  bool good = true;
+  bool passed = true;
   for (const char* isa : {"plain", "avx2", "avx512", "avx512_bf16"}) {
-    for (const Case& at : cases) good &= works(at, 3, isa);
-    good &= multiplies(isa);
+    for (const Case& test_case : cases) passed &= is_reproducible(test_case, 3, isa);
+    passed &= few_rows_are_reproducible(isa);
   }
-  bool of_callers[3] = {};
+  bool caller_results[3] = {};
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; ++i)
-    callers.emplace_back([&, i] { of_callers[i] = works(cases[i], 2, "plain") && works(cases[i + 1], 3, ""); });
+    callers.emplace_back(
+        [&, i] { caller_results[i] = is_reproducible(cases[i], 2, "plain") && is_reproducible(cases[i + 1], 3, ""); });
   for (std::thread& caller : callers) caller.join();
-  for (const bool one : of_callers) good &= one;
-  return good ? 0 : 1;
+  for (const bool single : caller_results) passed &= single;
+  return passed ? 0 : 1;
 }

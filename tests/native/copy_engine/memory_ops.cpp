@@ -16,15 +16,15 @@ int cuStreamBatchMemOp_v2(Stream, unsigned, BatchMemOp*, unsigned);
 
 int main() {
   const auto driver = Driver::open("");  // this program, which contains the double
-  const Driver::Device guard(*driver, 0);
-  const OwnStream stream(driver, 0, Priority::kLeast);
+  const Driver::ContextGuard guard(*driver, 0);
+  const OwnedStream stream(driver, 0, Priority::kLeast);
   for (size_t count : {0, 1, 254, 255, 256, 257, 510, 511, 1021}) {
     std::vector<uint64_t> words(count, 0);
     std::vector<MemoryOp> ops;
     for (size_t i = 0; i < count; ++i)
       ops.push_back({MemoryOp::kWrite, reinterpret_cast<DeviceAddress>(&words[i]), 7 * i + 1});
     const long before = cuda_double_stream_calls();
-    driver->memory_ops(stream.get(), ops);
+    driver->enqueue_memory_ops(stream.get(), ops);
     EXPECT(cuda_double_stream_calls() - before == static_cast<long>((count + 254) / 255));
     EXPECT(driver->synchronize(stream.get(), 60));
     for (size_t i = 0; i < count; ++i) EXPECT(words[i] == 7 * i + 1);

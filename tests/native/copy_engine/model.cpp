@@ -62,7 +62,7 @@ int in_stream(int distance, bool of_graph) { return 1 + distance + (of_graph && 
 std::vector<std::vector<Action>> programs;  // by rank * streams_of_rank() + stream
 std::vector<int> events;
 
-int cell_of(const Place& place, const Layout& layout) {
+int cell_of(const Location& place, const Layout& layout) {
   if (place.rank == kPrivate) return static_cast<int>(place.offset);
   for (int index = 0; index < kChannels; ++index) {
     if (place.offset == layout.stage(index)) return stage_cell(place.rank, index);
@@ -79,7 +79,7 @@ void add(int rank, int stream, const Steps& steps, const Layout& layout) {
     if (step.kind == Step::kWait) added.push_back({Action::kWait, step.rank, step.word});
     if (step.kind == Step::kWrite)
       added.push_back({Action::kWrite, step.rank, step.word, static_cast<int>(step.value)});
-    if (step.kind == Step::kSay && step.word == kGateProgress)
+    if (step.kind == Step::kReport && step.word == kGateProgress)
       added.push_back({Action::kSay, rank, 0, static_cast<int>(step.value)});
     if (step.kind == Step::kCopy) {
       const int from = cell_of(step.from, layout), to = cell_of(step.to, layout);
@@ -157,7 +157,7 @@ void build() {
         add(rank, 2, fetched([&] { protocol.end_fetch(steps, index); }), layout);
         for (int peer = 0; peer < world; ++peer) {
           if (peer == rank) continue;
-          own.push_back({Action::kWait, rank, layout.arrived(index, peer)});
+          own.push_back({Action::kWait, rank, layout.arrived_word(index, peer)});
           own.push_back({Action::kTake, rank, peer, call, shard_cell(rank, call, peer)});
         }
         return;
@@ -213,7 +213,7 @@ void build() {
       }
       if (is_offer(call)) {
         steps.clear();
-        protocol.await_fetched(steps, indices[call]);
+        protocol.wait_copies_done(steps, indices[call]);
         if (fault != "not drained") add(rank, 0, steps, layout);
       } else {
         for (int event : arrived[call]) wait_event(0, event);
@@ -235,7 +235,7 @@ void build() {
 enum Rescue : uint8_t { kHealthy, kClosing, kRescuing = 100, kShut, kFilled };
 
 constexpr int kMostRanks = 4, kMostCalls = 8, kMostStreams = kMostRanks * 2 * kMostRanks, kMostEvents = 64;
-constexpr int kMostWords = Layout(kMostRanks, 0, 0).words();
+constexpr int kMostWords = Layout(kMostRanks, 0, 0).total_words();
 constexpr int kMostCells = kMostRanks * (kChannels * (1 + kMostRanks) + kMostCalls * (kMostRanks + 1)) + kMostCalls;
 
 // Consists of bytes only, so that states are hashed bytewise.
@@ -254,8 +254,8 @@ State first() {
   State state{};
   const Layout layout(world, 256, 256);
   for (int rank = 0; rank < world; ++rank)
-    for (int word = 0; word < layout.words(); ++word)
-      state.words[rank][word] = static_cast<uint8_t>(layout.first_value(word));
+    for (int word = 0; word < layout.total_words(); ++word)
+      state.words[rank][word] = static_cast<uint8_t>(layout.initial_value(word));
   for (int call = 0; call < calls; ++call) state.cells[source_cell(call)] = static_cast<uint8_t>(call + 1);
   return state;
 }
@@ -357,7 +357,7 @@ void rescues(const State& state, int rank, std::vector<State>& next) {
       if (which == 0) s.filled[rank][aim / 8] = 1;
       s.rescue[rank] = kFilled;
     } else {
-      s.words[rank][layout.gate(which)] = kOpen;
+      s.words[rank][layout.gate_word(which)] = kOpen;
       s.rescue[rank] = kRescuing;
       aim = 0;
     }
@@ -378,7 +378,7 @@ void rescues(const State& state, int rank, std::vector<State>& next) {
   const int which = progress % 8 == 1 ? 0 : 1;
   if (progress % 2 == 1 && (s.words[rank][which] != 1 || (which == 0 && s.words[rank][1] == 1))) {
     aim = progress;
-    if (fault != "one gate") s.words[rank][layout.gate(1 - which)] = static_cast<uint8_t>(closed_by(rank));
+    if (fault != "one gate") s.words[rank][layout.gate_word(1 - which)] = static_cast<uint8_t>(closed_by(rank));
     s.rescue[rank] = kShut;
     next.push_back(s);
   }
@@ -391,8 +391,8 @@ void check_end(const State& s) {
   const State before = first();
   const Layout layout(world, 0, 0);
   for (int rank = 0; rank < world; ++rank)
-    for (int word = 0; word < layout.words(); ++word) {
-      const bool cleared_later = word >= layout.arrived(0, 0) && word < layout.arrived(kChannels, 0);
+    for (int word = 0; word < layout.total_words(); ++word) {
+      const bool cleared_later = word >= layout.arrived_word(0, 0) && word < layout.arrived_word(kChannels, 0);
       if (s.words[rank][word] != before.words[rank][word] && !cleared_later)
         wrong = "words that are not what they were before";
     }

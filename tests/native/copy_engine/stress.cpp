@@ -18,7 +18,7 @@
 
 using namespace fused_tp::copy_engine;
 using namespace std::chrono_literals;
-using fused_tp::driver::OwnStream;
+using fused_tp::driver::OwnedStream;
 
 extern "C" {
 void cuda_double_enqueue(Stream, void (*)(void*), void*);
@@ -71,10 +71,10 @@ void wait_for_all(std::atomic<int>& counter, int world) {
 void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank, unsigned seed, std::atomic<int>& made,
           std::atomic<int>& ended) {
   const int world = shared.world;
-  const Driver::Device guard(*driver, 0);
+  const Driver::ContextGuard guard(*driver, 0);
   std::vector<DeviceAddress> addresses;
   for (auto& memory : shared.memory) addresses.push_back(at(memory.data()));
-  const OwnStream caller(driver, 0, fused_tp::driver::Priority::kLeast);
+  const OwnedStream caller(driver, 0, fused_tp::driver::Priority::kLeast);
   // Input of a call, its result, and a copy of the result taken after its gates.
   using Words = std::vector<uint64_t>;
   std::vector<Words> sent(kCalls, Words(kWords)), given(kCalls, Words(kWords * world)), taken(2 * kCalls, given[0]);
@@ -103,7 +103,7 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
       launch(stream, [&, words, index] {  // a kernel that takes the shards as they arrive
         for (int peer = 0; peer < world; ++peer) {
           const auto* arrived =
-              reinterpret_cast<const std::atomic<uint64_t>*>(words) + workspace.layout().arrived(index, peer);
+              reinterpret_cast<const std::atomic<uint64_t>*>(words) + workspace.layout().arrived_word(index, peer);
           while (peer != rank && arrived->load() != 1) std::this_thread::sleep_for(20us);
           std::copy_n(&come[peer * kWords], kWords, &result[peer * kWords]);
         }

@@ -93,10 +93,10 @@ void at_random() {
 void graphs_tell_by_a_word() {
   std::atomic<uint64_t> word{0};
   GraphDeadline graph;
-  EXPECT(!graph.poll(0, word, 10) && !graph.inside());
+  EXPECT(!graph.poll(0, word, 10) && !graph.is_inside_op());
   word = 2 * 3 + 1;
-  EXPECT(!graph.poll(100, word, 10) && graph.inside());
-  EXPECT(word == (GraphDeadline::kSeen | 7));
+  EXPECT(!graph.poll(100, word, 10) && graph.is_inside_op());
+  EXPECT(word == (GraphDeadline::kSeenBit | 7));
   EXPECT(!graph.poll(109, word, 10));
   const auto expired = graph.poll(110, word, 10);
   EXPECT(expired && expired->op == 3 && expired->waited_ns == 10);
@@ -110,7 +110,7 @@ void graphs_tell_by_a_word() {
   EXPECT(graph.poll(135, word, 10)->op == 3);
 
   word = 8;  // the end of the op
-  EXPECT(!graph.poll(500, word, 10) && !graph.inside() && word == 8);
+  EXPECT(!graph.poll(500, word, 10) && !graph.is_inside_op() && word == 8);
 }
 
 }  // namespace

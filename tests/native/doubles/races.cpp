@@ -34,7 +34,7 @@ void on_all_ranks(Function&& function) {
   for (std::thread& thread : threads) thread.join();
 }
 
-std::shared_ptr<Communicator> join(const UniqueId& id, int rank, double timeout) {
+std::shared_ptr<Communicator> create_communicator(const UniqueId& id, int rank, double timeout) {
   Communicator::Options options;
   options.timeout_seconds = timeout;
   return Communicator::create(the_library, the_driver, rank, id, rank, kRanks, options);
@@ -46,8 +46,8 @@ Ticket all_gather(Communicator& communicator, const std::vector<float>& in, std:
 
 // Waits on the host, which ops of fused_tp never do.
 void wait(Communicator& communicator, const Ticket& ticket) {
-  const driver::Driver::Device guard(*the_driver, communicator.device());
-  while (!the_driver->done(ticket.ended->get())) {
+  const driver::Driver::ContextGuard guard(*the_driver, communicator.device());
+  while (!the_driver->is_done(ticket.end_event->get())) {
     communicator.check();
     std::this_thread::yield();
   }
@@ -65,15 +65,15 @@ void ops_and_ends() {
   const UniqueId first = the_library->make_id();
   const UniqueId second = the_library->make_id();
   on_all_ranks([&](int rank) {
-    const auto one = join(first, rank, 30);
-    const auto other = join(second, rank, 30);
+    const auto communicator = create_communicator(first, rank, 30);
+    const auto second_communicator = create_communicator(second, rank, 30);
     // Two threads use two communicators.
     std::thread thread([&] {
-      for (int i = 0; i < 20; ++i) all_gather(*other);
+      for (int i = 0; i < 20; ++i) all_gather(*second_communicator);
     });
-    for (int i = 0; i < 20; ++i) all_gather(*one);
+    for (int i = 0; i < 20; ++i) all_gather(*communicator);
     thread.join();
-    one->close();
+    communicator->close();
   });
 }
 
@@ -97,7 +97,7 @@ template <typename Error, typename End>
 void one_is_missing(double timeout, End&& end) {
   const UniqueId id = the_library->make_id();
   on_all_ranks([&](int rank) {
-    const auto communicator = join(id, rank, timeout);
+    const auto communicator = create_communicator(id, rank, timeout);
     all_gather(*communicator);
     if (rank == 0) {
       communicator->abort("nothing more to do");
@@ -119,7 +119,7 @@ void one_is_missing(double timeout, End&& end) {
 void exchanges() {
   const UniqueId id = the_library->make_id();
   on_all_ranks([&](int rank) {
-    const auto communicator = join(id, rank, 60);
+    const auto communicator = create_communicator(id, rank, 60);
     std::mt19937 chance(7);
     for (int round = 0; round < 80; ++round) {
       const size_t count = chance() % 600;

@@ -26,15 +26,15 @@ void check(const Plan& plan, const Slots& wanted) {
     EXPECT(bytes <= 8 * least + 2048);  // a row of one element takes 16 bytes
     end = at + bytes;
   };
-  for (int i = 0; i < plan.terms; ++i) slot(plan.term(i), plan.term_bytes, wanted.term);
-  for (int i = 0; i < plan.results; ++i) slot(plan.result(i), plan.result_bytes, wanted.result);
-  EXPECT(end == plan.data() && begin + end <= half);
+  for (int i = 0; i < plan.terms; ++i) slot(plan.term_offset(i), plan.term_bytes, wanted.term);
+  for (int i = 0; i < plan.results; ++i) slot(plan.result_offset(i), plan.result_bytes, wanted.result);
+  EXPECT(end == plan.data_bytes() && begin + end <= half);
   // One flag for each (phase, block, source), after the begun words and before the data.
   std::set<int64_t> flags;
   for (int phase = 0; phase < plan.phases; ++phase)
     for (int block = 0; block < plan.blocks; ++block)
-      for (int source = 0; source < plan.world; ++source) flags.insert(plan.flag(phase, block, source));
-  EXPECT(static_cast<int64_t>(flags.size()) == plan.flags());
+      for (int source = 0; source < plan.world; ++source) flags.insert(plan.flag_index(phase, block, source));
+  EXPECT(static_cast<int64_t>(flags.size()) == plan.flag_count());
   EXPECT(flags.empty() || (*flags.begin() >= plan.world && 8 * (*flags.rbegin() + 1) <= begin));
 }
 
