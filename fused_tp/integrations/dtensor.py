@@ -229,7 +229,7 @@ class _ColumnLinear(_Styled):
             gather_size = x.shape[dim] if dim is not None and isinstance(x, DTensor) else None
             x = self._take(x, layout)
             check_width(x, linear.in_features, "in_features")
-            (y,) = column_matmul(x, [weight], [bias], self._style_mesh, dim, gather_size)
+            y = column_matmul(x, weight, bias, self._style_mesh, dim, gather_size)
         return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
 
 

@@ -2,17 +2,9 @@
 
 The layers subclass Megatron's and keep its initialisation, parameter attributes and saving. Parameters are plain
 tensors, and groups are those of `parallel_state` or a `pg_collection`, so Megatron's DistributedDataParallel,
-optimizers, pipeline schedules and checkpoints work unchanged. Only forward differs, and tensors stay in Megatron's
-order, [seq, batch, hidden]:
-
-| layer               | sequence_parallel | forward                | gradient of the input   |
-|---------------------|-------------------|------------------------|-------------------------|
-| column              | no                | local matmul           | `matmul_all_reduce`     |
-| column              | yes               | `all_gather_matmul`    | `matmul_reduce_scatter` |
-| row                 | no                | `matmul_all_reduce`    | local matmul            |
-| row                 | yes               | `matmul_reduce_scatter`| `all_gather_matmul`     |
-
-See `megatron_attention` for core attention, also over context parallel ranks.
+optimizers, pipeline schedules and checkpoints work unchanged. Only forward differs: it runs the ops of the table in
+`fused_tp.nn.linear`, on tensors in Megatron's order, [seq, batch, hidden]. See `megatron_attention` for core attention,
+also over context parallel ranks.
 """
 
 from __future__ import annotations
@@ -37,12 +29,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from fused_tp.integrations.megatron_attention import FusedDotProductAttention
-from fused_tp.ops.all_gather_matmul import all_gather_matmul
+from fused_tp.nn.linear import column_matmul, row_matmul
 from fused_tp.ops.collectives import all_reduce, gather, reduce_scatter, scatter
-from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
 from fused_tp.ops.main_grad import into_main_grad
-from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
-from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fused_tp.ops.sequence import shard_sequence
 
 __all__ = [
@@ -193,10 +182,8 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm or (self.disable_grad_reduce and not self.sequence_parallel):
             output = F.linear(input_, into_main_grad(weight), bias)
-        elif self.sequence_parallel:
-            output = all_gather_matmul(input_, weight, bias, group=self.tp_group)
         else:
-            output = column_parallel_matmul(input_, weight, bias, group=self.tp_group)
+            output = column_matmul(input_, weight, bias, self.tp_group, 0 if self.sequence_parallel else None)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather(output, -1, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -233,11 +220,11 @@ class FusedRowParallelLinear(RowParallelLinear):
         if self.explicit_expert_comm:
             output = F.linear(x, into_main_grad(self.weight))
         elif self.sequence_parallel:
-            output = matmul_reduce_scatter(x, self.weight, group=self.tp_group)
+            output = row_matmul(x, self.weight, None, self.tp_group, 0)
             # Add the bias outside of the op: the op would sum its gradient over ranks, and Megatron sums it again.
             output = output if bias is None else output + bias
         else:
-            output = matmul_all_reduce(x, self.weight, bias, group=self.tp_group)
+            output = row_matmul(x, self.weight, bias, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
 

@@ -75,16 +75,12 @@ class _Projections(Module):
         self.tp_mesh = parallel_dims.get_optional_mesh("tp")
         super().parallelize(parallel_dims)
 
+    def column(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
+        weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
+        return column_matmul(x, weights, biases, self.tp_mesh, self.sequence_dim)
 
-def _column(module: _Projections, x: Tensor, layers: list[Linear]) -> list[Tensor]:
-    assert module.tp_mesh is not None
-    weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
-    return list(column_matmul(x, weights, biases, module.tp_mesh, module.sequence_dim))
-
-
-def _row(module: _Projections, x: Tensor, layer: Linear) -> Tensor:
-    assert module.tp_mesh is not None
-    return row_matmul(x, local(layer.weight), None, module.tp_mesh, module.sequence_dim)
+    def row(self, x: Tensor, layer: Linear) -> Tensor:
+        return row_matmul(x, local(layer.weight), None, self.tp_mesh, self.sequence_dim)
 
 
 class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
@@ -98,7 +94,7 @@ class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
         if self.tp_mesh is None:
             return FusedQKVLinear.forward(self, x)
         with spmd.no_typecheck():
-            (qkv,) = _column(self, x, [self.wqkv])
+            (qkv,) = self.column(x, self.wqkv)
             parts = qkv.unflatten(-1, (-1, self.r_dim, self.head_dim)).split([self.heads_per_kv, 1, 1], dim=-2)
             q, k, v = (part.flatten(2, 3).contiguous() for part in parts)
         return q, k, v
@@ -115,7 +111,7 @@ class GatherQKVLinear(_Projections, QKVLinear):
         if self.tp_mesh is None:
             return QKVLinear.forward(self, x)
         with spmd.no_typecheck():
-            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in _column(self, x, [self.wq, self.wk, self.wv]))
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.column(x, self.wq, self.wk, self.wv))
         return q, k, v
 
 
@@ -130,7 +126,7 @@ class ScatterLinear(_Projections, Linear):
         if self.tp_mesh is None:
             return Linear.forward(self, input)
         with spmd.no_typecheck():
-            return _row(self, input, self)
+            return self.row(input, self)
 
 
 class FusedFeedForward(_Projections, FeedForward):
@@ -144,8 +140,8 @@ class FusedFeedForward(_Projections, FeedForward):
         if self.tp_mesh is None:
             return FeedForward.forward(self, x)
         with spmd.no_typecheck():
-            gate, up = _column(self, x, [self.w1, self.w3])
-            return _row(self, F.silu(gate) * up, self.w2)
+            gate, up = self.column(x, self.w1, self.w3)
+            return self.row(F.silu(gate) * up, self.w2)
 
 
 class RingAttention(Module):

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fused_tp.core.group import GroupLike
 from fused_tp.nn.norm import reduce_grad
 from fused_tp.nn.sharding import (
     Memo,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from typing_extensions import Required, Self, Unpack
 
     from fused_tp.nn.share_gather import SharedGather
+
+Weights = TypeVar("Weights", Tensor, Sequence[Tensor])
 
 
 class LayerKeywords(TypedDict, total=False):
@@ -309,28 +312,35 @@ class RowParallelLinear(_ParallelLinear):
 
 def column_matmul(
     x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    mesh: DeviceMesh,
+    weight: Weights,
+    bias: Any,
+    group: GroupLike,
     gather_dim: int | None = None,
     gather_size: int | None = None,
-) -> Sequence[Tensor]:
-    """Return x @ weight^T + bias for each weight shard.
+) -> Weights:
+    """Return x @ weight^T + bias for this rank's rows of the weight: the computation of every column-parallel linear.
 
-    If `gather_dim` is given, x is sharded along that dim, and is gathered once for all weights.
+    With `gather_dim`, x is sharded along that dim. A sequence of weights shares one gather, and one sum of dX.
+
+    Args:
+        bias: None, a Tensor, or for a sequence of weights one of these for each.
+        gather_size: length of the gathered dim; needed if the ranks' shards differ in length.
     """
     if gather_dim is None:
-        return column_parallel_matmul(x, list(weights), list(biases), group=mesh)
-    return all_gather_matmul(x, list(weights), list(biases), group=mesh, gather_dim=gather_dim, gather_size=gather_size)
+        return column_parallel_matmul(x, weight, bias, group=group)
+    return all_gather_matmul(x, weight, bias, group=group, gather_dim=gather_dim, gather_size=gather_size)
 
 
 def row_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, scatter_dim: int | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupLike, scatter_dim: int | None = None
 ) -> Tensor:
-    """Return the sum over ranks of x @ weight^T, + bias once; with `scatter_dim`, only this rank's shard along it."""
+    """Return the sum over ranks of x @ weight^T, plus the bias once: the computation of every row-parallel linear.
+
+    With `scatter_dim`, each rank gets only its shard of the sum along that dim.
+    """
     if scatter_dim is None:
-        return matmul_all_reduce(x, weight, bias, group=mesh)
-    return matmul_reduce_scatter(x, weight, bias, group=mesh, scatter_dim=scatter_dim)
+        return matmul_all_reduce(x, weight, bias, group=group)
+    return matmul_reduce_scatter(x, weight, bias, group=group, scatter_dim=scatter_dim)
 
 
 def column_forward(
