@@ -48,6 +48,7 @@ from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.store import exchange
 
+PLAIN = "plain"
 ROUNDS = 9
 ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
 MOST_CALLS = 50  # largest number of calls per schedule and round
@@ -57,8 +58,7 @@ EVERYWHERE = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
 )
 
-_PLAIN = "plain"
-_TRUSTED = (_PLAIN, "symm_mem")  # candidates without verification by `fused-tp tune`, if FUSED_TP_AUTOTUNE is not set
+_TRUSTED = (PLAIN, "symm_mem")  # candidates without verification by `fused-tp tune`, if FUSED_TP_AUTOTUNE is not set
 _FILE_DESCRIPTION = (
     "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, the "
     "schedules with wrong results, and the schedules verified by fused-tp tune. Delete the file to measure again."
@@ -137,8 +137,8 @@ def usable(
     Args:
         among: names of schedules to consider; None: all.
     """
-    rest = (spec for spec in SCHEDULES.values() if spec.name != _PLAIN and (among is None or spec.name in among))
-    return [_PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
+    rest = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (among is None or spec.name in among))
+    return [PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
 def _candidates(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
@@ -148,7 +148,7 @@ def _candidates(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, A
         right = saved.get("right", {})
         among = [one for one in SCHEDULES if one in _TRUSTED or right.get(_check_key(one, name, key.dtype))]
     found = usable(key.op, key.dtype, key.device, group, among)
-    return [one for one in found if one == _PLAIN or not saved["wrong"].get(_check_key(one, name, key.dtype))]
+    return [one for one in found if one == PLAIN or not saved["wrong"].get(_check_key(one, name, key.dtype))]
 
 
 def _saved_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -191,7 +191,7 @@ def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[st
     """Measure all candidates and return the choice; None if memory is short. Records wrong results in `saved`."""
     names = _candidates(name, key, group, saved)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
-    reference = _leaves(run(schedules[_PLAIN]))
+    reference = _leaves(run(schedules[PLAIN]))
     if settings.autotune() == settings.ONLINE:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
         moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
@@ -204,13 +204,13 @@ def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[st
         {one: _try(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
     )
     for one in names:
-        problem = _problem([trial[one] for trial in trials], [trial[_PLAIN] for trial in trials], name in EVERYWHERE)
-        if problem and one != _PLAIN:
+        problem = _problem([trial[one] for trial in trials], [trial[PLAIN] for trial in trials], name in EVERYWHERE)
+        if problem and one != PLAIN:
             saved["wrong"][_check_key(one, name, key.dtype)] = problem
             del schedules[one]
     slowest = {one: max(trial[one]["seconds"] for trial in trials) for one in schedules}
     fastest = min(slowest.values())
-    rivals = [one for one in schedules if one == _PLAIN or slowest[one] < HOPELESS * fastest]
+    rivals = [one for one in schedules if one == PLAIN or slowest[one] < HOPELESS * fastest]
     calls = min(MOST_CALLS, 1 + int(ROUND_SECONDS / max(fastest, 1e-9)))
     rounds = [[_seconds(schedules[one], run, calls, key.device) for one in rivals] for _ in range(ROUNDS)]
     everyone = exchange(group, f"autotuning of {name}: times", rounds)
@@ -218,7 +218,7 @@ def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[st
         one: [max(theirs[number][at] for theirs in everyone) for number in range(ROUNDS)]
         for at, one in enumerate(rivals)
     }
-    chosen = _fastest(times)
+    chosen = fastest(times)
     medians = {one: statistics.median(found) for one, found in times.items()}
     return {"schedule": chosen, "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
 
@@ -290,18 +290,24 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
     return ""
 
 
-def _fastest(times: Mapping[str, Sequence[float]]) -> str:
-    """Return the schedule with the smallest median time ratio to plain, out of those within `MARGIN`; else plain.
+def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
+    """Choose from seconds by name and round: the incumbent, unless another is clearly faster in most rounds.
 
-    >>> _fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
+    A rival must take less than `MARGIN` of the incumbent's time in three quarters of the rounds, so that noise changes
+    no choice; of such rivals, the one with the smallest median ratio is chosen. Without times of the incumbent, the one
+    with the smallest median time is.
+
+    >>> fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
     'pipelined'
     """
+    if incumbent not in seconds:
+        return min(seconds, key=lambda name: statistics.median(seconds[name]))
     ratios = {
-        name: sorted(mine / plain for mine, plain in zip(found, times[_PLAIN], strict=True))
-        for name, found in times.items()
+        name: sorted(rival / own for rival, own in zip(times, seconds[incumbent], strict=True))
+        for name, times in seconds.items()
     }
-    clear = [name for name, of in ratios.items() if of[(3 * len(of) - 1) // 4] < MARGIN]
-    return min(clear, key=lambda name: statistics.median(ratios[name]), default=_PLAIN)
+    faster = [name for name, values in ratios.items() if values[(3 * len(values) - 1) // 4] < MARGIN]
+    return min(faster, key=lambda name: statistics.median(ratios[name]), default=incumbent)
 
 
 def _seconds(schedule: Schedule, run: Run, calls: int, device: torch.device) -> float:
