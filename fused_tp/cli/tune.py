@@ -150,19 +150,19 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
                 say(f"{op} in {name} is right on {', '.join(right) or 'none'}")
         # Measure after all checks, because wrong schedules are not measured.
         for name in [] if arguments.check_only else arguments.dtypes:
-            for words, told in measured(arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device):
-                say(f"{words}: {told}")
-                found["choices"][words] = told
-    say(f"{len(found['right'])} right, {len(found['wrong'])} wrong. To use what was found: FUSED_TP_AUTOTUNE={folder}")
+            for call, choice in measure_model(arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device):
+                say(f"{call}: {choice}")
+                found["choices"][call] = choice
+    say(f"{len(found['right'])} right, {len(found['wrong'])} wrong. To use these results: FUSED_TP_AUTOTUNE={folder}")
     return found
 
 
-def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str]]:
+def measure_model(model: str, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield (description of a call, schedule with times) for the matmuls of a layer, forward and backward."""
     import torch
     import torch.distributed as dist
 
-    from fused_tp.backends.autotune import told_choices
+    from fused_tp.backends.autotune import describe_choices
     from fused_tp.core.group import resolve_group
     from fused_tp.ops.all_gather_matmul import all_gather_matmul
     from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
@@ -172,22 +172,22 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
     rank, world = dist.get_rank(), dist.get_world_size()
     columns, rows = matmuls_of(model, world)
 
-    def made(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float32, device=device).to(dtype).requires_grad_()
 
-    told = set(told_choices(resolve_group(group)))
+    known_calls = set(describe_choices(resolve_group(group)))
     for m in tokens:
         share = -(-m // world)
-        mine = min(share, max(0, m - rank * share))
+        local_rows = min(share, max(0, m - rank * share))
         for k, n in columns:
             # Autotuning measures an op in its first call; backward calls the ops of backward.
-            all_gather_matmul(made(mine, k), made(n, k), group=group, gather_size=m).sum().backward()
+            all_gather_matmul(random(local_rows, k), random(n, k), group=group, gather_size=m).sum().backward()
         for k, n in rows:
-            matmul_reduce_scatter(made(m, k), made(n, k), group=group).sum().backward()
-            matmul_all_reduce(made(m, k), made(n, k), group=group)
-        now = told_choices(resolve_group(group))
-        yield from ((words, now[words]) for words in now if words not in told)
-        told |= set(now)
+            matmul_reduce_scatter(random(m, k), random(n, k), group=group).sum().backward()
+            matmul_all_reduce(random(m, k), random(n, k), group=group)
+        choices = describe_choices(resolve_group(group))
+        yield from ((call, choice) for call, choice in choices.items() if call not in known_calls)
+        known_calls |= set(choices)
 
 
 def matmuls_of(model: str, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

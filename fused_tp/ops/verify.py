@@ -24,7 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.backends.autotune import EVERYWHERE, checksum, difference, known_problem, set_right, set_wrong, usable
+from fused_tp.backends.autotune import (
+    REPLICATED_OPS,
+    checksum,
+    difference,
+    known_problem,
+    record_right,
+    record_wrong,
+    usable_schedules,
+)
 from fused_tp.core import settings
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import GroupLike, resolve_group
@@ -114,31 +122,31 @@ def verify(
     for op, of_op in examples.items():
         uneven = False
         sets = [[_inputs(one, described.rank, described.size, device, dtype, seed) for seed in (1, 2)] for one in of_op]
-        for schedule in usable(op, dtype, device, resolve_group(current)):
+        for schedule in usable_schedules(op, dtype, device, resolve_group(current)):
             what, problem = (schedule, op, dtype), ""
             if known := known_problem(described, device, *what):
                 yield OpVerdict(schedule, op, dtype, known)
                 continue
-            set_wrong(described, device, {what: _BEGUN})
+            record_wrong(described, device, {what: _BEGUN})
             for example, inputs in zip(of_op, sets, strict=True):
                 try:
                     mine = _examined(schedule, example, inputs, current, beside, device, calls)
                 except KeyboardInterrupt:  # interrupted by the user: not a failure of the schedule
-                    set_wrong(described, device, {what: ""})
+                    record_wrong(described, device, {what: ""})
                     raise
                 # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
                 patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
                 with settings.environment(patience):
                     looks = exchange(described, f"check of {op} on {schedule}", mine)
                 uneven |= schedule == "plain" and any(look["uneven"] for look in looks)
-                problem = problem or _problem(looks, op in EVERYWHERE, uneven)
+                problem = problem or _problem(looks, op in REPLICATED_OPS, uneven)
                 if any(look["unusable"] for look in looks):
                     current, beside = dist.new_group(ranks), dist.new_group(ranks)
                     break
             backward = {(schedule, f"{op}_backward", dtype): problem} if problem else {}
-            set_wrong(described, device, {what: problem, **backward})
+            record_wrong(described, device, {what: problem, **backward})
             if not problem:
-                set_right(described, device, [what, (schedule, f"{op}_backward", dtype)])
+                record_right(described, device, [what, (schedule, f"{op}_backward", dtype)])
             yield OpVerdict(schedule, op, dtype, problem)
 
 
