@@ -10,8 +10,7 @@ Trainer does not resume sharded models; here torch.distributed.checkpoint does, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -278,24 +277,17 @@ def _of_one_of_equal_ranks(accelerator: Any, same: int, gather_for_metrics: Any,
         return gather_for_metrics(tensors)  # drops the padding of the last batch
 
 
-@contextmanager
-def _may_resume(settings: Any) -> Iterator[None]:
+def _may_resume(settings: Any) -> AbstractContextManager[Any]:
     """Context manager with save_only_model=True, without which Trainer raises for sharded models.
 
     Trainer could not save their optimizer; `_ParallelTrainer` can.
     """
     if settings is None or settings.save_only_model:
-        yield
-        return
-    settings.save_only_model = True
-    try:
-        yield
-    finally:
-        settings.save_only_model = False
+        return nullcontext()
+    return mock.patch.object(settings, "save_only_model", True)
 
 
-@contextmanager
-def _many_cpus() -> Iterator[None]:
+def _many_cpus() -> AbstractContextManager[Any]:
     """Context manager in which accelerate (1.15) counts CPU processes as devices.
 
     Otherwise it raises for tensor parallelism over CPU processes.
@@ -303,7 +295,5 @@ def _many_cpus() -> Iterator[None]:
     from accelerate import Accelerator
 
     if torch.accelerator.is_available():
-        yield
-        return
-    with mock.patch.object(Accelerator, "multi_device", property(lambda self: self.use_distributed)):
-        yield
+        return nullcontext()
+    return mock.patch.object(Accelerator, "multi_device", property(lambda self: self.use_distributed))
