@@ -152,28 +152,28 @@ class _ParallelLinear(nn.Linear):
         """Replace the parameters by this rank's shards of the parameters of `linear`."""
         self._transposed = is_conv1d(linear)
         for name, placement in (("weight", self._weight_placement), ("bias", self._bias_placement)):
-            whole = linear._parameters[name]
-            if whole is None:
+            full = linear._parameters[name]
+            if full is None:
                 continue
-            placed: Shard | Replicate | PartsShard = placement
+            layout: Replicate | PartsShard | Shard = placement
             if isinstance(placement, Shard):
                 dim = 1 - placement.dim if self._transposed and name == "weight" else placement.dim
-                placed = PartsShard(dim, parts)
-                check_parts(name, whole, placed, self.mesh.size())
+                layout = PartsShard(dim, parts)
+                check_parts(name, full, layout, self.mesh.size())
                 if parts > 1:
                     self._parts_dims[name] = dim
-            setattr(self, name, shard_parameter(whole, self.mesh, placed, memo))
+            setattr(self, name, shard_parameter(full, self.mesh, layout, memo))
         self.train(linear.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load like nn.Linear; also accept packed parameters in the shape of the original layer."""
         for name, dim in self._parts_dims.items():
-            given, own = state_dict.get(prefix + name), getattr(self, name)
-            if given is not None and given.ndim == own.ndim - 1:
-                whole = given.unflatten(dim, own.shape[dim : dim + 2])
+            given, parameter = state_dict.get(prefix + name), getattr(self, name)
+            if given is not None and given.ndim == parameter.ndim - 1:
+                full = given.unflatten(dim, parameter.shape[dim : dim + 2])
                 # Shard it here: PEFT shards a tensor only if it has the shape of the parameter.
-                sharded = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
-                state_dict[prefix + name] = sharded
+                mesh, placements = parameter.device_mesh, parameter.placements
+                state_dict[prefix + name] = distribute_tensor(full, mesh, placements, src_data_rank=None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -418,11 +418,11 @@ class MultiQueryLinear(ColumnParallelLinear):
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         start, stop = shard_rows(self.in_features, self.mesh)
 
-        def own(parameter: Tensor) -> Tensor:
+        def local_rows(parameter: Tensor) -> Tensor:
             rows = reduce_grad(parameter, self.mesh)
             return torch.cat([rows[start:stop], rows[self.in_features :]])
 
-        return own(self.weight), None if self.bias is None else own(self.bias)
+        return local_rows(self.weight), None if self.bias is None else local_rows(self.bias)
 
 
 def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
@@ -506,14 +506,15 @@ def linear_of(module: nn.Module, name: str) -> nn.Linear:
 
 def check_nothing_dropped(module: nn.Module, by: str, known: set[str]) -> None:
     """Raise ValueError if `module` has parameters or submodules that are not in `known`: class `by` would drop them."""
-    kind = type(module).__name__
-    own = [name for name, _ in module.named_parameters(recurse=False) if name not in known]
-    if own:
-        raise ValueError(f"{kind} has the parameters {', '.join(own)}, which {by} does not support and would drop.")
+    class_name = type(module).__name__
+    dropped = [name for name, _ in module.named_parameters(recurse=False) if name not in known]
+    if dropped:
+        names = ", ".join(dropped)
+        raise ValueError(f"{class_name} has the parameters {names}, which {by} does not support and would drop.")
     for name, child in module.named_children():
-        inert = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
-        if name not in known and not inert:
+        is_identity = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
+        if name not in known and not is_identity:
             raise ValueError(
-                f"{kind} has a submodule {name} ({type(child).__name__}), which {by} does not support and would drop. "
-                "Convert its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+                f"{class_name} has a submodule {name} ({type(child).__name__}), which {by} does not support and would "
+                "drop. Convert its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
             )
