@@ -516,5 +516,5 @@ def check_nothing_dropped(module: nn.Module, by: str, known: set[str]) -> None:
         if name not in known and not is_identity:
             raise ValueError(
                 f"{class_name} has a submodule {name} ({type(child).__name__}), which {by} does not support and would "
-                "drop. Convert its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+                "drop. Convert its linear layers one by one: ColumnParallelLinear and RowParallelLinear.from_linear."
             )
