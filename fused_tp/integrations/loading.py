@@ -49,29 +49,29 @@ def fused_styles() -> Iterator[None]:
         from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES as styles
     except ImportError as error:
         raise ImportError("fused_styles() needs transformers 5.23 or later, whose loader has such styles.") from error
-    column, row = _styles()
+    column, row = _fused_classes()
     before = {name: styles._local_mapping.get(name) for name in (*COLUMN, *ROW)}
-    for names, kind in ((COLUMN, column), (ROW, row)):
+    for names, fused_class in ((COLUMN, column), (ROW, row)):
         for name in names:
-            own = styles[name]
-            styles[name] = kind(
-                input_layouts=own.input_layouts,
-                output_layouts=own.output_layouts,
-                use_local_output=own.use_local_output,
+            style = styles[name]
+            styles[name] = fused_class(
+                input_layouts=style.input_layouts,
+                output_layouts=style.output_layouts,
+                use_local_output=style.use_local_output,
             )
     try:
         yield
     finally:
-        for name, own in before.items():
-            if own is None:
+        for name, style in before.items():
+            if style is None:
                 del styles[name]
             else:
-                styles[name] = own
+                styles[name] = style
 
 
 @cache
-def _styles() -> tuple[Any, Any]:
-    """Subclasses of transformers' styles, which still define how parameters are sharded, loaded and saved."""
+def _fused_classes() -> tuple[Any, Any]:
+    """Return subclasses of transformers' styles, which still define how parameters are sharded, loaded and saved."""
     from transformers.distributed import tensor_parallel
 
     class FusedColumn(tensor_parallel.ColwiseParallel):
