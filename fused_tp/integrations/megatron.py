@@ -310,7 +310,7 @@ def _replace_classes(spec: Any, classes: list[type]) -> Any:
     if isinstance(spec, partial):  # Megatron-Core 0.19 uses these instead of some specs
         keywords = {name: _replace_classes(value, classes) for name, value in spec.keywords.items()}
         return partial(_replace_classes(spec.func, classes), *spec.args, **keywords)
-    if is_dataclass(spec):
+    if is_dataclass(spec) and not isinstance(spec, type):
         names = [field.name for field in fields(spec) if field.init]
         return replace(spec, **{name: _replace_classes(getattr(spec, name), classes) for name in names})
     return spec
