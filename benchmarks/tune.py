@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
+from fused_tp.backends.autotune import fastest
 from fused_tp.core import dispatch, settings
 from fused_tp.core.settings import environment
 
@@ -35,7 +36,6 @@ from .ranks import RankContext, Ranks
 from .results import write_whole
 from .runner import run_case
 
-MARGIN = 0.95  # limit for the third quartile of a challenger's paired time ratios to the incumbent
 FEATURES = 2048
 ROWS = (2, 16, 64, 256, 1024)
 ROUNDS = 15
@@ -49,8 +49,8 @@ HEAD_DIMS = (64, 128)
 TOKENS, HEADS = 2048, 2
 
 Rule = dict[str, Any]
-Directions = dict[tuple[str, bool], dict[int, Mapping[str, Sequence[float]]]]
-"""Seconds by kernel and round, by head dim, by (dtype, backward)."""
+Seconds = Mapping[str, Sequence[float]]  # by name and round
+Directions = dict[tuple[str, bool], dict[int, Seconds]]  # by head dim, by (dtype, backward)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Measured:
     op: str
     dtype: torch.dtype
     rows: int
-    seconds: Mapping[str, Sequence[float]]
+    seconds: Seconds
 
     @property
     def nbytes(self) -> int:
@@ -104,12 +104,8 @@ def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[M
     with Ranks(world_size) as ranks:
         for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
             case = BenchCase(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
-            times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
-            for schedule, reason in times[0].skipped.items() if not measured else ():
-                say(f"{schedule} {reason}")
-            seconds = {schedule: slowest([t.seconds[schedule] for t in times]) for schedule in times[0].seconds}
+            seconds = _seconds(ranks, case, rounds, say, names_skipped=not measured)
             measured.append(Measured(op, dtype, rows, seconds))
-            say(f"{case.name}: {_medians(seconds)}")
     return measured
 
 
@@ -119,29 +115,38 @@ def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -
         for dtype, backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
             name = _name(dtype, backward, head_dim)
             case = BenchCase(name, kernels_of, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
-            times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
-            seconds = {kernel: slowest([t.seconds[kernel] for t in times]) for kernel in times[0].seconds}
-            measured.setdefault((dtype, backward), {})[head_dim] = seconds
-            say(f"{case.name}: {_medians(seconds)}")
+            measured.setdefault((dtype, backward), {})[head_dim] = _seconds(ranks, case, rounds, say)
     return measured
+
+
+def _seconds(
+    ranks: Ranks, case: BenchCase, rounds: int, say: Callable[[str], None], *, names_skipped: bool = False
+) -> Seconds:
+    """Measure a case; return the seconds of the slowest rank by contestant and round."""
+    times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
+    for contestant, reason in times[0].skipped.items() if names_skipped else ():
+        say(f"{contestant} {reason}")
+    seconds = {contestant: slowest([t.seconds[contestant] for t in times]) for contestant in times[0].seconds}
+    medians = (f"{name} {1e3 * statistics.median(values):.3g} ms" for name, values in seconds.items())
+    say(f"{case.name}: {', '.join(medians)}")
+    return seconds
 
 
 def _rewritten_kernels(rules: list[Rule], measured: Directions) -> tuple[list[Rule], list[str]]:
     """Attention rules after the measurement, and a sentence for each choice that changed."""
     changes: list[str] = []
     for (dtype, backward), by_head_dim in measured.items():
-        winners, before = [], len(changes)
+        choices = []
         for head_dim, seconds in by_head_dim.items():
             query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, backward=backward)
             with environment({"FUSED_TP_ATTENTION": ""}):
-                old = choose_kernel(query)[0].name
-            new = challenge(old, seconds)
-            winners.append((head_dim, new))
-            if new != old:
-                changes.append(f"{_name(dtype, backward, head_dim)}: {_change(seconds, old, new)}")
-        if len(changes) > before:
+                incumbent = choose_kernel(query)[0].name
+            choices.append((_name(dtype, backward, head_dim), head_dim, incumbent, seconds))
+        winners, changed = _choose(choices)
+        if changed:
             scope = {"dtypes": [str(DTYPES[dtype]).removeprefix("torch.")], "backward": backward}
             rules = _by_size("kernel", "max_head_dim", winners, scope) + _others(rules, scope)
+        changes += changed
     return rules, changes
 
 
@@ -149,50 +154,49 @@ def _name(dtype: str, backward: bool, head_dim: int) -> str:
     return f"attention {'backward' if backward else 'forward'}/{dtype}/D={head_dim}"
 
 
-def _medians(seconds: Mapping[str, Sequence[float]]) -> str:
-    return ", ".join(f"{name} {1e3 * statistics.median(times):.3g} ms" for name, times in seconds.items())
-
-
 def _rewritten(
     table: dict[str, Any], measured: Sequence[Measured], world_size: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Table after the measurement, and a sentence for each choice that differs from `table`."""
     changes: list[str] = []
-    for transport, op, (name, dtype) in itertools.product(SCHEDULES, OPS, TUNED_DTYPES.items()):
-        mine = [m for m in measured if m.op == op and m.dtype == dtype]
-        if not all(schedule in m.seconds for m in mine for schedule in SCHEDULES[transport]):
+    for (transport, schedules), op, (name, dtype) in itertools.product(SCHEDULES.items(), OPS, TUNED_DTYPES.items()):
+        of_op = [m for m in measured if m.op == op and m.dtype == dtype]
+        if not all(schedule in m.seconds for m in of_op for schedule in schedules):
             continue  # this machine has no shared memory
-        winners = [(m.nbytes, _winner(m, transport, world_size)) for m in mine]
-        changed = [
-            f"{op}/{name}/M={m.rows} over {transport}: {_change(m.seconds, _incumbent(m, transport, world_size), new)}"
-            for m, (_, new) in zip(mine, winners, strict=True)
-            if new != _incumbent(m, transport, world_size)
-        ]
+        winners, changed = _choose(
+            (
+                f"{op}/{name}/M={m.rows} over {transport}",
+                m.nbytes,
+                _incumbent(m, transport, world_size),
+                {schedule: m.seconds[schedule] for schedule in schedules},
+            )
+            for m in of_op
+        )
         if changed:
             table = retuned(table, transport, op, dtype, world_size, winners)
         changes += changed
     return table, changes
 
 
-def _change(seconds: Mapping[str, Sequence[float]], old: str, new: str) -> str:
-    if old not in seconds:
-        return f"{new} in place of {old}, which did not run"
-    ratio = paired(seconds[new], seconds[old])
-    return f"{new} in place of {old}, in {ratio.median:.2f} [{ratio.q1:.2f}, {ratio.q3:.2f}] of its time"
+def _choose(choices: Iterable[tuple[str, int, str, Seconds]]) -> tuple[list[tuple[int, str]], list[str]]:
+    """Choose at each size. Return pairs (size, winner), and a sentence for each winner that is not the incumbent.
 
-
-def challenge(incumbent: str, seconds: Mapping[str, Sequence[float]]) -> str:
-    """Choose a schedule from seconds by schedule and round: `incumbent` unless another is clearly faster.
-
-    Example:
-        >>> challenge("plain", {"plain": [1.0, 1.0, 1.0], "pipelined": [0.97, 0.97, 0.5]})
-        'plain'
+    Args:
+        choices: (name, size, incumbent, seconds) of each measurement.
     """
-    if incumbent not in seconds:
-        return min(seconds, key=lambda name: sorted(seconds[name])[len(seconds[name]) // 2])
-    ratios = {name: paired(times, seconds[incumbent]) for name, times in seconds.items()}
-    clear = [name for name, ratio in ratios.items() if ratio.q3 < MARGIN]
-    return min(clear, key=lambda name: ratios[name].median, default=incumbent)
+    winners, changes = [], []
+    for name, size, incumbent, seconds in choices:
+        winner = fastest(seconds, incumbent)
+        winners.append((size, winner))
+        if winner == incumbent:
+            continue
+        if incumbent in seconds:
+            ratio = paired(seconds[winner], seconds[incumbent])
+            gain = f", in {ratio.median:.2f} [{ratio.q1:.2f}, {ratio.q3:.2f}] of its time"
+        else:
+            gain = ", which did not run"
+        changes.append(f"{name}: {winner} in place of {incumbent}{gain}")
+    return winners, changes
 
 
 def retuned(
@@ -271,11 +275,6 @@ def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) 
         return Contestant(run)
 
     return {kernel: partial(contestant, kernel) for kernel in KERNELS}
-
-
-def _winner(measured: Measured, transport: str, world_size: int) -> str:
-    possible = {name: times for name, times in measured.seconds.items() if name in SCHEDULES[transport]}
-    return challenge(_incumbent(measured, transport, world_size), possible)
 
 
 def _incumbent(measured: Measured, transport: str, world_size: int) -> str:

@@ -48,17 +48,18 @@ from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.store import exchange
 
+PLAIN = "plain"
 ROUNDS = 9
 ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
-MOST_CALLS = 50  # largest number of calls per schedule and round
+MAX_CALLS = 50  # largest number of calls per schedule and round
 MARGIN = 0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
-HOPELESS = 3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
-EVERYWHERE = frozenset(  # ops whose result is the same on all ranks
+MAX_SLOWDOWN = 3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
+REPLICATED_OPS = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
 )
 
-_PLAIN = "plain"
-_TRUSTED = (_PLAIN, "symm_mem")  # candidates without verification by `fused-tp tune`, if FUSED_TP_AUTOTUNE is not set
+# Candidates that `fused-tp tune` need not have verified, if FUSED_TP_AUTOTUNE is not set.
+_ALWAYS_CANDIDATES = (PLAIN, "symm_mem")
 _FILE_DESCRIPTION = (
     "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, the "
     "schedules with wrong results, and the schedules verified by fused-tp tune. Delete the file to measure again."
@@ -108,28 +109,28 @@ def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: Run) -> Sched
         saved["choices"][call] = choice
         if group.rank == 0:
             _save(saved)
-            _LOG.info("autotune: %s: %s", call, told(choice))
+            _LOG.info("autotune: %s: %s", call, describe_choice(choice))
     return schedule_named(choice["schedule"], group, key.device)
 
 
-def kept_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
+def saved_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
     """Return the saved choice of this group for a call of op `name` with `key`; None if there is none."""
     saved = _SAVED.get(group)
     return None if saved is None else _saved_choice(name, key, group, saved)
 
 
-def told_choices(group: Group) -> dict[str, str]:
+def describe_choices(group: Group) -> dict[str, str]:
     """Return descriptions of all choices of this group, keyed by the description of the call."""
-    return {call: told(choice) for call, choice in _SAVED.get(group, {"choices": {}})["choices"].items()}
+    return {call: describe_choice(choice) for call, choice in _SAVED.get(group, {"choices": {}})["choices"].items()}
 
 
-def kept_files() -> list[tuple[Path, dict[str, Any]]]:
+def saved_files() -> list[tuple[Path, dict[str, Any]]]:
     """Return (path, content) of all files of saved choices in the folder that this process uses."""
-    found = ((path, _read(path)) for path in sorted(_folder().glob("autotune-*.json")))
+    found = ((path, _read(path)) for path in sorted(_results_folder().glob("autotune-*.json")))
     return [(path, content) for path, content in found if content is not None]
 
 
-def usable(
+def usable_schedules(
     op: str, dtype: torch.dtype, device: torch.device, group: Group, among: Collection[str] | None = None
 ) -> list[str]:
     """Return the names of the schedules available to `group` for `op`, "plain" first. All ranks call together.
@@ -137,8 +138,8 @@ def usable(
     Args:
         among: names of schedules to consider; None: all.
     """
-    rest = (spec for spec in SCHEDULES.values() if spec.name != _PLAIN and (among is None or spec.name in among))
-    return [_PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
+    rest = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (among is None or spec.name in among))
+    return [PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
 def _candidates(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
@@ -146,9 +147,9 @@ def _candidates(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, A
     among = None
     if settings.autotune() == settings.ONLINE:
         right = saved.get("right", {})
-        among = [one for one in SCHEDULES if one in _TRUSTED or right.get(_check_key(one, name, key.dtype))]
-    found = usable(key.op, key.dtype, key.device, group, among)
-    return [one for one in found if one == _PLAIN or not saved["wrong"].get(_check_key(one, name, key.dtype))]
+        among = [one for one in SCHEDULES if one in _ALWAYS_CANDIDATES or right.get(_verdict_key(one, name, key.dtype))]
+    found = usable_schedules(key.op, key.dtype, key.device, group, among)
+    return [one for one in found if one == PLAIN or not saved["wrong"].get(_verdict_key(one, name, key.dtype))]
 
 
 def _saved_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -160,29 +161,29 @@ def _saved_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str,
     return next((choice for choice in choices if choice["schedule"] in candidates), None)
 
 
-def _check_key(schedule: str, name: str, dtype: torch.dtype) -> str:
+def _verdict_key(schedule: str, name: str, dtype: torch.dtype) -> str:
     """Return the key of a schedule, op and dtype in the sections "wrong" and "right"."""
     return f"{schedule}: {name} in {str(dtype).removeprefix('torch.')}"
 
 
 def known_problem(group: Group, device: torch.device, schedule: str, name: str, dtype: torch.dtype) -> str:
     """Return the recorded problem of op `name` on a schedule; empty if there is none. All ranks call together."""
-    return str(_load_once(group, device)["wrong"].get(_check_key(schedule, name, dtype), ""))
+    return str(_load_once(group, device)["wrong"].get(_verdict_key(schedule, name, dtype), ""))
 
 
-def set_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
+def record_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
     """Save problems by (schedule, op, dtype); an empty problem clears an earlier one. All ranks call together."""
     saved = _load_once(group, device)
-    saved["wrong"].update({_check_key(*what): problem for what, problem in found.items()})
-    saved["right"].update({_check_key(*what): "" for what in found})
+    saved["wrong"].update({_verdict_key(*what): problem for what, problem in found.items()})
+    saved["right"].update({_verdict_key(*what): "" for what in found})
     if group.rank == 0:
         _save(saved)
 
 
-def set_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
+def record_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
     """Save that the (schedule, op, dtype) in `found` are verified by fused-tp tune. All ranks call together."""
     saved = _load_once(group, device)
-    saved["right"].update(dict.fromkeys((_check_key(*what) for what in found), "checked by fused-tp tune"))
+    saved["right"].update(dict.fromkeys((_verdict_key(*what) for what in found), "checked by fused-tp tune"))
     if group.rank == 0:
         _save(saved)
 
@@ -191,7 +192,7 @@ def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[st
     """Measure all candidates and return the choice; None if memory is short. Records wrong results in `saved`."""
     names = _candidates(name, key, group, saved)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
-    reference = _leaves(run(schedules[_PLAIN]))
+    reference = _tensors(run(schedules[PLAIN]))
     if settings.autotune() == settings.ONLINE:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
         moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
@@ -201,34 +202,32 @@ def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[st
     trials = exchange(
         group,
         f"autotuning of {name}: first calls",
-        {one: _try(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
+        {one: _try_schedule(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
     )
     for one in names:
-        problem = _problem([trial[one] for trial in trials], [trial[_PLAIN] for trial in trials], name in EVERYWHERE)
-        if problem and one != _PLAIN:
-            saved["wrong"][_check_key(one, name, key.dtype)] = problem
+        problem = _problem([trial[one] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS)
+        if problem and one != PLAIN:
+            saved["wrong"][_verdict_key(one, name, key.dtype)] = problem
             del schedules[one]
-    slowest = {one: max(trial[one]["seconds"] for trial in trials) for one in schedules}
-    fastest = min(slowest.values())
-    rivals = [one for one in schedules if one == _PLAIN or slowest[one] < HOPELESS * fastest]
-    calls = min(MOST_CALLS, 1 + int(ROUND_SECONDS / max(fastest, 1e-9)))
-    rounds = [[_seconds(schedules[one], run, calls, key.device) for one in rivals] for _ in range(ROUNDS)]
-    everyone = exchange(group, f"autotuning of {name}: times", rounds)
-    times = {
-        one: [max(theirs[number][at] for theirs in everyone) for number in range(ROUNDS)]
-        for at, one in enumerate(rivals)
-    }
-    chosen = _fastest(times)
-    medians = {one: statistics.median(found) for one, found in times.items()}
-    return {"schedule": chosen, "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
+    first_calls = {one: max(trial[one]["seconds"] for trial in trials) for one in schedules}
+    shortest = min(first_calls.values())
+    rivals = [one for one in schedules if one == PLAIN or first_calls[one] < MAX_SLOWDOWN * shortest]
+    calls = min(MAX_CALLS, 1 + int(ROUND_SECONDS / max(shortest, 1e-9)))
+    rounds = [[_seconds_per_call(schedules[one], run, calls, key.device) for one in rivals] for _ in range(ROUNDS)]
+    by_rank = exchange(group, f"autotuning of {name}: times", rounds)
+    slowest = {one: [max(times[i][at] for times in by_rank) for i in range(ROUNDS)] for at, one in enumerate(rivals)}
+    medians = {one: statistics.median(times) for one, times in slowest.items()}
+    return {"schedule": fastest(slowest), "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
 
 
-def _try(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], device: torch.device) -> dict[str, Any]:
+def _try_schedule(
+    name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], device: torch.device
+) -> dict[str, Any]:
     """Run the call three times on a schedule; return its problem, its duration and the checksums of its results."""
     try:
-        first = _leaves(run(schedule))
-        seconds = _seconds(schedule, run, 1, device)
-        again = _leaves(run(schedule))
+        first = _tensors(run(schedule))
+        seconds = _seconds_per_call(schedule, run, 1, device)
+        again = _tensors(run(schedule))
     except FusedTPError as error:
         more = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
         raise error.copy(more, tried=name) from error
@@ -290,21 +289,27 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
     return ""
 
 
-def _fastest(times: Mapping[str, Sequence[float]]) -> str:
-    """Return the schedule with the smallest median time ratio to plain, out of those within `MARGIN`; else plain.
+def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
+    """Choose from seconds by name and round: the incumbent, unless another is clearly faster in most rounds.
 
-    >>> _fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
+    A rival must take less than `MARGIN` of the incumbent's time in three quarters of the rounds, so that noise changes
+    no choice; of such rivals, the one with the smallest median ratio is chosen. Without times of the incumbent, the one
+    with the smallest median time is.
+
+    >>> fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
     'pipelined'
     """
+    if incumbent not in seconds:
+        return min(seconds, key=lambda name: statistics.median(seconds[name]))
     ratios = {
-        name: sorted(mine / plain for mine, plain in zip(found, times[_PLAIN], strict=True))
-        for name, found in times.items()
+        name: sorted(rival / own for rival, own in zip(times, seconds[incumbent], strict=True))
+        for name, times in seconds.items()
     }
-    clear = [name for name, of in ratios.items() if of[(3 * len(of) - 1) // 4] < MARGIN]
-    return min(clear, key=lambda name: statistics.median(ratios[name]), default=_PLAIN)
+    faster = [name for name, values in ratios.items() if values[(3 * len(values) - 1) // 4] < MARGIN]
+    return min(faster, key=lambda name: statistics.median(ratios[name]), default=incumbent)
 
 
-def _seconds(schedule: Schedule, run: Run, calls: int, device: torch.device) -> float:
+def _seconds_per_call(schedule: Schedule, run: Run, calls: int, device: torch.device) -> float:
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -326,7 +331,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _leaves(results: Any) -> list[Tensor]:
+def _tensors(results: Any) -> list[Tensor]:
     return [t for t in tree_leaves(results) if isinstance(t, Tensor)]
 
 
@@ -336,7 +341,7 @@ def checksum(t: Tensor) -> int:
 
 
 def _describe_call(name: str, key: ScheduleKey) -> str:
-    dims = ("up to m", _rounded_up(key.m)), ("k", key.k), ("n", key.n)
+    dims = ("up to m", _round_up(key.m)), ("k", key.k), ("n", key.n)
     sizes = ", ".join(f"{dim}={size}" for dim, size in dims if size is not None)
     return f"{name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
 
@@ -351,17 +356,17 @@ def _choice_keys(name: str, key: ScheduleKey) -> list[str]:
     return [call] if settings.autotune() != settings.ONLINE else [call, f"{call}, where FUSED_TP_AUTOTUNE is not set"]
 
 
-def _rounded_up(rows: int) -> int:
+def _round_up(rows: int) -> int:
     """Round `rows` up to 2^i or 1.5 * 2^i, so that a program with varying batch lengths measures few sizes.
 
-    >>> [_rounded_up(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
+    >>> [_round_up(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
     [0, 1, 3, 6, 6, 8, 128, 1536]
     """
     power = 1 << max(0, rows - 1).bit_length()
     return 0 if rows == 0 else 3 * power // 4 if rows <= 3 * power // 4 else power
 
 
-def told(choice: Mapping[str, Any]) -> str:
+def describe_choice(choice: Mapping[str, Any]) -> str:
     """Describe a choice: the schedule and the measured time of each candidate."""
     times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in choice["seconds"].items())
     return f"{choice['schedule']} ({times})"
@@ -370,7 +375,7 @@ def told(choice: Mapping[str, Any]) -> str:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _folder() -> Path:
+def _results_folder() -> Path:
     named = settings.autotune()
     if named in (None, settings.ONLINE, "1"):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
@@ -399,7 +404,7 @@ def _load_once(group: Group, device: torch.device) -> dict[str, Any]:
 def _load(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the content of rank 0's file of saved choices. A collective call."""
     machine = _machine(group, device)
-    path = _folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
+    path = _results_folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
     mine = _read(path) if group.rank == 0 else None
     theirs = exchange(group, "autotuning: saved choices", mine)[0] or {}
     sections = {section: theirs.get(section, {}) for section in _SECTIONS}

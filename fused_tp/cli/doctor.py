@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fused_tp.backends.autotune import kept_files
+from fused_tp.backends.autotune import saved_files
 from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.backends.registry import forced_schedule, fused_kernels_on
 from fused_tp.core import dispatch, settings
@@ -418,7 +418,7 @@ def _forced_provider() -> str | None:
 
 def _measured_schedules() -> Iterator[Finding]:
     """Yield the results of earlier runs, from the autotune files that this installation would read."""
-    for path, kept in kept_files():
+    for path, kept in saved_files():
         device, ranks = kept["machine"].get("device"), kept["machine"].get("ranks of each host")
         yield Finding(str(device), f"{len(kept['choices'])} choices for ranks {ranks} in {path}")
         for what, why in kept["wrong"].items():

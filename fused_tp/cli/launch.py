@@ -15,12 +15,16 @@ with another number of hosts. c10d can; it numbers hosts by their names.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,46 +33,54 @@ import torch
 from torch.numa.binding import AffinityMode
 
 from fused_tp.cli import at_least, launch_node, positive
-from fused_tp.cli.launch_hosts import ANSWER, Host, read_hostfile, run
 
 LAUNCH_NODE = [sys.executable, "-m", "fused_tp.cli.launch_node"]
 CORES = "cores"
 PORT = 29400  # torchrun's default
 CONNECT_SECONDS = 30.0
+SHUTDOWN_SECONDS = 30.0  # torchrun's default
+EXTRA_SECONDS = 10.0  # time beyond a host's shutdown time after which its connection is killed
+ANSWER = "fused-tp launch: this host answers"  # line that a host prints before it starts its ranks
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout={timeout}"
-# Variables to export, since ssh does not pass them on. FUSED_TP_HOST differs between hosts.
-EXPORTED = ("FUSED_TP_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "PYTHONPATH")
-NOT_EXPORTED = "FUSED_TP_HOST"
+# Prefixes of the variables to export, since ssh does not pass them on.
+EXPORTED_PREFIXES = ("FUSED_TP_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "PYTHONPATH")
+HOST_VARIABLE = "FUSED_TP_HOST"  # not exported: it differs between hosts
+# --cpu-bind=none: SLURM may otherwise bind the task to one processor, which all ranks of the host would share.
+SRUN = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fused-tp launch`."""
-    where = parser.add_argument_group("where (default: on this machine, or in the SLURM allocation around it)")
-    where.add_argument("--hostfile", type=Path, metavar="FILE", help="lines such as `node1 slots=8`; ssh reaches them")
-    where.add_argument("--nodes", type=_nodes, metavar="N", help="how many hosts, or MIN:MAX (default: all)")
-    where.add_argument(
+    places = parser.add_argument_group("where (default: on this machine, or in the SLURM allocation around it)")
+    places.add_argument("--hostfile", type=Path, metavar="FILE", help="lines such as `node1 slots=8`; ssh reaches them")
+    places.add_argument("--nodes", type=_nodes, metavar="N", help="number of hosts, or MIN:MAX (default: all)")
+    places.add_argument(
         "--per-node", type=at_least(1), metavar="P", help="ranks of a host (default: its slots, or GPUs)"
     )
-    where.add_argument("--sbatch", type=Path, metavar="FILE", help="write a file for sbatch, and run nothing")
+    places.add_argument("--sbatch", type=Path, metavar="FILE", help="write a file for sbatch, and run nothing")
     ranks = parser.add_argument_group("ranks")
-    ranks.add_argument("--max-restarts", type=at_least(0), default=3, metavar="R", help="of all ranks (default 3)")
+    ranks.add_argument(
+        "--max-restarts", type=at_least(0), default=3, metavar="R", help="number of restarts of all ranks (default 3)"
+    )
     ranks.add_argument(
         "--bind",
         choices=[CORES, *(mode.value for mode in AffinityMode)],
         help="cores: a share of the host's processors for each rank; others: torchrun's --numa-binding, by its GPU",
     )
     ranks.add_argument("--grace", type=at_least(0), metavar="S", help="seconds from a signal to SIGKILL (default 30)")
-    ranks.add_argument("--log-dir", type=Path, metavar="DIR", help="for a file of each rank (default: temporary)")
     ranks.add_argument(
-        "--local-ranks-filter", type=_local_ranks, metavar="0,1", help="whose logs are printed (default: all)"
+        "--log-dir", type=Path, metavar="DIR", help="folder for a log file of each rank (default: temporary)"
+    )
+    ranks.add_argument(
+        "--local-ranks-filter", type=_local_ranks, metavar="0,1", help="ranks whose logs are printed (default: all)"
     )
     ranks.add_argument(
         "--env", action="append", default=[], type=_variable, metavar="NAME[=VALUE]", help="variables to set"
     )
     hosts = parser.add_argument_group("hosts")
-    hosts.add_argument("--port", type=int, help=f"of the first host, where hosts meet (default {PORT})")
+    hosts.add_argument("--port", type=int, help=f"port of the first host for the rendezvous (default {PORT})")
     hosts.add_argument(
-        "--ssh", metavar="COMMAND", help=f"before a host and what it runs, or with {{host}} (default {SSH})"
+        "--ssh", metavar="COMMAND", help=f"prefix of a host and its command, or with {{host}} (default {SSH})"
     )
     hosts.add_argument(
         "--connect-timeout", type=positive, metavar="S", help="seconds for a host to answer (default 30)"
@@ -80,15 +92,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the script on all hosts; exit code 2: invalid arguments, others: see `launch_node.main` and `run`."""
+    """Run the script on all hosts; exit code 2: invalid arguments, others: see `launch_node.main` and `run_hosts`."""
     variables = dict(arguments.env)
+    hosts: dict[str, int] = {}
     try:
         _check(arguments)
         if arguments.sbatch is not None:
             return _write_sbatch(arguments, sbatch_text(arguments, variables))
         if arguments.hostfile is not None:
             hosts, minimum = choose_hosts(arguments)
-            commands = host_commands(arguments, hosts, minimum, {**_exported(os.environ), **variables})
+            commands = host_commands(arguments, hosts, minimum, {**_exported_variables(os.environ), **variables})
         elif _in_allocation(os.environ):
             commands = [srun_command(arguments, os.environ)]
         else:
@@ -97,27 +110,30 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp launch: {error}", file=sys.stderr)
         return 2
     if arguments.dry_run:
-        here = [f"{name}={value}" for name, value in variables.items()] if arguments.hostfile is None else []
-        print("\n".join(shlex.join([*(["env"] if here else []), *here, *command]) for command in commands))
+        prefix = ["env", *_assignments(variables)] if variables and not hosts else []
+        print("\n".join(shlex.join([*prefix, *command]) for command in commands))
         return 0
-    if arguments.hostfile is not None:
-        names = [host.name for host in hosts]
-        return run(names, commands, minimum, arguments.connect_timeout or CONNECT_SECONDS, arguments.grace)
+    if hosts:
+        return run_hosts(list(hosts), commands, minimum, arguments.connect_timeout or CONNECT_SECONDS, arguments.grace)
     os.environ.update(variables)
     if commands[0][0] == "srun":
         os.execvp("srun", commands[0])  # exec, so that srun receives the signals sent to this process
     return launch_node.main(commands[0][len(LAUNCH_NODE) :])
 
 
+def _assignments(variables: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in variables.items()]
+
+
 def _nodes(text: str) -> tuple[int, int]:
-    minimum, _, maximum = text.partition(":")
+    first, _, second = text.partition(":")
     try:
-        found = int(minimum), int(maximum or minimum)
+        minimum, maximum = int(first), int(second or first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number or MIN:MAX, got {text!r}") from None
-    if not 1 <= found[0] <= found[1]:
+    if not 1 <= minimum <= maximum:
         raise argparse.ArgumentTypeError(f"must satisfy 1 <= MIN <= MAX, got {text!r}")
-    return found
+    return minimum, maximum
 
 
 def _local_ranks(text: str) -> str:
@@ -165,18 +181,24 @@ def _check(arguments: argparse.Namespace) -> None:
 # -- arguments of torchrun --------------------------------------------------------------------------------------------
 
 
-def node_arguments(arguments: argparse.Namespace, ranks: int | str, meeting: Sequence[str]) -> list[str]:
-    """Return the arguments of launch_node for `ranks` ranks on one host; `meeting`: options of the rendezvous."""
-    options = [*meeting, "--nproc-per-node", str(ranks), "--max-restarts", str(arguments.max_restarts), "--tee", "3"]
-    if arguments.bind is not None:
-        options += ["--bind-cores"] if arguments.bind == CORES else ["--numa-binding", arguments.bind]
-    if arguments.grace is not None:
-        options += ["--shutdown-timeout", str(arguments.grace)]
-    if arguments.log_dir is not None:
-        options += ["--log-dir", str(arguments.log_dir)]
-    if arguments.local_ranks_filter is not None:
-        options += ["--local-ranks-filter", arguments.local_ranks_filter]
-    return [*options, *(["-m"] if arguments.module else []), arguments.script, *arguments.script_arguments]
+def node_arguments(arguments: argparse.Namespace, ranks: int | str, rendezvous: Sequence[str]) -> list[str]:
+    """Return the arguments of launch_node for `ranks` ranks on one host, with options `rendezvous` to find others."""
+    options = [*rendezvous, "--nproc-per-node", str(ranks), "--max-restarts", str(arguments.max_restarts), "--tee", "3"]
+    binds_cores = arguments.bind == CORES
+    optional = {
+        "--numa-binding": None if binds_cores else arguments.bind,
+        "--shutdown-timeout": arguments.grace,
+        "--log-dir": arguments.log_dir,
+        "--local-ranks-filter": arguments.local_ranks_filter,
+    }
+    options += [word for name, value in optional.items() if value is not None for word in (name, str(value))]
+    options += ["--bind-cores"] * binds_cores + ["-m"] * arguments.module
+    return [*options, arguments.script, *arguments.script_arguments]
+
+
+def _rendezvous(arguments: argparse.Namespace, nodes: str, first_host: str, job: str) -> list[str]:
+    endpoint = f"{first_host}:{arguments.port or PORT}"
+    return ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--rdzv-endpoint", endpoint]
 
 
 def local_command(arguments: argparse.Namespace) -> list[str]:
@@ -199,63 +221,210 @@ def local_command(arguments: argparse.Namespace) -> list[str]:
 # -- hosts that ssh reaches -------------------------------------------------------------------------------------------
 
 
-def choose_hosts(arguments: argparse.Namespace) -> tuple[list[Host], int]:
-    """Return the first --nodes hosts of the file, with one slot per rank, and the minimum number of hosts.
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Return the number of slots of each host, in the order of a file with lines `name slots=N`; `#` begins a comment.
+
+    Raises:
+        ValueError: a line has another form, a host appears twice, or there is none.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The hostfile {path} cannot be read ({error}).") from None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        match line.partition("#")[0].split():
+            case []:
+                continue
+            case [name, slots] if slots.startswith("slots=") and slots[6:].isdecimal() and not name.startswith("-"):
+                if name in hosts:
+                    raise ValueError(f"Line {number} of {path} repeats {name}; put all its slots on one line.")
+                hosts[name] = int(slots[6:])
+            case _:
+                raise ValueError(f"Line {number} of {path} is {line.strip()!r}; write it like `node1 slots=8`.")
+        if hosts[name] == 0:
+            raise ValueError(f"Line {number} of {path} has slots=0 for {name}; remove the line, or set slots >= 1.")
+    if not hosts:
+        raise ValueError(f"The hostfile {path} names no host; write lines like `node1 slots=8`.")
+    return hosts
+
+
+def choose_hosts(arguments: argparse.Namespace) -> tuple[dict[str, int], int]:
+    """Return the number of ranks on each of the first --nodes hosts of the file, and the minimum number of hosts.
 
     Raises:
         ValueError: the file lists fewer hosts, or one of them has fewer slots.
     """
-    hosts = read_hostfile(arguments.hostfile)
-    minimum, maximum = arguments.nodes or (len(hosts), len(hosts))
-    if maximum > len(hosts):
-        raise ValueError(f"--nodes={maximum} exceeds the {len(hosts)} hosts of {arguments.hostfile}; lower --nodes.")
-    hosts = hosts[:maximum]
-    if arguments.per_node is None:
-        return hosts, minimum
-    for host in hosts:
-        if host.slots < arguments.per_node:
-            raise ValueError(f"--per-node={arguments.per_node} exceeds the {host.slots} slots of {host.name}.")
-    return [Host(host.name, arguments.per_node) for host in hosts], minimum
+    slots = read_hostfile(arguments.hostfile)
+    minimum, maximum = arguments.nodes or (len(slots), len(slots))
+    if maximum > len(slots):
+        raise ValueError(f"--nodes={maximum} exceeds the {len(slots)} hosts of {arguments.hostfile}; lower --nodes.")
+    chosen = dict(list(slots.items())[:maximum])
+    for name, count in chosen.items():
+        if count < (arguments.per_node or 0):
+            raise ValueError(f"--per-node={arguments.per_node} exceeds the {count} slots of {name}.")
+    return {name: arguments.per_node or count for name, count in chosen.items()}, minimum
 
 
 def host_commands(
-    arguments: argparse.Namespace, hosts: Sequence[Host], minimum: int, variables: Mapping[str, str]
+    arguments: argparse.Namespace, ranks: Mapping[str, int], minimum: int, variables: Mapping[str, str]
 ) -> list[list[str]]:
-    """Return one command per host, which connects to it and starts its ranks in this folder with `variables`."""
-    count = str(len(hosts)) if minimum == len(hosts) else f"{minimum}:{len(hosts)}"
-    first, job = hosts[0].name, uuid.uuid4().hex
+    """Return a command for each host, which connects to it and starts its `ranks` in this folder with `variables`."""
+    count = str(len(ranks)) if minimum == len(ranks) else f"{minimum}:{len(ranks)}"
+    first_host, job = next(iter(ranks)), uuid.uuid4().hex
     ssh = arguments.ssh or SSH.format(timeout=max(1, round(arguments.connect_timeout or CONNECT_SECONDS)))
+    rendezvous = ["--stop-with-stdin", *_rendezvous(arguments, count, first_host, job)]
     commands = []
-    together = ["--stop-with-stdin", "--nnodes", count, "--rdzv-backend", "c10d", "--rdzv-id", job]
-    together += ["--rdzv-endpoint", f"{first}:{arguments.port or PORT}"]
-    exports = [f"{name}={value}" for name, value in variables.items()]
-    for host in hosts:
+    for host, host_ranks in ranks.items():
         # Set is_host explicitly: torchrun would compare the name in the hostfile with the machine's name, and they may
         # differ.
-        is_host = f"is_host={int(host == hosts[0])}"
-        meeting = [*together, "--rdzv-conf", is_host, "--local-addr", host.name]
-        runs = ["env", *exports, *LAUNCH_NODE, *node_arguments(arguments, host.slots, meeting)]
-        there = f"cd {shlex.quote(os.getcwd())} && echo {shlex.quote(ANSWER)} && exec {shlex.join(runs)}"
-        reach = [word.replace("{host}", host.name) for word in shlex.split(ssh)]
-        commands.append([*reach, *([] if "{host}" in ssh else [host.name]), there])
+        options = [*rendezvous, "--rdzv-conf", f"is_host={int(host == first_host)}", "--local-addr", host]
+        start = ["env", *_assignments(variables), *LAUNCH_NODE, *node_arguments(arguments, host_ranks, options)]
+        script = f"cd {shlex.quote(os.getcwd())} && echo {shlex.quote(ANSWER)} && exec {shlex.join(start)}"
+        connect = [word.replace("{host}", host) for word in shlex.split(ssh)]
+        commands.append([*connect, *([] if "{host}" in ssh else [host]), script])
     return commands
 
 
-def _exported(environment: Mapping[str, str]) -> dict[str, str]:
-    names = (name for name in environment if name.startswith(EXPORTED) and name != NOT_EXPORTED)
+def _exported_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    names = (name for name in environment if name.startswith(EXPORTED_PREFIXES) and name != HOST_VARIABLE)
     return {name: environment[name] for name in sorted(names)}
+
+
+class HostConnection:
+    """Connection to the launch_node process of one host, which exits when its stdin is closed."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name, self.has_answered = name, False
+        # A separate session: Ctrl-C would otherwise kill ssh, and this process could no longer signal the host.
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if self.has_answered or line.strip() != ANSWER:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            else:
+                self.has_answered = True
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of the connection after printing all its output; None while it runs."""
+        code = self.process.poll()
+        if code is not None:
+            self._reader.join(1)  # bounded, as a process left behind by the host may keep the pipe open
+        return code
+
+    def send(self, number: signal.Signals | None) -> None:
+        """Raise a signal in the host's launch_node; None: close its stdin, so that it ends its ranks."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # the connection has ended, or stdin is closed already
+            if number is None:
+                self.process.stdin.close()
+            else:
+                self.process.stdin.write(f"{number.name}\n")
+                self.process.stdin.flush()
+
+
+def run_hosts(
+    names: Sequence[str],
+    commands: Sequence[Sequence[str]],
+    minimum: int,
+    connect_timeout: float,
+    grace: float | None,
+) -> int:
+    """Run a command for each host until all are done, or stop all after one has failed; return the exit code.
+
+    A host counts as lost if it does not answer, or if a signal kills its connection or its torchrun. The remaining
+    hosts continue if there are at least `minimum` and the lost host is not the first, which serves the rendezvous.
+
+    Args:
+        names: names of the hosts.
+        commands: commands that connect to each host; the program there first prints ANSWER, and exits when its stdin is
+            closed.
+        minimum: minimum number of hosts that must remain.
+        connect_timeout: seconds within which a host must answer.
+        grace: seconds that ranks have to end after a signal.
+
+    Returns:
+        0: done; 1: a host was lost; 2: nothing could be started; 128 + n: stopped by signal n; otherwise the exit code
+        of the host that failed first.
+    """
+    signals: list[signal.Signals] = []
+    with _collect_signals(signals):
+        answer_deadline, kill_at, code = time.monotonic() + connect_timeout, float("inf"), 0
+        try:
+            hosts = [HostConnection(name, command) for name, command in zip(names, commands, strict=True)]
+        except OSError as error:  # hosts already started exit with this process, which closes their stdin
+            print(f"fused-tp launch: {commands[0][0]} cannot be run ({error.strerror}); see --ssh.", file=sys.stderr)
+            return 2
+        running, remaining = list(hosts), len(hosts)
+        while running:
+            time.sleep(0.05)  # poll: no system call waits for process exits, signals and deadlines together
+            while signals:
+                number = signals.pop(0)
+                code, kill_at = code or 128 + number, min(kill_at, _kill_time(grace))
+                for host in running:
+                    host.send(number)
+            for host in list(running):
+                is_silent = not host.has_answered and time.monotonic() > answer_deadline
+                if is_silent or time.monotonic() > kill_at:
+                    host.process.kill()
+                    host.process.wait()
+                exit_code = host.exit_code()
+                if exit_code is None:
+                    continue
+                running.remove(host)
+                if exit_code == 0 or code != 0:  # the host is done, or was stopped with all others
+                    continue
+                remaining -= 1
+                is_lost = not host.has_answered or exit_code >= 128 or exit_code < 0
+                if is_silent:
+                    reason = f"{host.name} did not answer within {connect_timeout:g} seconds"
+                elif not host.has_answered:
+                    reason = f"{host.name} cannot be reached, or has no folder {os.getcwd()} (exit code {exit_code})"
+                else:
+                    reason = f"{host.name} was {'lost' if is_lost else 'the first to fail'} (exit code {exit_code})"
+                if is_lost and remaining >= minimum and host is not hosts[0]:
+                    outcome = f"going on with {remaining} of {len(hosts)} hosts"
+                else:
+                    outcome, code = "all hosts end", 1 if is_lost else exit_code
+                    kill_at = min(kill_at, _kill_time(grace))
+                    for other in running:
+                        other.send(None)
+                print(f"fused-tp launch: {reason}; {outcome}.", file=sys.stderr)
+        return code
+
+
+def _kill_time(grace: float | None) -> float:
+    return time.monotonic() + (SHUTDOWN_SECONDS if grace is None else grace) + EXTRA_SECONDS
+
+
+@contextlib.contextmanager
+def _collect_signals(signals: list[signal.Signals]) -> Iterator[None]:
+    """Append each SIGINT and SIGTERM that arrives to `signals`, instead of handling it."""
+    before = {
+        number: signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
 
-# --cpu-bind=none: SLURM may otherwise bind the task to one processor, which all ranks of the host would share.
-SRUN = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
 
-
-def _slurm_arguments(arguments: argparse.Namespace, nodes: int, first: str, job: str) -> list[str]:
-    meeting = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", job]
-    meeting += ["--rdzv-endpoint", f"{first}:{arguments.port or PORT}"]
-    return [*SRUN, f"--nodes={nodes}", *LAUNCH_NODE, *node_arguments(arguments, arguments.per_node or "gpu", meeting)]
+def _srun(arguments: argparse.Namespace, nodes: int, first_host: str, job: str) -> list[str]:
+    rendezvous = _rendezvous(arguments, str(nodes), first_host, job)
+    ranks = arguments.per_node or "gpu"
+    return [*SRUN, f"--nodes={nodes}", *LAUNCH_NODE, *node_arguments(arguments, ranks, rendezvous)]
 
 
 def _single_count(nodes: tuple[int, int]) -> int:
@@ -278,11 +447,11 @@ def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) 
     Raises:
         ValueError: the allocation has fewer hosts than requested, or scontrol cannot name them.
     """
-    there = int(environment["SLURM_JOB_NUM_NODES"])
-    nodes = _single_count(arguments.nodes or (there, there))
-    if nodes > there:
+    hosts = int(environment["SLURM_JOB_NUM_NODES"])
+    nodes = _single_count(arguments.nodes or (hosts, hosts))
+    if nodes > hosts:
         raise ValueError(
-            f"--nodes={nodes} exceeds the {there} hosts of the SLURM allocation. Lower --nodes or allocate more hosts."
+            f"--nodes={nodes} exceeds the {hosts} hosts of the SLURM allocation. Lower --nodes or allocate more hosts."
         )
     try:
         names = subprocess.run(
@@ -293,7 +462,7 @@ def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) 
         ).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"scontrol cannot name the hosts of the SLURM allocation ({error}).") from None
-    return _slurm_arguments(arguments, nodes, names[0], environment["SLURM_JOB_ID"])
+    return _srun(arguments, nodes, names[0], environment["SLURM_JOB_ID"])
 
 
 def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> str:
@@ -305,11 +474,10 @@ def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> 
     if arguments.nodes is None:
         raise ValueError("--sbatch needs --nodes N, the number of hosts.")
     nodes = _single_count(arguments.nodes)
-    first, job = "${head}", "${SLURM_JOB_ID}"
-    command = shlex.join(_slurm_arguments(arguments, nodes, first, job))
-    for word in (f"{first}:{arguments.port or PORT}", job):
+    first_host, job = "${head}", "${SLURM_JOB_ID}"
+    command = shlex.join(_srun(arguments, nodes, first_host, job))
+    for word in (f"{first_host}:{arguments.port or PORT}", job):
         command = command.replace(shlex.quote(word), f'"{word}"')  # the job's shell expands it
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={Path(arguments.script).stem}",
@@ -318,9 +486,9 @@ def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> 
         "#SBATCH --exclusive",
         "#SBATCH --requeue",
         f"#SBATCH --chdir={shlex.quote(os.getcwd())}",
-        "# Add what your cluster asks for, such as --partition, --time and --gpus-per-node.",
+        "# Add the options that your cluster requires, such as --partition, --time and --gpus-per-node.",
         "",
-        *exports,
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         command,
     ]

@@ -15,6 +15,7 @@ Environment variables that are already set are not changed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shutil
 import signal
@@ -25,16 +26,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-
-from fused_tp.cli import launch_rank
-
+CPU_FOLDER = Path("/sys/devices/system/cpu")
 FAILED = 1  # exit code if ranks failed; 128 + n means that signal n stopped the ranks of this host
 LAST_LINES = 20
+_EXEC_RANK = "--exec-rank"
+_PR_SET_PDEATHSIG = 1
 
 
 class RanksFailed(ChildProcessError):
@@ -72,19 +70,53 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
         ValueError: the host does not support these arguments, or the rendezvous port is taken.
         RanksFailed: ranks have failed, and no restart was left.
     """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
     arguments = _parser().parse_args(argv)
     if arguments.stop_with_stdin:
         _stop_with_stdin()
-    with _environment_and_handlers_restored():
-        return _run_ranks(arguments)
+    host = arguments.local_addr or socket.gethostname()
+    is_temporary = arguments.log_dir is None
+    with _restored_environment_and_handlers():
+        _adjust_arguments(arguments, host)
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(line_buffering=True)  # over ssh these streams are pipes
+        # One subfolder per host: hosts may share the folder, and every host has a local rank 0, 1, ...
+        logs = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if is_temporary else arguments.log_dir, host)
+        arguments.log_dir = str(logs)
+        keeps_logs = has_logs = (arguments.redirects, arguments.tee) != ("0", "0")
+        try:
+            run.run(arguments)
+            keeps_logs = False
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+            output = f"\n{_last_lines(logs, failure.local_rank)}" if has_logs else ""
+            raise RanksFailed(f"on {host} rank {rank} failed first, {how}.{output}", failure.exitcode) from None
+        except SignalException as error:
+            return 128 + error.sigval
+        except RendezvousConnectionError as error:
+            keeps_logs = False  # no rank has started
+            reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"hosts cannot meet at {arguments.rdzv_endpoint} ({reason}); give another --port."
+            ) from None
+        finally:
+            if is_temporary and not keeps_logs:
+                shutil.rmtree(logs.parent, ignore_errors=True)
+    return 0
 
 
 @contextmanager
-def _environment_and_handlers_restored() -> Iterator[None]:
+def _restored_environment_and_handlers() -> Iterator[None]:
     """Restore this process's environment, which ranks inherit, and its signal handlers, which torchrun replaces."""
-    environment = dict(os.environ)
     in_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if in_main else {}
+    environment = dict(os.environ)
     try:
         yield
     finally:
@@ -95,47 +127,22 @@ def _environment_and_handlers_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _run_ranks(arguments: argparse.Namespace) -> int:
-    host = arguments.local_addr or socket.gethostname()
-    _adjust_arguments(arguments, host)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)  # over ssh these streams are pipes
-    temporary = arguments.log_dir is None
-    # One subfolder per host: hosts may share the folder, and every host has a local rank 0, 1, ...
-    logs = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if temporary else arguments.log_dir, host)
-    arguments.log_dir = str(logs)
-    keep = has_logs = (arguments.redirects, arguments.tee) != ("0", "0")
-    try:
-        run.run(arguments)
-        keep = False
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        wrote = f"\n{_last_lines(logs, failure.local_rank)}" if has_logs else ""
-        raise RanksFailed(f"on {host} rank {rank} failed first, {how}.{wrote}", failure.exitcode) from None
-    except SignalException as error:
-        return 128 + error.sigval
-    except RendezvousConnectionError as error:
-        keep = False  # no rank has started
-        why = str(error.__cause__ or error).splitlines()[0].rstrip(".")
-        raise ValueError(f"hosts cannot meet at {arguments.rdzv_endpoint} ({why}); give another --port.") from None
-    finally:
-        if temporary and not keep:
-            shutil.rmtree(logs.parent, ignore_errors=True)
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = run.get_args_parser()
+    from torch.distributed.run import get_args_parser
+
+    parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "fused_tp.cli.launch_node"
     parser.add_argument("--bind-cores", action="store_true", help="give each rank processors of its own")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="take names of signals from stdin; end with it")
+    parser.add_argument(
+        "--stop-with-stdin", action="store_true", help="raise the signals that stdin names; exit when it is closed"
+    )
     return parser
 
 
 def _adjust_arguments(arguments: argparse.Namespace, host: str) -> None:
-    ranks = run.determine_local_world_size(arguments.nproc_per_node)
+    from torch.distributed.run import determine_local_world_size
+
+    ranks = determine_local_world_size(arguments.nproc_per_node)
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cpus) // ranks)))
@@ -150,24 +157,25 @@ def _adjust_arguments(arguments: argparse.Namespace, host: str) -> None:
     if sys.platform == "linux":
         python = [] if arguments.no_python else [sys.executable, "-u", *(["-m"] if arguments.module else [])]
         program = [*python, arguments.training_script, *arguments.training_script_args]
-        before = ["-I", launch_rank.__file__, str(os.getpid()), "cores" if arguments.bind_cores else "none"]
+        binding = "cores" if arguments.bind_cores else "none"
         arguments.no_python, arguments.module = True, False
-        arguments.training_script, arguments.training_script_args = sys.executable, [*before, *program]
+        arguments.training_script = sys.executable
+        arguments.training_script_args = ["-I", __file__, _EXEC_RANK, str(os.getpid()), binding, *program]
 
 
 def _stop_with_stdin() -> None:
     """Raise in this process each signal that a line of stdin names, and SIGTERM when stdin is closed."""
     control = os.fdopen(os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # stdin of the ranks
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # stdin of the ranks
+    os.close(null)
 
-    def follow() -> None:
+    def raise_signals() -> None:
         for line in control:
             os.kill(os.getpid(), signal.Signals[line.strip()])
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=raise_signals, daemon=True).start()
 
 
 def _last_lines(logs: Path, local_rank: int) -> str:
@@ -180,5 +188,57 @@ def _last_lines(logs: Path, local_rank: int) -> str:
     return f"It wrote nothing ({logs})."
 
 
+# -- a rank, before its program ---------------------------------------------------------------------------------------
+
+
+def exec_rank(launcher: str, binding: str, *program: str) -> NoReturn:
+    """Exec the program of a rank, which is killed when process `launcher` exits, even by SIGKILL. Linux only.
+
+    With `binding` "cores", the rank is bound to its share of the host's processors. Rejected: torchrun's
+    --numa-binding, which binds a rank by its GPU.
+    """
+    end_with_parent(int(launcher))
+    if binding == "cores":
+        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        os.sched_setaffinity(0, share_of(rank, ranks, in_order_of_cores(os.sched_getaffinity(0))))
+    os.execvp(program[0], program)
+
+
+def end_with_parent(launcher: int) -> None:
+    """Make the kernel kill this process when its parent, process `launcher`, exits; exit now if it already has."""
+    # The setting survives exec. SIGKILL, because a launcher that exits regularly has already sent SIGTERM. The signal
+    # is sent when the thread that started this process exits: torchrun's thread that waits for the ranks.
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        print(f"This rank may outlive process {launcher}: prctl is not permitted here.", file=sys.stderr)
+    if os.getppid() != launcher:
+        sys.exit(1)
+
+
+def share_of(rank: int, ranks: int, cpus: Sequence[int]) -> set[int]:
+    """Return the processors of a rank: a contiguous slice of `cpus`; sizes differ by at most one.
+
+    Example:
+        >>> share_of(1, 2, [0, 4, 1, 5])
+        {1, 5}
+    """
+    return set(cpus[rank * len(cpus) // ranks : (rank + 1) * len(cpus) // ranks])
+
+
+def in_order_of_cores(cpus: set[int]) -> list[int]:
+    """Sort processors by NUMA node, socket and core: threads of a core become neighbours, as do cores of a node."""
+    return sorted(cpus, key=lambda cpu: (*_position(CPU_FOLDER / f"cpu{cpu}"), cpu))
+
+
+def _position(folder: Path) -> tuple[int, int, int]:
+    # Kernels without NUMA expose no node, and some virtual machines expose no topology.
+    node = next((int(path.name[4:]) for path in folder.glob("node[0-9]*")), 0)
+    files = [folder / "topology" / name for name in ("physical_package_id", "core_id")]
+    package, core = (int(file.read_text()) if file.exists() else 0 for file in files)
+    return node, package, core
+
+
 if __name__ == "__main__":
+    # Ranks run this file by its path: as a module of the package it would import torch before the program does.
+    if sys.argv[1:2] == [_EXEC_RANK]:
+        exec_rank(*sys.argv[2:])
     sys.exit(main())

@@ -23,8 +23,6 @@ from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchru
 if TYPE_CHECKING:
     import torch
 
-    from fused_tp.planning.model_shape import ModelShape
-
 _ONE = at_least(1)
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # (m, k, n) of a check. Kernels choose their code path by size: few rows, a prime number of rows, and many rows.
@@ -63,19 +61,21 @@ def main(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"--ranks is {arguments.ranks}, but torchrun has started {ranks}. Omit --ranks.")
         if ranks < 2:
             raise ValueError(f"at least two ranks are needed, got {ranks}.")
-        if device == "cuda" and not under_torchrun() and torch.cuda.device_count() == 1:
-            return check_on_one_gpu(arguments)
-        if device == "cuda" and not under_torchrun() and ranks > torch.cuda.device_count():
+        has_one_gpu = device == "cuda" and not under_torchrun() and torch.cuda.device_count() == 1
+        if device == "cuda" and not under_torchrun() and not has_one_gpu and ranks > torch.cuda.device_count():
             raise ValueError(f"--ranks must be at most {torch.cuda.device_count()}, the number of GPUs, got {ranks}.")
-        if not arguments.check_only:
-            matmuls_of(_shape(arguments.model), ranks)
+        if not arguments.check_only and not has_one_gpu:
+            matmuls_of(arguments.model, ranks)
         for option in ("folder", "json"):
             if (path := getattr(arguments, option)) is not None:
                 make_place(f"--{option}", path / "file" if option == "folder" else path)
-        how = None if under_torchrun() else start_method(device)
-        if how == "forkserver":
-            preload(["fused_tp.ops.verify"])
-        found = launch(Job(tune, arguments, ranks, device), how)
+        if has_one_gpu:
+            found = check_on_one_gpu(arguments)
+        else:
+            method = None if under_torchrun() else start_method(device)
+            if method == "forkserver":
+                preload(["fused_tp.ops.verify"])
+            found = launch(Job(tune, arguments, ranks, device), method)
     except ValueError as error:
         print(f"fused-tp tune: {error}", file=sys.stderr)
         return 2
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if found["wrong"] else 0
 
 
-def check_on_one_gpu(arguments: argparse.Namespace) -> int:
+def check_on_one_gpu(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the fused kernels with ranks as threads on the only GPU, like `fused-tp selftest`.
 
     Nothing is measured: times of ranks that share a GPU do not predict times of ranks with a GPU each.
@@ -118,10 +118,7 @@ def check_on_one_gpu(arguments: argparse.Namespace) -> int:
             print_now(f"{case.name}: right")
             found["right"].append(case.name)
     print_now(f"{len(found['right'])} right, {len(found['wrong'])} wrong.")
-    if arguments.json is not None:
-        make_place("--json", arguments.json)
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if found["wrong"] else 0
+    return found
 
 
 def tune(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -153,19 +150,19 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
                 say(f"{op} in {name} is right on {', '.join(right) or 'none'}")
         # Measure after all checks, because wrong schedules are not measured.
         for name in [] if arguments.check_only else arguments.dtypes:
-            for words, told in measured(arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device):
-                say(f"{words}: {told}")
-                found["choices"][words] = told
-    say(f"{len(found['right'])} right, {len(found['wrong'])} wrong. To use what was found: FUSED_TP_AUTOTUNE={folder}")
+            for call, choice in measure_model(arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device):
+                say(f"{call}: {choice}")
+                found["choices"][call] = choice
+    say(f"{len(found['right'])} right, {len(found['wrong'])} wrong. To use these results: FUSED_TP_AUTOTUNE={folder}")
     return found
 
 
-def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str]]:
+def measure_model(model: str, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield (description of a call, schedule with times) for the matmuls of a layer, forward and backward."""
     import torch
     import torch.distributed as dist
 
-    from fused_tp.backends.autotune import told_choices
+    from fused_tp.backends.autotune import describe_choices
     from fused_tp.core.group import resolve_group
     from fused_tp.ops.all_gather_matmul import all_gather_matmul
     from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
@@ -173,27 +170,27 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
 
     group = dist.group.WORLD
     rank, world = dist.get_rank(), dist.get_world_size()
-    columns, rows = matmuls_of(_shape(model), world)
+    columns, rows = matmuls_of(model, world)
 
-    def made(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float32, device=device).to(dtype).requires_grad_()
 
-    told = set(told_choices(resolve_group(group)))
+    known_calls = set(describe_choices(resolve_group(group)))
     for m in tokens:
         share = -(-m // world)
-        mine = min(share, max(0, m - rank * share))
+        local_rows = min(share, max(0, m - rank * share))
         for k, n in columns:
             # Autotuning measures an op in its first call; backward calls the ops of backward.
-            all_gather_matmul(made(mine, k), made(n, k), group=group, gather_size=m).sum().backward()
+            all_gather_matmul(random(local_rows, k), random(n, k), group=group, gather_size=m).sum().backward()
         for k, n in rows:
-            matmul_reduce_scatter(made(m, k), made(n, k), group=group).sum().backward()
-            matmul_all_reduce(made(m, k), made(n, k), group=group)
-        now = told_choices(resolve_group(group))
-        yield from ((words, now[words]) for words in now if words not in told)
-        told |= set(now)
+            matmul_reduce_scatter(random(m, k), random(n, k), group=group).sum().backward()
+            matmul_all_reduce(random(m, k), random(n, k), group=group)
+        choices = describe_choices(resolve_group(group))
+        yield from ((call, choice) for call, choice in choices.items() if call not in known_calls)
+        known_calls |= set(choices)
 
 
-def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def matmuls_of(model: str, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return the local sizes (k, n) of the column-parallel matmuls, and of the row-parallel ones, without experts.
 
     Experts run on other ops, which are not measured.
@@ -202,7 +199,9 @@ def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], li
         ValueError: `world` does not divide the features, or the model has no such matmuls.
     """
     from fused_tp.planning.config import ParallelConfig
+    from fused_tp.planning.find_shape import find_shape
 
+    shape = find_shape(model)
     ParallelConfig(tp=world, sequence_parallel=False, loss_parallel=False).check(shape)
     blocks = [one for kind in shape.kinds for one in kind.blocks if one.wide and one.narrow and not one.experts]
     sizes = list(dict.fromkeys((one.wide, one.narrow) for one in blocks))
@@ -213,12 +212,6 @@ def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], li
         raise ValueError(f"{shape.name} has no layers that tensor parallelism shards; use another model.")
     columns = [(shape.hidden, int(wide) // world) for wide, _ in sizes]
     return columns, [(int(narrow) // world, shape.hidden) for _, narrow in sizes]
-
-
-def _shape(model: str) -> ModelShape:
-    from fused_tp.planning.find_shape import find_shape
-
-    return find_shape(model)
 
 
 def print_now(line: str) -> None:

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
-from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+from fused_tp.nn.linear import column_matmul, row_matmul
 
 
 class MeshMPU:
@@ -118,31 +117,24 @@ def use() -> None:
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
-    for kind, forward in ((LinearAllreduce, _row_forward), (LinearLayer, _column_forward)):
-        if getattr(kind.forward, "__wrapped__", None) is None:
-            kind.forward = _or_own(kind.forward, forward)
+    for layer_class, is_row in ((LinearAllreduce, True), (LinearLayer, False)):
+        if getattr(layer_class.forward, "__wrapped__", None) is None:
+            layer_class.forward = _fused_forward(layer_class.forward, is_row)
 
 
-def _or_own(own: Callable[..., Tensor], forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
-    @wraps(own)
-    def either(layer: Any, input: Tensor) -> Tensor:
-        deferred = getattr(layer, "defer_collectives_to_compiler", False)
-        if layer.mp_group is None or deferred or layer.weight.dtype != input.dtype or layer.weight.ndim != 2:
-            return own(layer, input)
-        return forward(layer, input)
-
-    return either
-
-
-def _row_forward(layer: Any, x_shard: Tensor) -> Tensor:
-    return matmul_all_reduce(x_shard, layer.weight, layer.bias, group=layer.mp_group)
-
-
-def _column_forward(layer: Any, x: Tensor) -> Tensor:
+def _fused_forward(own_forward: Callable[..., Tensor], is_row: bool) -> Callable[..., Tensor]:
     from deepspeed.module_inject.layers import GatherFromTensorParallelRegion
 
-    y_shard = column_parallel_matmul(x, layer.weight, layer.bias, group=layer.mp_group)
-    if not layer.gather_output:
-        return y_shard
-    gathered: Tensor = GatherFromTensorParallelRegion.apply(layer.mp_group, y_shard, layer._partition_sizes)
-    return gathered
+    @wraps(own_forward)
+    def forward(layer: Any, input: Tensor) -> Tensor:
+        deferred = getattr(layer, "defer_collectives_to_compiler", False)
+        if layer.mp_group is None or deferred or layer.weight.dtype != input.dtype or layer.weight.ndim != 2:
+            return own_forward(layer, input)
+        if is_row:
+            return row_matmul(input, layer.weight, layer.bias, layer.mp_group)
+        y: Tensor = column_matmul(input, layer.weight, layer.bias, layer.mp_group)
+        if layer.gather_output:
+            y = GatherFromTensorParallelRegion.apply(layer.mp_group, y, layer._partition_sizes)
+        return y
+
+    return forward

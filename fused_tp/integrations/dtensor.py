@@ -38,9 +38,9 @@ from fused_tp.nn.single_device_writes import write_as_one_process
 
 
 class _FusedStyle(ParallelStyle):
-    """Base of both styles of linear layers and embeddings. `become` selects the entry of `MODULES` to apply."""
+    """Base of both styles; `style_name` and the class of the module select an entry of `MODULES`."""
 
-    become: str
+    style_name: str
     input_layouts: tuple[Placement]
     output_layouts: tuple[Placement]
     use_local_output: bool
@@ -66,15 +66,14 @@ class _FusedStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
-        kind = _kind(module, type(self).__name__)
-        placements, behaviour = MODULES[self.become, kind]
+        placements, mixin = MODULES[self.style_name, _base_class(module, type(self).__name__)]
         _shard_parameters(module, device_mesh, placements, self.src_data_rank)
-        owner = type(module)
-        if (behaviour, owner) not in _classes:
-            _classes[behaviour, owner] = type(behaviour.__name__.lstrip("_"), (behaviour, owner), {})
+        module_class = type(module)
+        if (mixin, module_class) not in _classes:
+            _classes[mixin, module_class] = type(mixin.__name__.lstrip("_"), (mixin, module_class), {})
         styled = cast(_Styled, module)
         styled._style, styled._style_mesh = self, device_mesh
-        module.__class__ = _classes[behaviour, owner]
+        module.__class__ = _classes[mixin, module_class]
         return module
 
 
@@ -96,7 +95,7 @@ class FusedColwiseParallel(_FusedStyle, ColwiseParallel):
         >>> parallelize_module(mlp, mesh["tp"], plan)
     """
 
-    become = "column"
+    style_name = "column"
 
 
 class FusedRowwiseParallel(_FusedStyle, RowwiseParallel):
@@ -114,7 +113,7 @@ class FusedRowwiseParallel(_FusedStyle, RowwiseParallel):
     Example: see FusedColwiseParallel.
     """
 
-    become = "row"
+    style_name = "row"
 
 
 class FusedSequenceParallel(SequenceParallel):
@@ -140,30 +139,30 @@ class FusedSequenceParallel(SequenceParallel):
         sequence_parallel_(module, check_mesh(device_mesh))
         sharding = self.sequence_sharding[0]
 
-        def take_local(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def to_local_shard(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs[0] if inputs else None
             if not isinstance(x, Tensor):
                 raise TypeError(f"the first input of {type(module).__name__} must be a Tensor, got {type(x).__name__}.")
             if isinstance(x, DTensor):
-                whole = x.shape
+                full_shape = x.shape
                 x = x.redistribute(placements=[sharding]).to_local()
                 # Shards may differ in length, so the global shape is recorded for the output. Record it on a view,
                 # because the local tensor itself belongs to the DTensor.
                 x = x.view_as(x)
-                cast(Any, x)._fused_tp_whole = whole
+                cast(Any, x)._fused_tp_full_shape = full_shape
             return (x, *inputs[1:])
 
-        def give_dtensor(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            whole = getattr(inputs[0], "_fused_tp_whole", None)
-            if whole is None:
+        def to_dtensor(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            full_shape = getattr(inputs[0], "_fused_tp_full_shape", None)
+            if full_shape is None:
                 return DTensor.from_local(output, device_mesh, [sharding], run_check=False)
             shape = list(output.shape)
-            shape[sharding.dim] = whole[sharding.dim]
+            shape[sharding.dim] = full_shape[sharding.dim]
             return as_dtensor(output, device_mesh, sharding, tuple(shape))
 
-        module.register_forward_pre_hook(take_local)
+        module.register_forward_pre_hook(to_local_shard)
         if not self.use_local_output:
-            module.register_forward_hook(give_dtensor)
+            module.register_forward_hook(to_dtensor)
         return module
 
 
@@ -176,23 +175,23 @@ class _Styled(nn.Module):
     _style: _FusedStyle
     _style_mesh: DeviceMesh
 
-    def _layout_of(self, x: Tensor) -> Placement:
-        return _positive(x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0], x.ndim)
+    def _input_layout(self, x: Tensor) -> Placement:
+        return _with_positive_dim(x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0], x.ndim)
 
-    def _take(self, x: Tensor, wanted: Placement, grad: Placement | None = None) -> Tensor:
+    def _local_input(self, x: Tensor, wanted: Placement, grad: Placement | None = None) -> Tensor:
         """Return this rank's shard of the input in the layout `wanted`.
 
         The gradient of a DTensor input has the layout `grad`, default `wanted`.
         """
-        if self._layout_of(x) != wanted:
+        if self._input_layout(x) != wanted:
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
             x = x.redistribute(placements=[wanted])
         return x.to_local(grad_placements=[grad or wanted]) if isinstance(x, DTensor) else x
 
-    def _give(self, y: Tensor, layout: Placement, shape: tuple[int, ...]) -> Tensor:
+    def _convert_output(self, y: Tensor, layout: Placement, shape: tuple[int, ...]) -> Tensor:
         """Convert `y`, this rank's shard in `layout` of an output of global `shape`, to the style's output layout."""
-        wanted = _positive(self._style.output_layouts[0], y.ndim)
+        wanted = _with_positive_dim(self._style.output_layouts[0], y.ndim)
         if layout == wanted and self._style.use_local_output:
             return y
         out = as_dtensor(y, self._style_mesh, layout, shape)
@@ -200,13 +199,13 @@ class _Styled(nn.Module):
             out = out.redistribute(placements=[wanted])
         return out.to_local() if self._style.use_local_output else out
 
-    def _give_sum(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
+    def _reduce_output(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
         """Return the output of global `shape` in the style's output layout.
 
         `sums(dim)` reduce-scatters it along `dim`, one of its first `dims` dims; `sums(None)` all-reduces it.
         """
-        dim = _shard_dim(_positive(self._style.output_layouts[0], len(shape)), dims)
-        return self._give(sums(dim), Replicate() if dim is None else Shard(dim), shape)
+        dim = _shard_dim(_with_positive_dim(self._style.output_layouts[0], len(shape)), dims)
+        return self._convert_output(sums(dim), Replicate() if dim is None else Shard(dim), shape)
 
 
 class _ColumnLinear(_Styled):
@@ -217,20 +216,20 @@ class _ColumnLinear(_Styled):
         linear = cast(nn.Linear, self)
         check_floating(x)
         weight, bias = local(self.weight), local(self.bias)
-        layout = self._layout_of(x)
+        layout = self._input_layout(x)
         dim = _shard_dim(layout, x.ndim - 1)
         if dim is None and (isinstance(x, DTensor) or layout != Replicate()):
             # Leave the sum of the gradient to DTensor, which does it once for all layers that read x, and by
             # reduce-scatter if x was gathered.
-            x = self._take(x, Replicate(), grad=Partial())
+            x = self._local_input(x, Replicate(), grad=Partial())
             check_width(x, linear.in_features, "in_features")
             y = F.linear(x, weight, bias)
         else:
             gather_size = x.shape[dim] if dim is not None and isinstance(x, DTensor) else None
-            x = self._take(x, layout)
+            x = self._local_input(x, layout)
             check_width(x, linear.in_features, "in_features")
-            (y,) = column_matmul(x, [weight], [bias], self._style_mesh, dim, gather_size)
-        return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
+            y = column_matmul(x, weight, bias, self._style_mesh, dim, gather_size)
+        return self._convert_output(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
 
 
 class _RowLinear(_Styled):
@@ -241,28 +240,28 @@ class _RowLinear(_Styled):
         linear = cast(nn.Linear, self)
         check_floating(x)
         weight = local(self.weight)
-        x = self._take(x, Shard(x.ndim - 1))
+        x = self._local_input(x, Shard(x.ndim - 1))
         check_width(x, weight.shape[1], "this rank's part of in_features")
         sums = partial(row_matmul, x, weight, local(self.bias), self._style_mesh)
-        return self._give_sum(sums, (*x.shape[:-1], linear.out_features), x.ndim - 1)
+        return self._reduce_output(sums, (*x.shape[:-1], linear.out_features), x.ndim - 1)
 
 
 class _ColumnEmbedding(_Styled):
     def forward(self, ids: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
-        y = F.embedding(self._take(ids, Replicate()), local(embedding.weight), embedding.padding_idx)
-        return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], embedding.embedding_dim))
+        y = F.embedding(self._local_input(ids, Replicate()), local(embedding.weight), embedding.padding_idx)
+        return self._convert_output(y, Shard(y.ndim - 1), (*y.shape[:-1], embedding.embedding_dim))
 
 
 class _RowEmbedding(_Styled):
     def forward(self, ids: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
-        ids = self._take(ids, Replicate())
+        ids = self._local_input(ids, Replicate())
         check_ids_inside(ids, embedding.num_embeddings)
         sums = partial(lookup, ids, local(embedding.weight), embedding.num_embeddings, embedding.padding_idx)
-        return self._give_sum(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1)
+        return self._reduce_output(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1)
 
 
 # Maps (style, class of the module) to (placements of its parameters, class that defines its forward).
@@ -294,23 +293,23 @@ def _shard_parameters(
         note_replaced({parameter: name}, module)
 
 
-def _kind(module: nn.Module, style: str) -> type[nn.Module]:
-    for kind in (nn.Linear, nn.Embedding):
-        if isinstance(module, kind):
-            if type(module).forward is not kind.forward and not isinstance(module, _Styled):
+def _base_class(module: nn.Module, style: str) -> type[nn.Module]:
+    for base in (nn.Linear, nn.Embedding):
+        if isinstance(module, base):
+            if type(module).forward is not base.forward and not isinstance(module, _Styled):
                 raise ValueError(
-                    f"{style} does not support {type(module).__name__}, a {kind.__name__} with a custom forward, which "
+                    f"{style} does not support {type(module).__name__}, a {base.__name__} with a custom forward, which "
                     "would be lost. Use torch's style."
                 )
             if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
                 raise ValueError(
                     f"{style} does not support max_norm, scale_grad_by_freq or sparse of an nn.Embedding. Unset them."
                 )
-            return kind
+            return base
     raise TypeError(f"{style} supports nn.Linear and nn.Embedding, got {type(module).__name__}.")
 
 
-def _positive(layout: Placement, ndim: int) -> Placement:
+def _with_positive_dim(layout: Placement, ndim: int) -> Placement:
     return Shard(layout.dim % ndim) if isinstance(layout, Shard) and ndim else layout
 
 

@@ -31,7 +31,7 @@ from fused_tp.parallelizing.mesh import ORDER, make_mesh
 T = TypeVar("T", bound=type)
 
 _METADATA = "meta.pt"  # Lightning's name for the part of a checkpoint besides weights and optimizers
-_OWN_BATCHES = ("dp_replicate", "dp_shard", "ep")
+_BATCH_DIMS = ("dp_replicate", "dp_shard", "ep")
 
 
 def parallel_strategy(kind: T) -> T:
@@ -53,12 +53,12 @@ def parallel_strategy(kind: T) -> T:
         >>> strategy = parallel_strategy(ModelParallelStrategy)(dp_shard=-1, cp=2, tp=4)
         >>> trainer = lightning.Trainer(strategy=strategy, devices=8, num_nodes=4)
     """
-    made: T = _made(kind)
-    return made
+    extended: T = _parallel_class(kind)
+    return extended
 
 
 @cache
-def _made(kind: Any) -> Any:
+def _parallel_class(kind: Any) -> Any:
     return type(f"Parallel{kind.__name__}", (_ParallelStrategy, kind), {"__doc__": kind.__doc__})
 
 
@@ -74,9 +74,9 @@ class _ParallelStrategy:
     broadcast: Any
 
     def __init__(self, *, process_group_backend: str | None = None, timeout: Any = None, **sizes: int) -> None:
-        given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         strategy: Any = super()
-        strategy.__init__(process_group_backend=process_group_backend, **given)
+        strategy.__init__(process_group_backend=process_group_backend, **options)
         if "pp" in sizes:
             raise ValueError("pp is not supported: Lightning does not run pipeline schedules. Omit pp.")
         if unknown := sorted(sizes.keys() - set(ORDER)):
@@ -108,7 +108,7 @@ class _ParallelStrategy:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         names, number, rank = self.device_mesh.mesh_dim_names or (), 1, 0
-        for name in _OWN_BATCHES:
+        for name in _BATCH_DIMS:
             if name in names:
                 mesh = self.device_mesh[name]
                 number, rank = number * mesh.size(), rank * mesh.size() + mesh.get_local_rank()
@@ -122,7 +122,7 @@ class _ParallelStrategy:
         folder = Path(self.broadcast(filepath))
         state = {"state_dict": checkpoint.pop("state_dict")}
         optimizers = checkpoint.pop("optimizer_states", [])
-        state |= {f"optimizer_{number}": one for number, one in enumerate(optimizers)}
+        state |= {f"optimizer_{number}": optimizer for number, optimizer in enumerate(optimizers)}
         dcp.save(original_shapes(self.model, state), checkpoint_id=str(folder))
         if torch.distributed.get_rank() == 0:
             torch.save(checkpoint, folder / _METADATA)
@@ -131,8 +131,8 @@ class _ParallelStrategy:
         folder = Path(self.broadcast(checkpoint_path))
         if not (folder / _METADATA).exists():  # a checkpoint file written by one process, or no checkpoint at all
             strategy: Any = super()
-            found: dict[str, Any] = strategy.load_checkpoint(folder, weights_only)
-            return found
+            checkpoint: dict[str, Any] = strategy.load_checkpoint(folder, weights_only)
+            return checkpoint
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_tp.nn.linear import check_floating, check_width
+from fused_tp.nn.linear import column_matmul, row_matmul
 from fused_tp.nn.sharding import local
 from fused_tp.ops.collectives import gather, scatter
-from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
-from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 
 COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
 ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
@@ -51,60 +49,55 @@ def fused_styles() -> Iterator[None]:
         from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES as styles
     except ImportError as error:
         raise ImportError("fused_styles() needs transformers 5.23 or later, whose loader has such styles.") from error
-    column, row = _styles()
+    column, row = _fused_classes()
     before = {name: styles._local_mapping.get(name) for name in (*COLUMN, *ROW)}
-    for names, kind in ((COLUMN, column), (ROW, row)):
+    for names, fused_class in ((COLUMN, column), (ROW, row)):
         for name in names:
-            own = styles[name]
-            styles[name] = kind(
-                input_layouts=own.input_layouts,
-                output_layouts=own.output_layouts,
-                use_local_output=own.use_local_output,
+            style = styles[name]
+            styles[name] = fused_class(
+                input_layouts=style.input_layouts,
+                output_layouts=style.output_layouts,
+                use_local_output=style.use_local_output,
             )
     try:
         yield
     finally:
-        for name, own in before.items():
-            if own is None:
+        for name, style in before.items():
+            if style is None:
                 del styles[name]
             else:
-                styles[name] = own
+                styles[name] = style
 
 
 @cache
-def _styles() -> tuple[Any, Any]:
-    """Subclasses of transformers' styles, which still define how parameters are sharded, loaded and saved."""
+def _fused_classes() -> tuple[Any, Any]:
+    """Return subclasses of transformers' styles, which still define how parameters are sharded, loaded and saved."""
     from transformers.distributed import tensor_parallel
 
     class FusedColumn(tensor_parallel.ColwiseParallel):
         def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-            plain = super().install_forward(module, mesh).forward
-            gathers = self.output_layouts.is_replicate()
+            own_forward = super().install_forward(module, mesh).forward
+            gathers_output = self.output_layouts.is_replicate()
 
             def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
                 if not _is_supported_call(module, x):
-                    return plain(x, *args, **kwargs)
-                check_floating(x)
-                check_width(x, module.in_features, "in_features")
-                y_shard = column_parallel_matmul(x, local(module.weight), local(module.bias), group=mesh)
-                return gather(y_shard, -1, group=mesh, gather_size=module.out_features) if gathers else y_shard
+                    return own_forward(x, *args, **kwargs)
+                y = column_matmul(x, local(module.weight), local(module.bias), mesh)
+                return gather(y, -1, group=mesh, gather_size=module.out_features) if gathers_output else y
 
             module.forward = forward
             return module
 
     class FusedRow(tensor_parallel.RowwiseParallel):
         def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-            plain = super().install_forward(module, mesh).forward
-            splits = self.input_layouts.is_replicate()
+            own_forward = super().install_forward(module, mesh).forward
+            scatters_input = self.input_layouts.is_replicate()
 
             def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
                 if not _is_supported_call(module, x):
-                    return plain(x, *args, **kwargs)
-                check_floating(x)
-                x_shard = scatter(x, -1, group=mesh) if splits else x
-                weight = local(module.weight)
-                check_width(x_shard, weight.shape[1], "this rank's part of in_features")
-                return matmul_all_reduce(x_shard, weight, local(module.bias), group=mesh)
+                    return own_forward(x, *args, **kwargs)
+                x = scatter(x, -1, group=mesh) if scatters_input else x
+                return row_matmul(x, local(module.weight), local(module.bias), mesh)
 
             module.forward = forward
             return module

@@ -2,17 +2,9 @@
 
 The layers subclass Megatron's and keep its initialisation, parameter attributes and saving. Parameters are plain
 tensors, and groups are those of `parallel_state` or a `pg_collection`, so Megatron's DistributedDataParallel,
-optimizers, pipeline schedules and checkpoints work unchanged. Only forward differs, and tensors stay in Megatron's
-order, [seq, batch, hidden]:
-
-| layer               | sequence_parallel | forward                | gradient of the input   |
-|---------------------|-------------------|------------------------|-------------------------|
-| column              | no                | local matmul           | `matmul_all_reduce`     |
-| column              | yes               | `all_gather_matmul`    | `matmul_reduce_scatter` |
-| row                 | no                | `matmul_all_reduce`    | local matmul            |
-| row                 | yes               | `matmul_reduce_scatter`| `all_gather_matmul`     |
-
-See `megatron_attention` for core attention, also over context parallel ranks.
+optimizers, pipeline schedules and checkpoints work unchanged. Only forward differs: it runs the ops of the table in
+`fused_tp.nn.linear`, on tensors in Megatron's order, [seq, batch, hidden]. See `megatron_attention` for core attention,
+also over context parallel ranks.
 """
 
 from __future__ import annotations
@@ -37,12 +29,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from fused_tp.integrations.megatron_attention import FusedDotProductAttention
-from fused_tp.ops.all_gather_matmul import all_gather_matmul
+from fused_tp.nn.linear import column_matmul, row_matmul
 from fused_tp.ops.collectives import all_reduce, gather, reduce_scatter, scatter
-from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
 from fused_tp.ops.main_grad import into_main_grad
-from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
-from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fused_tp.ops.sequence import shard_sequence
 
 __all__ = [
@@ -97,13 +86,13 @@ def layer_spec(config: Any, base: Any = None) -> Any:
             qk_layernorm=config.qk_layernorm,
             normalization=config.normalization,
         )
-    found: list[type] = []
-    spec = _fused(base, found)
-    if not {ColumnParallelLinear, RowParallelLinear, DotProductAttention}.intersection(found):
-        named = sorted({kind.__name__ for kind in found if "Linear" in kind.__name__ or "Attention" in kind.__name__})
+    classes: list[type] = []
+    spec = _replace_classes(base, classes)
+    if not {ColumnParallelLinear, RowParallelLinear, DotProductAttention}.intersection(classes):
+        names = sorted({c.__name__ for c in classes if "Linear" in c.__name__ or "Attention" in c.__name__})
         raise ValueError(
             "base must have ColumnParallelLinear, RowParallelLinear or DotProductAttention, got "
-            f"{', '.join(named) or 'no layers'}. Create it by a local spec, such as get_gpt_layer_local_spec()."
+            f"{', '.join(names) or 'no layers'}. Create it by a local spec, such as get_gpt_layer_local_spec()."
         )
     return spec
 
@@ -122,7 +111,7 @@ def fused_layers() -> Iterator[None]:
         mock.patch.object(tensor_parallel, "ColumnParallelLinear", FusedColumnParallelLinear),
         mock.patch.object(tensor_parallel, "RowParallelLinear", FusedRowParallelLinear),
         mock.patch.object(tensor_parallel, "VocabParallelEmbedding", FusedVocabParallelEmbedding),
-        mock.patch.object(transformer_block, "LayerNormImpl", _FUSED.get(norm, norm)),
+        mock.patch.object(transformer_block, "LayerNormImpl", _FUSED_CLASSES.get(norm, norm)),
     ):
         yield
 
@@ -174,9 +163,9 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
             )
         _check_config(config)
         # The parent requires an APEX extension for this option, which the ops of fused_tp implement without APEX.
-        given = copy(config)
-        given.gradient_accumulation_fusion = False
-        super().__init__(input_size, output_size, config=given, **keywords)
+        parent_config = copy(config)
+        parent_config.gradient_accumulation_fusion = False
+        super().__init__(input_size, output_size, config=parent_config, **keywords)
         self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
         _check_unsharded(self)
 
@@ -185,18 +174,16 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias if skip_bias_add else None) for `input_` [seq, batch, n] or [tokens, n]."""
         weight = self.weight if weight is None else weight
-        wanted = (self.output_size_per_partition, self.input_size)
-        if weight is None or tuple(weight.shape) != wanted:
+        shape = (self.output_size_per_partition, self.input_size)
+        if weight is None or tuple(weight.shape) != shape:
             given = "None" if weight is None else str(tuple(weight.shape))
-            raise ValueError(f"weight must have shape {list(wanted)}, this rank's rows, got {given}.")
+            raise ValueError(f"weight must have shape {list(shape)}, this rank's rows, got {given}.")
         _check_weight(weight)
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm or (self.disable_grad_reduce and not self.sequence_parallel):
             output = F.linear(input_, into_main_grad(weight), bias)
-        elif self.sequence_parallel:
-            output = all_gather_matmul(input_, weight, bias, group=self.tp_group)
         else:
-            output = column_parallel_matmul(input_, weight, bias, group=self.tp_group)
+            output = column_matmul(input_, weight, bias, self.tp_group, 0 if self.sequence_parallel else None)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather(output, -1, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -233,11 +220,11 @@ class FusedRowParallelLinear(RowParallelLinear):
         if self.explicit_expert_comm:
             output = F.linear(x, into_main_grad(self.weight))
         elif self.sequence_parallel:
-            output = matmul_reduce_scatter(x, self.weight, group=self.tp_group)
+            output = row_matmul(x, self.weight, None, self.tp_group, 0)
             # Add the bias outside of the op: the op would sum its gradient over ranks, and Megatron sums it again.
             output = output if bias is None else output + bias
         else:
-            output = matmul_all_reduce(x, self.weight, bias, group=self.tp_group)
+            output = row_matmul(x, self.weight, bias, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
 
@@ -254,11 +241,11 @@ class FusedVocabParallelEmbedding(VocabParallelEmbedding):
         Returns [seq / ranks, batch, embedding_dim] if reduce_scatter_embeddings, else [batch, seq, embedding_dim].
         """
         ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_
-        elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
-        rows = (ids - self.vocab_start_index).masked_fill(elsewhere, 0)
+        on_other_ranks = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
+        rows = (ids - self.vocab_start_index).masked_fill(on_other_ranks, 0)
         # As in the parent class: indexing has a deterministic gradient on GPUs, F.embedding has not.
-        found = self.weight[rows] if self.deterministic_mode else F.embedding(rows, self.weight)
-        partial_sum = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        vectors = self.weight[rows] if self.deterministic_mode else F.embedding(rows, self.weight)
+        partial_sum = vectors.masked_fill(on_other_ranks.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             return reduce_scatter(partial_sum, 0, group=self.tp_group)
         return all_reduce(partial_sum, group=self.tp_group)
@@ -271,9 +258,9 @@ class SequenceParallelNorm(WrappedTorchNorm):
     """
 
     def __new__(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
-        given = copy(config)
-        given.sequence_parallel = False
-        norm = WrappedTorchNorm(given, *arguments, **keywords)
+        parent_config = copy(config)
+        parent_config.sequence_parallel = False
+        norm = WrappedTorchNorm(parent_config, *arguments, **keywords)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -305,7 +292,7 @@ def _check_weight(weight: Tensor) -> None:
         )
 
 
-_FUSED: dict[type, type] = {
+_FUSED_CLASSES: dict[type, type] = {
     ColumnParallelLinear: FusedColumnParallelLinear,
     RowParallelLinear: FusedRowParallelLinear,
     WrappedTorchNorm: SequenceParallelNorm,
@@ -313,16 +300,17 @@ _FUSED: dict[type, type] = {
 }
 
 
-def _fused(spec: Any, found: list[type]) -> Any:
-    """Copy a part of a spec with fused classes, and append all classes in it to `found`."""
+def _replace_classes(spec: Any, classes: list[type]) -> Any:
+    """Copy a part of a spec with fused classes, and append all classes in it to `classes`."""
     if isinstance(spec, type):
-        found.append(spec)
-        return _FUSED.get(spec, spec)
+        classes.append(spec)
+        return _FUSED_CLASSES.get(spec, spec)
     if isinstance(spec, (list, tuple)):
-        return type(spec)(_fused(one, found) for one in spec)
+        return type(spec)(_replace_classes(part, classes) for part in spec)
     if isinstance(spec, partial):  # Megatron-Core 0.19 uses these instead of some specs
-        keywords = {name: _fused(value, found) for name, value in spec.keywords.items()}
-        return partial(_fused(spec.func, found), *spec.args, **keywords)
+        keywords = {name: _replace_classes(value, classes) for name, value in spec.keywords.items()}
+        return partial(_replace_classes(spec.func, classes), *spec.args, **keywords)
     if is_dataclass(spec) and not isinstance(spec, type):
-        return replace(spec, **{one.name: _fused(getattr(spec, one.name), found) for one in fields(spec) if one.init})
+        names = [field.name for field in fields(spec) if field.init]
+        return replace(spec, **{name: _replace_classes(getattr(spec, name), classes) for name in names})
     return spec

@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fused_tp.integrations.ring_flash_attention import Found, attend
+from fused_tp.integrations.ring_flash_attention import AttentionResult, attend
 
 
 def zigzag_ring_flash_attn_varlen_func(
@@ -30,7 +30,7 @@ def zigzag_ring_flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
-) -> Found:
+) -> AttentionResult:
     """Attention within documents; rank r holds chunks r and 2W-1-r of each. Returns [1, tokens / W, heads, head_dim].
 
     Unlike ring-flash-attention's function of this name, ms-swift's takes a batch of one row, and `cu_seqlens` of the
@@ -44,17 +44,5 @@ def zigzag_ring_flash_attn_varlen_func(
     The other arguments are those of `fused_tp.integrations.ring_flash_attention`.
     """
     window = (window_size - 1, 0) if isinstance(window_size, int) else window_size
-    return attend(
-        q,
-        k,
-        v,
-        return_attn_probs,
-        layout="zigzag_documents",
-        cu_seqlens=cu_seqlens,
-        group=group,
-        dropout_p=dropout_p,
-        scale=softmax_scale,
-        causal=causal,
-        window=window,
-        alibi_slopes=alibi_slopes,
-    )
+    options = dropout_p, softmax_scale, causal, window, alibi_slopes, return_attn_probs, group
+    return attend("zigzag_documents", q, k, v, *options, cu_seqlens=cu_seqlens)

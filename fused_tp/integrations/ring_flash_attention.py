@@ -45,7 +45,7 @@ from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.attention_arguments import on_host
 from fused_tp.ops.ring_attention import ring_attention
 
-Found: TypeAlias = "Tensor | tuple[Tensor, Tensor, None]"
+AttentionResult: TypeAlias = "Tensor | tuple[Tensor, Tensor, None]"
 
 __all__ = [
     f"{name}{kind}_func"
@@ -60,9 +60,28 @@ __all__ = [
 ] + ["llama3_flash_attn_prepare_cu_seqlens"]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool, **keywords: Any) -> Found:
-    """Call `ring_attention` with these keywords; return out, or (out, lse, None) if `return_attn_probs`."""
+def attend(
+    layout: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+    group: ProcessGroup | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> AttentionResult:
+    """Call `ring_attention` with arguments named as in flash-attn. `cu_seqlens`: bounds of the documents of all ranks.
+
+    Returns out, or (out, lse, None) if `return_attn_probs`.
+    """
     check_bool(return_attn_probs=return_attn_probs)
+    keywords: dict[str, Any] = {"layout": layout, "group": group, "dropout_p": dropout_p, "scale": softmax_scale}
+    keywords |= {"causal": causal, "window": window_size, "alibi_slopes": alibi_slopes, "cu_seqlens": cu_seqlens}
     if not return_attn_probs:
         return ring_attention(q, k, v, **keywords)
     out, lse = ring_attention(q, k, v, return_lse=True, **keywords)
@@ -70,28 +89,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool, **keywords:
 
 
 def _attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    return_attn_probs: bool,
-    *,
-    whole: Tensor | None = None,
-    cu_seqlens: Any = None,
-    **keywords: Any,
-) -> Found:
-    """Attention within packed documents with the bounds `whole` over all ranks; None: from this rank's `cu_seqlens`."""
+    cu_seqlens: Any, layout: str, q: Tensor, k: Tensor, v: Tensor, *options: Any, covers_all_ranks: bool = False
+) -> AttentionResult:
+    """Attention within packed documents, whose bounds `cu_seqlens` cover this rank's tokens, or those of all ranks.
+
+    Args:
+        options: the arguments of `attend` after v; the last one is the group.
+    """
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 3:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be [tokens of this rank, heads, head_dim].")
-    bounds = _of_all_ranks(cu_seqlens, q, keywords["group"]) if whole is None else whole
-    found = attend(q[None], k[None], v[None], return_attn_probs, cu_seqlens=bounds, **keywords)
-    if isinstance(found, Tensor):
-        return found[0]
-    out, lse, _ = found
+    bounds = cu_seqlens if covers_all_ranks else _bounds_of_all_ranks(cu_seqlens, q, options[-1])
+    result = attend(layout, q[None], k[None], v[None], *options, cu_seqlens=bounds)
+    if isinstance(result, Tensor):
+        return result[0]
+    out, lse, _ = result
     return out[0], lse[0], None
 
 
-def _of_all_ranks(cu_seqlens: Any, q: Tensor, group: ProcessGroup | None) -> Tensor:
+def _bounds_of_all_ranks(cu_seqlens: Any, q: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the bounds of the documents over all ranks, from the `cu_seqlens` of this rank's tokens."""
     bounds = cast("Tensor", on_host("cu_seqlens", cu_seqlens))
     if not torch.compiler.is_compiling() and len(bounds) and int(bounds[-1]) != q.shape[0]:
@@ -114,20 +130,10 @@ def ring_flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
-) -> Found:
+) -> AttentionResult:
     """Attention over a sequence; rank r holds chunk r. Returns [batch, seq / W, heads, head_dim]."""
     return attend(
-        q,
-        k,
-        v,
-        return_attn_probs,
-        layout="contiguous",
-        group=group,
-        dropout_p=dropout_p,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        alibi_slopes=alibi_slopes,
+        "contiguous", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs, group
     )
 
 
@@ -143,20 +149,10 @@ def zigzag_ring_flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
-) -> Found:
+) -> AttentionResult:
     """Attention over a sequence; rank r holds chunks r and 2W-1-r. Returns [batch, seq / W, heads, head_dim]."""
     return attend(
-        q,
-        k,
-        v,
-        return_attn_probs,
-        layout="zigzag",
-        group=group,
-        dropout_p=dropout_p,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        alibi_slopes=alibi_slopes,
+        "zigzag", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs, group
     )
 
 
@@ -174,22 +170,10 @@ def ring_flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
-) -> Found:
+) -> AttentionResult:
     """Attention within documents; rank r holds chunk r of each. Returns [tokens / W, heads, head_dim]."""
-    return _attend_packed(
-        q,
-        k,
-        v,
-        return_attn_probs,
-        cu_seqlens=cu_seqlens,
-        layout="contiguous_documents",
-        group=group,
-        dropout_p=dropout_p,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        alibi_slopes=alibi_slopes,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs, group
+    return _attend_packed(cu_seqlens, "contiguous_documents", q, k, v, *options)
 
 
 def zigzag_ring_flash_attn_varlen_func(
@@ -206,22 +190,10 @@ def zigzag_ring_flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
-) -> Found:
+) -> AttentionResult:
     """Attention within documents; rank r holds chunks r and 2W-1-r of each. Returns [tokens / W, heads, head_dim]."""
-    return _attend_packed(
-        q,
-        k,
-        v,
-        return_attn_probs,
-        cu_seqlens=cu_seqlens,
-        layout="zigzag_documents",
-        group=group,
-        dropout_p=dropout_p,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        alibi_slopes=alibi_slopes,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs, group
+    return _attend_packed(cu_seqlens, "zigzag_documents", q, k, v, *options)
 
 
 @dataclass(frozen=True)
@@ -263,12 +235,12 @@ def llama3_flash_attn_prepare_cu_seqlens(
     last = stop if causal else min(bound for bound in bounds if bound >= stop)
     queries, keys = [start, *inside, stop], [first, *inside, last]
 
-    def counted(ends: list[int]) -> tuple[Tensor, int]:
-        found = torch.tensor(ends, dtype=cu_seqlens.dtype, device="cpu") - ends[0]
-        return found.to(cu_seqlens.device), int(found.diff().max())
+    def relative_bounds(ends: list[int]) -> tuple[Tensor, int]:
+        bounds = torch.tensor(ends, dtype=cu_seqlens.dtype, device="cpu") - ends[0]
+        return bounds.to(cu_seqlens.device), int(bounds.diff().max())
 
-    (of_queries, longest), (of_keys, longest_keys) = counted(queries), counted(keys)
-    return of_queries, of_keys, longest, longest_keys, KeySlice(first, last, whole)
+    (query_bounds, max_queries), (key_bounds, max_keys) = relative_bounds(queries), relative_bounds(keys)
+    return query_bounds, key_bounds, max_queries, max_keys, KeySlice(first, last, whole)
 
 
 def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
@@ -289,7 +261,7 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
-) -> Found:
+) -> AttentionResult:
     """Attention within documents; rank r holds chunk r of all tokens. Returns [tokens / W, heads, head_dim].
 
     The library gathers all keys of `heads_k_stride` heads at a time. Here keys travel in a ring, only those that some
@@ -304,26 +276,14 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
             "local_k_slice must be returned by llama3_flash_attn_prepare_cu_seqlens of fused_tp, got "
             f"{type(local_k_slice).__name__}. Import that function from the same module."
         )
-    return _attend_packed(
-        q,
-        k,
-        v,
-        return_attn_probs,
-        whole=local_k_slice.cu_seqlens,
-        layout="contiguous",
-        group=group,
-        dropout_p=dropout_p,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        alibi_slopes=alibi_slopes,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs, group
+    return _attend_packed(local_k_slice.cu_seqlens, "contiguous", q, k, v, *options, covers_all_ranks=True)
 
 
-def _packed(function: Callable[..., Found], name: str, count: int) -> Callable[..., Found]:
+def _packed(function: Callable[..., AttentionResult], name: str, count: int) -> Callable[..., AttentionResult]:
     """Variant of `function` with its last `count` of (q, k, v) stacked in one tensor, in a dim before the heads."""
 
-    def call(*args: Any, **keywords: Any) -> Found:
+    def call(*args: Any, **keywords: Any) -> AttentionResult:
         given = signature.bind(*args, **keywords).arguments
         packed = given.pop(name)
         if packed.ndim < 3 or packed.shape[-3] != count:

@@ -75,16 +75,12 @@ class _Projections(Module):
         self.tp_mesh = parallel_dims.get_optional_mesh("tp")
         super().parallelize(parallel_dims)
 
+    def column(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
+        weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
+        return column_matmul(x, weights, biases, self.tp_mesh, self.sequence_dim)
 
-def _column(module: _Projections, x: Tensor, layers: list[Linear]) -> list[Tensor]:
-    assert module.tp_mesh is not None
-    weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
-    return list(column_matmul(x, weights, biases, module.tp_mesh, module.sequence_dim))
-
-
-def _row(module: _Projections, x: Tensor, layer: Linear) -> Tensor:
-    assert module.tp_mesh is not None
-    return row_matmul(x, local(layer.weight), None, module.tp_mesh, module.sequence_dim)
+    def row(self, x: Tensor, layer: Linear) -> Tensor:
+        return row_matmul(x, local(layer.weight), None, self.tp_mesh, self.sequence_dim)
 
 
 class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
@@ -98,7 +94,7 @@ class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
         if self.tp_mesh is None:
             return FusedQKVLinear.forward(self, x)
         with spmd.no_typecheck():
-            (qkv,) = _column(self, x, [self.wqkv])
+            (qkv,) = self.column(x, self.wqkv)
             parts = qkv.unflatten(-1, (-1, self.r_dim, self.head_dim)).split([self.heads_per_kv, 1, 1], dim=-2)
             q, k, v = (part.flatten(2, 3).contiguous() for part in parts)
         return q, k, v
@@ -115,7 +111,7 @@ class GatherQKVLinear(_Projections, QKVLinear):
         if self.tp_mesh is None:
             return QKVLinear.forward(self, x)
         with spmd.no_typecheck():
-            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in _column(self, x, [self.wq, self.wk, self.wv]))
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.column(x, self.wq, self.wk, self.wv))
         return q, k, v
 
 
@@ -130,7 +126,7 @@ class ScatterLinear(_Projections, Linear):
         if self.tp_mesh is None:
             return Linear.forward(self, input)
         with spmd.no_typecheck():
-            return _row(self, input, self)
+            return self.row(input, self)
 
 
 class FusedFeedForward(_Projections, FeedForward):
@@ -144,8 +140,8 @@ class FusedFeedForward(_Projections, FeedForward):
         if self.tp_mesh is None:
             return FeedForward.forward(self, x)
         with spmd.no_typecheck():
-            gate, up = _column(self, x, [self.w1, self.w3])
-            return _row(self, F.silu(gate) * up, self.w2)
+            gate, up = self.column(x, self.w1, self.w3)
+            return self.row(F.silu(gate) * up, self.w2)
 
 
 class RingAttention(Module):
@@ -182,9 +178,10 @@ class RingAttention(Module):
         with spmd.no_typecheck():
             documents = None
             if attention_masks is not None:
-                documents = _documents_at(local(attention_masks), self.cp_mesh, self.layout)
-            how = {"causal": True, "scale": scale, "layout": self.layout}
-            return _attend(q_BLNH, k_BLNH, v_BLNH, self.cp_mesh, documents, **how)
+                documents = _document_bounds(local(attention_masks), self.cp_mesh, self.layout)
+            return _attend(
+                q_BLNH, k_BLNH, v_BLNH, self.cp_mesh, documents, causal=True, scale=scale, layout=self.layout
+            )
 
 
 class PositionsAttention(GQAttention):
@@ -197,22 +194,22 @@ class PositionsAttention(GQAttention):
     def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
         if attention_masks is not None:
             raise ValueError(
-                "attention_masks were given to attention with ring=..., which is causal within the documents that "
-                "positions tell; remove the override, or give no masks."
+                "attention_masks is not supported with ring=..., which is causal within the documents of the "
+                "positions. Remove the override, or pass no masks."
             )
         return super().forward(x_BLD, positions, positions)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh | None, documents: list[Tensor] | None, **how: Any
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh | None, documents: list[Tensor] | None, **keywords: Any
 ) -> Tensor:
     """Return the output [batch, seq / W, heads, head_dim]; `documents` holds the bounds in each row, if any."""
-    how["alone"] = mesh is None
+    keywords["alone"] = mesh is None
     if documents is None:
-        return attention_over(q, k, v, mesh, **how)
+        return attention_over(q, k, v, mesh, **keywords)
     rows = [slice(i, i + 1) for i in range(q.shape[0])]
     outs = [
-        attention_over(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **how)
+        attention_over(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **keywords)
         for row, bounds in zip(rows, documents, strict=True)
     ]
     return torch.cat(outs)
@@ -235,7 +232,7 @@ def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceM
             module.forward = partial(_causal_ring, cp_mesh)
         else:
             raise NotImplementedError(
-                f"{type(module).__name__} has masks that a ring cannot read; take attn_backend='varlen', or "
+                f"{type(module).__name__} has masks that a ring does not support. Use attn_backend='varlen', or "
                 "torchtitan's own apply_cp_to_forward."
             )
 
@@ -252,7 +249,7 @@ def _causal_ring(
     **kwargs: Any,
 ) -> Tensor:
     if attention_masks is not None:
-        raise ValueError("ScaledDotProductAttention takes no attention_masks; have VarlenAttention for documents.")
+        raise ValueError("ScaledDotProductAttention supports no attention_masks. Use VarlenAttention for documents.")
     return _attend(q, k, v, mesh, None, causal=is_causal, scale=scale)
 
 
@@ -283,36 +280,36 @@ def _varlen_ring(
 
 
 # All layers get the same positions, so they are gathered once.
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_documents_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @torch.compiler.disable
-def _documents_at(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> list[Tensor]:
-    """cu_seqlens of each row.
+def _document_bounds(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> list[Tensor]:
+    """Return the cu_seqlens of each row.
 
     Raises:
         ValueError: positions do not count up within documents: tokens are sharded in another layout.
     """
-    known = _known.get(positions)
-    if known is not None and known[0] == positions._version:
-        return known[1]
-    whole = positions if mesh is None else unshard_sequence(positions.contiguous(), 1, group=mesh, layout=layout)
-    whole, documents = whole.cpu(), []
-    steps = whole.diff(dim=1)
-    if not bool(((steps == 1) | (whole[:, 1:] == 0)).all()):
+    version, documents = _documents_cache.get(positions, (None, []))
+    if version == positions._version:
+        return documents
+    full = positions if mesh is None else unshard_sequence(positions.contiguous(), 1, group=mesh, layout=layout)
+    full, documents = full.cpu(), []
+    steps = full.diff(dim=1)
+    if not bool(((steps == 1) | (full[:, 1:] == 0)).all()):
         raise ValueError(
             f"positions must increase by one or restart at 0, but do not in the layout {layout!r}. Use ring='zigzag' "
             "with parallelism.context_parallel_load_balancer='headtail', or ring='contiguous' with None."
         )
-    for row in whole:
-        begins = (row == 0).nonzero().flatten().tolist()
-        documents.append(torch.tensor(sorted({0, *begins, len(row)}), dtype=torch.int64, device="cpu"))
-    _known[positions] = positions._version, documents
+    for row in full:
+        starts = (row == 0).nonzero().flatten().tolist()
+        documents.append(torch.tensor(sorted({0, *starts, len(row)}), dtype=torch.int64, device="cpu"))
+    _documents_cache[positions] = positions._version, documents
     return documents
 
 
 def _sequence_dim(name: str, sharding: ShardingConfig | None, x: str) -> int | None:
-    """Dim in which the input `x` of a module is sharded over tensor parallel ranks, None if each rank has all of it."""
+    """Return the dim in which the input `x` is sharded over tensor parallel ranks; None if each rank has all of it."""
     layout = None if sharding is None or sharding.in_src_shardings is None else sharding.in_src_shardings.get(x)
     if layout == dense_sequence_parallel_placement():
         return 1
@@ -372,18 +369,17 @@ def attention(cfg: GQAttention.Config, *, ring: str | None = None) -> GQAttentio
     columns = [cfg.qkv_linear.wqkv] if fused else [cfg.qkv_linear.wq, cfg.qkv_linear.wkv]
     _check_linears("attention", *columns)
     _check_linears("attention", cfg.wo, bias=False)
-    own = {"sequence_dim": sequence_dim}
     qkv = derive(
         cfg.qkv_linear,
         FusedGatherQKVLinear.Config if fused else GatherQKVLinear.Config,
         sharding_config=_local_region(cfg.qkv_linear.sharding_config, {"x": x}, (_HEADS,) * 3),
-        **own,
+        sequence_dim=sequence_dim,
     )
     wo = derive(
         cfg.wo,
         ScatterLinear.Config,
         sharding_config=_local_region(cfg.wo.sharding_config, {"input": _HEADS}, x),
-        **own,
+        sequence_dim=sequence_dim,
     )
     changed: dict[str, Any] = {"qkv_linear": qkv, "wo": wo, "sharding_config": None}
     if ring is None:

@@ -10,8 +10,7 @@ Trainer does not resume sharded models; here torch.distributed.checkpoint does, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,33 +59,33 @@ def parallel_trainer(kind: T) -> T:
         >>> trainer = parallel_trainer(transformers.Trainer)(model=model, args=args, train_dataset=dataset)
         >>> trainer.train(resume_from_checkpoint=True)
     """
-    made: T = _made(kind)
-    return made
+    extended: T = _parallel_class(kind)
+    return extended
 
 
 @cache
-def _made(kind: Any) -> Any:
+def _parallel_class(kind: Any) -> Any:
     return type(f"Parallel{kind.__name__}", (_ParallelTrainer, kind), {"__doc__": kind.__doc__})
 
 
-def adopt(model: nn.Module) -> None:
+def mark_as_sharded(model: nn.Module) -> None:
     """Mark a parallel model like a model that transformers has sharded, so that Trainer neither moves nor wraps it.
 
     Raises:
         ValueError: `model` is not parallel, or parallel in a way that Trainer does not handle correctly.
     """
-    base, parallelism = _base_of(model), _parallelism_of(model)
+    base, parallelism = _base_model(model), _parallelism_of(model)
     meshes = [mesh for mesh in (parallelism.cp_mesh, parallelism.tp_mesh) if mesh is not None]
-    same, place = 1, 0
+    ranks, index = 1, 0  # of the ranks that share a batch
     for mesh in meshes:
-        same, place = same * mesh.size(), place * mesh.size() + mesh.get_local_rank()
-    if dist.get_rank() % same != place:
+        ranks, index = ranks * mesh.size(), index * mesh.size() + mesh.get_local_rank()
+    if dist.get_rank() % ranks != index:
         raise ValueError(
-            f"the {same} ranks that share a batch must have consecutive numbers, because Trainer gives the same batch "
-            f"to {same} consecutive ranks; rank {dist.get_rank()} has index {place} among them. Make 'cp' and 'tp' the "
-            "last dims of the mesh, as make_mesh does."
+            f"the {ranks} ranks that share a batch must have consecutive numbers, because Trainer gives the same batch "
+            f"to {ranks} consecutive ranks; rank {dist.get_rank()} has index {index} among them. Make 'cp' and 'tp' "
+            "the last dims of the mesh, as make_mesh does."
         )
-    replicas, sharded = dist.get_world_size() // same, isinstance(base, FSDPModule)
+    replicas, sharded = dist.get_world_size() // ranks, isinstance(base, FSDPModule)
     if replicas > 1 and not sharded:
         raise ValueError(
             f"there are {replicas} groups of ranks with different batches, whose gradients Trainer does not average "
@@ -104,19 +103,19 @@ def adopt(model: nn.Module) -> None:
         )
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    base._is_distributed_loading_by_transformers, base._tp_size = True, same
-    base.config.distributed_config = DistributedConfig(tp_size=same, tp_plan={}, fsdp_size=replicas)
+    base._is_distributed_loading_by_transformers, base._tp_size = True, ranks
+    base.config.distributed_config = DistributedConfig(tp_size=ranks, tp_plan={}, fsdp_size=replicas)
     if sharded:
         base._is_fsdp_managed_module = True
 
 
-def _base_of(model: nn.Module) -> Any:
-    unwrap: Any = getattr(model, "get_base_model", None)  # a PeftModel
-    return model if unwrap is None else unwrap()
+def _base_model(model: nn.Module) -> Any:
+    get_base_model: Any = getattr(model, "get_base_model", None)  # a PeftModel
+    return model if get_base_model is None else get_base_model()
 
 
 def _parallelism_of(model: nn.Module) -> Parallelism:
-    found: Parallelism | None = getattr(_base_of(model), MARK, None)
+    found: Parallelism | None = getattr(_base_model(model), MARK, None)
     if found is None:
         raise ValueError(f"{type(model).__name__} is not parallel. Call fused_tp.parallelize(model, mesh) first.")
     return found
@@ -142,7 +141,7 @@ class _ParallelTrainer:
                 "model must be an nn.Module on which fused_tp.parallelize was called; a model name and model_init are "
                 "not supported."
             )
-        adopt(model)
+        mark_as_sharded(model)
         settings = kwargs.get("args", args[1] if len(args) > 1 else None)
         parallelism = _parallelism_of(model)
         if settings is not None:
@@ -157,7 +156,7 @@ class _ParallelTrainer:
                 "load_best_model_at_end=True needs the distributed checkpoint, which save_only_model=True omits. Unset "
                 "one of them."
             )
-        with _may_resume(settings), _many_cpus():
+        with _allow_resuming(settings), _count_processes_as_devices():
             super().__init__(*args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -172,17 +171,17 @@ class _ParallelTrainer:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         trainer: Any = super()
-        own = self.gather_function
-        self.gather_function = partial(_of_one_of_equal_ranks, self.accelerator, self.get_tp_size(), own)
+        own_gather = self.gather_function
+        self.gather_function = partial(_gather_without_copies, self.accelerator, self.get_tp_size(), own_gather)
         try:
-            found = trainer.evaluation_loop(*args, **kwargs)  # resets gather_function itself at the end
+            output = trainer.evaluation_loop(*args, **kwargs)  # resets gather_function itself at the end
         except BaseException:
-            self.gather_function = own
+            self.gather_function = own_gather
             raise
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an optimizer created now must get sharded parameters, not the temporary full ones
-        return found
+        return output
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -191,9 +190,9 @@ class _ParallelTrainer:
         loss, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         if logits is not None and self._shards_logits and "labels" in inputs:
             # With a loss, the logits cover a shard of the tokens or of the vocabulary: get full ones without labels.
-            without = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
+            unlabeled = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
             with torch.no_grad():
-                logits = model(**without).logits.detach()
+                logits = model(**unlabeled).logits.detach()
         return loss, logits, labels
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -206,8 +205,8 @@ class _ParallelTrainer:
         return original_shapes(self.model, {"model": model, "optimizer": optimizer})
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
-        found: Any = self.optimizer
-        return getattr(found, "optimizer", found)  # unwrap accelerate's optimizer
+        optimizer: Any = self.optimizer
+        return getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -235,10 +234,10 @@ class _ParallelTrainer:
 
 
 def _load(state: dict[str, Any], checkpoint: str) -> None:
-    dcp.load(state, storage_reader=PlainReader(_folder_of(checkpoint)), planner=PlainPlanner())
+    dcp.load(state, storage_reader=PlainReader(_distributed_folder(checkpoint)), planner=PlainPlanner())
 
 
-def _folder_of(checkpoint: str) -> Path:
+def _distributed_folder(checkpoint: str) -> Path:
     folder = Path(checkpoint, FOLDER)
     if not folder.is_dir():
         raise ValueError(
@@ -267,35 +266,28 @@ def _check_settings(settings: Any, parallelism: Parallelism) -> None:
         )
 
 
-def _of_one_of_equal_ranks(accelerator: Any, same: int, gather_for_metrics: Any, tensors: Any) -> Any:
-    """Gather `tensors` for metrics from one of every `same` consecutive ranks, which have equal batches."""
+def _gather_without_copies(accelerator: Any, copies: int, gather_for_metrics: Any, tensors: Any) -> Any:
+    """Gather `tensors` for metrics from one of every `copies` consecutive ranks, which have equal batches."""
     gather, world = accelerator.gather, accelerator.num_processes
 
-    def one_of(tensors: Any) -> Any:
-        return tree_map(lambda t: t.unflatten(0, (-1, same, len(t) // world))[:, 0].flatten(0, 1), gather(tensors))
+    def gather_once(tensors: Any) -> Any:
+        return tree_map(lambda t: t.unflatten(0, (-1, copies, len(t) // world))[:, 0].flatten(0, 1), gather(tensors))
 
-    with mock.patch.object(accelerator, "gather", one_of):
+    with mock.patch.object(accelerator, "gather", gather_once):
         return gather_for_metrics(tensors)  # drops the padding of the last batch
 
 
-@contextmanager
-def _may_resume(settings: Any) -> Iterator[None]:
+def _allow_resuming(settings: Any) -> AbstractContextManager[Any]:
     """Context manager with save_only_model=True, without which Trainer raises for sharded models.
 
     Trainer could not save their optimizer; `_ParallelTrainer` can.
     """
     if settings is None or settings.save_only_model:
-        yield
-        return
-    settings.save_only_model = True
-    try:
-        yield
-    finally:
-        settings.save_only_model = False
+        return nullcontext()
+    return mock.patch.object(settings, "save_only_model", True)
 
 
-@contextmanager
-def _many_cpus() -> Iterator[None]:
+def _count_processes_as_devices() -> AbstractContextManager[Any]:
     """Context manager in which accelerate (1.15) counts CPU processes as devices.
 
     Otherwise it raises for tensor parallelism over CPU processes.
@@ -303,7 +295,5 @@ def _many_cpus() -> Iterator[None]:
     from accelerate import Accelerator
 
     if torch.accelerator.is_available():
-        yield
-        return
-    with mock.patch.object(Accelerator, "multi_device", property(lambda self: self.use_distributed)):
-        yield
+        return nullcontext()
+    return mock.patch.object(Accelerator, "multi_device", property(lambda self: self.use_distributed))

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fused_tp.core.group import GroupLike
 from fused_tp.nn.norm import reduce_grad
 from fused_tp.nn.sharding import (
     Memo,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from typing_extensions import Required, Self, Unpack
 
     from fused_tp.nn.share_gather import SharedGather
+
+Weights = TypeVar("Weights", Tensor, Sequence[Tensor])
 
 
 class LayerKeywords(TypedDict, total=False):
@@ -149,28 +152,28 @@ class _ParallelLinear(nn.Linear):
         """Replace the parameters by this rank's shards of the parameters of `linear`."""
         self._transposed = is_conv1d(linear)
         for name, placement in (("weight", self._weight_placement), ("bias", self._bias_placement)):
-            whole = linear._parameters[name]
-            if whole is None:
+            full = linear._parameters[name]
+            if full is None:
                 continue
-            placed: Shard | Replicate | PartsShard = placement
+            layout: Replicate | PartsShard | Shard = placement
             if isinstance(placement, Shard):
                 dim = 1 - placement.dim if self._transposed and name == "weight" else placement.dim
-                placed = PartsShard(dim, parts)
-                check_parts(name, whole, placed, self.mesh.size())
+                layout = PartsShard(dim, parts)
+                check_parts(name, full, layout, self.mesh.size())
                 if parts > 1:
                     self._parts_dims[name] = dim
-            setattr(self, name, shard_parameter(whole, self.mesh, placed, memo))
+            setattr(self, name, shard_parameter(full, self.mesh, layout, memo))
         self.train(linear.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load like nn.Linear; also accept packed parameters in the shape of the original layer."""
         for name, dim in self._parts_dims.items():
-            given, own = state_dict.get(prefix + name), getattr(self, name)
-            if given is not None and given.ndim == own.ndim - 1:
-                whole = given.unflatten(dim, own.shape[dim : dim + 2])
+            given, parameter = state_dict.get(prefix + name), getattr(self, name)
+            if given is not None and given.ndim == parameter.ndim - 1:
+                full = given.unflatten(dim, parameter.shape[dim : dim + 2])
                 # Shard it here: PEFT shards a tensor only if it has the shape of the parameter.
-                sharded = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
-                state_dict[prefix + name] = sharded
+                mesh, placements = parameter.device_mesh, parameter.placements
+                state_dict[prefix + name] = distribute_tensor(full, mesh, placements, src_data_rank=None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -309,28 +312,35 @@ class RowParallelLinear(_ParallelLinear):
 
 def column_matmul(
     x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    mesh: DeviceMesh,
+    weight: Weights,
+    bias: Any,
+    group: GroupLike,
     gather_dim: int | None = None,
     gather_size: int | None = None,
-) -> Sequence[Tensor]:
-    """Return x @ weight^T + bias for each weight shard.
+) -> Weights:
+    """Return x @ weight^T + bias for this rank's rows of the weight: the computation of every column-parallel linear.
 
-    If `gather_dim` is given, x is sharded along that dim, and is gathered once for all weights.
+    With `gather_dim`, x is sharded along that dim. A sequence of weights shares one gather, and one sum of dX.
+
+    Args:
+        bias: None, a Tensor, or for a sequence of weights one of these for each.
+        gather_size: length of the gathered dim; needed if the ranks' shards differ in length.
     """
     if gather_dim is None:
-        return column_parallel_matmul(x, list(weights), list(biases), group=mesh)
-    return all_gather_matmul(x, list(weights), list(biases), group=mesh, gather_dim=gather_dim, gather_size=gather_size)
+        return column_parallel_matmul(x, weight, bias, group=group)
+    return all_gather_matmul(x, weight, bias, group=group, gather_dim=gather_dim, gather_size=gather_size)
 
 
 def row_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, scatter_dim: int | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupLike, scatter_dim: int | None = None
 ) -> Tensor:
-    """Return the sum over ranks of x @ weight^T, + bias once; with `scatter_dim`, only this rank's shard along it."""
+    """Return the sum over ranks of x @ weight^T, plus the bias once: the computation of every row-parallel linear.
+
+    With `scatter_dim`, each rank gets only its shard of the sum along that dim.
+    """
     if scatter_dim is None:
-        return matmul_all_reduce(x, weight, bias, group=mesh)
-    return matmul_reduce_scatter(x, weight, bias, group=mesh, scatter_dim=scatter_dim)
+        return matmul_all_reduce(x, weight, bias, group=group)
+    return matmul_reduce_scatter(x, weight, bias, group=group, scatter_dim=scatter_dim)
 
 
 def column_forward(
@@ -408,11 +418,11 @@ class MultiQueryLinear(ColumnParallelLinear):
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         start, stop = shard_rows(self.in_features, self.mesh)
 
-        def own(parameter: Tensor) -> Tensor:
+        def local_rows(parameter: Tensor) -> Tensor:
             rows = reduce_grad(parameter, self.mesh)
             return torch.cat([rows[start:stop], rows[self.in_features :]])
 
-        return own(self.weight), None if self.bias is None else own(self.bias)
+        return local_rows(self.weight), None if self.bias is None else local_rows(self.bias)
 
 
 def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
@@ -496,14 +506,15 @@ def linear_of(module: nn.Module, name: str) -> nn.Linear:
 
 def check_nothing_dropped(module: nn.Module, by: str, known: set[str]) -> None:
     """Raise ValueError if `module` has parameters or submodules that are not in `known`: class `by` would drop them."""
-    kind = type(module).__name__
-    own = [name for name, _ in module.named_parameters(recurse=False) if name not in known]
-    if own:
-        raise ValueError(f"{kind} has the parameters {', '.join(own)}, which {by} does not support and would drop.")
+    class_name = type(module).__name__
+    dropped = [name for name, _ in module.named_parameters(recurse=False) if name not in known]
+    if dropped:
+        names = ", ".join(dropped)
+        raise ValueError(f"{class_name} has the parameters {names}, which {by} does not support and would drop.")
     for name, child in module.named_children():
-        inert = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
-        if name not in known and not inert:
+        is_identity = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
+        if name not in known and not is_identity:
             raise ValueError(
-                f"{kind} has a submodule {name} ({type(child).__name__}), which {by} does not support and would drop. "
-                "Convert its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+                f"{class_name} has a submodule {name} ({type(child).__name__}), which {by} does not support and would "
+                "drop. Convert its linear layers one by one: ColumnParallelLinear and RowParallelLinear.from_linear."
             )

@@ -18,7 +18,7 @@ from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
-from fused_tp.backends.autotune import kept_choice, measures, told
+from fused_tp.backends.autotune import describe_choice, measures, saved_choice
 from fused_tp.backends.gemm import few_rows_reason
 from fused_tp.backends.messages.torch_dist import backend_of
 from fused_tp.backends.registry import (
@@ -119,12 +119,12 @@ def explain(
         decision = decide(key, resolved)
         if not measures(name, key, resolved):
             return decision
-        if (choice := kept_choice(name, key, resolved)) is None:
+        if (choice := saved_choice(name, key, resolved)) is None:
             who = "FUSED_TP_AUTOTUNE measures" if settings.autotune() else "the autotuner (FUSED_TP_AUTOTUNE) measures"
             return replace(decision, reason=f"{decision.reason}, until {who} the first such call")
         chosen = choice["schedule"]
         transport = SCHEDULES[chosen].transport or backend_of(resolved, where.type)
-        return Decision(chosen, transport, f"measured here: {told(choice)}{caveat_of(chosen)}")
+        return Decision(chosen, transport, f"measured here: {describe_choice(choice)}{caveat_of(chosen)}")
 
     environment = _Environment(
         resolved.size,

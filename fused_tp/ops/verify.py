@@ -24,7 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.backends.autotune import EVERYWHERE, checksum, difference, known_problem, set_right, set_wrong, usable
+from fused_tp.backends.autotune import (
+    REPLICATED_OPS,
+    checksum,
+    difference,
+    known_problem,
+    record_right,
+    record_wrong,
+    usable_schedules,
+)
 from fused_tp.core import settings
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import GroupLike, resolve_group
@@ -41,7 +49,7 @@ LATE_CYCLES = 20_000_000  # GPU cycles
 BESIDE_ELEMENTS = 1 << 18
 EPS = 1e-6
 HEAD_DIM = 64
-_BEGUN = "a check of it was started and did not come back; delete this line to check it again"
+_STARTED = "a check of it was started and did not come back; delete this line to check it again"
 
 ByRank = list[list[Tensor]]
 
@@ -54,16 +62,16 @@ class Example(NamedTuple):
         run: maps (*inputs, group=group) to the results of this rank.
         reference: maps the inputs of all ranks to the results of all ranks; differentiable.
         shapes: shapes of the inputs of each rank.
-        alike: indices of the inputs that are equal on all ranks.
-        one_result: True if the result and its gradient are equal on all ranks.
+        replicated: indices of the inputs that are equal on all ranks.
+        has_one_result: True if the result and its gradient are equal on all ranks.
     """
 
     op: str
     run: Callable[..., Any]
     reference: Callable[[ByRank], ByRank]
     shapes: Sequence[Sequence[tuple[int, ...]]]
-    alike: frozenset[int] = frozenset()
-    one_result: bool = False
+    replicated: frozenset[int] = frozenset()
+    has_one_result: bool = False
 
 
 class OpVerdict(NamedTuple):
@@ -101,92 +109,95 @@ def verify(
         for verdict in verify(dist.group.WORLD, torch.device("cuda"), torch.bfloat16, [(4096, 4096, 1024)]):
             print(verdict)
     """
-    described = resolve_group(group)
-    ranks = list(described.ranks)
+    group_info = resolve_group(group)
+    ranks = list(group_info.ranks)
     if len(ranks) == 1:
         raise ValueError("The group has one rank, so there is no communication to verify. Pass at least two ranks.")
     # A failed check may leave its group unusable, so checks use new groups: one for the ops, and one for the concurrent
     # collectives.
-    current, beside = dist.new_group(ranks), dist.new_group(ranks)
+    current, other_group = dist.new_group(ranks), dist.new_group(ranks)
     examples: dict[str, list[Example]] = {}
     for one in (made for size in sizes for made in examples_of(len(ranks), *size)):
         examples.setdefault(one.op, []).append(one)
-    for op, of_op in examples.items():
-        uneven = False
-        sets = [[_inputs(one, described.rank, described.size, device, dtype, seed) for seed in (1, 2)] for one in of_op]
-        for schedule in usable(op, dtype, device, resolve_group(current)):
+    for op, op_examples in examples.items():
+        may_differ = False
+        sets = [
+            [_inputs(one, group_info.rank, group_info.size, device, dtype, seed) for seed in (1, 2)]
+            for one in op_examples
+        ]
+        for schedule in usable_schedules(op, dtype, device, resolve_group(current)):
             what, problem = (schedule, op, dtype), ""
-            if known := known_problem(described, device, *what):
+            if known := known_problem(group_info, device, *what):
                 yield OpVerdict(schedule, op, dtype, known)
                 continue
-            set_wrong(described, device, {what: _BEGUN})
-            for example, inputs in zip(of_op, sets, strict=True):
+            record_wrong(group_info, device, {what: _STARTED})
+            for example, inputs in zip(op_examples, sets, strict=True):
                 try:
-                    mine = _examined(schedule, example, inputs, current, beside, device, calls)
+                    report = _check_example(schedule, example, inputs, current, other_group, device, calls)
                 except KeyboardInterrupt:  # interrupted by the user: not a failure of the schedule
-                    set_wrong(described, device, {what: ""})
+                    record_wrong(group_info, device, {what: ""})
                     raise
                 # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
                 patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
                 with settings.environment(patience):
-                    looks = exchange(described, f"check of {op} on {schedule}", mine)
-                uneven |= schedule == "plain" and any(look["uneven"] for look in looks)
-                problem = problem or _problem(looks, op in EVERYWHERE, uneven)
-                if any(look["unusable"] for look in looks):
-                    current, beside = dist.new_group(ranks), dist.new_group(ranks)
+                    reports = exchange(group_info, f"check of {op} on {schedule}", report)
+                may_differ |= schedule == "plain" and any(report["other_bits"] for report in reports)
+                problem = problem or _problem(reports, op in REPLICATED_OPS, may_differ)
+                if any(report["unusable"] for report in reports):
+                    current, other_group = dist.new_group(ranks), dist.new_group(ranks)
                     break
             backward = {(schedule, f"{op}_backward", dtype): problem} if problem else {}
-            set_wrong(described, device, {what: problem, **backward})
+            record_wrong(group_info, device, {what: problem, **backward})
             if not problem:
-                set_right(described, device, [what, (schedule, f"{op}_backward", dtype)])
+                record_right(group_info, device, [what, (schedule, f"{op}_backward", dtype)])
             yield OpVerdict(schedule, op, dtype, problem)
 
 
-def _problem(looks: Sequence[dict[str, Any]], everywhere: bool, uneven: bool) -> str:
-    for kind in ("unusable", "wrong", *([] if uneven else ["uneven"])):
-        for rank, look in enumerate(looks):
-            if look[kind]:
-                return f"on rank {rank} {look[kind]}"
-    if everywhere and not uneven and len({tuple(look["bits"]) for look in looks}) > 1:
+def _problem(reports: Sequence[dict[str, Any]], everywhere: bool, may_differ: bool) -> str:
+    for kind in ("unusable", "wrong", *([] if may_differ else ["other_bits"])):
+        for rank, report in enumerate(reports):
+            if report[kind]:
+                return f"on rank {rank} {report[kind]}"
+    if everywhere and not may_differ and len({tuple(report["bits"]) for report in reports}) > 1:
         return "ranks hold different bits"
     return ""
 
 
-class _Set(NamedTuple):
+class _InputSet(NamedTuple):
     inputs: list[Tensor]
     grads: list[Tensor]
     wanted: list[Tensor]  # results and gradients
 
 
-def _examined(
+def _check_example(
     schedule: str,
     example: Example,
-    sets: Sequence[_Set],
+    sets: Sequence[_InputSet],
     group: dist.ProcessGroup,
-    beside: dist.ProcessGroup,
+    other_group: dist.ProcessGroup,
     device: torch.device,
     calls: int,
 ) -> dict[str, Any]:
     """Check one example on this rank. A wrong result does not end the check: peers continue with their calls."""
-    look: dict[str, Any] = {"unusable": "", "wrong": "", "uneven": "", "bits": []}
+    report: dict[str, Any] = {"unusable": "", "wrong": "", "other_bits": "", "bits": []}
     try:
         with settings.environment({"FUSED_TP_SCHEDULE": schedule}):
-            first = [_outcome(example, one, group) for one in sets]
+            first = [_run_with_gradients(example, one, group) for one in sets]
             for found, one in zip(first, sets, strict=True):
-                look["wrong"] = look["wrong"] or difference(found, one.wanted)
+                report["wrong"] = report["wrong"] or difference(found, one.wanted)
             results = len(sets[0].grads)
-            look["bits"] = [checksum(t) for found in first for t in found[:results]]
-            for when, again in _situations(example, sets, group, beside, device, calls):
+            report["bits"] = [checksum(t) for found in first for t in found[:results]]
+            for when, again in _situations(example, sets, group, other_group, device, calls):
                 for number, found in again:
                     if not all(map(torch.equal, found, first[number])):
                         wrong = difference(found, first[number])
-                        kind = "wrong" if wrong else "uneven"
-                        look[kind] = look[kind] or f"{wrong or 'other bits'} {when}"
+                        kind = "wrong" if wrong else "other_bits"
+                        report[kind] = report[kind] or f"{wrong or 'other bits'} {when}"
     except Exception as error:
-        look["unusable"] = f"{type(error).__name__}: {error}"
+        report["unusable"] = f"{type(error).__name__}: {error}"
         if not isinstance(error, FusedTPError):
-            look["unusable"] = look["unusable"].splitlines()[0]
-    return look
+            report["unusable"] = report["unusable"].splitlines()[0]
+    return report
 
 
 Again = Iterator[tuple[int, list[Tensor]]]
@@ -194,58 +205,58 @@ Again = Iterator[tuple[int, list[Tensor]]]
 
 def _situations(
     example: Example,
-    sets: Sequence[_Set],
+    sets: Sequence[_InputSet],
     group: dist.ProcessGroup,
-    beside: dist.ProcessGroup,
+    other_group: dist.ProcessGroup,
     device: torch.device,
     calls: int,
 ) -> Iterator[tuple[str, Again]]:
     """Yield (situation, iterator of (index of the input set, results and gradients) over calls in this situation)."""
 
-    def again() -> Again:
+    def repeatedly() -> Again:
         for call in range(calls):
-            yield call % 2, _outcome(example, sets[call % 2], group)
+            yield call % 2, _run_with_gradients(example, sets[call % 2], group)
 
-    def late() -> Again:
+    def with_late_rank() -> Again:
         for call, rank in enumerate(range(group.size())):
             if rank == group.rank():
                 time.sleep(LATE_SECONDS)  # first the host is late, then the device
                 if device.type == "cuda":
                     torch.cuda._sleep(LATE_CYCLES)
-            yield call % 2, _outcome(example, sets[call % 2], group)
+            yield call % 2, _run_with_gradients(example, sets[call % 2], group)
 
-    def moving() -> Again:
-        moved = torch.ones(BESIDE_ELEMENTS, dtype=torch.float32, device=device)
+    def beside_collective() -> Again:
+        summed = torch.ones(BESIDE_ELEMENTS, dtype=torch.float32, device=device)
         for call in range(4):
-            work = dist.all_reduce(moved, group=beside, async_op=True)
-            found = _outcome(example, sets[call % 2], group)
+            work = dist.all_reduce(summed, group=other_group, async_op=True)
+            found = _run_with_gradients(example, sets[call % 2], group)
             assert work is not None
             work.wait()
             yield call % 2, found
 
-    def replayed() -> Again:
-        static = _Set([x.clone() for x in sets[0].inputs], sets[0].grads, [])
+    def in_graph() -> Again:
+        static = _InputSet([x.clone() for x in sets[0].inputs], sets[0].grads, [])
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             results = _results(example.run(*static.inputs, group=group))
         for call in range(6):
-            for mine, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
-                mine.copy_(given)
+            for static_input, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
+                static_input.copy_(given)
             graph.replay()
             # The graph computes no gradients. A call outside of the graph does, and also tests calls between replays.
-            rest = _outcome(example, sets[call % 2], group)[len(results) :]
-            yield call % 2, [*(t.clone() for t in results), *rest]
+            gradients = _run_with_gradients(example, sets[call % 2], group)[len(results) :]
+            yield call % 2, [*(t.clone() for t in results), *gradients]
 
-    yield "in a later call", again()
-    yield "where a rank was late", late()
-    yield "beside a collective of torch.distributed", moving()
+    yield "in a later call", repeatedly()
+    yield "where a rank was late", with_late_rank()
+    yield "beside a collective of torch.distributed", beside_collective()
     if device.type == "cuda":
-        yield "in a CUDA graph", replayed()
+        yield "in a CUDA graph", in_graph()
 
 
-def _outcome(example: Example, one: _Set, group: dist.ProcessGroup) -> list[Tensor]:
+def _run_with_gradients(example: Example, one: _InputSet, group: dist.ProcessGroup) -> list[Tensor]:
     """Run the example; return its results and gradients."""
     leaves = [x.detach().requires_grad_() for x in one.inputs]
     results = _results(example.run(*leaves, group=group))
@@ -256,38 +267,33 @@ def _results(given: Any) -> list[Tensor]:
     return [given] if isinstance(given, Tensor) else list(given)
 
 
-def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int) -> _Set:
+def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int) -> _InputSet:
     """Generate the inputs and output gradients of `rank`, and compute their float64 reference."""
 
-    def made(shape: Sequence[int], *number: int) -> Tensor:
+    def random(shape: Sequence[int], *number: int) -> Tensor:
         name = 0
         for part in (seed, *number):
             name = 1009 * name + part
         seeded = torch.Generator().manual_seed(name)
         return torch.randn(shape, generator=seeded, dtype=torch.float32, device="cpu").to(device, dtype)
 
-    inputs: ByRank = []
-    for one in range(world):
-        of_rank = [made(shape, 1, 0 if i in example.alike else one, i) for i, shape in enumerate(example.shapes[one])]
-        inputs.append(of_rank)
+    inputs = [
+        [random(shape, 1, 0 if i in example.replicated else peer, i) for i, shape in enumerate(shapes)]
+        for peer, shapes in enumerate(example.shapes)
+    ]
     wide: ByRank = []
-    for one in range(world):
-        first = wide[0] if wide else []
-        wide.append(
-            [
-                first[i] if first and i in example.alike else x.double().requires_grad_()
-                for i, x in enumerate(inputs[one])
-            ]
-        )
+    for of_peer in inputs:
+        shared = {i: wide[0][i] for i in example.replicated} if wide else {}
+        wide.append([shared[i] if i in shared else x.double().requires_grad_() for i, x in enumerate(of_peer)])
     results = example.reference(wide)
     grads = [
-        [made(t.shape, 2, 0 if example.one_result else one, i) for i, t in enumerate(of_rank)]
-        for one, of_rank in enumerate(results)
+        [random(t.shape, 2, 0 if example.has_one_result else peer, i) for i, t in enumerate(of_peer)]
+        for peer, of_peer in enumerate(results)
     ]
-    counted = range(1) if example.one_result else range(world)  # a replicated result counts once
-    terms = [(t * g.double()).sum() for one in counted for t, g in zip(results[one], grads[one], strict=True)]
+    counted = range(1) if example.has_one_result else range(world)  # a replicated result counts once
+    terms = [(t * g.double()).sum() for peer in counted for t, g in zip(results[peer], grads[peer], strict=True)]
     wanted = [*(t.detach() for t in results[rank]), *torch.autograd.grad(torch.stack(terms).sum(), wide[rank])]
-    return _Set(inputs[rank], grads[rank], [t.to(dtype) for t in wanted])
+    return _InputSet(inputs[rank], grads[rank], [t.to(dtype) for t in wanted])
 
 
 def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
@@ -329,10 +335,10 @@ def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
     return [
         Example("all_gather_matmul", gather, gathered, shards),
         Example("matmul_reduce_scatter", matmul_reduce_scatter, scattered, columns),
-        Example("matmul_all_reduce", matmul_all_reduce, reduced, columns, one_result=True),
-        Example("matmul_all_reduce_rms_norm", norm, normed, normed_shapes, frozenset({2, 3}), one_result=True),
+        Example("matmul_all_reduce", matmul_all_reduce, reduced, columns, has_one_result=True),
+        Example("matmul_all_reduce_rms_norm", norm, normed, normed_shapes, frozenset({2, 3}), has_one_result=True),
         Example("all_gather", gather_rows, gathered, [[(own, k)] for own in rows]),
         Example("reduce_scatter", scatter_rows, scattered, [[(m, n)]] * world),
-        Example("all_reduce", collectives.all_reduce, reduced, [[(m, n)]] * world, one_result=True),
+        Example("all_reduce", collectives.all_reduce, reduced, [[(m, n)]] * world, has_one_result=True),
         Example("ring_attention", attend, attended, heads),
     ]

@@ -114,7 +114,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                 )
         _check_parts(name, module, spec_of(style), ranks)
         if ranks > 1:
-            _check_nothing_lost(name, module, spec_of(style).convert is not None)
+            _check_losses(name, module, spec_of(style).convert is not None)
         if plan:
             _check_reads(name, module, plan)
         if style is not None and spec_of(style).shares_rotary:
@@ -139,10 +139,10 @@ def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
         dim = 1 - spec.shard_dim if is_conv1d(module) else spec.shard_dim
         check_parts(_path(name, "weight"), module.weight, PartsShard(dim, spec.parts), ranks)
     if spec.shares_keys:
-        taken, returned = features_of(module)
-        if is_conv1d(module) or returned <= taken:
+        inputs, outputs = features_of(module)
+        if is_conv1d(module) or outputs <= inputs:
             raise ValueError(
-                f"{name!r} has {taken} input and {returned} output features. 'multi_query_colwise' needs an nn.Linear "
+                f"{name!r} has {inputs} input and {outputs} output features. 'multi_query_colwise' needs an nn.Linear "
                 "whose outputs are as many query features as inputs, then one head of keys and of values."
             )
 
@@ -151,7 +151,7 @@ def _path(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
 
 
-def _check_nothing_lost(name: str, module: nn.Module, replaced: bool) -> None:
+def _check_losses(name: str, module: nn.Module, replaced: bool) -> None:
     """Check that sharding or replacing a module loses neither hooks nor options.
 
     Raises:
@@ -198,12 +198,11 @@ def _rotary_width(config: Any, layer: nn.Module) -> int:
 def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart."""
     plan, mesh, sequence = sharding.plan, sharding.mesh, sharding.sequence
-    places: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(
-        list
-    )  # by id of the module, as a model may share one
+    # (parent, key) by id of the module: a model may contain one several times.
+    references: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for parent in model.modules():
         for key, child in parent._modules.items():
-            places[id(child)].append((parent, key))
+            references[id(child)].append((parent, key))
     for name, style in plan.modules.items():
         # `check_style` has checked the type of the module. Keep no other reference to it: its full weight must be freed
         # before the next layer is sharded.
@@ -223,8 +222,8 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
         layer = shard_layer(name, module, style, sharding, memo)
         if layer is not module:
-            places[id(layer)] = places.pop(id(module))
-            _swap(module, layer, places[id(layer)])
+            references[id(layer)] = references.pop(id(module))
+            _replace_module(module, layer, references[id(layer)])
     attentions = {name for name in map(attention_of, plan.modules) if name is not None and not sequence.is_whole(name)}
     for name in sorted(attentions):
         model.get_submodule(name).register_forward_pre_hook(partial(_pass_stand_in, sequence), with_kwargs=True)
@@ -239,14 +238,14 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
         attention: Any = model.get_submodule(name)
         heads = max(head_counts(attention).values())  # number of query heads
         order = list(inspect.signature(attention.forward).parameters)
-        attention.register_forward_pre_hook(partial(_take_heads, mesh, heads, arguments, order), with_kwargs=True)
+        attention.register_forward_pre_hook(partial(_narrow_heads, mesh, heads, arguments, order), with_kwargs=True)
     for name, attributes in plan.counts.items():
         attention = model.get_submodule(name)
         for attribute in attributes:
             setattr(attention, attribute, getattr(attention, attribute) // mesh.size())
 
 
-def _take_heads(
+def _narrow_heads(
     mesh: DeviceMesh,
     heads: int,
     dims: Mapping[str, int],
@@ -261,13 +260,13 @@ def _take_heads(
     """
     start, stop = shard_rows(heads, mesh)
 
-    def own(name: str, t: Any) -> Any:
+    def narrow(name: str, t: Any) -> Any:
         if name not in dims or not isinstance(t, Tensor) or t.shape[dims[name]] == 1:
             return t
         dim = dims[name]
         return t.unflatten(dim, (-1, heads)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
 
-    return tuple(map(own, order, args)), {name: own(name, t) for name, t in kwargs.items()}
+    return tuple(map(narrow, order, args)), {name: narrow(name, t) for name, t in kwargs.items()}
 
 
 def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Memo) -> nn.Module:
@@ -291,7 +290,7 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
         and isinstance(layer, ColumnParallelLinear | RowParallelLinear)
         and not sequence.is_whole(name)
     ):
-        layer.register_forward_pre_hook(partial(_row_by_row, sequence), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_pass_batch_size, sequence), with_kwargs=True)
     if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
         hook = partial(_replace_stand_in_by_shard, sequence, name if attention_of(name) is not None else "")
         layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -329,10 +328,10 @@ def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], Layer
 def _share_input(mesh: GroupLike, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
     """Make backward sum the gradients of the experts' floating-point inputs over the ranks."""
 
-    def shared(value: Any) -> Any:
+    def share(value: Any) -> Any:
         return copy_to_group(value, group=mesh) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return tuple(map(shared, args)), {name: shared(value) for name, value in kwargs.items()}
+    return tuple(map(share, args)), {name: share(value) for name, value in kwargs.items()}
 
 
 def _sum_output(mesh: GroupLike, experts: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -350,19 +349,19 @@ def holds_sharded_heads(attention: nn.Module) -> bool:
     return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.modules())
 
 
-def _swap(old: nn.Module, new: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
-    """Put `new` at `places` in the model, and move the parameters of `old` to the meta device.
+def _replace_module(old: nn.Module, new: nn.Module, references: Sequence[tuple[nn.Module, str]]) -> None:
+    """Replace `old` by `new` in each (parent, key) of `references`, and move `old`'s parameters to the meta device.
 
     This frees the full weight before the next layer is sharded, and makes code that still computes with `old` fail.
     """
-    for parent, key in places:
+    for parent, key in references:
         parent._modules[key] = new
     for key, parameter in old._parameters.items():
         if parameter is not None:
             old._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
 
 
-def _row_by_row(
+def _pass_batch_size(
     sequence: SequenceSharding, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments | None:
     """Pass the batch size to a layer whose input is [batch * seq, n], so that it gathers or scatters each sequence."""
@@ -390,10 +389,10 @@ def _pass_stand_in(
     stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], state.local_len, x.shape[-1])
     setattr(stand_in, _SHARD, x)
 
-    def replaced(value: Any) -> Any:  # some modules pass the same tensor again, for keys and values
+    def replace(value: Any) -> Any:  # some modules pass the same tensor again, for keys and values
         return stand_in if value is x else value
 
-    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+    return tuple(map(replace, args)), {name: replace(value) for name, value in kwargs.items()}
 
 
 def shard_behind(x: Tensor) -> Tensor:
@@ -462,18 +461,19 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
         return _gradient_predicate(name, spec_of(plan.modules.get(name)), sharding.sequence, embedded=embedded)
 
     for name, module in modules.items():
-        own = plan.parameters_of(name, module).items()
-        shards = {key: PartsShard(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in own}
-        read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
+        specs = plan.parameters_of(name, module).items()
+        shards = {key: PartsShard(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in specs}
+        owners = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
         # Do not convert sharded parameters that the code reads: it would treat a plain shard as the full parameter.
         # Left as DTensors, torch raises an error.
-        asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
+        read = {p: sums(owner) for p, owner in owners.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
         distribution = sharding.distribution
-        over = distribution.parameter_mesh if distribution and name in distribution.names else None
-        held = replicate_own(
-            module, sharding.mesh, memo, sums=sums(name), shards=shards, read=asks, parameter_mesh=over
+        mesh = distribution.parameter_mesh if distribution and name in distribution.names else None
+        has_parameters = replicate_own(
+            module, sharding.mesh, memo, sums=sums(name), shards=shards, read=read, parameter_mesh=mesh
         )
-        if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)):
+        embeds = has_parameters and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)
+        if name in plan.embeds or embeds:
             module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 
@@ -481,8 +481,7 @@ def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sh
     """Apply `replicate_parameters` to `module` alone, which is called `name` in the model, without its submodules."""
     embedded = isinstance(module, nn.Embedding)
     sums = _gradient_predicate(name, spec, sharding.sequence, embedded=embedded)
-    held = replicate_own(module, sharding.mesh, memo, sums=sums)
-    if held and embedded:
+    if replicate_own(module, sharding.mesh, memo, sums=sums) and embedded:
         module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 

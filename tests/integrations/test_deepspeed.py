@@ -17,8 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fused_tp
 from fused_tp.nn import gather_state_dict
-from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
-from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+from fused_tp.nn.linear import column_matmul, row_matmul
 from tests.integrations.models import make, make_tokens
 from tests.workers import error_of, on_ranks, run_fresh
 
@@ -244,8 +243,8 @@ def autotp(group: dist.ProcessGroup) -> None:
     use()
     use()
     with (
-        mock.patch("fused_tp.integrations.deepspeed.matmul_all_reduce", wraps=matmul_all_reduce) as rows,
-        mock.patch("fused_tp.integrations.deepspeed.column_parallel_matmul", wraps=column_parallel_matmul) as columns,
+        mock.patch("fused_tp.integrations.deepspeed.row_matmul", wraps=row_matmul) as rows,
+        mock.patch("fused_tp.integrations.deepspeed.column_matmul", wraps=column_matmul) as columns,
     ):
         for run, losses in zip(runs, wanted, strict=True):
             rows.reset_mock(), columns.reset_mock()

@@ -34,8 +34,8 @@ def compare(group: dist.ProcessGroup, sizes: dict[str, int], families: list[str]
             whole.save_pretrained(folder)
         dist.barrier()
         with (
-            mock.patch.object(loading, "matmul_all_reduce", wraps=loading.matmul_all_reduce) as rows,
-            mock.patch.object(loading, "column_parallel_matmul", wraps=loading.column_parallel_matmul) as columns,
+            mock.patch.object(loading, "row_matmul", wraps=loading.row_matmul) as rows,
+            mock.patch.object(loading, "column_matmul", wraps=loading.column_matmul) as columns,
         ):
             with loading.fused_styles():
                 parallel = load(folder, sizes).train()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fused_tp.cli import launch_node, launch_rank
-from fused_tp.cli.launch_hosts import ANSWER, Host, read_hostfile, run
+from fused_tp.cli import launch_node
+from fused_tp.cli.launch import ANSWER, read_hostfile, run_hosts
 from fused_tp.cli.main import main
 
 NODE = [sys.executable, "-m", "fused_tp.cli.launch_node"]
@@ -85,15 +85,15 @@ def test_torchrun_takes_the_arguments(capsys: pytest.CaptureFixture[str], monkey
     assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[node1:${rank}] "
     assert arguments.no_python and not arguments.module and arguments.training_script == sys.executable
-    assert arguments.training_script_args[2:4] == [str(os.getpid()), "cores"]
-    assert arguments.training_script_args[4:] == [sys.executable, "-u", "-m", "json.tool", "--indent", "2"]
+    assert arguments.training_script_args[3:5] == [str(os.getpid()), "cores"]
+    assert arguments.training_script_args[5:] == [sys.executable, "-u", "-m", "json.tool", "--indent", "2"]
     arguments.nproc_per_node = "8"
     with pytest.raises(ValueError, match="node1 has 7 for 8 ranks"):
         launch_node._adjust_arguments(arguments, "node1")
 
 
 def test_hosts(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_hostfile(here / "hosts") == [Host("node1", 8), Host("node2", 4)]
+    assert read_hostfile(here / "hosts") == {"node1": 8, "node2": 4}
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "7")
     monkeypatch.setenv("FUSED_TP_HOST", "this one")
     monkeypatch.setenv("TOKEN", "a'b")
@@ -243,32 +243,32 @@ ENDS_WITH_STDIN = "while read line; do echo $line; done; echo ended"
 
 
 def test_all_hosts_are_done(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["a", "b"], [host("echo from a"), host("echo from b >&2")], 2, 10, None) == 0
+    assert run_hosts(["a", "b"], [host("echo from a"), host("echo from b >&2")], 2, 10, None) == 0
     assert capfd.readouterr() == ("from a\n", "from b\n")
-    assert run(["a"], [["not-a-program"]], 1, 10, None) == 2
+    assert run_hosts(["a"], [["not-a-program"]], 1, 10, None) == 2
     assert "not-a-program cannot be run" in capfd.readouterr().err
 
 
 def test_the_first_failure_ends_all_hosts(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["a", "b"], [host(ENDS_WITH_STDIN), host("exit 5")], 1, 10, None) == 5
+    assert run_hosts(["a", "b"], [host(ENDS_WITH_STDIN), host("exit 5")], 1, 10, None) == 5
     out, err = capfd.readouterr()
     assert out == "ended\n" and err == "fused-tp launch: b was the first to fail (exit code 5); all hosts end.\n"
 
 
 def test_hosts_that_are_lost(capfd: pytest.CaptureFixture[str]) -> None:
     lost, stays = host("exit 255"), host("sleep 0.5; echo done")
-    assert run(["a", "b"], [stays, lost], 1, 10, None) == 0
+    assert run_hosts(["a", "b"], [stays, lost], 1, 10, None) == 0
     out, err = capfd.readouterr()
     assert out == "done\n" and "b was lost (exit code 255); going on with 1 of 2 hosts" in err
-    assert run(["a", "b"], [host(ENDS_WITH_STDIN), lost], 2, 10, None) == 1  # both are needed
-    assert run(["a", "b"], [lost, host(ENDS_WITH_STDIN)], 1, 10, None) == 1  # hosts meet at the first
+    assert run_hosts(["a", "b"], [host(ENDS_WITH_STDIN), lost], 2, 10, None) == 1  # both are needed
+    assert run_hosts(["a", "b"], [lost, host(ENDS_WITH_STDIN)], 1, 10, None) == 1  # hosts meet at the first
     capfd.readouterr()
     began = time.monotonic()
-    assert run(["a", "b"], [host(ENDS_WITH_STDIN), ["sleep", "60"]], 2, 0.5, None) == 1
+    assert run_hosts(["a", "b"], [host(ENDS_WITH_STDIN), ["sleep", "60"]], 2, 0.5, None) == 1
     out, err = capfd.readouterr()
     assert out == "ended\n" and "b did not answer within 0.5 seconds; all hosts end" in err
     assert time.monotonic() - began < 10
-    assert run(["a"], [["sh", "-c", "exit 2"]], 1, 10, None) == 1
+    assert run_hosts(["a"], [["sh", "-c", "exit 2"]], 1, 10, None) == 1
     assert "a cannot be reached, or has no folder" in capfd.readouterr().err
 
 
@@ -277,23 +277,23 @@ def test_signals_reach_hosts(number: signal.Signals, capfd: pytest.CaptureFixtur
     before = signal.getsignal(number)
     threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
     # Each host reads the name of the signal; the second ends later.
-    assert run(["a", "b"], [host("read line; echo a $line"), host("read line; sleep 0.2; echo b")], 2, 10, None) == (
-        128 + number
-    )
+    assert run_hosts(
+        ["a", "b"], [host("read line; echo a $line"), host("read line; sleep 0.2; echo b")], 2, 10, None
+    ) == (128 + number)
     assert sorted(capfd.readouterr().out.splitlines()) == [f"a {number.name}", "b"]
     assert signal.getsignal(number) == before
 
 
 def test_shares_of_cores(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_rank, "CPUS", here)
+    monkeypatch.setattr(launch_node, "CPU_FOLDER", here)
     for cpu in range(8):  # two sockets of two cores of two threads
         folder = here / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{cpu % 2}\n")
         (folder / "core_id").write_text(f"{cpu // 2 % 2}\n")
-    cpus = launch_rank.in_order_of_cores(set(range(8)))
+    cpus = launch_node.in_order_of_cores(set(range(8)))
     assert cpus == [0, 4, 2, 6, 1, 5, 3, 7]
-    assert [launch_rank.share_of(rank, 4, cpus) for rank in range(4)] == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
-    shares = [launch_rank.share_of(rank, 3, cpus) for rank in range(3)]
+    assert [launch_node.share_of(rank, 4, cpus) for rank in range(4)] == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
+    shares = [launch_node.share_of(rank, 3, cpus) for rank in range(3)]
     assert sorted(map(len, shares)) == [2, 3, 3] and set.union(*shares) == set(range(8))
-    assert launch_rank.in_order_of_cores({9, 8}) == [8, 9]  # a machine without a topology of cores
+    assert launch_node.in_order_of_cores({9, 8}) == [8, 9]  # a machine without a topology of cores
