@@ -12,7 +12,7 @@ namespace fused_tp::cuda {
 // Grows when a signature or a struct below changes: a library of another version is refused.
 constexpr int32_t kAbiVersion = 4;
 
-// One rank's workspace, created by triton_kernels/comm/workspace.py.
+// One rank's workspace, created by triton_kernels/comm/signals.py.
 struct Workspace {
   const uint64_t* addresses;  // [world]: the ranks' workspaces
   int64_t* state;

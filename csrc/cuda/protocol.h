@@ -1,5 +1,5 @@
-// Layout of the words shared by the kernels of all ranks and the host. triton_kernels/comm/protocol.py has the same
-// numbers and triton_kernels/comm/signals.py defines the protocol: CUDA and Triton kernels use the same workspaces.
+// Layout of the words shared by the kernels of all ranks and the host. triton_kernels/comm/signals.py has the same
+// numbers and defines the protocol: CUDA and Triton kernels use the same workspaces.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace fused_tp::cuda {
 // Words of a workspace's state, int64, in this rank's private memory.
 constexpr int kEpoch = 0;    // calls ended; negative once this rank has given up
 constexpr int kEnded = 1;    // blocks of this call that have ended
-constexpr int kExpired = 3;  // the call in which a wait has expired; 0: none; -1: the host has ended this rank's part
+constexpr int kExpired = 3;  // number of the call whose wait timed out; 0: none; -1: the host has aborted this rank
 constexpr int kStop = 4;     // bit s: the host knows that rank s will not arrive, so waits for it end at once
 
 // Words of the error record, int64. The host may read them once the first is not 0.

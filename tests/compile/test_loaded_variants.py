@@ -31,12 +31,10 @@ from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import gather
 from fused_tp.triton_kernels.comm.arrivals import Arrivals
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, LaunchOf, Shards
-from fused_tp.triton_kernels.comm.signals import begin_kernel
-from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.comm.signals import Workspace, begin_kernel
 from fused_tp.triton_kernels.gemm import all_gather_gemm
 from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, multiply_arriving
-from fused_tp.triton_kernels.gemm.configs import GemmConfig
-from fused_tp.triton_kernels.gemm.launch import Launch
+from fused_tp.triton_kernels.gemm.tiles import GemmConfig, Launch
 from tests.compile.variants import Handle, workspace_of
 from tests.native.doubles.libraries import gpu_double
 from tests.native_build import use_driver

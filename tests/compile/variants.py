@@ -30,12 +30,11 @@ from fused_tp.triton_kernels.attention import backward, decode, forward, ring_fo
 from fused_tp.triton_kernels.attention import launch as attention_launch
 from fused_tp.triton_kernels.attention.configs import AttentionConfig, attention_config, decode_config
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, LaunchOf, Shards, stage_launch
-from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.comm.signals import Workspace
 from fused_tp.triton_kernels.device import KINDS
-from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
 from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, no_arrivals
-from fused_tp.triton_kernels.gemm.configs import fused_configs
-from fused_tp.triton_kernels.gemm.launch import Launch
+from fused_tp.triton_kernels.gemm.tiles import Launch, fused_configs
 
 WORLD = 8
 ARCHS = (80, 90, 100)
@@ -148,9 +147,9 @@ def _sums(arch: int) -> Iterator[Variant]:
             with noted() as found:
                 if way:
                     how |= {"two_shot": way == "two-shot", "residual": whole, "norm_weight": n}
-                    gemm_all_reduce.gemm_all_reduce(operands, **how)
+                    gemm_sum.gemm_all_reduce(operands, **how)
                 else:
-                    gemm_reduce_scatter.gemm_reduce_scatter(operands, **how)
+                    gemm_sum.gemm_reduce_scatter(operands, **how)
             kernel = "gemm_all_reduce" if way else "gemm_reduce_scatter"
             yield _matmul(kernel, arch, kind, found[0], layout, f"{products} products" if products > 1 else "", way)
 

@@ -22,8 +22,7 @@ from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core.group import resolve_group
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run, stage_launch
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
-from fused_tp.triton_kernels.gemm.configs import GemmConfig
-from fused_tp.triton_kernels.gemm.launch import Launch
+from fused_tp.triton_kernels.gemm.tiles import GemmConfig, Launch
 from tests.kernels.ranks import delays, interpreted, interpreted_ranks, same_everywhere
 from tests.native.doubles.libraries import build_doubles, doubles
 from tests.native_build import prebuild

@@ -29,7 +29,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
     from fused_tp.triton_kernels.attention import ring_forward, ring_keys
     from fused_tp.triton_kernels.attention.configs import AttentionConfig
     from fused_tp.triton_kernels.attention.launch import Terms
-    from fused_tp.triton_kernels.comm.workspace import WorkspaceArguments
+    from fused_tp.triton_kernels.comm.signals import WorkspaceArguments
 
     q = torch.empty(1, seq // 2, 4, head_dim, dtype=torch.bfloat16)
     plan = ring_plan(AttentionMask(seq, seq, **how), 2, TokenLayout("contiguous"))

@@ -27,11 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..comm import gather, ptx
+from ..comm import gather
 from ..comm.gather import LaunchOf
 from ..comm.signals import is_last, join, put_here, unbroken, wait
 from ..device import on_device
-from ..language import or_nan, rounded
+from ..language import async_fence, or_nan, rounded
 from . import ring_keys
 from .blocks import LOG2_E, ODD, load_block, load_seen, rows_of, score_of, store_block, vector_of
 from .configs import AttentionConfig
@@ -117,7 +117,7 @@ def ring_kernel(
                 wait(call, arrived_flag(group, c - 1, WORLD), tl.load(chunk), c, WORLD, OP)
                 arrived |= bit
                 if C.TMA:
-                    ptx.async_fence()
+                    async_fence()
 
             # Loaded anew for each chunk: kept across chunks, queries would take registers from the sums.
             q_block = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)

@@ -39,9 +39,8 @@ from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
 from ..comm.gather import PULLED, READY, GatherWorkspace, LaunchOf, begin_stage, end_stage, run
-from ..comm.signals import flag_at, join, put, wait
+from ..comm.signals import DATA_ALIGNMENT, OPS, Handle, flag_at, join, put, wait
 from ..comm.streams import own_streams, queues_are_few
-from ..comm.workspace import DATA_ALIGNMENT, OPS, Handle
 from .blocks import HeadRows, load_block, rows_of, store_block
 from .configs import padded
 from .launch import heads_of

@@ -9,7 +9,7 @@ Words in this rank's memory, int64, W each, all 0 when the kernel begins (the ho
 Memory order: the stream writes `arrived` after the copy, at system scope. A program that finds order[p] empty reads all
 of `arrived` (relaxed) and claims a shard that has arrived and is not taken (compare and swap, acq_rel.gpu). Then every
 program reads order[p] (acquire) and `arrived` of that rank (acquire.sys), which is 1 by then, and passes a barrier: no
-thread loads the shard before it. TMA loads use another proxy, so a fence follows (`ptx.async_fence`).
+thread loads the shard before it. TMA loads use another proxy, so a fence follows (`language.async_fence`).
 
 Deadlines: the host's watchdog ends the waits of streams and sets `arrived` of shards that do not arrive; results of
 these are overwritten with NaN after the kernel. The kernel's own deadline passes only if the streams do not run at all.
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ..cache_keys import fix_cache_keys
-from .ptx import pause
+from ..language import pause
 from .signals import POLLS_PER_CLOCK, look, time_at
 
 

@@ -37,10 +37,24 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..language import rounded
-from .ptx import all_reached
-from .signals import EPOCH, SignalledCall, begin, flag_at, is_last, look, poll, put, put_all, record, unbroken
-from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
+from ..language import all_reached, rounded
+from .signals import (
+    DATA_ALIGNMENT,
+    EPOCH,
+    OPS,
+    Handle,
+    SignalledCall,
+    Workspace,
+    begin,
+    flag_at,
+    is_last,
+    look,
+    poll,
+    put,
+    put_all,
+    record,
+    unbroken,
+)
 
 OP = tl.constexpr(OPS.index("all_gather_matmul"))
 

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..comm import gather, ptx
+from ..comm import gather
 from ..comm.arrivals import Arrivals, next_shard
 from ..comm.gather import (
     DONE,
@@ -51,10 +51,20 @@ from ..comm.gather import (
     region_at,
 )
 from ..comm.signals import is_last, join, put_all, unbroken, wait
-from ..language import zeros
-from .configs import GemmConfig
-from .launch import Launch, LoadPlan, descriptor, is_swapped, plan_loads
-from .tiles import GemmSizes, Matrix, add_product, store_result, tile_at
+from ..language import async_fence, zeros
+from .tiles import (
+    GemmConfig,
+    GemmSizes,
+    Launch,
+    LoadPlan,
+    Matrix,
+    add_product,
+    descriptor,
+    is_swapped,
+    plan_loads,
+    store_result,
+    tile_at,
+)
 
 # Weights per launch: each has its own loop in the kernel. More weights take several launches.
 MAX_WEIGHTS = 3
@@ -150,7 +160,7 @@ def all_gather_gemm_kernel(
                     source = tl.maximum(source, 0)
                     taken |= one << tl.cast(source, tl.int64)
             if C.TMA:
-                ptx.async_fence()
+                async_fence()
             row = tl.minimum(source * rows_per_rank, M)
             rows = tl.minimum(M - row, rows_per_rank)
             wide_row = tl.cast(row, tl.int64)

@@ -199,7 +199,7 @@ def _bias(bias: Tensor | None) -> tuple[int, int]:
 def _workspace_class() -> Any:
     """Return the workspace class of native kernels. It is defined at the first use, because its base imports Triton."""
     core = import_module("fused_tp._core")
-    from fused_tp.triton_kernels.comm.workspace import Workspace
+    from fused_tp.triton_kernels.comm.signals import Workspace
 
     class DeviceWorkspace(Workspace):
         def __init__(

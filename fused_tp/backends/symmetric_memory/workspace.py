@@ -304,7 +304,7 @@ class Workspaces(GroupKernels[_Slot]):
         return self._error(CollectiveTimeoutError, f"{{reason}}{late}.", reason=str(expired))
 
     def _expired(self) -> Any:
-        """Return the `triton_kernels.comm.workspace.Expired` of a timed-out wait, or None."""
+        """Return the `triton_kernels.comm.signals.Expired` of a timed-out wait, or None."""
         return next(filter(None, (slot.workspace.expired() for slot in self._all_slots())), None)
 
     def _leave(self, slot: _Slot, why: str) -> None:

@@ -59,7 +59,7 @@ class FusedKernel(KernelSchedule):
     def __init__(self, memory: KernelMemory, plain: Plain | None, copies: CopyEngineSchedule | None = None) -> None:
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
-        from fused_tp.triton_kernels.comm.workspace import COUNTERS, Workspace
+        from fused_tp.triton_kernels.comm.signals import COUNTERS, Workspace
         from fused_tp.triton_kernels.device import kernels_of
 
         kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
@@ -86,10 +86,6 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.archive import install_shipped
 
         install_shipped()
-        import fused_tp.triton_kernels.attention.ring_forward
-        import fused_tp.triton_kernels.gemm.all_gather_gemm
-        import fused_tp.triton_kernels.gemm.gemm_all_reduce
-        import fused_tp.triton_kernels.gemm.gemm_reduce_scatter  # noqa: F401  # to see that they can be imported
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -240,7 +236,7 @@ class FusedKernel(KernelSchedule):
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
-        from fused_tp.triton_kernels.gemm.launch import launch_for
+        from fused_tp.triton_kernels.gemm.tiles import launch_for
 
         return launch_for(
             dtype,
@@ -273,7 +269,7 @@ def runs_at_once(x: Tensor) -> bool:
 
 def _few(products: Sequence[Product]) -> list[Product]:
     """Reduce `products` to the number that a launch adds up: the rest is concatenated along K into one."""
-    from fused_tp.triton_kernels.gemm.launch import MAX_PRODUCTS as most
+    from fused_tp.triton_kernels.gemm.tiles import MAX_PRODUCTS as most
 
     if len(products) <= most:
         return list(products)
