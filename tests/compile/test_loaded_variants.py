@@ -26,7 +26,7 @@ from fused_tp.attention.ring_fused import keys_layout
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionMask
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
-from fused_tp.backends.symmetric_memory.workspace import LONGEST_SECONDS
+from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS
 from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import gather
 from fused_tp.triton_kernels.comm.arrivals import Arrivals

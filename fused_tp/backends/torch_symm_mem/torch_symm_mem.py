@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_tp.backends.symmetric_memory.group_kernels import Workspaces, rounded
 from fused_tp.backends.symmetric_memory.symm_mem import (
     GroupMemory,
     NoSymmetricMemory,
     check_not_capturing,
     make_torch_workspace,
 )
-from fused_tp.backends.symmetric_memory.workspace import Workspaces, rounded
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.failure import GroupCalls
 from fused_tp.core.store import exchange

@@ -28,10 +28,9 @@ from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedul
 from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
-from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
+from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS, KernelSchedule, Workspaces
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, is_capturing
-from fused_tp.backends.symmetric_memory.workspace import LONGEST_SECONDS, Workspaces
 from fused_tp.core import settings
 from fused_tp.core.pending import Pending
 
@@ -59,7 +58,7 @@ class FusedKernel(KernelSchedule):
     def __init__(self, memory: KernelMemory, plain: Plain | None, copies: CopyEngineSchedule | None = None) -> None:
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
-        from fused_tp.triton_kernels.comm.signals import COUNTERS, Workspace
+        from fused_tp.triton_kernels.comm.signals import MAX_TILE_ROWS, Workspace
         from fused_tp.triton_kernels.device import kernels_of
 
         kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
@@ -78,7 +77,7 @@ class FusedKernel(KernelSchedule):
         self._side_stream = SideStream()
         # An architecture such as sm_120 uses the kernels of another one with the same instructions.
         self._arch = kernels_of(memory.arch)
-        self._most_rows_of_tiles = COUNTERS
+        self._max_tile_rows = MAX_TILE_ROWS
 
     @staticmethod
     def load() -> None:
@@ -86,6 +85,9 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.archive import install_shipped
 
         install_shipped()
+        import fused_tp.triton_kernels.attention.ring_forward
+        import fused_tp.triton_kernels.gemm.all_gather_gemm
+        import fused_tp.triton_kernels.gemm.gemm_sum  # noqa: F401  # to see that they can be imported
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -172,40 +174,47 @@ class FusedKernel(KernelSchedule):
     def _gather_launch(self, asked: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
         widest = max(w.shape[0] for w in asked.weights)
-        return self._launch(asked.x_shard.dtype, sum(dim_shards.counts), widest, least_margin=1)
+        return self._launch_options(asked.x_shard.dtype, sum(dim_shards.counts), widest, least_margin=1)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
+        from fused_tp.triton_kernels.gemm.gemm_sum import gemm_reduce_scatter, reduce_scatter_bytes
 
         x, counts, n = products[0][0], dim_shards.counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
-        launch = self._launch(x.dtype, sum(counts), n, least_margin=1)
+        launch = self._launch_options(x.dtype, sum(counts), n, least_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
-        nbytes = module.workspace_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
+        nbytes = reduce_scatter_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
         with (
             self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
             self._side_stream(meanwhile, x.device),
         ):
-            out: Tensor = module.gemm_reduce_scatter(
+            out: Tensor = gemm_reduce_scatter(
                 _few(products), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
             )
         return out
 
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        self.check("matmul_all_reduce", (*shape, bias is not None), x)
+        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
+
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
-        return self._sum_everywhere("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
+        return self._launch_sum("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        rows_of_tiles = self._launch(x.dtype, prod(x.shape[:-1]), weight.shape[0]).tiles(prod(x.shape[:-1]), 1)[0]
-        if not x.dtype == residual.dtype == norm_weight.dtype or rows_of_tiles > self._most_rows_of_tiles:
+        rows = prod(x.shape[:-1])
+        tile_rows, _ = self._launch_options(x.dtype, rows, weight.shape[0]).tiles(rows, 1)
+        if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_tile_rows:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
         self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
-        new_residual, normed = self._sum_everywhere(
+        new_residual, normed = self._launch_sum(
             "matmul_all_reduce_rms_norm",
             [(as_rows(x), weight)],
             None,
@@ -216,26 +225,27 @@ class FusedKernel(KernelSchedule):
         assert normed is not None
         return normed.view(shape), new_residual.view(shape)
 
-    def _sum_everywhere(
-        self, op: str, products: Sequence[Product], meanwhile: Work, **tail: Any
+    def _launch_sum(
+        self, op: str, products: Sequence[Product], meanwhile: Work, **epilogue: Any
     ) -> tuple[Tensor, Tensor | None]:
-        from fused_tp.triton_kernels.gemm import gemm_all_reduce as module
+        """Launch the sum over ranks of all `products`; `epilogue`: the bias, or the residual and the norm."""
+        from fused_tp.triton_kernels.gemm.gemm_sum import all_reduce_bytes, gemm_all_reduce
 
         x, w = products[0]
         m, n = len(x), w.shape[0]
-        launch = self._launch(x.dtype, m, n)
+        launch = self._launch_options(x.dtype, m, n)
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self._check_launch(op, launch, x)
-        nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
+        nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
         with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(meanwhile, x.device):
-            result: tuple[Tensor, Tensor | None] = module.gemm_all_reduce(
-                _few(products), workspace=workspace, launch=launch, two_shot=two_shot, **tail
+            result: tuple[Tensor, Tensor | None] = gemm_all_reduce(
+                _few(products), workspace=workspace, launch=launch, two_shot=two_shot, **epilogue
             )
         return result
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- launch options -----------------------------------------------------------------------------------------------
 
-    def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
+    def _launch_options(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
         from fused_tp.triton_kernels.gemm.tiles import launch_for
 
         return launch_for(

@@ -1,8 +1,9 @@
-"""Workspaces of a group's fused kernels: created at the first use, grown when too small, used by one op at a time.
+"""Kernels of a group over symmetric memory: their failures, the schedules that launch them, and their workspaces.
 
-There is one workspace for each kind of op. Ops of one kind are serialized, like the collectives of one NCCL
-communicator. Ops of all groups of a device are serialized too, also if they are called on different streams: a kernel
-that waits for other ranks needs all of its programs to be scheduled on the GPU at the same time, on every rank.
+There is one workspace for each kind of op, created at the first use and grown when it is too small. Ops of one kind
+are serialized, like the collectives of one NCCL communicator. Ops of all groups of a device are serialized too, also if
+they are called on different streams: a kernel that waits for other ranks needs all of its programs to be scheduled on
+the GPU at the same time, on every rank.
 
 CUDA graphs: a captured op uses the workspace of the capture, which must exist and be large enough before the capture.
 Run the same ops once before, as torch requires anyway. A workspace that a graph may still use is never freed, even if
@@ -14,14 +15,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch import Tensor
 
+from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.backends.schedule import RowSchedule
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, check_not_capturing, is_capturing
 from fused_tp.core import settings
 from fused_tp.core.errors import (
@@ -237,6 +242,51 @@ class GroupKernels(ABC, Generic[SlotT]):
         if (failure := self._failure()) is not None:
             self._logged = True
             _LOG.error("%s Results of the group's %s that were in flight are wrong.", failure, self._what)
+
+
+class KernelSchedule(RowSchedule):
+    """Base of the schedules that use kernels or copy engines; ops without one fall back to plain collectives.
+
+    Args:
+        kernels: kernels of the group.
+        plain: plain schedule of the group, on the messages that fail together with the kernels; None if the ranks are
+            threads, which have no messages.
+        without: message of the error for ops without a kernel if the ranks are threads.
+    """
+
+    def __init__(self, kernels: GroupKernels[Any], plain: Plain | None, without: str) -> None:
+        self.rank, self.world_size = kernels.rank, kernels.world_size
+        self._kernels = kernels
+        self._plain = plain
+        self._transport = None if plain is None else plain.transport
+        self._without = without
+
+    @property
+    def fallback(self) -> Plain:
+        """The plain schedule, which runs the calls that have no kernel.
+
+        Raises:
+            ValueError: the ranks are threads.
+        """
+        if self._plain is None:
+            raise ValueError(self._without)
+        return self._plain
+
+    @property
+    def messages(self) -> TorchDist:
+        return self.fallback.transport
+
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
+        return self._kernels.abort_scope(op)
+
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        return self.fallback._all_reduced(partial)
+
+    def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
+        """Raise if messages of the group have failed, after which ranks may mean different launches; then compare."""
+        if self._transport is not None:
+            self._kernels.check_usable()
+            self._transport.check(op, dims, x.dtype, x.device)
 
 
 class Workspaces(GroupKernels[_Slot]):
