@@ -105,7 +105,7 @@ def matmul_alone(
     from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, matmul_launch, no_arrivals
     from fused_tp.triton_kernels.gemm.tiles import Launch, launch_for
 
-    alone = Peers(0, 1, {"come": no_arrivals(1, 10**10, context.device), "rank": 0})
+    alone = Peers(0, 1, {"arrivals": no_arrivals(1, 10**10, context.device), "rank": 0})
     if config is None:
         launch = launch_for(dtype, m, n, 1, arch=arch_of(context.device), sms=sms)
     else:

@@ -72,16 +72,16 @@ def dot(x, w, total, C: tl.constexpr):
 
 
 @triton.jit
-def halves(values):
+def split_columns(values):
     """(left, right) columns of a tile. Storing them in turn needs the shared memory and registers of one half."""
     pairs = tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2))
     return tl.split(tl.permute(pairs, (0, 2, 1)))
 
 
 @triton.jit
-def or_nan(values, good):
-    """`values` if `good`, else NaN: a result whose input did not arrive is never silently wrong."""
-    return tl.where(good, values, float("nan"))
+def or_nan(values, is_valid):
+    """`values` if `is_valid`, else NaN: a result whose input did not arrive is never silently wrong."""
+    return tl.where(is_valid, values, float("nan"))
 
 
 # -- time, barriers and memory order -----------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
         ),
         most=kv_chunks(plan, rank).most_rows,
         pairs=pairs,
-        groups=module.groups_of(pairs, shard_bytes),
+        groups=module.group_count(pairs, shard_bytes),
         head_dim=k.shape[3],
         v_head_dim=v.shape[3],
         dtype=k.dtype,

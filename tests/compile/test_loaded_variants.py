@@ -30,7 +30,7 @@ from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS
 from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import gather
 from fused_tp.triton_kernels.comm.arrivals import Arrivals
-from fused_tp.triton_kernels.comm.gather import GatherWorkspace, LaunchOf, Shards
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace, KernelLaunch, Shards
 from fused_tp.triton_kernels.comm.signals import Workspace, begin_kernel
 from fused_tp.triton_kernels.gemm import all_gather_gemm
 from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, multiply_arriving
@@ -45,7 +45,7 @@ LAUNCH = Launch(4, GemmConfig(64, 64, 32, 4, 3))
 PAGE = 4096
 
 
-def variant(launch: LaunchOf) -> str:
+def variant(launch: KernelLaunch) -> str:
     """Triton's key of the compiled kernel that a launch uses."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
@@ -75,8 +75,8 @@ def driver() -> Iterator[None]:
 def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
     """The copy engine's words are aligned like those that the kernel was loaded with, for every number of ranks."""
 
-    loaded: dict[int, list[LaunchOf]] = {rank: [] for rank in range(world)}
-    launched: dict[int, list[LaunchOf]] = {rank: [] for rank in range(world)}
+    loaded: dict[int, list[KernelLaunch]] = {rank: [] for rank in range(world)}
+    launched: dict[int, list[KernelLaunch]] = {rank: [] for rank in range(world)}
     noted = SimpleNamespace(
         load=lambda launch: loaded[launch[2]["rank"]].append(launch),
         run=lambda launch: launched[launch[2]["rank"]].append(launch),

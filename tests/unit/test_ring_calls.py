@@ -62,7 +62,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
     )
     stage = ring_keys.stage_launch(q, q, layout, workspace, 4)
     relays = ring_keys.KeysPuller(layout, workspace).relays_to_load()
-    return tuple(ring_forward.variant_of(one) for one in (stage, *relays, launch))
+    return tuple(ring_forward.specialization_key(one) for one in (stage, *relays, launch))
 
 
 def test_kernels_are_loaded_by_variant_and_not_by_mask() -> None:

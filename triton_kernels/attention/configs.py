@@ -146,7 +146,7 @@ def decode_config(kind: str, head_dim: int, rows: int) -> AttentionConfig:
     return replace(config, rows=min(config.rows, max(16, 1 << (rows - 1).bit_length())))
 
 
-def padded(head_dim: int) -> int:
+def padded_head_dim(head_dim: int) -> int:
     """Head dim padded to a power of 2 that matrix units support.
 
     >>> padded(40), padded(192)

@@ -20,7 +20,7 @@ call. Own keys are free once all ranks have pulled: each rank puts pulled in eac
 that source, so calls whose masks skip different steps do not overtake each other.
 
 A wait that expires is recorded before anything is overwritten or missed because of it: the kernel that reads the chunks
-checks the record at its end (`signals.unbroken`), and writes NaN.
+checks the record at its end (`signals.is_unbroken`), and writes NaN.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..comm.gather import PULLED, READY, GatherWorkspace, LaunchOf, begin_stage, end_stage, run
-from ..comm.signals import DATA_ALIGNMENT, OPS, Handle, flag_at, join, put, wait
-from ..comm.streams import own_streams, queues_are_few
-from .blocks import HeadRows, load_block, rows_of, store_block
-from .configs import padded
-from .launch import heads_of
+from ..comm.gather import PULLED, READY, GatherWorkspace, KernelLaunch, begin_stage, end_stage, run
+from ..comm.signals import DATA_ALIGNMENT, OPS, Handle, current_call, flag_at, put, wait
+from ..comm.streams import has_few_queues, own_streams
+from .blocks import HeadRows, head_rows, load_block, store_block
+from .configs import padded_head_dim
+from .launch import heads_tensor
 
 OP = tl.constexpr(OPS.index("ring_attention"))
 
@@ -74,11 +74,11 @@ def done_flag(group, WORLD: tl.constexpr):
     return FLAGS * WORLD + MAX_GROUPS * MAX_CHUNKS + group
 
 
-_STAGE_ODD = ("rank", "rows", "heads", "per_group", "unneeded")
-_RELAY_ODD = ("rank", "group", "chunk", "source", "last", "awaited", "freed")
+_STAGE_UNSPECIALIZED = ("rank", "rows", "heads", "per_group", "unneeded")
+_RELAY_UNSPECIALIZED = ("rank", "group", "chunk", "source", "last", "awaited", "freed")
 
 
-@triton.jit(do_not_specialize=_STAGE_ODD)
+@triton.jit(do_not_specialize=_STAGE_UNSPECIALIZED)
 def stage_kernel(
     k, v, own,
     rows, heads, pairs, per_group, unneeded,
@@ -93,29 +93,29 @@ def stage_kernel(
         pair = block % pairs
         row = block // pairs * ROWS
         end = tl.where(free, rows, row)
-        keys = load_block(rows_of(k, pair // heads, pair % heads), row, end, D, ROWS, PADDED_D)
-        values = load_block(rows_of(v, pair // heads, pair % heads), row, end, DV, ROWS, PADDED_DV)
+        keys = load_block(head_rows(k, pair // heads, pair % heads), row, end, D, ROWS, PADDED_D)
+        values = load_block(head_rows(v, pair // heads, pair % heads), row, end, DV, ROWS, PADDED_DV)
         target = own + tl.cast(pair // per_group, tl.int64) * rows * width + pair % per_group * (D + DV)
         store_block(HeadRows(target, width), keys, row, end, D)
         store_block(HeadRows(target + D, width), values, row, end, DV)
     end_stage(call, unneeded, WORLD)
 
 
-@triton.jit(do_not_specialize=_RELAY_ODD)
+@triton.jit(do_not_specialize=_RELAY_UNSPECIALIZED)
 def relay_kernel(group, chunk, source, last, awaited, freed, ws, rank, WORLD: tl.constexpr):
     """Run one program between two copies: put the flag of a chunk of `source` (and pulled, if it is the `last` one),
     then wait for rank `awaited`'s keys, or until group `freed` has been used. NONE: no such chunk, no such wait."""
-    call = join(ws, rank)
+    call = current_call(ws, rank)
     if source != NONE:
-        good = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
-        put(call, rank, arrived_flag(group, chunk, WORLD), good)
+        is_valid = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
+        put(call, rank, arrived_flag(group, chunk, WORLD), is_valid)
         if last != 0:
-            put(call, source, PULLED * WORLD + rank, good)
+            put(call, source, PULLED * WORLD + rank, is_valid)
     if freed != NONE:
         wait(call, done_flag(freed, WORLD), rank, -1, WORLD, OP)
     if awaited != NONE:
-        good = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
-        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(good, call.epoch, 0))
+        is_valid = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
+        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(is_valid, call.epoch, 0))
 
 
 class KeyChunk(NamedTuple):
@@ -161,7 +161,7 @@ class KeysLayout:
         return min(SLOTS, self.groups)
 
     @property
-    def slots_row(self) -> int:
+    def first_slot_row(self) -> int:
         """First row of the slots."""
         return self.groups * max(self.rows)
 
@@ -176,7 +176,7 @@ class KeysLayout:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of a rank's memory: rows, heads, elements."""
-        return self.slots_row + self.slots * self.most, self.per_group, self.head_dim + self.v_head_dim
+        return self.first_slot_row + self.slots * self.most, self.per_group, self.head_dim + self.v_head_dim
 
     def nbytes(self, world_size: int) -> int:
         """Bytes of the smallest workspace for this layout; the same on all ranks."""
@@ -189,7 +189,7 @@ class KeysLayout:
 
     def pulled(self, group: int, chunk: int) -> tuple[int, int]:
         """Rows [start, stop) of this rank's memory for a chunk, in heads of `group`."""
-        slot = self.slots_row + group % self.slots * self.most
+        slot = self.first_slot_row + group % self.slots * self.most
         return slot + self.offsets[chunk], slot + self.offsets[chunk + 1]
 
 
@@ -199,7 +199,7 @@ def data_offset(world_size: int) -> int:
     return -(-words * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
-def groups_of(pairs: int, shard_bytes: int) -> int:
+def group_count(pairs: int, shard_bytes: int) -> int:
     """Number of groups of the heads, if the longest shard's keys and values have `shard_bytes` bytes.
 
     >>> groups_of(16, 64 << 20), groups_of(6, 3 << 20), groups_of(7, 0)
@@ -209,7 +209,7 @@ def groups_of(pairs: int, shard_bytes: int) -> int:
     return max(count for count in range(1, most + 1) if pairs % count == 0)
 
 
-def longer(timeout_ns: int, times: int) -> int:
+def scaled_timeout(timeout_ns: int, times: int) -> int:
     """`times` times the deadline, limited to the longest one that kernels can count.
 
     >>> longer(5, 3), longer(1 << 62, 3) == (1 << 63) - 1
@@ -242,13 +242,13 @@ class RingWorkspace(GatherWorkspace):
         return self.handle.get_buffer(rank, layout.shape, layout.dtype, offset)
 
 
-def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> LaunchOf:
+def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> KernelLaunch:
     """The launch that begins a call, with at most `programs` programs."""
     needed = {chunk.source for chunk in layout.chunks}
     unneeded = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed)
     arguments = {
-        "k": heads_of(k),
-        "v": heads_of(v),
+        "k": heads_tensor(k),
+        "v": heads_tensor(v),
         "own": workspace.keys(workspace.rank, layout),
         "rows": layout.own_rows,
         "heads": k.shape[2],
@@ -258,8 +258,8 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "WORLD": workspace.world_size,
         "D": layout.head_dim,
         "DV": layout.v_head_dim,
-        "PADDED_D": padded(layout.head_dim),
-        "PADDED_DV": padded(layout.v_head_dim),
+        "PADDED_D": padded_head_dim(layout.head_dim),
+        "PADDED_DV": padded_head_dim(layout.v_head_dim),
         "maxnreg": 168,  # by default ptxas uses 72, and spills
     }
     blocks = layout.pairs * -(-layout.own_rows // ROWS.value)
@@ -288,7 +288,7 @@ class KeysPuller:
         self._last = {chunk.source: number for number, chunk in enumerate(layout.chunks)}
         self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
 
-    def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> LaunchOf:
+    def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> KernelLaunch:
         """The relay between two copies: it signals the copy `before` and waits until the copy `behind` may run."""
         layout, chunks = self.layout, self.layout.chunks
         told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
@@ -305,10 +305,11 @@ class KeysPuller:
                 awaited = source
         arguments = told | {"awaited": awaited, "freed": freed, "WORLD": self.workspace.world_size, "num_warps": 1}
         # The kernel that frees a group meanwhile waits for other chunks: its waits for peers must expire first.
-        arguments |= self.workspace.arguments(longer(self.workspace.timeout_ns, 1 if freed == NONE.value else 3))
+        timeout_ns = scaled_timeout(self.workspace.timeout_ns, 1 if freed == NONE.value else 3)
+        arguments |= self.workspace.arguments(timeout_ns)
         return relay_kernel, (1,), arguments
 
-    def relays_to_load(self) -> list[LaunchOf]:
+    def relays_to_load(self) -> list[KernelLaunch]:
         """One relay per compiled variant: a deadline of more than 32 bits has a variant of its own."""
         kinds = [self.relay_launch(None, None)]
         if self.layout.chunks and self.layout.groups > self.layout.slots:
@@ -355,10 +356,10 @@ def runs_at_once(x: Tensor) -> bool:
     CUDA does not guarantee it for branches of a CUDA graph, for streams that share queues, or for blocking launches.
     """
     blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
-    return x.is_cuda and not blocking and not queues_are_few() and not torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and not blocking and not has_few_queues() and not torch.cuda.is_current_stream_capturing()
 
 
-def staged_on(x: Tensor) -> torch.cuda.Event | None:
+def staging_event(x: Tensor) -> torch.cuda.Event | None:
     """Event at the end of the current stream's work; None on a CPU."""
     return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 

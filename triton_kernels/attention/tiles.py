@@ -44,18 +44,20 @@ class StepMask(Protocol):
 
 def query_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:
     """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], computed once."""
-    return _kept(step, f"query tiles {rows}x{block}", device, step.starts, step.stops, step.q_breaks, rows, block)
+    name = f"query tiles {rows}x{block}"
+    return _cached_tiles(step, name, device, step.starts, step.stops, step.q_breaks, rows, block)
 
 
 def key_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:
     """Tiles of `rows` keys against blocks of `block` queries, as `query_tiles`."""
-    return _kept(step, f"key tiles {rows}x{block}", device, *step.seen_by, step.k_breaks, rows, block)
+    name = f"key tiles {rows}x{block}"
+    return _cached_tiles(step, name, device, *step.seen_by, step.k_breaks, rows, block)
 
 
-def _kept(step: StepMask, name: str, device: torch.device, *of: Any) -> Tensor:
+def _cached_tiles(step: StepMask, name: str, device: torch.device, *arguments: Any) -> Tensor:
     known = step.on(device)
     if name not in known:
-        known[name] = torch.from_numpy(tiles_of(*of)).to(device)
+        known[name] = torch.from_numpy(tiles_of(*arguments)).to(device)
     return known[name]
 
 

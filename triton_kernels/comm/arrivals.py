@@ -27,7 +27,7 @@ import triton.language as tl
 
 from ..cache_keys import fix_cache_keys
 from ..language import pause
-from .signals import POLLS_PER_CLOCK, look, time_at
+from .signals import POLLS_PER_CLOCK, program_time, read_flag
 
 
 class Arrivals(NamedTuple):
@@ -40,27 +40,27 @@ class Arrivals(NamedTuple):
 
 
 @triton.jit
-def next_shard(come, position, taken, rank, WORLD: tl.constexpr):
+def next_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
     """Rank of shard number `position`, once it can be read; -1 if none arrives in time.
 
     `taken` has a bit for each rank whose shard was taken before.
     """
-    chosen = look(come.order + position)
+    chosen = read_flag(arrivals.order + position)
     if chosen == 0:
-        chosen = claim(come, position, taken, rank, WORLD)
+        chosen = claim_shard(arrivals, position, taken, rank, WORLD)
     source = tl.cast(chosen - 1, tl.int32)
     if source >= 0:
-        look(come.arrived + source)
+        read_flag(arrivals.arrived + source)
     tl.debug_barrier()
     return source
 
 
 @triton.jit
-def claim(come, position, taken, rank, WORLD: tl.constexpr):
+def claim_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
     """Value of order[position] once it is set, by this program or another; 0 once the deadline has passed."""
-    place = come.order + position
-    time = come.order + WORLD - 1
-    start = time_at(time)
+    place = arrivals.order + position
+    time = arrivals.order + WORLD - 1
+    start = program_time(time)
     chosen = tl.cast(0, tl.int64)
     polls = 0
     waiting = True
@@ -69,21 +69,21 @@ def claim(come, position, taken, rank, WORLD: tl.constexpr):
     source = (distance + rank) % WORLD
     others = (distance > 0) & (distance < WORLD)
     while waiting:
-        here = tl.load(come.arrived + source, mask=others, other=0, volatile=True)
+        here = tl.load(arrivals.arrived + source, mask=others, other=0, volatile=True)
         free = others & (here == 1) & ((taken >> tl.cast(source, tl.int64)) & 1 == 0)
         nearest = tl.min(tl.where(free, distance, WORLD), axis=0)
         found = tl.where(nearest < WORLD, (nearest + rank) % WORLD + 1, 0)
         # Threads may have found different ranks: the thread that swaps decides. Swapping in 0 changes nothing.
         tl.atomic_cas(place, tl.cast(0, tl.int64), tl.cast(found, tl.int64), sem="acq_rel", scope="gpu")
-        chosen = look(place)
+        chosen = read_flag(place)
         polls += 1
         waiting = chosen == 0
         if waiting:
             pause()
             if polls % POLLS_PER_CLOCK == 0:
-                waiting = time_at(time) - start < come.timeout_ns
+                waiting = program_time(time) - start < arrivals.timeout_ns
     if chosen == 0:
-        tl.store(come.expired.to(tl.pointer_type(tl.int64)), 1)
+        tl.store(arrivals.expired.to(tl.pointer_type(tl.int64)), 1)
     return chosen
 
 

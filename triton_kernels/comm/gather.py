@@ -16,8 +16,8 @@ Words in a rank's memory, W each, put by rank s:
 The flags are those of `signals`, but all calls use the same address instead of alternating halves: a rank stages call
 e+1 once all peers have pulled e, and they pull e+1 once it is staged. Flags only grow, so nothing is zeroed.
 
-`stage` advances the call number; the call's other launches read it (`signals.join`). The stream orders them after
-`stage` and before the next `stage`, so a CUDA graph may capture all of it.
+`stage` advances the call number; the call's other launches read it (`signals.current_call`). The stream orders them
+after `stage` and before the next `stage`, so a CUDA graph may capture all of it.
 
 Memory order: the programs of `stage` increment a counter (acq_rel), the last one puts ready (release.sys), and the
 reader waits for ready (acquire.sys).
@@ -48,12 +48,12 @@ from .signals import (
     begin,
     flag_at,
     is_last,
-    look,
+    is_unbroken,
     poll,
     put,
     put_all,
-    record,
-    unbroken,
+    read_flag,
+    record_expired_wait,
 )
 
 OP = tl.constexpr(OPS.index("all_gather_matmul"))
@@ -94,12 +94,12 @@ def end_stage(call, unneeded, WORLD: tl.constexpr):
     """
     if is_last(call, STAGED, tl.num_programs(0)):
         # By now all programs have read the call number, and one that was not free to write has recorded that.
-        good = unbroken(call)
-        put_all(call, call.rank + READY * WORLD, good, WORLD)
+        is_valid = is_unbroken(call)
+        put_all(call, call.rank + READY * WORLD, is_valid, WORLD)
         if unneeded != 0:
             for peer in tl.range(0, WORLD):
                 if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
-                    put(call, peer, PULLED * WORLD + call.rank, good)
+                    put(call, peer, PULLED * WORLD + call.rank, is_valid)
         tl.atomic_xchg(call.ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
 
@@ -109,18 +109,18 @@ def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
     epoch = tl.maximum(call.epoch - 1, 0)
     before = SignalledCall(call.ws, call.rank, epoch)
     index = PULLED * WORLD + peer
-    seen = look(flag_at(call, call.rank, index))
+    seen = read_flag(flag_at(call, call.rank, index))
     if seen < epoch:
         seen = poll(before, index, peer, seen)
         if seen < epoch:
             # Recorded under this call: all its programs must agree that no wait had expired when it began.
-            record(call, peer, -1, seen < 0, WORLD, OP)
+            record_expired_wait(call, peer, -1, seen < 0, WORLD, OP)
     tl.debug_barrier()
     return (seen >= epoch) & (call.epoch > 0)
 
 
 @triton.jit
-def region_at(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
+def shard_pointer(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
     """Pointer to `rank`'s shard, in contiguous rows."""
     offset: tl.constexpr = (RUNS * WORLD * 8 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT  # as region_offset
     # The compiler cannot know the alignment of an address from a table, and would move single elements.
@@ -137,14 +137,14 @@ def fill_nan(ptr, count):
 
 
 @triton.jit
-def copy_rows(source, strides, target, rows, K, good):
-    """Copy [rows, K] to contiguous rows, unless `good` is False; the programs of a launch share the work."""
+def copy_rows(source, strides, target, rows, K, is_valid):
+    """Copy [rows, K] to contiguous rows, unless `is_valid` is False; the programs of a launch share the work."""
     blocks_n = tl.cdiv(K, BLOCK_COLUMNS)
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * blocks_n, tl.num_programs(0)):
         block_m = block // blocks_n
         row = block_m.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
         column = (block - block_m * blocks_n).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
-        mask = (row < rows) & (column < K) & good
+        mask = (row < rows) & (column < K) & is_valid
         values = tl.load(source + row * strides[0] + column * strides[1], mask=mask)
         tl.store(target + row * K + column, values, mask=mask)
 
@@ -153,7 +153,7 @@ def copy_rows(source, strides, target, rows, K, good):
 def stage_kernel(x_ptr, rows, K, strides, ws, rank, WORLD: tl.constexpr):
     """Begin a call: copy x [rows, K] to this rank's region, once all peers have read its previous content."""
     call, free = begin_stage(ws, rank, WORLD, OP)
-    copy_rows(x_ptr, strides, region_at(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, free)
+    copy_rows(x_ptr, strides, shard_pointer(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, free)
     end_stage(call, tl.cast(0, tl.int64), WORLD)
 
 
@@ -203,10 +203,10 @@ class Shards:
 
 
 # (kernel, grid, arguments by name) of a launch that has not been issued yet.
-LaunchOf = tuple[Any, tuple[int], dict[str, Any]]
+KernelLaunch = tuple[Any, tuple[int], dict[str, Any]]
 
 
-def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> LaunchOf:
+def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> KernelLaunch:
     """The launch that begins a call, with at most `programs` programs."""
     rows, k = x_shard.shape
     blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
@@ -220,13 +220,13 @@ def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> 
     return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
 
 
-def run(launch: LaunchOf) -> None:
+def run(launch: KernelLaunch) -> None:
     """Launch a kernel on the current stream."""
     kernel, grid, arguments = launch
     kernel[grid](**arguments)
 
 
-def load(launch: LaunchOf) -> None:
+def load(launch: KernelLaunch) -> None:
     """Compile a kernel and load it onto the device, without launching it.
 
     Loading may wait for running kernels, which may themselves wait for a launch that has not been issued yet.

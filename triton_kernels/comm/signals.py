@@ -129,7 +129,7 @@ class WorkspaceArguments(NamedTuple):
 
 
 class SignalledCall(NamedTuple):
-    """One call in a kernel; made by `begin` or `join`."""
+    """One call in a kernel; made by `begin` or `current_call`."""
 
     ws: WorkspaceArguments
     rank: Any
@@ -150,19 +150,19 @@ def flag_at(call, rank, index):
 
 
 @triton.jit
-def join(ws, rank):
+def current_call(ws, rank):
     """The call that an earlier launch of this rank has begun; that launch has also advanced the call number."""
     return SignalledCall(ws, rank, tl.load(ws.state + EPOCH))
 
 
 @triton.jit
-def unbroken(call):
+def is_unbroken(call):
     """True if no wait of this workspace has expired so far."""
     return tl.atomic_add(call.ws.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0
 
 
 @triton.jit
-def look(flag):
+def read_flag(flag):
     """Acquire: the flag's current value, the same for all threads."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
 
@@ -191,33 +191,33 @@ def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def put(call, rank, index, good):
+def put(call, rank, index, is_valid):
     """Release: set flag `index` at `rank`. A program there that waits for the flag sees this program's earlier stores.
 
-    `good` False: the stores are invalid, because some of their input did not arrive.
+    `is_valid` False: the stores are invalid, because some of their input did not arrive.
     """
     tl.debug_barrier()
-    store_release(flag_at(call, rank, index), value_of(call, good), True)
+    store_release(flag_at(call, rank, index), flag_value(call, is_valid), True)
 
 
 @triton.jit
-def put_here(call, index):
+def put_local(call, index):
     """`put` of flag `index` at this rank itself, by an atomic: no link is involved, and it takes fewer registers."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_at(call, call.rank, index), call.epoch, sem="release", scope="sys")
 
 
 @triton.jit
-def put_all(call, index, good, WORLD: tl.constexpr):
+def put_all(call, index, is_valid, WORLD: tl.constexpr):
     """`put` of flag `index` at all ranks, including this one."""
     tl.debug_barrier()
-    release_all(call, index, value_of(call, good), WORLD)
+    release_all(call, index, flag_value(call, is_valid), WORLD)
 
 
 @triton.jit
-def value_of(call, good):
-    """Value of a flag: the call number, negative if not `good` or if this rank gave up before."""
-    return tl.where(good, call.epoch, -tl.abs(call.epoch))
+def flag_value(call, is_valid):
+    """Value of a flag: the call number, negative if not `is_valid` or if this rank gave up before."""
+    return tl.where(is_valid, call.epoch, -tl.abs(call.epoch))
 
 
 @triton.jit
@@ -234,11 +234,11 @@ def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 
     `tile` is written to the record.
     """
-    seen = look(flag_at(call, call.rank, index))
+    seen = read_flag(flag_at(call, call.rank, index))
     if seen < call.epoch:
         seen = poll(call, index, source, seen)
         if seen < call.epoch:
-            record(call, source, tile, seen < 0, WORLD, OP)
+            record_expired_wait(call, source, tile, seen < 0, WORLD, OP)
     tl.debug_barrier()
     return (seen >= call.epoch) & (call.epoch > 0)
 
@@ -246,13 +246,13 @@ def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 @triton.jit
 def wait_all(call, first, tile, WORLD: tl.constexpr, OP: tl.constexpr):
     """Acquire: True once every rank s has put flag `first` + s of this rank; False if one of them will not."""
-    good = all_reached(flag_at(call, call.rank, first), call.epoch, -1, WORLD) & (call.epoch > 0)
-    if not good:
-        good = True
+    is_valid = all_reached(flag_at(call, call.rank, first), call.epoch, -1, WORLD) & (call.epoch > 0)
+    if not is_valid:
+        is_valid = True
         # Not unrolled, here and elsewhere: each copy would inline the whole timeout path of wait().
         for source in tl.range(0, WORLD):
-            good = wait(call, first + source, source, tile, WORLD, OP) & good
-    return good
+            is_valid = wait(call, first + source, source, tile, WORLD, OP) & is_valid
+    return is_valid
 
 
 @triton.jit
@@ -263,22 +263,22 @@ def poll(call, index, source, seen):
     """
     flag = flag_at(call, call.rank, index)
     clock = call.ws.state + CLOCK
-    start = time_at(clock)
+    start = program_time(clock)
     polls = 0
     waiting = (seen >= 0) & ~hopeless(call, source)
     while waiting:
         pause()
-        seen = look(flag)
+        seen = read_flag(flag)
         polls += 1
         waiting = (seen < call.epoch) & (seen >= 0)
         if waiting & (polls % POLLS_PER_CLOCK == 0):
-            if look(flag_at(call, call.rank, source)) < 0:
+            if read_flag(flag_at(call, call.rank, source)) < 0:
                 # `source` has given up. All that it put before, in this call too, is visible by now.
-                seen = look(flag)
+                seen = read_flag(flag)
                 seen = tl.where(seen < call.epoch, -call.epoch, seen)
                 waiting = False
             else:
-                waiting = (time_at(clock) - start < call.ws.timeout_ns) & ~hopeless(call, source)
+                waiting = (program_time(clock) - start < call.ws.timeout_ns) & ~hopeless(call, source)
     return seen
 
 
@@ -286,24 +286,24 @@ def poll(call, index, source, seen):
 def hopeless(call, source):
     """True if a wait has expired already, or the host has ended the waits for `source`."""
     stopped = tl.atomic_add(call.ws.state + STOP, 0, sem="relaxed", scope="gpu")
-    return ~unbroken(call) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
+    return ~is_unbroken(call) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
 
 
 @triton.jit
-def time_at(word):
+def program_time(word):
     """Time in ns, the same for all threads of the program since it is read by an atomic on `word`."""
     tl.atomic_max(word, now_ns(), sem="relaxed", scope="gpu")
     return tl.atomic_add(word, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def record(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
+def record_expired_wait(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
     """Write the error record unless there is one: only the first wait to expire is reported."""
     none = tl.cast(0, tl.int64)
     if tl.atomic_cas(call.ws.state + EXPIRED, none, call.epoch, sem="relaxed", scope="gpu") == 0:
         absent = none
         for peer in tl.range(0, WORLD):
-            begun = look(flag_at(call, call.rank, peer))
+            begun = read_flag(flag_at(call, call.rank, peer))
             late = (begun >= 0) & (begun < call.epoch)
             absent += late.to(tl.int64) << tl.cast(peer, tl.int64)
         tl.store(call.ws.error + ERROR_OP, OP)

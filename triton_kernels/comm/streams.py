@@ -95,7 +95,7 @@ def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
     return handle.value
 
 
-def queues_are_few() -> bool:
+def has_few_queues() -> bool:
     """True if CUDA_DEVICE_MAX_CONNECTIONS leaves the GPU fewer queues than it has by default.
 
     Streams then share queues, and work that a kernel waits for can be queued behind the kernel that waits. Megatron

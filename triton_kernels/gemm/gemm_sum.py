@@ -54,7 +54,7 @@ from ..comm.signals import (
     wait,
     wait_all,
 )
-from ..language import halves, or_nan, rounded, store_release, thread_barrier, zeros
+from ..language import or_nan, rounded, split_columns, store_release, thread_barrier, zeros
 from .tiles import (
     Launch,
     Matrix,
@@ -63,8 +63,8 @@ from .tiles import (
     multiply_products,
     operand_arguments,
     store_tile,
-    tile_at,
     tile_offsets,
+    tile_position,
 )
 
 ALL_REDUCE = tl.constexpr(OPS.index("matmul_all_reduce"))
@@ -93,7 +93,7 @@ def gemm_all_reduce_kernel(
     tiles_n = tl.cdiv(N, C.BLOCK_N)
     tiles = tiles_m * tiles_n
     per_owner = tl.cdiv(tiles, WORLD)
-    rounds = rounds_of(program, programs, tiles)
+    rounds = round_count(program, programs, tiles)
     # Order of the slots, and of their flags. One-shot: terms by (tile, source). Two-shot: terms by (tile of the owner,
     # source), then the sums.
     first_sum = WORLD * per_owner
@@ -101,8 +101,8 @@ def gemm_all_reduce_kernel(
 
     # Multiply all tiles, and send each to the ranks that sum it.
     for step in tl.range(0, rounds, flatten=C.FLATTEN):
-        tile = tile_of(step, first_tile, rounds, program, programs)
-        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
+        tile = tile_of_round(step, first_tile, rounds, program, programs)
+        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
         term = multiply_products((x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, M, N, 0, C)
         if TWO_SHOT:
             put_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
@@ -125,8 +125,8 @@ def gemm_all_reduce_kernel(
             first_slot = tile * WORLD
             if TWO_SHOT:
                 first_slot -= rank * per_owner * WORLD
-            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
-            good = wait_all(call, WORLD + first_slot, tile, WORLD, ALL_REDUCE)
+            tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
+            is_valid = wait_all(call, WORLD + first_slot, tile, WORLD, ALL_REDUCE)
             for strip in tl.range(0, STRIPS):
                 sum_slot = tile * STRIPS + strip
                 total = sum_terms(call, first_slot, strip, terms_offset, ELEMENT, WORLD, C)
@@ -134,13 +134,13 @@ def gemm_all_reduce_kernel(
                 total = add_bias(total, bias_ptr, tile_n, N)
                 if residual is not None:
                     total += load_tile(residual, strip_m, tile_n, M, N, C.STRIP_M, C.BLOCK_N).to(tl.float32)
-                total = or_nan(total, good)
+                total = or_nan(total, is_valid)
                 if TWO_SHOT:
                     for distance in tl.range(1, WORLD):
                         store_slot(call, (rank + distance) % WORLD, sum_slot, total, sums_offset, ELEMENT)
                 store_tile(out, total, strip_m, tile_n, M, N)
             if TWO_SHOT:
-                put_all(call, WORLD + first_sum + tile, good, WORLD)
+                put_all(call, WORLD + first_sum + tile, is_valid, WORLD)
             if norm_weight_ptr is not None:
                 norm_if_last(call, out, norm_weight_ptr, normed, tile_m, tiles_n, M, N, eps, C)
 
@@ -150,12 +150,12 @@ def gemm_all_reduce_kernel(
             tile = step * programs + program
             owner = tile // per_owner
             if owner != rank:
-                tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
-                good = wait(call, WORLD + first_sum + tile, owner, tile, WORLD, ALL_REDUCE)
+                tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
+                is_valid = wait(call, WORLD + first_sum + tile, owner, tile, WORLD, ALL_REDUCE)
                 for strip in tl.range(0, C.BLOCK_M // COPY_M):
                     sum_slot = tile * (C.BLOCK_M // COPY_M) + strip
                     pointers = slot_pointers(call, rank, sum_slot, sums_offset, ELEMENT, COPY_M, C.BLOCK_N)
-                    total = or_nan(tl.load(pointers).to(tl.float32), good)
+                    total = or_nan(tl.load(pointers).to(tl.float32), is_valid)
                     strip_m = tile_m * (C.BLOCK_M // COPY_M) + strip
                     store_tile(out, total, strip_m, tile_n, M, N)
                 if norm_weight_ptr is not None:
@@ -206,18 +206,18 @@ def gemm_reduce_scatter_kernel(
     # Owners with all rows come first, then one with fewer, then owners without rows: tile numbers have no gaps.
     full_owners = M // rows_per_rank
     tiles = full_owners * per_owner + tl.cdiv(M - full_owners * rows_per_rank, C.BLOCK_M) * tiles_n
-    rounds = rounds_of(program, programs, tiles)
+    rounds = round_count(program, programs, tiles)
 
     first_tile = (rank + 1) % WORLD * per_owner
 
     # Multiply all tiles, and send each to its owner.
     for step in tl.range(0, rounds, flatten=C.FLATTEN):
-        tile = tile_of(step, first_tile, rounds, program, programs)
+        tile = tile_of_round(step, first_tile, rounds, program, programs)
         owner = tile // per_owner
         tile_of_owner = tile - owner * per_owner
         first_row = owner * rows_per_rank
         rows = tl.minimum(M - first_row, rows_per_rank)
-        tile_m, tile_n = tile_at(tile_of_owner, tl.cdiv(rows, C.BLOCK_M), tiles_n, C.GROUP_M)
+        tile_m, tile_n = tile_position(tile_of_owner, tl.cdiv(rows, C.BLOCK_M), tiles_n, C.GROUP_M)
         term = multiply_products(
             (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, rows, N, first_row, C
         )  # fmt: skip
@@ -232,12 +232,12 @@ def gemm_reduce_scatter_kernel(
         tile = step * programs + program
         if tile // per_owner == rank:
             tile_of_owner = tile - rank * per_owner
-            tile_m, tile_n = tile_at(tile_of_owner, tl.cdiv(rows, C.BLOCK_M), tiles_n, C.GROUP_M)
+            tile_m, tile_n = tile_position(tile_of_owner, tl.cdiv(rows, C.BLOCK_M), tiles_n, C.GROUP_M)
             first_slot = tile_of_owner * WORLD
-            good = wait_all(call, WORLD + first_slot, tile, WORLD, REDUCE_SCATTER)
+            is_valid = wait_all(call, WORLD + first_slot, tile, WORLD, REDUCE_SCATTER)
             for strip in tl.range(0, STRIPS):
                 total = sum_terms(call, first_slot, strip, terms_offset, ELEMENT, WORLD, C)
-                total = or_nan(add_bias(total, bias_ptr, tile_n, N), good)
+                total = or_nan(add_bias(total, bias_ptr, tile_n, N), is_valid)
                 store_tile(out, total, tile_m * STRIPS + strip, tile_n, rows, N)
     end(call, WORLD, REDUCE_SCATTER)
 
@@ -246,7 +246,7 @@ def gemm_reduce_scatter_kernel(
 
 
 @triton.jit
-def slot_at(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def slot_start(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pointer to slot number `slot` at `rank`; slots begin `data_offset` bytes into the half."""
     # The compiler cannot know the alignment of an address from a table, and would move single elements.
     data = tl.multiple_of((half_at(call, rank) + data_offset).to(tl.pointer_type(ELEMENT)), 16)
@@ -257,7 +257,7 @@ def slot_at(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.co
 def slot_pointers(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pointers [BLOCK_M, BLOCK_N] to slot number `slot` at `rank`."""
     tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    return slot_at(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N) + tile
+    return slot_start(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N) + tile
 
 
 @triton.jit
@@ -270,9 +270,9 @@ def store_slot(call, rank, slot, values, data_offset, ELEMENT: tl.constexpr, SPL
     BLOCK_N: tl.constexpr = values.shape[1]
     if SPLIT:
         HALF: tl.constexpr = BLOCK_N // 2
-        left, right = halves(values)
+        left, right = split_columns(values)
         rows = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, HALF)[None, :]
-        data = slot_at(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N)
+        data = slot_start(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N)
         tl.store(data + rows, rounded(left, ELEMENT))
         tl.store(data + HALF + rows, rounded(right, ELEMENT))
     else:
@@ -295,13 +295,13 @@ def sum_terms(call, first_slot, strip, data_offset, ELEMENT: tl.constexpr, WORLD
 
 
 @triton.jit
-def rounds_of(program, programs, tiles):
+def round_count(program, programs, tiles):
     """Number of tiles that program number `program` computes."""
     return tl.maximum(tl.cdiv(tiles - program, programs), 0)
 
 
 @triton.jit
-def tile_of(step, first_tile, rounds, program, programs):
+def tile_of_round(step, first_tile, rounds, program, programs):
     """Number of the tile that a program computes in round `step`: in order from `first_tile` on, wrapping around.
 
     If `first_tile` is the next rank's first tile, ranks write to different owners at any time and end with their own.
@@ -318,7 +318,7 @@ def put_tile(call, step, first_tile, rounds, program, programs, per_owner, WORLD
     those of the previous tile arrived while this one was multiplied. So each flag is put one tile late, the last one
     after the loop. Slots at an owner are ordered by its tile, then by source.
     """
-    tile = tile_of(tl.maximum(step, 0), first_tile, tl.maximum(rounds, 1), program, programs)
+    tile = tile_of_round(tl.maximum(step, 0), first_tile, tl.maximum(rounds, 1), program, programs)
     slot = tile % per_owner * WORLD + call.rank
     thread_barrier()
     store_release(flag_at(call, tile // per_owner, WORLD + slot), call.epoch, step >= 0)

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..cache_keys import fix_cache_keys
 from ..device import fits_tma as rows_fit_tma
 from ..device import kind_of, tma_descriptor
-from ..language import dot, halves, rounded, zeros
+from ..language import dot, rounded, split_columns, zeros
 
 ARCHITECTURES = (80, 90, 100)
 # Most products that one launch adds: the operands of each are arguments of the kernel.
@@ -69,7 +69,7 @@ class Matrix(NamedTuple):
 
 
 @triton.jit
-def tile_at(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """(tile_m, tile_n) of tile number `index`: down columns of GROUP_M tiles, so that tiles in flight share L2."""
     group_size = GROUP_M * tiles_n
     first_m = index // group_size * GROUP_M
@@ -122,7 +122,7 @@ def store_result(y, total, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
 
     With SPLIT the left columns are written first, then the right ones."""
     if SPLIT:
-        left, right = halves(total)
+        left, right = split_columns(total)
         store_tile(y, add_bias(left, bias_ptr, 2 * tile_n, N), tile_m, 2 * tile_n, M, N)
         store_tile(y, add_bias(right, bias_ptr, 2 * tile_n + 1, N), tile_m, 2 * tile_n + 1, M, N)
     else:

@@ -270,9 +270,9 @@ def runs_at_once(x: Tensor) -> bool:
 
     This is not guaranteed for branches of a CUDA graph, for streams that share queues, and with CUDA_LAUNCH_BLOCKING.
     """
-    from fused_tp.triton_kernels.comm.streams import queues_are_few
+    from fused_tp.triton_kernels.comm.streams import has_few_queues
 
-    if queues_are_few():
+    if has_few_queues():
         return False
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "1" and not is_capturing(x.device)
 
