@@ -25,7 +25,7 @@ _GROUP = "__grp__"
 
 
 def cache_folder() -> Path:
-    """The folder of Triton's disk cache."""
+    """Return the folder of Triton's disk cache."""
     return Path(triton.knobs.cache.dir)
 
 

@@ -42,7 +42,7 @@ def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def rounded(values, DTYPE: tl.constexpr):
-    """fp32 `values` rounded to DTYPE, to the nearest even.
+    """Return fp32 `values` rounded to DTYPE, to the nearest even.
 
     On the GPU `.to` rounds. In the interpreter (Triton 3.6, 3.7) it truncates bf16, so the bits are rounded here. A NaN
     keeps its sign and top bits; one bit of its mantissa is set, so that it stays NaN.
@@ -58,7 +58,7 @@ def rounded(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(x, w, total, C: tl.constexpr):
-    """total + x @ w in fp32, multiplied in the precision C.PRECISION of the kernel's constants.
+    """Return total + x @ w in fp32, multiplied in the precision C.PRECISION of the kernel's constants.
 
     The argument is C, not the string: Triton 3.6 cannot pass a string from one function to another.
 
@@ -80,7 +80,7 @@ def split_columns(values):
 
 @triton.jit
 def or_nan(values, is_valid):
-    """`values` if `is_valid`, else NaN: a result whose input did not arrive is never silently wrong."""
+    """Return `values` if `is_valid`, else NaN: a result whose input did not arrive is never silently wrong."""
     return tl.where(is_valid, values, float("nan"))
 
 

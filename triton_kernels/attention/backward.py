@@ -120,7 +120,7 @@ def queries_kernel(
 def add_keys(
     total, slope_sums, own, keys, values, key, end, k_indices, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """(dq / scale, sums of ds * distance) after adding the keys of one block; `own` is `Queries`."""
+    """Return (dq / scale, sums of ds * distance) after adding the keys of one block; `own` is `Queries`."""
     queries, grads, lse, sums, seen, score = own
     products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)[None, :]
@@ -205,7 +205,7 @@ def add_queries(
     dk_sum, dv_sum, own, queries, grads, query, end, per_row, mask, scores, batch, head, dropout,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv) after adding the queries of one block; scores are [keys, queries] here.
+    """Return (dk / scale, dv) after adding the queries of one block; scores are [keys, queries] here.
 
     `own` is `Keys`, `per_row` is (lse, sums).
     """
@@ -239,7 +239,7 @@ def add_queries(
 
 @triton.jit
 def gradient_of_scores(p, gradient, sums, visible, MASKED: tl.constexpr):
-    """p * (gradient - sums), 0 where not `visible`; `gradient` is that of p, through dropout."""
+    """Return p * (gradient - sums), 0 where not `visible`; `gradient` is that of p, through dropout."""
     ds = p * (gradient - sums)
     if MASKED:
         ds = tl.where(visible, ds, 0.0)

@@ -129,7 +129,7 @@ class AttentionConstants(NamedTuple):
 
 @triton.jit
 def program_tile(tiles, tile_count, heads, batch_heads, together):
-    """The `Tile` of this program.
+    """Return the `Tile` of this program.
 
     `together` heads alternate, so that their operands stay in L2. Their tiles with most work are first, so that none
     ends late.
@@ -149,7 +149,7 @@ def program_tile(tiles, tile_count, heads, batch_heads, together):
 
 @triton.jit
 def masked_blocks(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
-    """Number of blocks that need a mask."""
+    """Return the number of blocks that need a mask."""
     return (full_begin - begin) // BLOCK + tl.cdiv(end - full_end, BLOCK)
 
 
@@ -162,7 +162,7 @@ def masked_block(index, begin, full_begin, full_end, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_rows(x, batch, head):
-    """The `HeadRows` of a head of x [B, S, H, D]."""
+    """Return the `HeadRows` of a head of x [B, S, H, D]."""
     return HeadRows(
         x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[2], x.strides[1]
     )
@@ -170,13 +170,13 @@ def head_rows(x, batch, head):
 
 @triton.jit
 def head_vector(x, batch, head):
-    """Pointer to row 0 of a head of x [B, H, S], whose last dim is dense."""
+    """Return the pointer to row 0 of a head of x [B, H, S], whose last dim is dense."""
     return x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[1]
 
 
 @triton.jit
 def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """(pointers, mask) [BLOCK, PADDED] of `HeadRows` from `row` on, before `end`, of WIDTH elements."""
+    """Return (pointers, mask) [BLOCK, PADDED] of `HeadRows` from `row` on, before `end`, of WIDTH elements."""
     lines = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, PADDED)[None, :]
     pointers = rows.ptr + tl.cast(row, tl.int64) * rows.stride + (lines * rows.stride + columns)
@@ -188,7 +188,7 @@ def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAD
 
 @triton.jit
 def load_block(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Block [BLOCK, PADDED] of `HeadRows`, zeros from `end` on and beyond WIDTH."""
+    """Return the block [BLOCK, PADDED] of `HeadRows`, zeros from `end` on and beyond WIDTH."""
     pointers, mask = block_pointers(rows, row, end, WIDTH, BLOCK, PADDED)
     return tl.load(pointers, mask=mask, other=0.0)
 
@@ -241,7 +241,7 @@ def _add_columns(rows, values, row, end, FIRST: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def load_vector(base, row, end, BLOCK: tl.constexpr, other):
-    """Block [BLOCK] of a dense vector, `other` from `end` on."""
+    """Return the block [BLOCK] of a dense vector, `other` from `end` on."""
     rows = row + tl.arange(0, BLOCK)
     return tl.load(base + rows, mask=rows < end, other=other)
 
@@ -255,7 +255,7 @@ def load_lse(base, row, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_seen(first, last, mask, row, row_end, C: tl.constexpr):
-    """`SeenKeys` of the queries of a tile."""
+    """Return `SeenKeys` of the queries of a tile."""
     first_key = load_vector(first, row, row_end, C.ROWS, 0)
     last_key = load_vector(last, row, row_end, C.ROWS, 0)
     place = first_key
@@ -272,7 +272,7 @@ def load_seen(first, last, mask, row, row_end, C: tl.constexpr):
 
 @triton.jit
 def head_score(scores, batch, head, dropout, C: tl.constexpr):
-    """The `Score` of a head; `dropout` is (first head, seed low, seed high, dropped below)."""
+    """Return the `Score` of a head; `dropout` is (first head, seed low, seed high, dropped below)."""
     slope = 0.0
     if C.ALIBI:
         slope = tl.load(scores.slopes + head)
@@ -310,7 +310,7 @@ def scores_from_products(products, distance, score, C: tl.constexpr):
 
 @triton.jit
 def base_2_factor(score, C: tl.constexpr):
-    """Factor that converts the scores of `scores_from_products` to base 2."""
+    """Return the factor that converts the scores of `scores_from_products` to base 2."""
     if C.CAPPED or C.ALIBI:
         return 1.0
     else:

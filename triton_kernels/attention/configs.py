@@ -33,7 +33,7 @@ class AttentionConfig:
     tma: bool = False
 
     def options(self) -> dict[str, int]:
-        """The compiler's options. By default ptxas uses fewer registers than there are, and spills."""
+        """Return the compiler's options. By default ptxas uses fewer registers than there are, and spills."""
         programs = 1 if self.num_warps >= 8 else 2
         registers = min(255, 65536 // (programs * self.num_warps * 32))
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
@@ -147,7 +147,7 @@ def decode_config(kind: str, head_dim: int, rows: int) -> AttentionConfig:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Head dim padded to a power of 2 that matrix units support.
+    """Return the head dim padded to a power of 2 that matrix units support.
 
     >>> padded(40), padded(192)
     (64, 256)

@@ -139,7 +139,7 @@ def packed_heads(index, kv_heads, group, new, tiles, ROWS: tl.constexpr):
 
 @triton.jit
 def packed_rows(x, batch, number, head):
-    """Pointers to the rows of a tile in x [batch, new, heads, ...], `HeadsTensor`."""
+    """Return the pointers to the rows of a tile in x [batch, new, heads, ...], `HeadsTensor`."""
     return x.ptr + (tl.cast(batch, tl.int64) * x.strides[0] + number.to(tl.int64) * x.strides[1] + head * x.strides[2])
 
 
@@ -169,7 +169,7 @@ def flash_decode(
     splits: int | None = None,
     config: AttentionConfig | None = None,
 ) -> Tensor:
-    """fp32 [batch, new, heads, v_head_dim + 1]: out, then lse; 0 and -inf for a query that sees nothing.
+    """Return fp32 [batch, new, heads, v_head_dim + 1]: out, then lse; 0 and -inf for a query that sees nothing.
 
     Args:
         q: [batch, new, heads, head_dim], bf16, fp16 or fp32.

@@ -147,7 +147,7 @@ def add_all_keys(
 def add_key_block(
     n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """(n, total, weighted) after adding the keys of one block."""
+    """Return (n, total, weighted) after adding the keys of one block."""
     products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)
     index = columns
@@ -175,7 +175,7 @@ def add_key_block(
 
 @triton.jit
 def empty_sums(C: tl.constexpr):
-    """(n, total, weighted) before the first key."""
+    """Return (n, total, weighted) before the first key."""
     ROWS: tl.constexpr = C.ROWS
     return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), zeros(ROWS, C.PADDED_DV)
 
@@ -195,7 +195,7 @@ def load_state(state, batch, head, row, row_end, C: tl.constexpr):
 
 @triton.jit
 def add_sink(n, sums, values, sink):
-    """(n, total, weighted) with one more key of score `sink`, in base 2, and value 0."""
+    """Return (n, total, weighted) with one more key of score `sink`, in base 2, and value 0."""
     now = tl.maximum(n, tl.ceil(sink))
     base = tl.where(now == float("-inf"), 0.0, now)
     before = tl.exp2(n - base)
@@ -204,7 +204,7 @@ def add_sink(n, sums, values, sink):
 
 @triton.jit
 def normalize_sums(n, sums, values):
-    """(out, lse): 0 and -inf for rows that have seen nothing."""
+    """Return (out, lse): 0 and -inf for rows that have seen nothing."""
     none = sums == 0
     sums = tl.where(none, 1.0, sums)
     return values * (1.0 / sums)[:, None], tl.where(none, float("-inf"), (n + tl.log2(sums)) * LN_2)
@@ -248,7 +248,7 @@ def flash_attention(
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
+    """Return (out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
 
     `sinks` [H] are scores of one more key per head, whose value is 0; they count in lse. The other arguments and errors
     are those of `flash_forward`.

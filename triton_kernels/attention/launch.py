@@ -74,7 +74,7 @@ def constants(
     tma: bool = False,
     first: bool = False,
 ) -> AttentionConstants:
-    """The constexpr `C` of an attention kernel."""
+    """Return the constexpr `C` of an attention kernel."""
     dims = q.shape[3], v.shape[3], padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     dropout = terms.dropout is not None and terms.dropout.p > 0.0
     score = terms.softcap != 0.0, terms.slopes is not None, dropout
@@ -123,12 +123,12 @@ def check_rows(**tensors: Tensor) -> None:
 
 
 def dense_vector(x: Tensor | None) -> Tensor | None:
-    """x as kernels read a vector of heads: fp32 and contiguous."""
+    """Return x as kernels read a vector of heads: fp32 and contiguous."""
     return None if x is None else x.detach().float().contiguous()
 
 
 def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
-    """The default config of `kernel` (`configs.KERNELS`)."""
+    """Return the default config of `kernel` (`configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
     arch, kind = arch_of(q.device), kind_of(q.dtype, precision)
     shared_bytes = shared_bytes_of(q.device) if arch else LEAST_SHARED_BYTES
@@ -175,7 +175,7 @@ def launch_tiles(
 
 
 def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[Any, ...]:
-    """TMA descriptors of tensors [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head.
+    """Return the TMA descriptors of tensors [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head.
 
     All are None if one tensor does not fit TMA, or the config does not use it."""
     if not (config.tma and all(x.element_size() <= 2 and fits_tma(x) for x in tensors)):
@@ -184,15 +184,15 @@ def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[Any, ...]:
 
 
 def heads_tensor(x: Tensor) -> HeadsTensor:
-    """x as a kernel argument; its last dim is dense."""
+    """Return x as a kernel argument; its last dim is dense."""
     return HeadsTensor(x, x.stride()[:-1])
 
 
 def mask_arguments(on: Mapping[str, Tensor], first: str, last: str) -> Mask:
-    """The vectors of a `StepMask`, or of a ring's chunks, as a kernel argument."""
+    """Return the vectors of a `StepMask`, or of a ring's chunks, as a kernel argument."""
     return Mask(on[first], on[last], on["places"], on["q_indices"], on["k_indices"])
 
 
 def _as_signed(word: int) -> int:
-    """The same 32 bits as a signed number, so that the argument's type never changes."""
+    """Return the same 32 bits as a signed number, so that the argument's type never changes."""
     return word - (1 << 32) if word >> 31 else word

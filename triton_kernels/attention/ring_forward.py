@@ -166,7 +166,7 @@ def ring_forward(
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
+    """Return (out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
 
     Args:
         q: [B, S, H, D], k: [B, rows, Hkv, D], v: [B, rows, Hkv, Dv]: this rank's, bf16, fp16 or fp32, of any strides
@@ -277,7 +277,7 @@ def _launch(
 
 
 def specialization_key(launch: KernelLaunch) -> tuple[Any, ...]:
-    """Key of the compiled variant of a kernel: launches with equal keys run the same one.
+    """Return the key of the compiled variant of a kernel: launches with equal keys run the same one.
 
     It does not depend on the mask: sequences of any lengths have few variants.
     """

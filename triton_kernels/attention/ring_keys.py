@@ -64,13 +64,13 @@ ROWS = tl.constexpr(32)  # rows that a program of `stage` copies at a time
 
 @triton.jit
 def arrived_flag(group, chunk, WORLD: tl.constexpr):
-    """Number of the flag of a chunk's arrival (chunk 0 is the first after a rank's own keys)."""
+    """Return the number of the flag of a chunk's arrival (chunk 0 is the first after a rank's own keys)."""
     return FLAGS * WORLD + group * MAX_CHUNKS + chunk
 
 
 @triton.jit
 def done_flag(group, WORLD: tl.constexpr):
-    """Number of the flag that is set once a group's slot is free."""
+    """Return the number of the flag that is set once a group's slot is free."""
     return FLAGS * WORLD + MAX_GROUPS * MAX_CHUNKS + group
 
 
@@ -179,7 +179,7 @@ class KeysLayout:
         return self.first_slot_row + self.slots * self.most, self.per_group, self.head_dim + self.v_head_dim
 
     def nbytes(self, world_size: int) -> int:
-        """Bytes of the smallest workspace for this layout; the same on all ranks."""
+        """Return the bytes of the smallest workspace for this layout; the same on all ranks."""
         return data_offset(world_size) + prod(self.shape) * self.dtype.itemsize
 
     def own(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
@@ -188,19 +188,19 @@ class KeysLayout:
         return start, start + rows
 
     def pulled(self, group: int, chunk: int) -> tuple[int, int]:
-        """Rows [start, stop) of this rank's memory for a chunk, in heads of `group`."""
+        """Return the rows [start, stop) of this rank's memory for a chunk, in heads of `group`."""
         slot = self.first_slot_row + group % self.slots * self.most
         return slot + self.offsets[chunk], slot + self.offsets[chunk + 1]
 
 
 def data_offset(world_size: int) -> int:
-    """Byte offset of the keys in a rank's memory, after all words."""
+    """Return the byte offset of the keys in a rank's memory, after all words."""
     words = FLAGS.value * world_size + MAX_GROUPS.value * (MAX_CHUNKS.value + 1)
     return -(-words * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
 def group_count(pairs: int, shard_bytes: int) -> int:
-    """Number of groups of the heads, if the longest shard's keys and values have `shard_bytes` bytes.
+    """Return the number of groups of the heads, if the longest shard's keys and values have `shard_bytes` bytes.
 
     >>> groups_of(16, 64 << 20), groups_of(6, 3 << 20), groups_of(7, 0)
     (8, 3, 1)
@@ -210,7 +210,7 @@ def group_count(pairs: int, shard_bytes: int) -> int:
 
 
 def scaled_timeout(timeout_ns: int, times: int) -> int:
-    """`times` times the deadline, limited to the longest one that kernels can count.
+    """Return `times` times the deadline, limited to the longest one that kernels can count.
 
     >>> longer(5, 3), longer(1 << 62, 3) == (1 << 63) - 1
     (15, True)
@@ -232,7 +232,7 @@ class RingWorkspace(GatherWorkspace):
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, rescue=rescue)
 
     def keys(self, rank: int, layout: KeysLayout) -> Tensor:
-        """The memory of `rank`, in the shape of `layout`.
+        """Return the memory of `rank`, in the shape of `layout`.
 
         Raises:
             ValueError: the workspace is too small.
@@ -243,7 +243,7 @@ class RingWorkspace(GatherWorkspace):
 
 
 def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> KernelLaunch:
-    """The launch that begins a call, with at most `programs` programs."""
+    """Return the launch that begins a call, with at most `programs` programs."""
     needed = {chunk.source for chunk in layout.chunks}
     unneeded = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed)
     arguments = {
@@ -289,7 +289,7 @@ class KeysPuller:
         self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
 
     def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> KernelLaunch:
-        """The relay between two copies: it signals the copy `before` and waits until the copy `behind` may run."""
+        """Relay between two copies: it signals the copy `before` and waits until the copy `behind` may run."""
         layout, chunks = self.layout, self.layout.chunks
         told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
         if before is not None:
@@ -310,7 +310,7 @@ class KeysPuller:
         return relay_kernel, (1,), arguments
 
     def relays_to_load(self) -> list[KernelLaunch]:
-        """One relay per compiled variant: a deadline of more than 32 bits has a variant of its own."""
+        """Return one relay per compiled variant: a deadline of more than 32 bits has a variant of its own."""
         kinds = [self.relay_launch(None, None)]
         if self.layout.chunks and self.layout.groups > self.layout.slots:
             kinds.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
@@ -360,7 +360,7 @@ def runs_at_once(x: Tensor) -> bool:
 
 
 def staging_event(x: Tensor) -> torch.cuda.Event | None:
-    """Event at the end of the current stream's work; None on a CPU."""
+    """Return the event at the end of the current stream's work; None on a CPU."""
     return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 
 

@@ -41,7 +41,7 @@ class Arrivals(NamedTuple):
 
 @triton.jit
 def next_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
-    """Rank of shard number `position`, once it can be read; -1 if none arrives in time.
+    """Return the rank of shard number `position`, once it can be read; -1 if none arrives in time.
 
     `taken` has a bit for each rank whose shard was taken before.
     """

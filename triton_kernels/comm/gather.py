@@ -121,7 +121,7 @@ def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def shard_pointer(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
-    """Pointer to `rank`'s shard, in contiguous rows."""
+    """Return the pointer to `rank`'s shard, in contiguous rows."""
     offset: tl.constexpr = (RUNS * WORLD * 8 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT  # as region_offset
     # The compiler cannot know the alignment of an address from a table, and would move single elements.
     return tl.multiple_of((tl.load(call.ws.workspaces + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
@@ -158,7 +158,7 @@ def stage_kernel(x_ptr, rows, K, strides, ws, rank, WORLD: tl.constexpr):
 
 
 def region_offset(world_size: int) -> int:
-    """Byte offset of a rank's shard in its memory."""
+    """Return the byte offset of a rank's shard in its memory."""
     return -(-RUNS.value * world_size * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
@@ -183,7 +183,7 @@ class GatherWorkspace(Workspace):
             raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Make it larger.")
 
     def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
-        """Tensor [rows, k] at the beginning of `rank`'s region."""
+        """Return the tensor [rows, k] at the beginning of `rank`'s region."""
         offset = (self.begin + region_offset(self.world_size)) // dtype.itemsize
         return self.handle.get_buffer(rank, (rows, k), dtype, offset)
 
@@ -197,7 +197,7 @@ class Shards:
     k: int
 
     def range(self, rank: int) -> tuple[int, int]:
-        """(first row, number of rows) of `rank`."""
+        """Return (first row, number of rows) of `rank`."""
         first = min(rank * self.rows_per_rank, self.rows)
         return first, min(self.rows_per_rank, self.rows - first)
 
@@ -207,7 +207,7 @@ KernelLaunch = tuple[Any, tuple[int], dict[str, Any]]
 
 
 def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> KernelLaunch:
-    """The launch that begins a call, with at most `programs` programs."""
+    """Return the launch that begins a call, with at most `programs` programs."""
     rows, k = x_shard.shape
     blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
     arguments = {

@@ -145,13 +145,13 @@ def half_at(call, rank):
 
 @triton.jit
 def flag_at(call, rank, index):
-    """Pointer to flag number `index` at `rank`."""
+    """Return the pointer to flag number `index` at `rank`."""
     return half_at(call, rank).to(tl.pointer_type(tl.int64)) + index
 
 
 @triton.jit
 def current_call(ws, rank):
-    """The call that an earlier launch of this rank has begun; that launch has also advanced the call number."""
+    """Return the call that an earlier launch of this rank has begun; that launch has also advanced the call number."""
     return SignalledCall(ws, rank, tl.load(ws.state + EPOCH))
 
 
@@ -216,7 +216,7 @@ def put_all(call, index, is_valid, WORLD: tl.constexpr):
 
 @triton.jit
 def flag_value(call, is_valid):
-    """Value of a flag: the call number, negative if not `is_valid` or if this rank gave up before."""
+    """Return the value of a flag: the call number, negative if not `is_valid` or if this rank gave up before."""
     return tl.where(is_valid, call.epoch, -tl.abs(call.epoch))
 
 
@@ -257,7 +257,7 @@ def wait_all(call, first, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def poll(call, index, source, seen):
-    """Value of flag `index` once it is set or the deadline has passed; negative if `source` has given up.
+    """Return the value of flag `index` once it is set or the deadline has passed; negative if `source` has given up.
 
     All threads take the same branches, since each condition is on a value read by an atomic.
     """
@@ -291,7 +291,7 @@ def hopeless(call, source):
 
 @triton.jit
 def program_time(word):
-    """Time in ns, the same for all threads of the program since it is read by an atomic on `word`."""
+    """Return the time in ns, the same for all threads of the program since it is read by an atomic on `word`."""
     tl.atomic_max(word, now_ns(), sem="relaxed", scope="gpu")
     return tl.atomic_add(word, 0, sem="relaxed", scope="gpu")
 
@@ -344,7 +344,7 @@ def begin_kernel(ws, rank, WORLD: tl.constexpr):
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of DATA_ALIGNMENT."""
+    """Return `nbytes` rounded up to a multiple of DATA_ALIGNMENT."""
     return -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
@@ -358,7 +358,7 @@ def flag_bytes(half_bytes: int) -> int:
 
 
 def needed_bytes(world_size: int, slot_bytes: Sequence[tuple[int, int]]) -> int:
-    """Bytes of the smallest workspace (both halves) in which `layout(slot_bytes)` fits."""
+    """Return the bytes of the smallest workspace (both halves) in which `layout(slot_bytes)` fits."""
     flags = aligned(8 * (world_size + sum(count for count, _ in slot_bytes)))
     data = sum(aligned(count * nbytes) for count, nbytes in slot_bytes)
     return 2 * max(FLAG_SHARE * flags, aligned(-(-data * FLAG_SHARE // (FLAG_SHARE - 1))))
@@ -464,13 +464,13 @@ class Workspace:
         handle.barrier(0, int(timeout_seconds * 1000))
 
     def arguments(self, timeout_ns: int | None = None) -> dict[str, Any]:
-        """The arguments `ws` and `rank` of a kernel; `timeout_ns` overrides the workspace's deadline."""
+        """Return the arguments `ws` and `rank` of a kernel; `timeout_ns` overrides the workspace's deadline."""
         timeout_ns = self.timeout_ns if timeout_ns is None else timeout_ns
         ws = WorkspaceArguments(self.addresses, self.state, self.error, self.half_bytes, timeout_ns)
         return {"ws": ws, "rank": self.rank}
 
     def layout(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
-        """Byte offsets in a half of runs of slots, given as (number, bytes of each), after all flags.
+        """Return the byte offsets in a half of runs of slots, given as (number, bytes of each), after all flags.
 
         Raises:
             ValueError: the workspace is too small; the message states the bytes that the launch needs.
@@ -531,7 +531,7 @@ class Workspace:
                 word.copy_(self._stopped, non_blocking=True)
 
     def expired(self) -> ExpiredWait | None:
-        """The first wait to expire, or None. Never blocks, even while kernels run.
+        """Return the first wait to expire, or None. Never blocks, even while kernels run.
 
         Once a wait has expired, calls of this workspace return wrong results on some ranks: do not use it again.
         """

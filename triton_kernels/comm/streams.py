@@ -27,7 +27,7 @@ _lock = threading.RLock()  # reentrant: the garbage collector may return streams
 
 
 def own_streams(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream]:
-    """`count` streams of `device` that belong to `owner`; others may get them only once `owner` is deleted.
+    """Return `count` streams of `device` that belong to `owner`; others may get them only once `owner` is deleted.
 
     Args:
         urgent: use the device's greatest priority; else the least, the default of streams.

@@ -203,7 +203,7 @@ def all_gather_gemm(
     biases: Sequence[Tensor | None] | None = None,
     gathered: bool = False,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """([y_i [M, N_i]], gathered x [M, K] or None): y_i = gathered x @ weights[i]^T (+ biases[i]), read directly.
+    """Return ([y_i [M, N_i]], gathered x [M, K] or None): y_i = gathered x @ weights[i]^T (+ biases[i]), read directly.
 
     Args:
         x_shard: [M_r, K] bf16, fp16 or fp32, K the same on all ranks; any strides.
@@ -269,7 +269,7 @@ def multiply_arriving(
     loaded: set[Any],
     biases: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """[y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), for shards that arrive meanwhile.
+    """Return [y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), for shards that arrive meanwhile.
 
     Args:
         x_own: [M_r, K], this rank's rows, contiguous.
@@ -304,7 +304,7 @@ def multiply_arriving(
 
 
 def no_arrivals(world_size: int, timeout_ns: int, device: torch.device) -> Arrivals:
-    """Words of a gather to which no shard arrives: to load kernels, and for a group of one rank."""
+    """Return the words of a gather to which no shard arrives: to load kernels, and for a group of one rank."""
     words = torch.zeros(2, world_size + world_size % 2, dtype=torch.int64, device=device)
     return Arrivals(words[0], words[1], words.data_ptr(), timeout_ns)
 
@@ -320,7 +320,7 @@ class Peers(NamedTuple):
 def _groups(
     weights: Sequence[Tensor], ys: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[list[tuple[Tensor, Tensor, Tensor | None]]]:
-    """(weight, result, bias) of the weights of each launch, without those whose result is empty."""
+    """Return (weight, result, bias) of the weights of each launch, without those whose result is empty."""
     used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
     return [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
 
@@ -341,7 +341,7 @@ def matmul_launch(
     *,
     last: bool = True,
 ) -> KernelLaunch:
-    """The matmul of up to MAX_WEIGHTS weights, each with its result and bias.
+    """Return the matmul of up to MAX_WEIGHTS weights, each with its result and bias.
 
     With a single rank it waits for nothing; benchmarks use this as the baseline.
     """
@@ -395,7 +395,7 @@ def is_read_in_place(x_shard: Tensor) -> bool:
 
 
 def pointer_config(config: GemmConfig) -> GemmConfig:
-    """`config` with tiles that leave registers for operands loaded by pointers: 128x256 would spill.
+    """Return `config` with tiles that leave registers for operands loaded by pointers: 128x256 would spill.
 
     Tiles may differ between ranks here, since a flag covers a whole shard.
     """

@@ -247,7 +247,7 @@ def gemm_reduce_scatter_kernel(
 
 @triton.jit
 def slot_start(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointer to slot number `slot` at `rank`; slots begin `data_offset` bytes into the half."""
+    """Return the pointer to slot number `slot` at `rank`; slots begin `data_offset` bytes into the half."""
     # The compiler cannot know the alignment of an address from a table, and would move single elements.
     data = tl.multiple_of((half_at(call, rank) + data_offset).to(tl.pointer_type(ELEMENT)), 16)
     return data + tl.cast(slot, tl.int64) * (BLOCK_M * BLOCK_N)
@@ -255,7 +255,7 @@ def slot_start(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def slot_pointers(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers [BLOCK_M, BLOCK_N] to slot number `slot` at `rank`."""
+    """Return the pointers [BLOCK_M, BLOCK_N] to slot number `slot` at `rank`."""
     tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     return slot_start(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N) + tile
 
@@ -296,7 +296,7 @@ def sum_terms(call, first_slot, strip, data_offset, ELEMENT: tl.constexpr, WORLD
 
 @triton.jit
 def round_count(program, programs, tiles):
-    """Number of tiles that program number `program` computes."""
+    """Return the number of tiles that program number `program` computes."""
     return tl.maximum(tl.cdiv(tiles - program, programs), 0)
 
 

@@ -80,13 +80,13 @@ def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_offsets(tile, BLOCK: tl.constexpr):
-    """Indices of the rows (or columns) of tile number `tile`, 64-bit, not yet masked."""
+    """Return the indices of the rows (or columns) of tile number `tile`, 64-bit, not yet masked."""
     return tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
 def tile_pointers(matrix, tile_m, tile_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(pointers, mask) [BLOCK_M, BLOCK_N] of tile (tile_m, tile_n) of a `Matrix` [M, N]."""
+    """Return (pointers, mask) [BLOCK_M, BLOCK_N] of tile (tile_m, tile_n) of a `Matrix` [M, N]."""
     rows = tile_offsets(tile_m, BLOCK_M)[:, None]
     columns = tile_offsets(tile_n, BLOCK_N)[None, :]
     return matrix.ptr + rows * matrix.stride + columns, (rows < M) & (columns < N)
@@ -94,7 +94,7 @@ def tile_pointers(matrix, tile_m, tile_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def load_tile(matrix, tile_m, tile_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tile (tile_m, tile_n) of a `Matrix` [M, N]; zeros beyond its ends."""
+    """Return the tile (tile_m, tile_n) of a `Matrix` [M, N]; zeros beyond its ends."""
     pointers, mask = tile_pointers(matrix, tile_m, tile_n, M, N, BLOCK_M, BLOCK_N)
     return tl.load(pointers, mask=mask, other=0.0)
 
@@ -108,7 +108,7 @@ def store_tile(matrix, values, tile_m, tile_n, M, N):
 
 @triton.jit
 def add_bias(values, bias_ptr, tile_n, N):
-    """`values` plus bias [N], if there is one."""
+    """Return `values` plus bias [N], if there is one."""
     if bias_ptr is None:
         return values
     else:
@@ -133,7 +133,7 @@ def store_result(y, total, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
 def load_operand(
     operand, tile, k, size, K, strides, BLOCK: tl.constexpr, SWAPPED: tl.constexpr, C: tl.constexpr, first=0
 ):
-    """Block [BLOCK, BLOCK_K] of the `size` rows from row `first` on of an operand [.., K] of a matmul.
+    """Return the block [BLOCK, BLOCK_K] of the `size` rows from row `first` on of an operand [.., K] of a matmul.
 
     Rows begin at tile * BLOCK, columns at k. The rest is zero: beyond `size` and K, with TMA beyond the operand's ends.
 
@@ -164,7 +164,7 @@ def load_operand(
 
 @triton.jit
 def add_product(total, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
-    """total + tile (tile_m, tile_n) of x @ w^T: the loop over K of every matmul.
+    """Return total + tile (tile_m, tile_n) of x @ w^T: the loop over K of every matmul.
 
     x has M rows from `first_row` on, w has N; with pointers the tile is zero beyond them.
     """
@@ -178,7 +178,7 @@ def add_product(total, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.const
 
 @triton.jit
 def multiply_products(xs, ws, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
-    """fp32 [BLOCK_M, BLOCK_N]: tile (tile_m, tile_n) of the sum of xs[i] @ ws[i]^T over i < C.PRODUCTS."""
+    """Return fp32 [BLOCK_M, BLOCK_N]: tile (tile_m, tile_n) of the sum of xs[i] @ ws[i]^T over i < C.PRODUCTS."""
     PRODUCTS: tl.constexpr = C.PRODUCTS
     total = zeros(C.BLOCK_M, C.BLOCK_N)
     for i in tl.static_range(PRODUCTS):
@@ -209,12 +209,12 @@ class GemmConfig:
     programs_per_sm: int = 1
 
     def options(self) -> dict[str, int]:
-        """The compiler's options. By default ptxas uses fewer registers than there are, and spills."""
+        """Return the compiler's options. By default ptxas uses fewer registers than there are, and spills."""
         registers = min(255, 65536 // (self.programs_per_sm * self.num_warps * 32))
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
 
     def half_k(self) -> GemmConfig:
-        """The same tiles with half the block_k, unless that is short: for loops with many pointers."""
+        """Return the same tiles with half the block_k, unless that is short: for loops with many pointers."""
         return replace(self, block_k=self.block_k // 2) if self.block_k > 32 else self
 
     def __str__(self) -> str:
@@ -399,7 +399,7 @@ class LoadPlan(NamedTuple):
     w_swapped: bool
 
     def constants(self, precision: str, *, even_k: bool, flatten: bool = True) -> GemmConstants:
-        """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with the one over K."""
+        """Kernel's constants. `flatten` False: its loop over tiles cannot be flattened with the one over K."""
         c = self.config
         return GemmConstants(
             *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten),
