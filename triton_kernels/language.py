@@ -92,7 +92,7 @@ if INTERPRETED.value:
         return time.monotonic_ns()
 
     def pause() -> None:
-        # Ranks are processes that share the CPU cores: a waiting rank must let the others run.
+        # Ranks are processes that share CPU cores: a waiting rank must let the others run.
         time.sleep(200e-6)
 
 else:
@@ -131,13 +131,13 @@ def async_fence():
 
 
 @triton.jit
-def store_release(word, value, wanted):
-    """Store `value` in the int64 `word`, on any rank, if `wanted`: one thread, with release at system scope.
+def store_release(word, value, enabled):
+    """Store `value` in the int64 `word`, on any rank, if `enabled`: one thread, with release at system scope.
 
     A store, not an atomic: it works over links without atomics, and does not wait for a reply of the peer.
     """
     if INTERPRETED:
-        if wanted:
+        if enabled:
             tl.atomic_xchg(word, value, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
@@ -151,7 +151,7 @@ def store_release(word, value, wanted):
             mov.u32 $0, 0;
             }""",
             "=r,l,l,r",
-            [word, tl.cast(value, tl.int64), tl.cast(wanted, tl.int32)],
+            [word, tl.cast(value, tl.int64), tl.cast(enabled, tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -192,15 +192,15 @@ def store_release_all(table, offset, value, WORLD: tl.constexpr):
 
 
 @triton.jit
-def all_reached(flags, value, but, WORLD: tl.constexpr):
-    """True, for all threads, if each of WORLD consecutive int64, except number `but`, is `value` or more.
+def all_reached(flags, value, excluded, WORLD: tl.constexpr):
+    """True, for all threads, if each of WORLD consecutive int64, except number `excluded`, is `value` or more.
 
     Each word has its own thread, which loads it with acquire at system scope. One barrier combines the results for all
     threads, so that they cannot diverge, and later loads stay behind the barrier.
     """
     if INTERPRETED:
         ranks = tl.arange(0, triton.next_power_of_2(WORLD))
-        asked = (ranks < WORLD) & (ranks != but)
+        asked = (ranks < WORLD) & (ranks != excluded)
         seen = tl.atomic_add(flags + ranks, tl.zeros_like(ranks).to(tl.int64), mask=asked, sem="acquire", scope="sys")
         return tl.min(tl.where(asked, seen, value)) >= value
     else:
@@ -220,7 +220,7 @@ def all_reached(flags, value, but, WORLD: tl.constexpr):
             selp.u32 $0, 1, 0, reached;
             }""",
             "=r,l,l,r,n",
-            [flags, tl.cast(value, tl.int64), tl.cast(but, tl.int32), WORLD],
+            [flags, tl.cast(value, tl.int64), tl.cast(excluded, tl.int32), WORLD],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -149,7 +149,7 @@ def test_a_workspace_that_is_too_small_is_refused(group: Any) -> None:
     from fused_tp.triton_kernels.attention import ring_keys
 
     small = ring_keys.RingWorkspace(*LocalGroup(1).rank(0).allocate(5000), timeout_seconds=1)
-    with pytest.raises(ValueError, match="Make it larger"):
+    with pytest.raises(ValueError, match="Create a larger one"):
         ring_calls(group, 1.0)[0][0].launch(small)
 
 

@@ -120,7 +120,7 @@ def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
     assert expired1 == ExpiredWait("matmul_all_reduce", 2, 1, None, source=0, absent=(), gave_up=True)
     assert str(expired1).endswith(
         "waited for its beginning of rank 0; "
-        "rank 0 gave up, since it raised an error or waited for a rank that did not come in time"
+        "rank 0 gave up, since it raised an error or waited for a rank that did not arrive in time"
     )
 
 
@@ -147,11 +147,11 @@ def test_a_workspace_that_is_too_small_says_what_is_needed(group):
     # Flags and begun words come first, with room for 16; then each run of slots, aligned to a cache line.
     assert workspace.layout([(2, 64), (1, 32)]) == [128, 256]
     assert workspace.layout([(14, 512)]) == [128]
-    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 32768\. Make it larger"):
+    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 32768\. Create a larger one"):
         workspace.layout([(15, 512)])
-    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 16896\. Make it larger"):
+    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 16896\. Create a larger one"):
         workspace.layout([(1, 8192)])
-    with pytest.raises(ValueError, match=r"counts 64 rows of tiles; this call has 65"):
+    with pytest.raises(ValueError, match=r"has 64 counters of tile rows; this call needs 65"):
         workspace.layout([(1, 64)], counters=65)
     dist.barrier(group)
 

@@ -115,6 +115,6 @@ def test_launches_depend_on_what_all_ranks_know():
 @interpreted(1)
 def test_a_workspace_that_is_too_small_is_refused(group):
     workspace = workspace_of(group)
-    with pytest.raises(ValueError, match="Make it larger"):
+    with pytest.raises(ValueError, match="Create a larger one"):
         launched("two_shot", [(torch.zeros(40_000, 4), torch.zeros(6, 4))], workspace)
     assert int(workspace.state[0]) == 0

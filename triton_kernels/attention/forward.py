@@ -84,8 +84,11 @@ def forward_kernel(
     seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
 ):  # fmt: skip
-    """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA. q, k, v, out and lse are
-    `HeadsTensor`. Either state is None, or out, lse and sinks are; sinks may always be None."""
+    """Compute attention of a tile of queries: update `state`, or, if it is None, store out and lse.
+
+    q, k, v, out and lse are `HeadsTensor`; `shared` query heads read each key head. With TMA k_tma and v_tma are
+    descriptors of k and v. With a state out, lse and sinks are None; sinks may always be None.
+    """
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end = tile.batch, tile.head, tile.row, tile.row_end
     rows = head_rows(k, batch, head // shared), head_rows(v, batch, head // shared)
@@ -222,7 +225,7 @@ def flash_forward(
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> None:
-    """Fold k and v into `state`: (weighted [B, S, H, Dv], highest [B, H, S], total [B, H, S]), fp32.
+    """Add the keys k and values v to `state`: (weighted [B, S, H, Dv], highest [B, H, S], total [B, H, S]), fp32.
 
     Args:
         q, k, v: bf16, fp16 or fp32 of any strides with a dense last dim.

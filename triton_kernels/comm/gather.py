@@ -75,7 +75,7 @@ BLOCK_COLUMNS = tl.constexpr(512)
 
 @triton.jit
 def begin_stage(ws, rank, WORLD: tl.constexpr, OP: tl.constexpr):
-    """(call, free): begin a call; `free` is True if all peers have read this rank's region of the previous call."""
+    """Begin a call; return (call, True if all peers have read this rank's region of the previous call)."""
     call = begin(ws, rank, WORLD)
     pulled = flag_at(call, rank, PULLED * WORLD)
     free = all_reached(pulled, call.epoch - 1, rank, WORLD) & (call.epoch > 0)
@@ -180,7 +180,7 @@ class GatherWorkspace(Workspace):
     def require(self, needed: int) -> None:
         """Raise ValueError if the workspace has fewer than `needed` bytes."""
         if needed > self.nbytes:
-            raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Make it larger.")
+            raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Create a larger one.")
 
     def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
         """Return the tensor [rows, k] at the beginning of `rank`'s region."""

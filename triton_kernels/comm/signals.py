@@ -48,9 +48,9 @@ stays usable. A rank that gave up
       still reading: `begin` puts `-epoch` as begun, so that peers expect nothing, and the call writes all else to this
       rank's own memory.
 
-So the data is right whenever a wait returns True. `Workspace.leave` ends the waits of peers in the same way,
-for a host that makes no more calls. The record is in host memory, where `Workspace.expired` reads it while
-kernels run; its first word is written last, after a release at system scope.
+So the data is right whenever a wait returns True. `Workspace.leave` ends the waits of peers in the same way, for a host
+that makes no more calls. The record is in host memory, where `Workspace.expired` reads it while kernels run; its first
+word is written last, after a release at system scope.
 
 A CUDA graph may be captured if the workspace was created before, is large enough, and is used by one stream (or branch
 of the graph) at a time; if an earlier call loaded the kernels; and if all ranks replay graphs with the same calls in
@@ -202,14 +202,14 @@ def put(call, rank, index, is_valid):
 
 @triton.jit
 def put_local(call, index):
-    """`put` of flag `index` at this rank itself, by an atomic: no link is involved, and it takes fewer registers."""
+    """Put flag `index` at this rank itself, by an atomic: no link is involved, and it takes fewer registers than `put`."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_at(call, call.rank, index), call.epoch, sem="release", scope="sys")
 
 
 @triton.jit
 def put_all(call, index, is_valid, WORLD: tl.constexpr):
-    """`put` of flag `index` at all ranks, including this one."""
+    """Put flag `index` at all ranks, including this one."""
     tl.debug_barrier()
     release_all(call, index, flag_value(call, is_valid), WORLD)
 
@@ -393,7 +393,9 @@ class ExpiredWait:
     def __str__(self) -> str:
         what = "its beginning" if self.tile is None else f"tile {self.tile}"
         if self.gave_up:
-            why = f"rank {self.source} gave up, since it raised an error or waited for a rank that did not come in time"
+            why = (
+                f"rank {self.source} gave up, since it raised an error or waited for a rank that did not arrive in time"
+            )
         elif not self.absent:
             why = f"rank {self.source} began the call but did not deliver in time"
         else:
@@ -412,7 +414,7 @@ class Workspace:
             stream, and all launches must be ordered after that.
         handle: maps the peers' buffers. All ranks create their workspaces at the same time (there is a barrier).
         timeout_seconds: longest wait for a peer.
-        counters: limit on the rows of tiles that a launch may count.
+        counters: largest number of rows of tiles in a launch that counts them.
         rescue: a GPU stream in which no work waits, which workspaces may share; None: a stream of its own.
 
     Attributes:
@@ -457,7 +459,8 @@ class Workspace:
         if rescue is None and buffer.is_cuda:
             rescue = own_streams(self, device, 1, urgent=True)[0]
         self._rescue = rescue
-        self._expire(0)  # loads a kernel that `leave` needs: loaded there, it might wait for a kernel that waits itself
+        # Loads the kernel that `leave` needs. Loading waits for running kernels, one of which might wait for `leave`.
+        self._expire(0)
         if buffer.is_cuda:
             self._load_begin()
         buffer.zero_()
@@ -478,11 +481,12 @@ class Workspace:
         needed = needed_bytes(self.world_size, slot_bytes)
         if needed > 2 * self.half_bytes:
             raise ValueError(
-                f"The workspace has {2 * self.half_bytes} bytes; this call needs {needed}. Make it larger."
+                f"The workspace has {2 * self.half_bytes} bytes; this call needs {needed}. Create a larger one."
             )
         if counters > self.counters:
             raise ValueError(
-                f"The workspace counts {self.counters} rows of tiles; this call has {counters}. Make it with more."
+                f"The workspace has {self.counters} counters of tile rows; this call needs {counters}. Create it with "
+                f"counters={counters} or more."
             )
         offsets = []
         offset = flag_bytes(self.half_bytes)
@@ -494,8 +498,8 @@ class Workspace:
     def leave(self, ended: Sequence[int] = ()) -> None:
         """End all waits of peers for this rank, now and later, for a host that will launch nothing more.
 
-        This is one more call, queued behind those already launched, in which this rank gives up at once. It does not
-        touch the memory of ranks that have `ended`, which may be gone.
+        This is one more call, queued behind the calls already launched, in which this rank gives up at once. It does
+        not access the memory of ranks that have `ended`, which may be unmapped.
         """
         self._expire(LEFT)
         for rank in ended:  # in place, after all calls: native kernels and graphs hold the address of the table
@@ -513,13 +517,14 @@ class Workspace:
             begin_kernel.warmup(**self._begin_arguments(), grid=(1,))[1, 1, 1]
 
     def _begin_arguments(self) -> dict[str, Any]:
-        # The kernel waits for nothing. A fixed deadline keeps its variant: Triton compiles one per kind of deadline.
+        # The kernel waits for nothing, so any deadline would do; a constant one avoids recompiling the kernel, because
+        # Triton compiles one variant per kind of integer.
         return self.arguments(timeout_ns=0) | {"WORLD": self.world_size}
 
     def stop_waiting(self, rank: int | None = None) -> None:
         """End every wait of this rank's kernels for `rank` (None: all), now and later, as if its deadline had passed.
 
-        For a host that knows that a peer has ended. Any thread may call it, not only the one that launches.
+        For a host that knows that a peer's process has exited. Any thread may call this, not only the launching one.
         """
         self._stopped |= -1 if rank is None else 1 << rank
         word = self.state[STOP.value : STOP.value + 1]

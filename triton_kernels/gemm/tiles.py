@@ -399,7 +399,7 @@ class LoadPlan(NamedTuple):
     w_swapped: bool
 
     def constants(self, precision: str, *, even_k: bool, flatten: bool = True) -> GemmConstants:
-        """Kernel's constants. `flatten` False: its loop over tiles cannot be flattened with the one over K."""
+        """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with the one over K."""
         c = self.config
         return GemmConstants(
             *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten),
