@@ -120,7 +120,7 @@ def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
     assert expired1 == ExpiredWait("matmul_all_reduce", 2, 1, None, source=0, absent=(), gave_up=True)
     assert str(expired1).endswith(
         "waited for its beginning of rank 0; "
-        "rank 0 gave up, since it raised an error or waited for a rank that did not arrive in time"
+        "rank 0 gave up: it raised an error or waited for a rank that did not arrive in time"
     )
 
 

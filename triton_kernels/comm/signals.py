@@ -202,7 +202,7 @@ def put(call, rank, index, is_valid):
 
 @triton.jit
 def put_local(call, index):
-    """Put flag `index` at this rank itself, by an atomic: no link is involved, and it takes fewer registers than `put`."""
+    """Put flag `index` at this rank itself, by an atomic, which takes fewer registers than `put` and uses no link."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_at(call, call.rank, index), call.epoch, sem="release", scope="sys")
 
@@ -394,7 +394,7 @@ class ExpiredWait:
         what = "its beginning" if self.tile is None else f"tile {self.tile}"
         if self.gave_up:
             why = (
-                f"rank {self.source} gave up, since it raised an error or waited for a rank that did not arrive in time"
+                f"rank {self.source} gave up: it raised an error or waited for a rank that did not arrive in time"
             )
         elif not self.absent:
             why = f"rank {self.source} began the call but did not deliver in time"
