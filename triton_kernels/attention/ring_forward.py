@@ -30,6 +30,7 @@ from ..cache_keys import fix_cache_keys
 from ..comm import gather
 from ..comm.gather import KernelLaunch
 from ..comm.signals import current_call, is_last, is_unbroken, put_local, wait
+from ..comm.streams import runs_copies_at_once
 from ..device import on_device
 from ..language import async_fence, or_nan, rounded
 from . import ring_keys
@@ -188,7 +189,7 @@ def ring_forward(
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)
     puller = KeysPuller(layout, workspace)
     with on_device(q):
-        at_once = ring_keys.runs_at_once(q)
+        at_once = q.is_cuda and runs_copies_at_once(q.device)
         length = layout.groups if at_once else layout.slots
         windows = [range(first, min(first + length, layout.groups)) for first in range(0, layout.groups, length)]
         # All allocations happen before `stage`, which notifies the peers that this rank has begun the call.

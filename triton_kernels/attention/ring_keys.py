@@ -26,7 +26,6 @@ checks the record at its end (`signals.is_unbroken`), and writes NaN.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
@@ -40,7 +39,7 @@ from torch import Tensor
 from ..cache_keys import fix_cache_keys
 from ..comm.gather import PULLED, READY, GatherWorkspace, KernelLaunch, begin_stage, end_stage, run
 from ..comm.signals import DATA_ALIGNMENT, OPS, Handle, current_call, flag_at, put, wait
-from ..comm.streams import has_few_queues, own_streams
+from ..comm.streams import own_streams
 from .blocks import HeadRows, head_rows, load_block, store_block
 from .configs import padded_head_dim
 from .launch import heads_tensor
@@ -348,15 +347,6 @@ class KeysPuller:
         start, stop = layout.own(chunk.source, what.group, chunk.first, chunk.rows)
         to, end = layout.pulled(what.group, what.chunk)
         self._memory[layout.rank][to:end].copy_(self._memory[chunk.source][start:stop], non_blocking=True)
-
-
-def runs_at_once(x: Tensor) -> bool:
-    """True if a kernel and the copies it waits for can run concurrently on x's device; else copies must be first.
-
-    CUDA does not guarantee it for branches of a CUDA graph, for streams that share queues, or for blocking launches.
-    """
-    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
-    return x.is_cuda and not blocking and not has_few_queues() and not torch.cuda.is_current_stream_capturing()
 
 
 def staging_event(x: Tensor) -> torch.cuda.Event | None:

@@ -393,9 +393,7 @@ class ExpiredWait:
     def __str__(self) -> str:
         what = "its beginning" if self.tile is None else f"tile {self.tile}"
         if self.gave_up:
-            why = (
-                f"rank {self.source} gave up: it raised an error or waited for a rank that did not arrive in time"
-            )
+            why = f"rank {self.source} gave up: it raised an error or waited for a rank that did not arrive in time"
         elif not self.absent:
             why = f"rank {self.source} began the call but did not deliver in time"
         else:

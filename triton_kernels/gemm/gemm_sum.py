@@ -341,7 +341,7 @@ def gemm_all_reduce(
     """Return (out, normed): the sum over ranks and products of x @ weight^T (+ bias) (+ residual), and its RMS norm.
 
     Args:
-        products: 1 to 4 pairs (x [M, K_i], weight [N, K_i]), bf16, fp16 or fp32; K_i may differ between pairs and
+        products: pairs (x [M, K_i], weight [N, K_i]), bf16, fp16 or fp32; K_i may differ between pairs and
             between ranks. Any strides.
         workspace: of this group and stream, of at least `all_reduce_bytes(...)` bytes.
         launch: tiles and programs, the same on all ranks; see `launch_for`. If the device runs fewer than
@@ -409,7 +409,7 @@ def gemm_reduce_scatter(
     """Return out [M_r, N]: this rank's rows of the sum over ranks and products of x @ weight^T (+ bias).
 
     Args:
-        products: 1 to 4 pairs (x [M, K_i], weight [N, K_i]), bf16, fp16 or fp32; K_i may differ between pairs and
+        products: pairs (x [M, K_i], weight [N, K_i]), bf16, fp16 or fp32; K_i may differ between pairs and
             between ranks. Any strides.
         workspace: of this group and stream, of at least `reduce_scatter_bytes(...)` bytes.
         launch: tiles and programs, the same on all ranks; see `launch_for`.

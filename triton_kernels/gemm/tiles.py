@@ -423,10 +423,14 @@ def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> Loa
 
 
 def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch, *, flatten: bool) -> dict[str, Any]:
-    """Kernel arguments of the products of a launch: x0, w0, ... up to MAX_PRODUCTS, sizes, constants and options.
+    """Return the kernel arguments of the products of a launch: x0, w0, ..., sizes, constants and options.
 
-    `flatten` False: the kernel's loop over tiles cannot be flattened with the one over K.
+    Products beyond MAX_PRODUCTS are concatenated along K into one. `flatten` False: the kernel's loop over tiles cannot
+    be flattened with the one over K.
     """
+    if len(products) > MAX_PRODUCTS:
+        xs, ws = zip(*products[MAX_PRODUCTS - 1 :], strict=True)
+        products = [*products[: MAX_PRODUCTS - 1], (torch.cat(xs, dim=1), torch.cat(ws, dim=1))]
     plan = plan_loads(products, launch)
     config = plan.config
     arguments: dict[str, Any] = dict.fromkeys(f"{name}{i}" for i in range(MAX_PRODUCTS) for name in "xw")

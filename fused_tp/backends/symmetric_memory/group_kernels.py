@@ -42,9 +42,7 @@ from fused_tp.core.peer_watch import PeerWatch
 _LOG = logging.getLogger("fused_tp")
 SlotT = TypeVar("SlotT")
 
-_LEAST_BYTES = 1 << 20
 LONGEST_SECONDS = 9e9  # kernels count nanoseconds in a signed 64-bit integer
-_ROUNDED_TO = 64 << 20  # larger sizes are rounded up to a multiple of this, smaller ones to a power of two
 
 
 @dataclass
@@ -387,7 +385,7 @@ class Workspaces(GroupKernels[_Slot]):
             return old
         have = f"of {old.nbytes} bytes" if old is not None else "that is not there yet"
         check_not_capturing(self.device, f"{op} needs a workspace of {nbytes} bytes and the group has one {have}")
-        size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
+        size = rounded(nbytes)
         # A rank must not free memory to which a peer may still write. So each rank waits for its own kernels, and then
         # creates the new workspace, which waits for all ranks. It waits for this slot's last op only, because if ranks
         # are threads, other streams of the GPU may wait for this rank.
@@ -456,7 +454,7 @@ class UseOnGpu(Use):
         return None
 
 
-def rounded(nbytes: int, least: int, step: int) -> int:
+def rounded(nbytes: int, least: int = 1 << 20, step: int = 64 << 20) -> int:
     """Round `nbytes` up to a power of two (at least `least`), or above `step` to a multiple of `step`."""
     size = max(least, 1 << max(0, nbytes - 1).bit_length())
     return size if size <= step else -(-nbytes // step) * step

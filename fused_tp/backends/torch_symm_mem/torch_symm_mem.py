@@ -52,8 +52,6 @@ OPTIONAL = {
 }
 
 _LOG = logging.getLogger("fused_tp")
-_LEAST_BYTES = 1 << 20
-_ROUNDED_TO = 64 << 20
 
 
 def torch_op(name: str, device_type: str) -> Any:
@@ -131,7 +129,7 @@ class TorchSymmMem(Workspaces):
         # waits for all ranks.
         if self._turn.done is not None:
             self._turn.done.synchronize()
-        size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
+        size = rounded(nbytes)
         try:
             if kind == "workspace":
                 outgrown = make_torch_workspace(self._group, self.device, size)

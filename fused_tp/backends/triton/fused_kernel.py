@@ -14,7 +14,6 @@ that tensor cores do not support, fall back to plain collectives.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import prod
@@ -30,7 +29,7 @@ from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
 from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS, KernelSchedule, Workspaces
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
-from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, is_capturing
+from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
 from fused_tp.core import settings
 from fused_tp.core.pending import Pending
 
@@ -107,10 +106,12 @@ class FusedKernel(KernelSchedule):
         return self.fallback._sum_rows(rows, dim_shards)  # there is no kernel for a sum without a matmul
 
     def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        from fused_tp.triton_kernels.comm.streams import runs_copies_at_once
+
         direct = prod(dim_shards.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
         if self.copies is None or direct:
             return self._gather_matmul_direct(asked, dim_shards)
-        if not runs_at_once(asked.x_shard):
+        if not runs_copies_at_once(asked.x_shard.device):
             return self.copies._gather_matmul(asked, dim_shards)
         return self.gather_matmul_copied(asked, dim_shards, self.copies.engine, self._gather_launch(asked, dim_shards))
 
@@ -192,7 +193,7 @@ class FusedKernel(KernelSchedule):
             self._side_stream(meanwhile, x.device),
         ):
             out: Tensor = gemm_reduce_scatter(
-                _few(products), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
+                products, workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
             )
         return out
 
@@ -239,7 +240,7 @@ class FusedKernel(KernelSchedule):
         nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
         with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(meanwhile, x.device):
             result: tuple[Tensor, Tensor | None] = gemm_all_reduce(
-                _few(products), workspace=workspace, launch=launch, two_shot=two_shot, **epilogue
+                products, workspace=workspace, launch=launch, two_shot=two_shot, **epilogue
             )
         return result
 
@@ -263,29 +264,6 @@ class FusedKernel(KernelSchedule):
         """Compare the programs and tiles of a sum, which must be equal on all ranks, if FUSED_TP_CHECK=1."""
         if settings.check_ranks():
             self.check(f"{op} in {launch.precision}", (launch.programs, launch.block_m, launch.block_n), x)
-
-
-def runs_at_once(x: Tensor) -> bool:
-    """True if a kernel and the copies it waits for run at once on the device of x.
-
-    This is not guaranteed for branches of a CUDA graph, for streams that share queues, and with CUDA_LAUNCH_BLOCKING.
-    """
-    from fused_tp.triton_kernels.comm.streams import has_few_queues
-
-    if has_few_queues():
-        return False
-    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "1" and not is_capturing(x.device)
-
-
-def _few(products: Sequence[Product]) -> list[Product]:
-    """Reduce `products` to the number that a launch adds up: the rest is concatenated along K into one."""
-    from fused_tp.triton_kernels.gemm.tiles import MAX_PRODUCTS as most
-
-    if len(products) <= most:
-        return list(products)
-    rest = products[most - 1 :]
-    joined = torch.cat([x for x, _ in rest], dim=1), torch.cat([w for _, w in rest], dim=1)
-    return [*products[: most - 1], joined]
 
 
 def _dense(bias: Tensor | None) -> Tensor | None:
