@@ -100,7 +100,7 @@ def matmul_alone(
 ) -> tuple[Multiply, str]:
     """(function for out [m, n] = x @ w^T by the fused kernel, description of its tiles): the matmul of a gather of one
     rank, which waits for nothing. `config`: one of `fused_configs`, which overrides the launch's choice."""
-    from fused_tp.triton_kernels.comm.gather import Shards, run
+    from fused_tp.triton_kernels.comm.gather import Shards, run_kernel
     from fused_tp.triton_kernels.device import arch_of
     from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, matmul_launch, no_arrivals
     from fused_tp.triton_kernels.gemm.tiles import Launch, launch_for
@@ -112,7 +112,7 @@ def matmul_alone(
         launch = Launch(config.pointers.programs_per_sm * sms, config.pointers, tma_config=config.tma)
 
     def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
-        run(matmul_launch(x, [(w, out, None)], x, Shards(m, m, x.shape[1]), alone, launch, False))
+        run_kernel(matmul_launch(x, [(w, out, None)], x, Shards(m, m, x.shape[1]), alone, launch, False))
 
     return multiply, str(launch.tma_config or launch.config)
 

@@ -43,7 +43,7 @@ _assumed: AssumedGpu | None = None
 
 
 @contextlib.contextmanager
-def assumed(gpu: AssumedGpu) -> Iterator[None]:
+def assume_gpu(gpu: AssumedGpu) -> Iterator[None]:
     """Treat CPU tensors as tensors of `gpu` in this context, to compile for it. Kernels must not run there."""
     global _assumed
     before, _assumed = _assumed, gpu
@@ -54,26 +54,26 @@ def assumed(gpu: AssumedGpu) -> Iterator[None]:
 
 
 def assumed_gpu() -> AssumedGpu | None:
-    """Return the GPU that is `assumed` now, if any."""
+    """Return the GPU that `assume_gpu` has set, or None."""
     return _assumed
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """True if compiled kernels can be launched on tensors of `device`: a GPU, or the CPU where one is `assumed`."""
+    """True if compiled kernels can be launched on tensors of `device`: a GPU, or the CPU inside `assume_gpu`."""
     return device.type == "cuda" or _assumed is not None
 
 
 def arch_of(device: torch.device) -> int:
     """Architecture whose configs are used: 80, 90 or 100; 0 under the interpreter and for GPUs before sm_80."""
     if _assumed is not None:
-        return kernels_of(_assumed.arch)
+        return kernel_arch(_assumed.arch)
     if device.type != "cuda" or INTERPRETED.value:
         return 0
     properties = _properties(device.index)
-    return kernels_of(10 * properties.major + properties.minor)
+    return kernel_arch(10 * properties.major + properties.minor)
 
 
-def kernels_of(capability: int) -> int:
+def kernel_arch(capability: int) -> int:
     """Return the architecture whose configs a GPU of this compute capability uses: 80, 90 or 100; 0 before sm_80."""
     major = capability // 10
     # sm_120 has neither wgmma nor tcgen05. It uses mma.sync and asynchronous copies, as sm_80.

@@ -125,7 +125,7 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]
     import triton
     from triton.runtime.driver import driver
 
-    from fused_tp.triton_kernels.device import KNOWN_GPUS, assumed
+    from fused_tp.triton_kernels.device import KNOWN_GPUS, assume_gpu
 
     launches, run = Launches(arch, worker, workers), triton.JITFunction.run
 
@@ -136,7 +136,7 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]
     driver.set_active(_FakeDriver(arch))
     try:
         with (
-            assumed(KNOWN_GPUS[arch]),
+            assume_gpu(KNOWN_GPUS[arch]),
             mock.patch.object(triton.JITFunction, "run", launch),
             mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", launches.passed_over),
             mock.patch.object(_triton_knobs().compilation, "listener", launches.compiled),

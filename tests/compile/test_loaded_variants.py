@@ -78,8 +78,8 @@ def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
     loaded: dict[int, list[KernelLaunch]] = {rank: [] for rank in range(world)}
     launched: dict[int, list[KernelLaunch]] = {rank: [] for rank in range(world)}
     noted = SimpleNamespace(
-        load=lambda launch: loaded[launch[2]["rank"]].append(launch),
-        run=lambda launch: launched[launch[2]["rank"]].append(launch),
+        load_kernel=lambda launch: loaded[launch[2]["rank"]].append(launch),
+        run_kernel=lambda launch: launched[launch[2]["rank"]].append(launch),
     )
     how: dict[str, Any] = {"world_size": world, "launch": LAUNCH, "rows_per_rank": 8, "timeout_ns": 5 * 10**9}
 

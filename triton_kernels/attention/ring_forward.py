@@ -201,13 +201,13 @@ def ring_forward(
         ]
         if q.is_cuda:
             _load(workspace, [stage, *puller.relays_to_load(), launches[0]])
-        gather.run(stage)
+        gather.run_kernel(stage)
         for groups, launch in zip(windows, launches, strict=True):
             event = ring_keys.staging_event(q)
             if not at_once:
                 puller.pull(event, groups)
             if launch is not None:  # there are queries
-                gather.run(launch)
+                gather.run_kernel(launch)
             if at_once:
                 # Copies are issued after the kernel, which begins with own keys and so hides the host's time for them.
                 puller.pull(event, groups)
@@ -220,7 +220,7 @@ def _load(workspace: RingWorkspace, launches: list[KernelLaunch | None]) -> None
     key = tuple(specialization_key(launch) for launch in needed)
     if key not in workspace.loaded:
         for launch in needed:
-            gather.load(launch)
+            gather.load_kernel(launch)
         workspace.loaded.add(key)
 
 
@@ -264,7 +264,7 @@ def _launch(
         "queries": q.shape[1],
         "own_rows": layout.own_rows,
         "first_slot_row": layout.first_slot_row,
-        "slot_rows": layout.most,
+        "slot_rows": layout.max_chunk_rows,
         "slots": layout.slots,
         "first_group": groups.start,
         "last_group": groups.stop,

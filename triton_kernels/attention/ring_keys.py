@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..comm.gather import PULLED, READY, GatherWorkspace, KernelLaunch, begin_stage, end_stage, run
+from ..comm.gather import PULLED, READY, GatherWorkspace, KernelLaunch, begin_stage, end_stage, run_kernel
 from ..comm.signals import DATA_ALIGNMENT, OPS, Handle, current_call, flag_at, put, wait
 from ..comm.streams import own_streams
 from .blocks import HeadRows, head_rows, load_block, store_block
@@ -132,7 +132,7 @@ class KeysLayout:
     Attributes:
         rows: number of keys of each rank.
         chunks: chunks of this rank, in the order of their use; without its own keys.
-        most: largest number of rows in a rank's chunks; the same on all ranks, like all below.
+        max_chunk_rows: largest number of rows in a rank's chunks; the same on all ranks, like all below.
         pairs: number of pairs of a batch row and a key head.
         groups: number of groups that the pairs are divided into; divides `pairs`.
     """
@@ -140,7 +140,7 @@ class KeysLayout:
     rank: int
     rows: tuple[int, ...]
     chunks: tuple[KeyChunk, ...]
-    most: int
+    max_chunk_rows: int
     pairs: int
     groups: int
     head_dim: int
@@ -165,7 +165,7 @@ class KeysLayout:
         return self.groups * max(self.rows)
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
+    def chunk_offsets(self) -> tuple[int, ...]:
         """First row of each chunk in its slot, and the end of the last chunk."""
         found = [0]
         for chunk in self.chunks:
@@ -175,21 +175,21 @@ class KeysLayout:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of a rank's memory: rows, heads, elements."""
-        return self.first_slot_row + self.slots * self.most, self.per_group, self.head_dim + self.v_head_dim
+        return self.first_slot_row + self.slots * self.max_chunk_rows, self.per_group, self.head_dim + self.v_head_dim
 
     def nbytes(self, world_size: int) -> int:
         """Return the bytes of the smallest workspace for this layout; the same on all ranks."""
         return data_offset(world_size) + prod(self.shape) * self.dtype.itemsize
 
-    def own(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
+    def own_row_range(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
         """Rows [start, stop) of `rank`'s memory that hold its keys [first, first + rows), in heads of `group`."""
         start = group * self.rows[rank] + first
         return start, start + rows
 
-    def pulled(self, group: int, chunk: int) -> tuple[int, int]:
+    def chunk_row_range(self, group: int, chunk: int) -> tuple[int, int]:
         """Return the rows [start, stop) of this rank's memory for a chunk, in heads of `group`."""
-        slot = self.first_slot_row + group % self.slots * self.most
-        return slot + self.offsets[chunk], slot + self.offsets[chunk + 1]
+        slot = self.first_slot_row + group % self.slots * self.max_chunk_rows
+        return slot + self.chunk_offsets[chunk], slot + self.chunk_offsets[chunk + 1]
 
 
 def data_offset(world_size: int) -> int:
@@ -237,7 +237,7 @@ class RingWorkspace(GatherWorkspace):
             ValueError: the workspace is too small.
         """
         self.require(layout.nbytes(self.world_size))
-        offset = (self.begin + data_offset(self.world_size)) // layout.dtype.itemsize
+        offset = (self.buffer_offset + data_offset(self.world_size)) // layout.dtype.itemsize
         return self.handle.get_buffer(rank, layout.shape, layout.dtype, offset)
 
 
@@ -335,17 +335,17 @@ class KeysPuller:
             for number, chunk in enumerate(self.layout.chunks):
                 if chunk.source in sources:
                     pulled = _Pull(group, number)
-                    run(self.relay_launch(before, pulled))
+                    run_kernel(self.relay_launch(before, pulled))
                     self.copy(pulled)
                     before = pulled
         if before is not None:
-            run(self.relay_launch(before, None))
+            run_kernel(self.relay_launch(before, None))
 
-    def copy(self, what: _Pull) -> None:
+    def copy(self, pull: _Pull) -> None:
         layout = self.layout
-        chunk = layout.chunks[what.chunk]
-        start, stop = layout.own(chunk.source, what.group, chunk.first, chunk.rows)
-        to, end = layout.pulled(what.group, what.chunk)
+        chunk = layout.chunks[pull.chunk]
+        start, stop = layout.own_row_range(chunk.source, pull.group, chunk.first, chunk.rows)
+        to, end = layout.chunk_row_range(pull.group, pull.chunk)
         self._memory[layout.rank][to:end].copy_(self._memory[chunk.source][start:stop], non_blocking=True)
 
 

@@ -173,7 +173,7 @@ class GatherWorkspace(Workspace):
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16, rescue=rescue)
         self.handle = handle
         # Offset of the buffer in the memory that `handle.get_buffer` returns, the same on all ranks.
-        self.begin = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
+        self.buffer_offset = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
         self.nbytes = buffer.nbytes
         self.loaded: set[Any] = set()  # keys of calls whose kernels are on the device
 
@@ -184,7 +184,7 @@ class GatherWorkspace(Workspace):
 
     def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
         """Return the tensor [rows, k] at the beginning of `rank`'s region."""
-        offset = (self.begin + region_offset(self.world_size)) // dtype.itemsize
+        offset = (self.buffer_offset + region_offset(self.world_size)) // dtype.itemsize
         return self.handle.get_buffer(rank, (rows, k), dtype, offset)
 
 
@@ -196,7 +196,7 @@ class Shards:
     rows_per_rank: int
     k: int
 
-    def range(self, rank: int) -> tuple[int, int]:
+    def rank_rows(self, rank: int) -> tuple[int, int]:
         """Return (first row, number of rows) of `rank`."""
         first = min(rank * self.rows_per_rank, self.rows)
         return first, min(self.rows_per_rank, self.rows - first)
@@ -220,13 +220,13 @@ def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> 
     return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
 
 
-def run(launch: KernelLaunch) -> None:
+def run_kernel(launch: KernelLaunch) -> None:
     """Launch a kernel on the current stream."""
     kernel, grid, arguments = launch
     kernel[grid](**arguments)
 
 
-def load(launch: KernelLaunch) -> None:
+def load_kernel(launch: KernelLaunch) -> None:
     """Compile a kernel and load it onto the device, without launching it.
 
     Loading may wait for running kernels, which may themselves wait for a launch that has not been issued yet.

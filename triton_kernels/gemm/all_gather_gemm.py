@@ -248,10 +248,10 @@ def all_gather_gemm(
         key = _key(x_shard, weights, biases, shards, launch, gathered, workspace.timeout_ns)
         if key not in workspace.loaded:
             for kernel in (stage, *matmuls):
-                gather.load(kernel)
+                gather.load_kernel(kernel)
             workspace.loaded.add(key)
     for kernel in (stage, *matmuls):
-        gather.run(kernel)
+        gather.run_kernel(kernel)
     return ys, gathered_out
 
 
@@ -296,10 +296,10 @@ def multiply_arriving(
         key = _key(x_own, weights, biases, shards, launch, world_size, timeout_ns)
         if key not in loaded:
             for kernel in launches(no_arrivals(world_size, timeout_ns, x_own.device)):
-                gather.load(kernel)
+                gather.load_kernel(kernel)
             loaded.add(key)
     for kernel in launches(start()):
-        gather.run(kernel)
+        gather.run_kernel(kernel)
     return ys
 
 
@@ -383,7 +383,7 @@ def matmul_launch(
         ),
     }
     arguments |= peers.arguments
-    tiles_m = sum(-(-shards.range(rank)[1] // config.block_m) for rank in range(peers.world_size))
+    tiles_m = sum(-(-shards.rank_rows(rank)[1] // config.block_m) for rank in range(peers.world_size))
     tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
     programs = launch.programs if direct and gathered_out is not None else min(launch.programs, max(1, tiles))
     return all_gather_gemm_kernel, (programs,), arguments | config.options()

@@ -58,7 +58,7 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
         from fused_tp.triton_kernels.comm.signals import MAX_TILE_ROWS, Workspace
-        from fused_tp.triton_kernels.device import kernels_of
+        from fused_tp.triton_kernels.device import kernel_arch
 
         kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
         self.workspaces = Workspaces(memory, kinds, None if plain is None else plain.transport)
@@ -75,7 +75,7 @@ class FusedKernel(KernelSchedule):
         self._loaded: set[Any] = set()  # calls whose kernels are on the device
         self._side_stream = SideStream()
         # An architecture such as sm_120 uses the kernels of another one with the same instructions.
-        self._arch = kernels_of(memory.arch)
+        self._arch = kernel_arch(memory.arch)
         self._max_tile_rows = MAX_TILE_ROWS
 
     @staticmethod
