@@ -115,7 +115,7 @@ def test_whether_it_can_be_used_here(installed: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for version, why in (("13.0", "no GPU, or no driver"), (None, "torch was built without CUDA")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert reason() == f"torch finds no GPU here ({why})"
+        assert reason() == f"torch finds no GPU ({why})"
 
 
 def test_without_library_or_core(installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
