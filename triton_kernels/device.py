@@ -13,10 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .language import INTERPRETED
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # and Triton's names of them
-# The same, with fp32 split by how it is multiplied: "ieee" or "tf32" (tensor cores, 10 bits of mantissa).
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # Triton's name of each dtype
+# Kinds of operands: dtypes, with fp32 split by how it is multiplied: "ieee", or "tf32" (tensor cores, 10-bit mantissa).
 KINDS = ("bf16", "fp16", "tf32", "ieee")
-LEAST_SHARED_BYTES = 99 << 10  # per program, available on every GPU since sm_80
+LEAST_SHARED_BYTES = 99 << 10  # shared memory of a program on every GPU since sm_80
 
 
 class AssumedGpu(NamedTuple):
@@ -33,7 +33,7 @@ class AssumedGpu(NamedTuple):
     shared_bytes: int
 
 
-# The largest of each architecture: A100, H100 and H200, B200.
+# The largest GPU of each architecture: A100; H100 and H200; B200.
 KNOWN_GPUS = {
     80: AssumedGpu(80, 108, 163 << 10),
     90: AssumedGpu(90, 132, 227 << 10),

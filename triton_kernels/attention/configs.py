@@ -61,7 +61,7 @@ _AMPERE = {
     "keys": {64: _C(128, 16, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 2)},
 }
 _PLAIN = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
-# With a cap, slopes or dropout, which take registers too.
+# Scores with a cap, slopes or dropout, which take registers too.
 _RICH_HOPPER = {
     "forward": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
     "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 16, 8, 2, True)},
@@ -94,19 +94,19 @@ _TF32 = {
     "queries": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
     "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
 }
-# On CUDA cores: no matrix unit multiplies all 24 bits of fp32.
+# These run on CUDA cores, because no matrix unit multiplies all 24 bits of fp32.
 _IEEE = {
     "forward": {64: _C(16, 16, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
     "queries": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
     "keys": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
 }
 
-# For decoding; `rows` is a maximum. A memory-bound loop is faster with small blocks and several programs per SM.
+# Decoding; `rows` is a maximum. A memory-bound loop is faster with small blocks and several programs per SM.
 _DECODE = {64: _C(64, 64, 4, 3), 128: _C(64, 64, 4, 3), 256: _C(32, 32, 4, 3)}
 _DECODE_FP32 = {64: _C(16, 32, 4, 2), 128: _C(16, 32, 4, 1), 256: _C(16, 16, 4, 1)}
 
 
-# For GPUs with less than the 112 KB of shared memory that `_TF32` needs.
+# Replaces the widest keys tile of `_TF32` on GPUs with less than the 112 KB of shared memory that it needs.
 _SMALL_TF32_KEYS = _C(16, 16, 8, 1)
 
 

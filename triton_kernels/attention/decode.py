@@ -33,7 +33,7 @@ from .forward import add_key_block, empty_sums, normalize_sums
 from .launch import Terms, check_rows, constants, heads_tensor
 
 _PROGRAMS_PER_SM = 2
-_FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging the parts costs more than it saves
+_FEWEST_BLOCKS = 4  # fewest blocks of keys in a part; below, merging parts costs more than it saves
 UNSPECIALIZED = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
 
 

@@ -72,9 +72,9 @@ State = tuple[Tensor, Tensor, Tensor]
 class StateArguments(NamedTuple):
     """The state as a kernel argument."""
 
-    weighted: Any  # Heads [B, S, H, DV]
-    highest: Any  # Heads [B, H, S]
-    total: Any  # as highest
+    weighted: Any  # `HeadsTensor` [B, S, H, DV]
+    highest: Any  # `HeadsTensor` [B, H, S]
+    total: Any  # `HeadsTensor` [B, H, S]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -24,8 +24,8 @@ from ..language import INTERPRETED
 from .blocks import AttentionConstants, HeadsTensor, Mask, ScoreArguments
 from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded_head_dim
 
-_L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
-_ROW_STRIDES = 2**31 // 256  # elements; blocks have at most 128 rows, and offsets inside a block have 32 bits
+_L2_BYTES = 16 << 20  # keys and values of all heads in flight fit in this; a third of an H100's L2
+_ROW_STRIDES = 2**31 // 256  # stride limit: blocks have up to 128 rows, and offsets inside a block have 32 bits
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ from .launch import (
 )
 from .ring_keys import GROUP_DONE, OP, KeysLayout, KeysPuller, RingWorkspace, arrived_flag, done_flag
 
-CHUNK_COLUMNS = tl.constexpr(3)  # of a chunk: source, row in own keys or in a slot, first of its k_indices
-BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of the blocks without a mask
+CHUNK_COLUMNS = tl.constexpr(3)  # columns of a chunk: source, row in own keys or in a slot, first of its k_indices
+BOUND_COLUMNS = tl.constexpr(4)  # begin and end of a tile in a chunk, and of its blocks without a mask
 
 RING_UNSPECIALIZED = (
     *("chunk_count", "queries", "own_rows", "first_slot_row", "slot_rows", "slots", "first_group", "last_group"),
@@ -120,7 +120,7 @@ def ring_kernel(
                 if C.TMA:
                     async_fence()
 
-            # Loaded anew for each chunk: kept across chunks, queries would take registers from the sums.
+            # Loaded again for each chunk: queries kept across chunks would take registers from the sums.
             q_block = load_block(head_rows(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
             indices = mask.k_indices + tl.load(chunk + 2)
             of_chunk = tl.cast(c, tl.int64) * queries
@@ -209,7 +209,7 @@ def ring_forward(
             if launch is not None:  # there are queries
                 gather.run_kernel(launch)
             if at_once:
-                # Copies are issued after the kernel, which begins with own keys and so hides the host's time for them.
+                # Copies are issued after the kernel: it begins with own keys while the host issues the copies.
                 puller.pull(event, groups)
     return out, lse
 

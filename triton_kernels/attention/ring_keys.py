@@ -46,18 +46,18 @@ from .launch import heads_tensor
 
 OP = tl.constexpr(OPS.index("ring_attention"))
 
-VERDICT = tl.constexpr(3)  # run of W words, after begun, ready and pulled
-FLAGS = tl.constexpr(4)  # runs before the flags of chunks and groups
-MAX_CHUNKS = tl.constexpr(64)  # of a rank in one call
+VERDICT = tl.constexpr(3)  # number of the run of W words that follows begun, ready and pulled
+FLAGS = tl.constexpr(4)  # number of runs of W words before the flags of chunks and groups
+MAX_CHUNKS = tl.constexpr(64)  # most chunks of a rank in one call, its own keys included
 MAX_GROUPS = tl.constexpr(8)
-GROUP_DONE = tl.constexpr(2)  # first of the counters of programs that no longer use a group
+GROUP_DONE = tl.constexpr(2)  # first of the counters, one per group, of programs that have finished the group
 NONE = tl.constexpr(-1)
 
 _LONGEST_NS = (1 << 63) - 1  # kernels count nanoseconds in 63 bits
 
-SLOTS = 2  # groups whose chunks are held at a time
+SLOTS = 2  # number of groups whose chunks are in memory at a time
 MAX_STREAMS = 2  # one copies while the other's relay runs; with more, a later chunk would slow an earlier one
-LEAST_GROUP_BYTES = 1 << 20  # of a shard's keys and values: a smaller copy takes less time than its relay
+LEAST_GROUP_BYTES = 1 << 20  # bytes of a shard per group; copying fewer takes less time than the relay
 ROWS = tl.constexpr(32)  # rows that a program of `stage` copies at a time
 
 
@@ -223,8 +223,8 @@ class RingWorkspace(GatherWorkspace):
     def __init__(
         self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
     ) -> None:
-        # Before the barrier at the end of super().__init__: after it a peer's kernel may run and wait for this rank,
-        # and the driver may not create streams meanwhile.
+        # Created before the barrier at the end of super().__init__: after the barrier a peer's kernel may run and wait
+        # for this rank, and while a kernel runs the driver may not create streams.
         self.streams: list[torch.cuda.Stream] = []
         if buffer.is_cuda:
             self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), urgent=True)
@@ -259,7 +259,7 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "DV": layout.v_head_dim,
         "PADDED_D": padded_head_dim(layout.head_dim),
         "PADDED_DV": padded_head_dim(layout.v_head_dim),
-        "maxnreg": 168,  # by default ptxas uses 72, and spills
+        "maxnreg": 168,  # without it ptxas uses 72 registers and spills
     }
     blocks = layout.pairs * -(-layout.own_rows // ROWS.value)
     return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
@@ -303,7 +303,7 @@ class KeysPuller:
             elif behind.group == 0 and behind.chunk == self._first[source]:
                 awaited = source
         arguments = told | {"awaited": awaited, "freed": freed, "WORLD": self.workspace.world_size, "num_warps": 1}
-        # The kernel that frees a group meanwhile waits for other chunks: its waits for peers must expire first.
+        # The kernel that frees the group waits for chunks of peers first, and those waits must expire before this one.
         timeout_ns = scaled_timeout(self.workspace.timeout_ns, 1 if freed == NONE.value else 3)
         arguments |= self.workspace.arguments(timeout_ns)
         return relay_kernel, (1,), arguments

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-COLUMNS = 6  # row, end of rows, begin, end, begin and end of the blocks without a mask
+COLUMNS = 6  # columns of a tile: row, end of rows, begin, end, begin and end of the blocks without a mask
 
 
 class StepMask(Protocol):

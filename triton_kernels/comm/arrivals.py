@@ -64,7 +64,7 @@ def claim_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
     chosen = tl.cast(0, tl.int64)
     polls = 0
     waiting = True
-    # Ordered by distance, so that no two ranks look for the same shard first.
+    # Shards are tried in the order of distance, so that no two ranks try the same shard first.
     distance = tl.arange(0, triton.next_power_of_2(WORLD))
     source = (distance + rank) % WORLD
     others = (distance > 0) & (distance < WORLD)

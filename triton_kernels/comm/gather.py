@@ -68,7 +68,7 @@ ALIGNMENT = tl.constexpr(DATA_ALIGNMENT)
 STAGED = tl.constexpr(0)  # programs of `stage` that have copied their share
 DONE = tl.constexpr(1)  # programs that no longer read the peers' regions
 
-# Block that a program of 4 warps copies at a time.
+# Size of the block that a program of 4 warps copies at a time.
 BLOCK_ROWS = tl.constexpr(16)
 BLOCK_COLUMNS = tl.constexpr(512)
 
@@ -93,7 +93,7 @@ def end_stage(call, unneeded, WORLD: tl.constexpr):
     `unneeded` has a bit for each rank from which this rank will pull nothing.
     """
     if is_last(call, STAGED, tl.num_programs(0)):
-        # By now all programs have read the call number, and one that was not free to write has recorded that.
+        # By now all programs have read the call number, and a program that may not write has recorded its expired wait.
         is_valid = is_unbroken(call)
         put_all(call, call.rank + READY * WORLD, is_valid, WORLD)
         if unneeded != 0:
@@ -165,7 +165,7 @@ def region_offset(world_size: int) -> int:
 class GatherWorkspace(Workspace):
     """Memory for one rank's gathers on one stream: a `Workspace` for gathers only, which other workspaces cannot do."""
 
-    halves = 1  # all calls use the same memory: see the top of this file
+    halves = 1  # all calls use the same memory; see the module docstring
 
     def __init__(
         self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None

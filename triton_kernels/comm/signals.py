@@ -447,7 +447,7 @@ class Workspace:
         self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT if self.halves == 2 else 0
         self.counters = counters
         device = buffer.device
-        self.buffer, self._handle = buffer, handle  # keeps the memory alive, the peers' too where ranks are threads
+        self.buffer, self._handle = buffer, handle  # also keeps the peers' memory alive if ranks are threads
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.state = torch.zeros(COUNTERS.value + counters, dtype=torch.int64, device=device)
         # Host memory that the GPU maps, so that reading it waits for no kernel.
@@ -500,7 +500,7 @@ class Workspace:
         not access the memory of ranks that have `ended`, which may be unmapped.
         """
         self._expire(LEFT)
-        for rank in ended:  # in place, after all calls: native kernels and graphs hold the address of the table
+        for rank in ended:  # in place, because native kernels and graphs hold the address of the table
             self.addresses[rank : rank + 1].copy_(self.addresses[self.rank : self.rank + 1])
         self._begin()
 

@@ -147,7 +147,7 @@ def all_gather_gemm_kernel(
     position = 1 if C.TMA else 0
     if WORLD > 1 or not C.TMA:  # Triton 3.6 fails on a loop that never runs
         while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
-            # Computed anew for each shard, so that it holds no registers while tiles are multiplied.
+            # `source` is computed again for each shard, so that it takes no registers while tiles are multiplied.
             source = rank
             arrived = position == 0
             if position > 0:
@@ -166,7 +166,7 @@ def all_gather_gemm_kernel(
             wide_row = tl.cast(row, tl.int64)
             rows = tl.where(arrived, rows, 0)
             missing |= tl.where(arrived, 0, one << tl.cast(source, tl.int64))
-            if not DIRECT:  # stop at the first late one: each further wait could last as long
+            if not DIRECT:  # stop at the first shard that is late: each further wait could last as long
                 position = tl.where(arrived, position, WORLD)
             if C.TMA:
                 x_rows = x
@@ -180,7 +180,7 @@ def all_gather_gemm_kernel(
             for i in tl.static_range(WEIGHTS):
                 first = multiply_shard(x_rows, operands[i], weights[i], biases[i], x_row, row, rows, K, first, C)
             position += 1
-        # After the tiles, so that it holds no registers there.
+        # NaN is stored after all tiles, because earlier it would take registers from the tiles.
         if missing != 0:
             for i in tl.static_range(WEIGHTS):
                 fill_missing(weights[i].y, missing, M, weights[i].n, rows_per_rank, WORLD, DIRECT)
@@ -234,7 +234,7 @@ def all_gather_gemm(
     x_own = x_shard
     if not is_read_in_place(x_shard):
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
-    # Without a weight the kernel still gathers and puts pulled.
+    # A call without weights still launches the kernel, which gathers x and puts pulled.
     groups = _groups(weights, ys, biases) or [[(x_shard.new_empty(0, shards.k), x_shard.new_empty(rows, 0), None)]]
     peers = Peers(workspace.rank, workspace.world_size, workspace.arguments())
     matmuls = [

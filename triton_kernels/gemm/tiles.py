@@ -146,7 +146,7 @@ def load_operand(
         else:
             return operand.load([first + tile * BLOCK, k])
     else:
-        # The contiguous dim is last: else sm_80 does not pipeline the loads of a transposed weight.
+        # The contiguous dim is last, because sm_80 does not pipeline the loads of a transposed weight otherwise.
         rows = tile_offsets(tile, BLOCK)
         ks = k + tl.arange(0, C.BLOCK_K)
         if SWAPPED:
@@ -229,7 +229,7 @@ class FusedConfig:
 
     pointers: GemmConfig
     tma: GemmConfig | None = None
-    speed: float = 1.0  # of the inner loop on a full GPU, relative to the largest tiles; weighs the number of waves
+    speed: float = 1.0  # relative speed of the inner loop on a full GPU (largest tiles: 1); weighs the waves
 
 
 _FLAT = {"flatten": True, "split_store": True}
@@ -271,7 +271,7 @@ _FUSED: dict[int, dict[str, list[FusedConfig]]] = {
         ],
     },
 }
-# On CUDA cores, the same on all architectures: no matrix unit multiplies all 24 bits of fp32.
+# These run on CUDA cores of any architecture, because no matrix unit multiplies all 24 bits of fp32.
 _FUSED_IEEE = [
     FusedConfig(GemmConfig(64, 64, 16, 8, 3)),
     FusedConfig(GemmConfig(32, 32, 16, 4, 3, programs_per_sm=2), speed=0.5),
@@ -442,7 +442,7 @@ def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch,
             arguments[f"x{i}"], arguments[f"w{i}"] = x, w
     arguments["sizes"] = tuple(GemmSizes(x.shape[1], x.stride(), w.stride()) for x, w in products)
     even_k = all(x.shape[1] % config.block_k == 0 for x, _ in products)
-    # Triton flattens two loops into one, not three.
+    # Several products are a third loop, and Triton flattens two loops only.
     c = plan.constants(launch.precision, even_k=even_k, flatten=flatten and len(products) == 1)
     strip_rows = launch.strip_rows(config, products[0][0].element_size())
     return arguments | config.options() | {"C": c._replace(PRODUCTS=len(products), STRIP_M=strip_rows)}
