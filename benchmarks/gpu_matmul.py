@@ -58,7 +58,7 @@ def alone_cases(dtypes: Sequence[str], quick: bool) -> Iterator[BenchCase]:
 
 def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> Makers:
     from fused_tp.triton_kernels.device import arch_of
-    from fused_tp.triton_kernels.gemm.configs import fused_configs
+    from fused_tp.triton_kernels.gemm.tiles import fused_configs
 
     made = partial(normal, dtype=DTYPES[dtype], device=context.device)
     sets = [
@@ -100,19 +100,19 @@ def matmul_alone(
 ) -> tuple[Multiply, str]:
     """(function for out [m, n] = x @ w^T by the fused kernel, description of its tiles): the matmul of a gather of one
     rank, which waits for nothing. `config`: one of `fused_configs`, which overrides the launch's choice."""
-    from fused_tp.triton_kernels.comm.gather import Shards, run
+    from fused_tp.triton_kernels.comm.gather import Shards, run_kernel
     from fused_tp.triton_kernels.device import arch_of
     from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, matmul_launch, no_arrivals
-    from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
+    from fused_tp.triton_kernels.gemm.tiles import Launch, launch_for
 
-    alone = Peers(0, 1, {"come": no_arrivals(1, 10**10, context.device), "rank": 0})
+    alone = Peers(0, 1, {"arrivals": no_arrivals(1, 10**10, context.device), "rank": 0})
     if config is None:
         launch = launch_for(dtype, m, n, 1, arch=arch_of(context.device), sms=sms)
     else:
         launch = Launch(config.pointers.programs_per_sm * sms, config.pointers, tma_config=config.tma)
 
     def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
-        run(matmul_launch(x, [(w, out, None)], x, Shards(m, m, x.shape[1]), alone, launch, False))
+        run_kernel(matmul_launch(x, [(w, out, None)], x, Shards(m, m, x.shape[1]), alone, launch, False))
 
     return multiply, str(launch.tma_config or launch.config)
 
@@ -193,7 +193,7 @@ class Fused:
     def __init__(self, context: GpuContext, problem: Problem, sms: int) -> None:
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
         from fused_tp.triton_kernels.device import arch_of
-        from fused_tp.triton_kernels.gemm.launch import launch_for
+        from fused_tp.triton_kernels.gemm.tiles import launch_for
 
         p = self.problem = problem
         self.context = context
@@ -234,20 +234,19 @@ class Fused:
         return self.sets[number % len(self.sets)][rank]
 
     def _nbytes(self) -> int:
-        from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+        from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
 
         p = self.problem
         if p.gathers:
             return int(all_gather_gemm.workspace_bytes(-(-p.m // p.world_size), p.k, p.element, p.world_size))
         sizes = p.m, p.n, p.element, p.world_size, self.launch
         if p.op == "reduce-scatter":
-            return int(gemm_reduce_scatter.workspace_bytes(*sizes))
-        return int(gemm_all_reduce.workspace_bytes(*sizes, two_shot=p.two_shot))
+            return int(gemm_sum.reduce_scatter_bytes(*sizes))
+        return int(gemm_sum.all_reduce_bytes(*sizes, two_shot=p.two_shot))
 
     def _call(self, rank: int, number: int, workspace: Any) -> Tensor:
         from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
-        from fused_tp.triton_kernels.gemm.gemm_all_reduce import gemm_all_reduce
-        from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter
+        from fused_tp.triton_kernels.gemm.gemm_sum import gemm_all_reduce, gemm_reduce_scatter
 
         p, how = self.problem, {"workspace": workspace, "launch": self.launch}
         x, w = self.inputs(rank, number)

@@ -29,9 +29,9 @@ def prepare(
     dropped, and the workspace is made anew.
 
     Args:
-        kind: the class of workspace; None for `triton_kernels.comm.workspace.Workspace`.
+        kind: the class of workspace; None for `triton_kernels.comm.signals.Workspace`.
     """
-    from fused_tp.triton_kernels.comm.workspace import Workspace
+    from fused_tp.triton_kernels.comm.signals import Workspace
 
     kind = kind or Workspace
     buffer, handle = rank.allocate(nbytes)
@@ -190,7 +190,7 @@ def set_flags(workspace: Any) -> None:
     this rank has set itself as a peer's: call this again before them.
     """
     from fused_tp.triton_kernels.comm.gather import PULLED, READY, GatherWorkspace
-    from fused_tp.triton_kernels.comm.workspace import flag_bytes
+    from fused_tp.triton_kernels.comm.signals import flag_bytes
 
     words = workspace.buffer.view(torch.uint8)
     if isinstance(workspace, GatherWorkspace):  # begun, ready and pulled are set by peers; the others by this rank

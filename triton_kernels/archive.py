@@ -20,12 +20,12 @@ from pathlib import Path
 import triton
 
 SHIPPED = Path(__file__).with_name("compiled")  # folder of archives that a wheel may contain
-_KEPT = (".cubin", ".json")  # files of a compilation to pack; the others are for people to read
+_KEPT = (".cubin", ".json")  # packed files of a compilation; the others are only for debugging
 _GROUP = "__grp__"
 
 
 def cache_folder() -> Path:
-    """The folder of Triton's disk cache."""
+    """Return the folder of Triton's disk cache."""
     return Path(triton.knobs.cache.dir)
 
 
@@ -61,7 +61,7 @@ def unpack(archive: Path, cache: Path) -> int:
         ValueError: the file is not an archive of kernels.
     """
     try:
-        # All of it first: tarfile stops before the checksum, and a kernel with a wrong bit must not run.
+        # The whole archive is decompressed first, which verifies its checksum; tarfile alone stops before the checksum.
         with tarfile.open(fileobj=BytesIO(lzma.decompress(archive.read_bytes()))) as tar:
             files = {member.name: _content(tar, member) for member in tar if member.isfile()}
     except (OSError, tarfile.TarError, EOFError, lzma.LZMAError) as error:

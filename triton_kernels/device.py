@@ -13,10 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .language import INTERPRETED
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # and Triton's names of them
-# The same, with fp32 split by how it is multiplied: "ieee" or "tf32" (tensor cores, 10 bits of mantissa).
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # Triton's name of each dtype
+# Kinds of operands: dtypes, with fp32 split by how it is multiplied: "ieee", or "tf32" (tensor cores, 10-bit mantissa).
 KINDS = ("bf16", "fp16", "tf32", "ieee")
-LEAST_SHARED_BYTES = 99 << 10  # per program, available on every GPU since sm_80
+LEAST_SHARED_BYTES = 99 << 10  # shared memory of a program on every GPU since sm_80
 
 
 class AssumedGpu(NamedTuple):
@@ -33,7 +33,7 @@ class AssumedGpu(NamedTuple):
     shared_bytes: int
 
 
-# The largest of each architecture: A100, H100 and H200, B200.
+# The largest GPU of each architecture: A100; H100 and H200; B200.
 KNOWN_GPUS = {
     80: AssumedGpu(80, 108, 163 << 10),
     90: AssumedGpu(90, 132, 227 << 10),
@@ -43,7 +43,7 @@ _assumed: AssumedGpu | None = None
 
 
 @contextlib.contextmanager
-def assumed(gpu: AssumedGpu) -> Iterator[None]:
+def assume_gpu(gpu: AssumedGpu) -> Iterator[None]:
     """Treat CPU tensors as tensors of `gpu` in this context, to compile for it. Kernels must not run there."""
     global _assumed
     before, _assumed = _assumed, gpu
@@ -54,53 +54,53 @@ def assumed(gpu: AssumedGpu) -> Iterator[None]:
 
 
 def assumed_gpu() -> AssumedGpu | None:
-    """The GPU that is `assumed` now, if any."""
+    """Return the GPU that `assume_gpu` has set, or None."""
     return _assumed
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """True if compiled kernels can be launched on tensors of `device`: a GPU, or the CPU where one is `assumed`."""
+    """True if compiled kernels can be launched on tensors of `device`: a GPU, or the CPU inside `assume_gpu`."""
     return device.type == "cuda" or _assumed is not None
 
 
 def arch_of(device: torch.device) -> int:
-    """The architecture whose configs are used: 80, 90 or 100; 0 under the interpreter and for GPUs before sm_80."""
+    """Architecture whose configs are used: 80, 90 or 100; 0 under the interpreter and for GPUs before sm_80."""
     if _assumed is not None:
-        return kernels_of(_assumed.arch)
+        return kernel_arch(_assumed.arch)
     if device.type != "cuda" or INTERPRETED.value:
         return 0
     properties = _properties(device.index)
-    return kernels_of(10 * properties.major + properties.minor)
+    return kernel_arch(10 * properties.major + properties.minor)
 
 
-def kernels_of(capability: int) -> int:
-    """The architecture whose configs a GPU of this compute capability uses: 80, 90 or 100; 0 before sm_80."""
+def kernel_arch(capability: int) -> int:
+    """Return the architecture whose configs a GPU of this compute capability uses: 80, 90 or 100; 0 before sm_80."""
     major = capability // 10
     # sm_120 has neither wgmma nor tcgen05. It uses mma.sync and asynchronous copies, as sm_80.
     return {8: 80, 9: 90, 10: 100}.get(major, 80 if major > 8 else 0)
 
 
 def sms_of(device: torch.device) -> int:
-    """Number of multiprocessors; 4 on a CPU, so that interpreted launches have several programs."""
+    """Return the number of multiprocessors; 4 on a CPU, so that interpreted launches have several programs."""
     if _assumed is not None:
         return _assumed.sms
     return int(_properties(device.index).multi_processor_count) if device.type == "cuda" else 4
 
 
 def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory available to a program, in bytes."""
+    """Return the shared memory available to a program, in bytes."""
     if _assumed is not None:
         return _assumed.shared_bytes
     return int(getattr(_properties(device.index), "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Context that makes the GPU of x current, since Triton launches on the current GPU."""
+    """Return the context that makes the GPU of x current, since Triton launches on the current GPU."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:
-    """Entry of KINDS for a dtype and a precision of fp32."""
+    """Return the entry of KINDS for a dtype and a precision of fp32."""
     return precision if dtype == torch.float32 else DTYPES[dtype]
 
 
@@ -112,7 +112,7 @@ def fits_tma(x: Tensor) -> bool:
 
 
 def tma_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """TMA descriptor of blocks of x, which must pass `fits_tma`."""
+    """Return the TMA descriptor of blocks of x, which must pass `fits_tma`."""
     # torch allows any stride for a dimension of one element; TMA requires a multiple of 16 bytes.
     row = -(-x.shape[-1] // 16) * 16
     strides = [stride if size > 1 else row for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]

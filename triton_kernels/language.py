@@ -1,6 +1,11 @@
-"""Helpers for all kernels, and workarounds for bugs of Triton's interpreter (`TRITON_INTERPRET=1`)."""
+"""Device functions that Triton's language lacks: rounding, products, time, and the memory order of signals.
+
+Each has a GPU implementation, as inline PTX where Triton has no builtin, and one for Triton's interpreter
+(`TRITON_INTERPRET=1`), which also works around the interpreter's bugs.
+"""
 
 import re
+import time
 
 import triton
 import triton.language as tl
@@ -37,7 +42,7 @@ def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def rounded(values, DTYPE: tl.constexpr):
-    """fp32 `values` rounded to DTYPE, to the nearest even.
+    """Return fp32 `values` rounded to DTYPE, to the nearest even.
 
     On the GPU `.to` rounds. In the interpreter (Triton 3.6, 3.7) it truncates bf16, so the bits are rounded here. A NaN
     keeps its sign and top bits; one bit of its mantissa is set, so that it stays NaN.
@@ -53,7 +58,7 @@ def rounded(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(x, w, total, C: tl.constexpr):
-    """total + x @ w in fp32, multiplied in the precision C.PRECISION of the kernel's constants.
+    """Return total + x @ w in fp32, multiplied in the precision C.PRECISION of the kernel's constants.
 
     The argument is C, not the string: Triton 3.6 cannot pass a string from one function to another.
 
@@ -67,16 +72,160 @@ def dot(x, w, total, C: tl.constexpr):
 
 
 @triton.jit
-def halves(values):
+def split_columns(values):
     """(left, right) columns of a tile. Storing them in turn needs the shared memory and registers of one half."""
     pairs = tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2))
     return tl.split(tl.permute(pairs, (0, 2, 1)))
 
 
 @triton.jit
-def or_nan(values, good):
-    """`values` if `good`, else NaN: a result whose input did not arrive is never silently wrong."""
-    return tl.where(good, values, float("nan"))
+def or_nan(values, is_valid):
+    """Return `values` if `is_valid`, else NaN: a result whose input did not arrive is never silently wrong."""
+    return tl.where(is_valid, values, float("nan"))
+
+
+# -- time, barriers and memory order -----------------------------------------------------------------------------------
+
+if INTERPRETED.value:
+
+    def now_ns() -> int:
+        return time.monotonic_ns()
+
+    def pause() -> None:
+        # Ranks are processes that share CPU cores: a waiting rank must let the others run.
+        time.sleep(200e-6)
+
+else:
+    from triton.language.extra.cuda import globaltimer
+
+    @triton.jit
+    def now_ns():
+        """Time in ns, one clock for all SMs of a GPU. Threads of a program may read different times: see `signals`."""
+        return globaltimer()
+
+    @triton.jit
+    def pause():
+        """Do nothing: a poll is a round trip to L2, and flags usually arrive within a few polls."""
+        return
+
+
+@triton.jit
+def thread_barrier():
+    """`tl.debug_barrier`, hidden from Triton, which does not pipeline a loop with a barrier.
+
+    Triton keeps loads behind a barrier that it knows. This one orders stores before a flag, but no loads.
+    """
+    if INTERPRETED:
+        tl.debug_barrier()
+    else:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def async_fence():
+    """Order TMA loads, which use the async proxy, after the waits of this thread. sm_90 and later."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def store_release(word, value, enabled):
+    """Store `value` in the int64 `word`, on any rank, if `enabled`: one thread, with release at system scope.
+
+    A store, not an atomic: it works over links without atomics, and does not wait for a reply of the peer.
+    """
+    if INTERPRETED:
+        if enabled:
+            tl.atomic_xchg(word, value, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred one, wanted;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.ne.b32 wanted, $3, 0;
+            setp.eq.and.b32 one, thread, 0, wanted;
+            @one st.release.sys.global.b64 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,r",
+            [word, tl.cast(value, tl.int64), tl.cast(enabled, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def store_release_all(table, offset, value, WORLD: tl.constexpr):
+    """Store `value` in the int64 `offset` bytes past each of the WORLD addresses in `table`, with a release each.
+
+    Each address has its own thread (a program has 128 or more). The threads store at the same time, so they wait for
+    one fence together; successive stores would wait for one each.
+    """
+    if INTERPRETED:
+        ranks = tl.arange(0, triton.next_power_of_2(WORLD))
+        words = (tl.load(table + ranks, mask=ranks < WORLD, other=0) + offset).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(words, value, mask=ranks < WORLD, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred mine;
+            .reg .b32 thread;
+            .reg .b64 word;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 mine, thread, $4;
+            mad.wide.u32 word, thread, 8, $1;
+            @mine ld.global.b64 word, [word];
+            add.s64 word, word, $2;
+            @mine st.release.sys.global.b64 [word], $3;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,l,n",
+            [table, tl.cast(offset, tl.int64), tl.cast(value, tl.int64), WORLD],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def all_reached(flags, value, excluded, WORLD: tl.constexpr):
+    """True, for all threads, if each of WORLD consecutive int64, except number `excluded`, is `value` or more.
+
+    Each word has its own thread, which loads it with acquire at system scope. One barrier combines the results for all
+    threads, so that they cannot diverge, and later loads stay behind the barrier.
+    """
+    if INTERPRETED:
+        ranks = tl.arange(0, triton.next_power_of_2(WORLD))
+        asked = (ranks < WORLD) & (ranks != excluded)
+        seen = tl.atomic_add(flags + ranks, tl.zeros_like(ranks).to(tl.int64), mask=asked, sem="acquire", scope="sys")
+        return tl.min(tl.where(asked, seen, value)) >= value
+    else:
+        reached = tl.inline_asm_elementwise(
+            """{
+            .reg .pred asked, reached;
+            .reg .b32 thread;
+            .reg .b64 word, seen;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 asked, thread, $4;
+            setp.ne.and.s32 asked, thread, $3, asked;
+            mad.wide.u32 word, thread, 8, $1;
+            mov.b64 seen, $2;
+            @asked ld.acquire.sys.global.b64 seen, [word];
+            setp.ge.s64 reached, seen, $2;
+            bar.red.and.pred reached, 0, reached;
+            selp.u32 $0, 1, 0, reached;
+            }""",
+            "=r,l,l,r,n",
+            [flags, tl.cast(value, tl.int64), tl.cast(excluded, tl.int32), WORLD],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        return reached != 0
 
 
 fix_cache_keys(__name__)

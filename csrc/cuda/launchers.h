@@ -13,7 +13,7 @@ namespace fused_tp::cuda {
 // Increment it when a signature or struct below changes. The native core rejects a library of another version.
 constexpr int32_t kAbiVersion = 4;
 
-// One rank's workspace, created by triton_kernels/comm/workspace.py.
+// One rank's workspace, created by triton_kernels/comm/signals.py.
 struct Workspace {
   const uint64_t* addresses;  // [world]: addresses of the ranks' workspaces
   int64_t* state;             // words of protocol.h, in this rank's private memory

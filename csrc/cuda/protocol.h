@@ -1,6 +1,5 @@
-// Indices and values of the words that kernels of all ranks and the host share. triton_kernels/comm/protocol.py has the
-// same numbers, because CUDA and Triton kernels use the same workspaces; triton_kernels/comm/signals.py describes the
-// protocol.
+// Layout of the words shared by the kernels of all ranks and the host. triton_kernels/comm/signals.py has the same
+// numbers and defines the protocol: CUDA and Triton kernels use the same workspaces.
 #pragma once
 
 #include <cstdint>

@@ -123,9 +123,9 @@ def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
         chunks=tuple(
             module.KeyChunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).others
         ),
-        most=kv_chunks(plan, rank).most_rows,
+        max_chunk_rows=kv_chunks(plan, rank).most_rows,
         pairs=pairs,
-        groups=module.groups_of(pairs, shard_bytes),
+        groups=module.group_count(pairs, shard_bytes),
         head_dim=k.shape[3],
         v_head_dim=v.shape[3],
         dtype=k.dtype,

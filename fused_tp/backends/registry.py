@@ -364,6 +364,8 @@ def device_kernels_on(device: torch.device) -> Availability:
     """True if the device kernels can run on `device`, for any group."""
     from fused_tp.backends.cuda import native_kernels
 
+    if not has_triton():
+        return unavailable("Triton, which their workspaces use, is not installed (pip install triton)")
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return native_kernels.native_kernels_available(10 * major + minor)

@@ -202,9 +202,9 @@ def _gpus() -> Gpus:
     count = torch.cuda.device_count()
     if major < 8:
         return Gpus(f"{name} is older than sm_80", 0, count, name)
-    from fused_tp.triton_kernels.device import kernels_of
+    from fused_tp.triton_kernels.device import kernel_arch
 
-    return Gpus("", kernels_of(10 * major + minor), count, name)
+    return Gpus("", kernel_arch(10 * major + minor), count, name)
 
 
 def _say(line: str) -> None:

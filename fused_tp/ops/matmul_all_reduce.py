@@ -65,7 +65,7 @@ def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
 
 
 def _forward(schedule: Schedule, a: _Args) -> Tensor:
-    return schedule.matmul_all_reduce([(a[0], a[1])], a[2])
+    return schedule.matmul_all_reduce([(a.x, a.weight)], a.bias)
 
 
 def _fake(a: _Args) -> Tensor:

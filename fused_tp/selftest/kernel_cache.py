@@ -126,7 +126,7 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]
     from triton.runtime.driver import driver
 
     from fused_tp.triton_kernels import archive
-    from fused_tp.triton_kernels.device import KNOWN_GPUS, assumed
+    from fused_tp.triton_kernels.device import KNOWN_GPUS, assume_gpu
 
     launches, run = Launches(arch, worker, workers), triton.JITFunction.run
 
@@ -137,7 +137,7 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]
     driver.set_active(_FakeDriver(arch))
     try:
         with (
-            assumed(KNOWN_GPUS[arch]),
+            assume_gpu(KNOWN_GPUS[arch]),
             # A launch unpacks shipped archives into the cache, which would then be packed into the new archive, too.
             mock.patch.object(archive, "SHIPPED", Path(os.devnull)),
             mock.patch.object(triton.JITFunction, "run", launch),

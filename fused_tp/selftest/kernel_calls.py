@@ -41,12 +41,10 @@ from fused_tp.triton_kernels.attention.launch import Terms
 from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace
-from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.comm.signals import Workspace
 from fused_tp.triton_kernels.device import arch_of
-from fused_tp.triton_kernels.gemm import all_gather_gemm as gathers
-from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
-from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
-from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
+from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
+from fused_tp.triton_kernels.gemm.tiles import Launch, launch_for
 
 EPS = 1e-5
 SUMS = ("one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter", "products")
@@ -129,9 +127,9 @@ def sum_call(
 
     if op in ("reduce_scatter", "products"):
         return RankCall(
-            lambda workspace: [scatters.gemm_reduce_scatter(own, workspace=workspace, **how)],
+            lambda workspace: [gemm_sum.gemm_reduce_scatter(own, workspace=workspace, **how)],
             lambda: [total()[slice(*shard_range(m, world, rank.rank))]],
-            scatters.workspace_bytes(m, n, dtype, world, launch),
+            gemm_sum.reduce_scatter_bytes(m, n, dtype, world, launch),
             world * sum(ks),
         )
     how["two_shot"] = op.startswith("two_shot")
@@ -146,10 +144,10 @@ def sum_call(
         return [summed, rms_norm64(summed, norm_weight, EPS)]
 
     def reduce(workspace: Any) -> list[Tensor]:
-        results = reduces.gemm_all_reduce(own, workspace=workspace, **how)
+        results = gemm_sum.gemm_all_reduce(own, workspace=workspace, **how)
         return [result for result in results if result is not None]
 
-    nbytes = reduces.workspace_bytes(m, n, dtype, world, launch, two_shot=how["two_shot"])
+    nbytes = gemm_sum.all_reduce_bytes(m, n, dtype, world, launch, two_shot=how["two_shot"])
     return RankCall(reduce, reference, nbytes, world * k, everywhere=True)
 
 
@@ -171,13 +169,13 @@ def gather_call(
         if op == "copied":
             outs, gathered = workspace(shard, ws, **how)
         else:
-            outs, gathered = gathers.all_gather_gemm(shard, ws, workspace=workspace, **how)
+            outs, gathered = all_gather_gemm.all_gather_gemm(shard, ws, workspace=workspace, **how)
         return [*outs, *([] if gathered is None else [gathered])]
 
     def reference() -> list[Tensor]:
         return [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)] + [x.double()] * keep
 
-    return RankCall(gather, reference, gathers.workspace_bytes(-(-m // world), k, dtype, world), k)
+    return RankCall(gather, reference, all_gather_gemm.workspace_bytes(-(-m // world), k, dtype, world), k)
 
 
 def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:

@@ -26,17 +26,15 @@ from fused_tp.attention.ring_fused import keys_layout
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionMask
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
-from fused_tp.backends.symmetric_memory.workspace import LONGEST_SECONDS
+from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS
 from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import gather
 from fused_tp.triton_kernels.comm.arrivals import Arrivals
-from fused_tp.triton_kernels.comm.gather import GatherWorkspace, LaunchOf, Shards
-from fused_tp.triton_kernels.comm.signals import begin_kernel
-from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace, KernelLaunch, Shards
+from fused_tp.triton_kernels.comm.signals import Workspace, begin_kernel
 from fused_tp.triton_kernels.gemm import all_gather_gemm
 from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, multiply_arriving
-from fused_tp.triton_kernels.gemm.configs import GemmConfig
-from fused_tp.triton_kernels.gemm.launch import Launch
+from fused_tp.triton_kernels.gemm.tiles import GemmConfig, Launch
 from tests.compile.variants import Handle, workspace_of
 from tests.native.doubles.libraries import gpu_double
 from tests.native_build import use_driver
@@ -47,7 +45,7 @@ LAUNCH = Launch(4, GemmConfig(64, 64, 32, 4, 3))
 PAGE = 4096
 
 
-def variant(launch: LaunchOf) -> str:
+def variant(launch: KernelLaunch) -> str:
     """Triton's key of the compiled kernel that a launch uses."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
@@ -77,11 +75,11 @@ def driver() -> Iterator[None]:
 def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
     """The copy engine's words are aligned like those that the kernel was loaded with, for every number of ranks."""
 
-    loaded: dict[int, list[LaunchOf]] = {rank: [] for rank in range(world)}
-    launched: dict[int, list[LaunchOf]] = {rank: [] for rank in range(world)}
+    loaded: dict[int, list[KernelLaunch]] = {rank: [] for rank in range(world)}
+    launched: dict[int, list[KernelLaunch]] = {rank: [] for rank in range(world)}
     noted = SimpleNamespace(
-        load=lambda launch: loaded[launch[2]["rank"]].append(launch),
-        run=lambda launch: launched[launch[2]["rank"]].append(launch),
+        load_kernel=lambda launch: loaded[launch[2]["rank"]].append(launch),
+        run_kernel=lambda launch: launched[launch[2]["rank"]].append(launch),
     )
     how: dict[str, Any] = {"world_size": world, "launch": LAUNCH, "rows_per_rank": 8, "timeout_ns": 5 * 10**9}
 

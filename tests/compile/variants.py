@@ -29,13 +29,12 @@ from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.triton_kernels.attention import backward, decode, forward, ring_forward, ring_keys
 from fused_tp.triton_kernels.attention import launch as attention_launch
 from fused_tp.triton_kernels.attention.configs import AttentionConfig, attention_config, decode_config
-from fused_tp.triton_kernels.comm.gather import GatherWorkspace, LaunchOf, Shards, stage_launch
-from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace, KernelLaunch, Shards, stage_launch
+from fused_tp.triton_kernels.comm.signals import Workspace
 from fused_tp.triton_kernels.device import KINDS
-from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
 from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, no_arrivals
-from fused_tp.triton_kernels.gemm.configs import fused_configs
-from fused_tp.triton_kernels.gemm.launch import Launch
+from fused_tp.triton_kernels.gemm.tiles import Launch, fused_configs
 
 WORLD = 8
 ARCHS = (80, 90, 100)
@@ -50,7 +49,7 @@ class Variant:
     kernel: str
     name: str
     arch: int
-    launch: LaunchOf
+    launch: KernelLaunch
     matrix_instruction: bool = True  # must use the matrix instruction of its architecture
 
     @property
@@ -84,9 +83,9 @@ def empty(kind: str, *shape: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[LaunchOf]]:
+def noted() -> Iterator[list[KernelLaunch]]:
     """Record the launches within the block, on CPU tensors, without running them."""
-    launches: list[LaunchOf] = []
+    launches: list[KernelLaunch] = []
 
     def run(kernel: Any, *, grid: Any, warmup: bool, **arguments: Any) -> None:
         launches.append((kernel, grid, arguments))
@@ -118,7 +117,7 @@ def _operands(kind: str, launch: Launch, layout: str) -> tuple[Tensor, Tensor]:
     return empty(kind, M, k), empty(kind, k, N).t() if layout == "nn" else empty(kind, N, k)
 
 
-def _matmul(kernel: str, arch: int, kind: str, launch: LaunchOf, *words: str) -> Variant:
+def _matmul(kernel: str, arch: int, kind: str, launch: KernelLaunch, *words: str) -> Variant:
     _, _, given = launch
     c = given["C"]
     flags = " split_store" * c.SPLIT_STORE + " flatten" * c.FLATTEN
@@ -148,9 +147,9 @@ def _sums(arch: int) -> Iterator[Variant]:
             with noted() as found:
                 if way:
                     how |= {"two_shot": way == "two-shot", "residual": whole, "norm_weight": n}
-                    gemm_all_reduce.gemm_all_reduce(operands, **how)
+                    gemm_sum.gemm_all_reduce(operands, **how)
                 else:
-                    gemm_reduce_scatter.gemm_reduce_scatter(operands, **how)
+                    gemm_sum.gemm_reduce_scatter(operands, **how)
             kernel = "gemm_all_reduce" if way else "gemm_reduce_scatter"
             yield _matmul(kernel, arch, kind, found[0], layout, f"{products} products" if products > 1 else "", way)
 
@@ -159,7 +158,7 @@ def _gathers(arch: int) -> Iterator[Variant]:
     """Every config, copied and direct; in bf16 also a transposed weight, three weights, W = 1, and no bias."""
     workspace = workspace_of(GatherWorkspace)
     copied = {
-        world: Peers(0, world, {"come": no_arrivals(world, 40 * 10**9, torch.device("cpu")), "rank": 0})
+        world: Peers(0, world, {"arrivals": no_arrivals(world, 40 * 10**9, torch.device("cpu")), "rank": 0})
         for world in (1, WORLD)
     }
     for kind in ("bf16", "fp16", "fp32"):
@@ -232,7 +231,7 @@ def _steps(arch: int) -> Iterator[Variant]:
 
 
 def _variant(
-    name: str, arch: int, kind: str, dims: tuple[int, int], rich: bool, config: AttentionConfig, launch: LaunchOf
+    name: str, arch: int, kind: str, dims: tuple[int, int], rich: bool, config: AttentionConfig, launch: KernelLaunch
 ) -> Variant:
     # wgmma and tcgen05 need 64 rows, and no matrix unit supports fp32 in full precision.
     units = kind in ("bf16", "fp16") and (config.rows >= 64 or arch == 80)

@@ -24,8 +24,8 @@ from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 from fused_tp.backends.cuda.device_plans import NORMED_ALGORITHMS
 from fused_tp.backends.cuda.device_schedule import DeviceSchedule
 from fused_tp.backends.messages.torch_dist import torch_dist
+from fused_tp.backends.symmetric_memory.group_kernels import Workspaces
 from fused_tp.backends.symmetric_memory.symm_mem import CpuSymmetricMemory, group_memory
-from fused_tp.backends.symmetric_memory.workspace import Workspaces
 from fused_tp.core.availability import Availability
 from fused_tp.core.errors import FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.core.group import resolve_group

@@ -19,12 +19,11 @@ from fused_tp.selftest.kernel_calls import DIRECT, RINGS, SUMS, RankCall, error_
 from fused_tp.selftest.kernels import CASES, GROUPS
 from fused_tp.selftest.kernels import check as check_case
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace
-from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.comm.signals import Workspace
 from fused_tp.triton_kernels.device import arch_of
 from fused_tp.triton_kernels.gemm import all_gather_gemm as gathers
-from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
-from fused_tp.triton_kernels.gemm.configs import fused_configs
-from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
+from fused_tp.triton_kernels.gemm import gemm_sum
+from fused_tp.triton_kernels.gemm.tiles import Launch, fused_configs, launch_for
 from tests.reference import assert_within_dtype_error
 
 pytestmark = pytest.mark.gpu
@@ -140,7 +139,7 @@ def test_every_config_and_layout(kind: str) -> None:
                 x, w = x.t() if x_swapped else x, w.t() if w_swapped else w
                 bias = normal(n, dtype=dtype, device=rank.device, seed=4)
                 (y,), _ = gathers.all_gather_gemm(x, [w], workspace=shards, launch=launch, rows=m, biases=[bias])
-                z = scatters.gemm_reduce_scatter([(x, w)], workspace=sums, launch=launch, bias=bias)
+                z = gemm_sum.gemm_reduce_scatter([(x, w)], workspace=sums, launch=launch, bias=bias)
                 wanted = matmul64(x, w, bias)
                 # About three times the rounding error by norm: 2^-9 for each of two roundings to bf16, 2^-11 for
                 # operands in tf32, 2^-19 for fp32 sums of a thousand terms.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fused_tp.backends.symmetric_memory.symm_mem import allocate_cpu
 from fused_tp.core.group import resolve_group
-from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.comm.signals import Workspace
 from tests import workers
 
 interpreted_ranks = partial(workers.run_ranks, interpreted=True, timeout=60)

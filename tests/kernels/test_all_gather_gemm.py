@@ -20,10 +20,9 @@ from fused_tp.backends.schedule import DimShards, GatherMatmul
 from fused_tp.backends.symmetric_memory.symm_mem import allocate_cpu, group_memory
 from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core.group import resolve_group
-from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run, stage_launch
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run_kernel, stage_launch
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
-from fused_tp.triton_kernels.gemm.configs import GemmConfig
-from fused_tp.triton_kernels.gemm.launch import Launch
+from fused_tp.triton_kernels.gemm.tiles import GemmConfig, Launch
 from tests.kernels.ranks import delays, interpreted, interpreted_ranks, same_everywhere
 from tests.native.doubles.libraries import build_doubles, doubles
 from tests.native_build import prebuild
@@ -200,8 +199,8 @@ def stuck_reader(group):
     ones = torch.ones(4, 8)
     if group.rank() == 0:
         stage = stage_launch(ones, workspace, 2)
-        run(stage)
-        run(stage_launch(2 * ones, workspace, 2))
+        run_kernel(stage)
+        run_kernel(stage_launch(2 * ones, workspace, 2))
         assert torch.equal(workspace.region(0, 4, 8, torch.float32), ones)
         assert workspace.expired() is not None
         return str(workspace.expired())

@@ -29,9 +29,8 @@ from fused_tp.selftest.kernel_calls import (
     sum_call,
     workspace_kind,
 )
-from fused_tp.triton_kernels.comm.workspace import Workspace
-from fused_tp.triton_kernels.gemm.configs import GemmConfig
-from fused_tp.triton_kernels.gemm.launch import Launch
+from fused_tp.triton_kernels.comm.signals import Workspace
+from fused_tp.triton_kernels.gemm.tiles import GemmConfig, Launch
 from tests.gpu.test_fused_kernels import check, right_or_nan
 from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
 from tests.kernels.test_ring_processes import small_chunks

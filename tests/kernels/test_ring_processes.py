@@ -99,7 +99,7 @@ def launches(group: Any) -> list[str]:
     from fused_tp.triton_kernels.comm import gather
 
     ran: list[str] = []
-    run = gather.run
+    run = gather.run_kernel
 
     def noted(launch: Any) -> None:
         ran.append(launch[0].fn.__name__)
@@ -109,7 +109,7 @@ def launches(group: Any) -> list[str]:
     with mock.patch.dict(os.environ, FUSED):
         first = fused_tp.ring_attention(q, k, v, group=group, causal=True)
         fused_tp.all_gather_matmul(seeded(4, 8), seeded(3, 8), group=group)
-        with mock.patch.object(gather, "run", noted):
+        with mock.patch.object(gather, "run_kernel", noted):
             again = fused_tp.ring_attention(q, k, v, group=group, causal=True)
     assert torch.equal(first, again)
     return ran
@@ -149,7 +149,7 @@ def test_a_workspace_that_is_too_small_is_refused(group: Any) -> None:
     from fused_tp.triton_kernels.attention import ring_keys
 
     small = ring_keys.RingWorkspace(*LocalGroup(1).rank(0).allocate(5000), timeout_seconds=1)
-    with pytest.raises(ValueError, match="Make it larger"):
+    with pytest.raises(ValueError, match="Create a larger one"):
         ring_calls(group, 1.0)[0][0].launch(small)
 
 
@@ -190,7 +190,7 @@ def half_way(_: Any, place: str) -> list[str]:
     from fused_tp.triton_kernels.comm import gather
 
     group = own_group()
-    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run, ring_forward._launch
+    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run_kernel, ring_forward._launch
 
     def failing(*args: Any) -> Any:
         if place == "arguments":
@@ -208,7 +208,7 @@ def half_way(_: Any, place: str) -> list[str]:
         if group.rank() == 0:
             with (
                 mock.patch.object(ring_forward, "_launch", failing),
-                mock.patch.object(gather, "run", noted),
+                mock.patch.object(gather, "run_kernel", noted),
                 pytest.raises(MemoryError),
             ):
                 fused_tp.ring_attention(q, q, q, group=group)

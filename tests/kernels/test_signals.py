@@ -20,9 +20,20 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused_tp.triton_kernels.comm.signals import begin, begin_kernel, end, is_last, put, wait
-from fused_tp.triton_kernels.comm.slots import slot_pointers, store_slot
-from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, WorkspaceArguments, flag_bytes, needed_bytes
+from fused_tp.triton_kernels.comm.signals import (
+    ExpiredWait,
+    Workspace,
+    WorkspaceArguments,
+    begin,
+    begin_kernel,
+    end,
+    flag_bytes,
+    is_last,
+    needed_bytes,
+    put,
+    wait,
+)
+from fused_tp.triton_kernels.gemm.gemm_sum import slot_pointers, store_slot
 from tests.kernels.ranks import interpreted, interpreted_ranks, workspace_of
 
 OP = tl.constexpr(1)
@@ -80,7 +91,7 @@ def test_who_gave_up_is_not_waited_for():
     answers = interpreted_ranks(3, give_up, 1)
     assert answers[:2] == [None, None]
     expired = replace(answers[2], absent=())  # rank 0 may or may not have begun by then
-    assert expired == Expired("matmul_all_reduce", 1, 2, 5, source=1, absent=(), gave_up=True)
+    assert expired == ExpiredWait("matmul_all_reduce", 1, 2, 5, source=1, absent=(), gave_up=True)
     assert "rank 1 gave up" in str(expired)
 
 
@@ -102,14 +113,14 @@ def goes_on_after_giving_up(group):
 
 def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
     (_, expired0), (outs, expired1) = interpreted_ranks(2, goes_on_after_giving_up)
-    assert expired0 == Expired("matmul_all_reduce", 2, 0, 0, source=1, absent=(1,), gave_up=False)
+    assert expired0 == ExpiredWait("matmul_all_reduce", 2, 0, 0, source=1, absent=(1,), gave_up=False)
     # Rank 0 delivered its part of call 2 before it gave up; later calls, from call 4 on, use the same half.
     assert outs[0] == [20.0]
     # At the end of call 2 rank 1 learns at once that rank 0 is lost, and does not wait 20 s for it.
-    assert expired1 == Expired("matmul_all_reduce", 2, 1, None, source=0, absent=(), gave_up=True)
+    assert expired1 == ExpiredWait("matmul_all_reduce", 2, 1, None, source=0, absent=(), gave_up=True)
     assert str(expired1).endswith(
         "waited for its beginning of rank 0; "
-        "rank 0 gave up, since it raised an error or waited for a rank that did not come in time"
+        "rank 0 gave up: it raised an error or waited for a rank that did not arrive in time"
     )
 
 
@@ -136,11 +147,11 @@ def test_a_workspace_that_is_too_small_says_what_is_needed(group):
     # Flags and begun words come first, with room for 16; then each run of slots, aligned to a cache line.
     assert workspace.layout([(2, 64), (1, 32)]) == [128, 256]
     assert workspace.layout([(14, 512)]) == [128]
-    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 32768\. Make it larger"):
+    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 32768\. Create a larger one"):
         workspace.layout([(15, 512)])
-    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 16896\. Make it larger"):
+    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 16896\. Create a larger one"):
         workspace.layout([(1, 8192)])
-    with pytest.raises(ValueError, match=r"counts 64 rows of tiles; this call has 65"):
+    with pytest.raises(ValueError, match=r"has 64 counters of tile rows; this call needs 65"):
         workspace.layout([(1, 64)], counters=65)
     dist.barrier(group)
 

@@ -11,10 +11,8 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from fused_tp.core.partition import shard_range
-from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
-from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
-from fused_tp.triton_kernels.gemm.configs import GemmConfig
-from fused_tp.triton_kernels.gemm.launch import Launch, launch_for, plan_loads
+from fused_tp.triton_kernels.gemm import gemm_sum
+from fused_tp.triton_kernels.gemm.tiles import GemmConfig, Launch, launch_for, plan_loads
 from tests.kernels.ranks import interpreted, interpreted_ranks, workspace_of
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
@@ -27,8 +25,8 @@ OPS = ("reduce_scatter", "one_shot", "two_shot")
 def launched(op, products, workspace, launch=LAUNCH, *, bias=None, **tail):
     """Launch `op`; return (out, normed or None)."""
     if op == "reduce_scatter":
-        return scatters.gemm_reduce_scatter(products, workspace=workspace, launch=launch, bias=bias), None
-    return reduces.gemm_all_reduce(
+        return gemm_sum.gemm_reduce_scatter(products, workspace=workspace, launch=launch, bias=bias), None
+    return gemm_sum.gemm_all_reduce(
         products, workspace=workspace, launch=launch, two_shot=op == "two_shot", bias=bias, eps=EPS, **tail
     )
 
@@ -75,9 +73,9 @@ def several_products(group, op, dtype, ks):
         return [(operand(m, k + of, 10 * of + i), operand(n, k + of, 10 * of + i + 5)) for i, k in enumerate(ks)]
 
     if op == "reduce_scatter":
-        needed = scatters.workspace_bytes(m, n, dtype, world, launch)
+        needed = gemm_sum.reduce_scatter_bytes(m, n, dtype, world, launch)
     else:
-        needed = reduces.workspace_bytes(m, n, dtype, world, launch, two_shot=op == "two_shot")
+        needed = gemm_sum.all_reduce_bytes(m, n, dtype, world, launch, two_shot=op == "two_shot")
     out, _ = launched(op, pairs(rank), workspace_of(group, needed), launch)
     total = torch.stack([matmul64(x, w) for of in range(world) for x, w in pairs(of)]).sum(0)
     reduced_over = sum(k + of for k in ks for of in range(world))
@@ -117,6 +115,6 @@ def test_launches_depend_on_what_all_ranks_know():
 @interpreted(1)
 def test_a_workspace_that_is_too_small_is_refused(group):
     workspace = workspace_of(group)
-    with pytest.raises(ValueError, match="Make it larger"):
+    with pytest.raises(ValueError, match="Create a larger one"):
         launched("two_shot", [(torch.zeros(40_000, 4), torch.zeros(6, 4))], workspace)
     assert int(workspace.state[0]) == 0

@@ -60,5 +60,5 @@ def test_keys_do_not_depend_on_what_a_process_launches_first(seeds: tuple[int, .
 def test_every_module_of_kernels_fixes_its_keys() -> None:
     sources = [file for folder in ("triton_kernels", "benchmarks") for file in (REPOSITORY / folder).rglob("*.py")]
     kernels = [file for file in sources if "@triton.jit" in (text := file.read_text()) and "import triton\n" in text]
-    assert len(kernels) > 15
+    assert len(kernels) > 10
     assert [file.name for file in kernels if not file.read_text().endswith("\nfix_cache_keys(__name__)\n")] == []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fused_tp.backends.shared_memory.shm import dtype_number
 from fused_tp.core.partition import shard_range
-from fused_tp.triton_kernels.comm import protocol
+from fused_tp.triton_kernels.comm import signals
 from tests.native_build import (
     GPU_ON_CPU,
     GPU_ON_CPU_FLAGS,
@@ -61,9 +61,9 @@ class Rank:
         self.rank = rank
         self.world = len(memories)
         self.addresses = torch.tensor([memory.data_ptr() for memory in memories])
-        self.state = torch.zeros(protocol.COUNTERS, dtype=torch.int64)
-        self.error = torch.zeros(protocol.ERROR_WORDS, dtype=torch.int64)
-        half_bytes = memories[rank].nbytes // 2 // protocol.DATA_ALIGNMENT * protocol.DATA_ALIGNMENT
+        self.state = torch.zeros(signals.COUNTERS.value, dtype=torch.int64)
+        self.error = torch.zeros(signals.ERROR_WORDS, dtype=torch.int64)
+        half_bytes = memories[rank].nbytes // 2 // signals.DATA_ALIGNMENT * signals.DATA_ALIGNMENT
         pointers = self.addresses.data_ptr(), self.state.data_ptr(), self.error.data_ptr()
         self.workspace = _core.DeviceWorkspace(
             *pointers, half_bytes, int(timeout_seconds * 1e9), int(multicast), rank, self.world
@@ -304,18 +304,18 @@ def test_a_rank_that_does_not_come(op: str) -> None:
     for tensors in results:
         for tensor in tensors:
             assert is_missing(tensor), "what did not arrive must be NaN"
-    names = {protocol.OPS[int(ranks.ranks[number].error[protocol.ERROR_OP])] for number in (0, 2)}
+    names = {signals.OPS[int(ranks.ranks[number].error[signals.ERROR_OP.value])] for number in (0, 2)}
     assert names == {op.split()[0]}
     for number in (0, 2):
         error = ranks.ranks[number].error
-        assert error[protocol.ERROR_SET] == 1
-        assert error[protocol.ERROR_CALL] == 2
-        assert error[protocol.ERROR_RANK] == number
+        assert error[signals.ERROR_SET.value] == 1
+        assert error[signals.ERROR_CALL.value] == 2
+        assert error[signals.ERROR_RANK.value] == number
         # A rank may wait for a peer that waits for the absent rank, and see first that the peer gave up.
-        if not error[protocol.ERROR_GAVE_UP]:
-            assert error[protocol.ERROR_SOURCE] == 1
-        assert error[protocol.ERROR_ABSENT] == 0b010
-        assert ranks.ranks[number].state[protocol.EXPIRED] == 2
+        if not error[signals.ERROR_GAVE_UP.value]:
+            assert error[signals.ERROR_SOURCE.value] == 1
+        assert error[signals.ERROR_ABSENT.value] == 0b010
+        assert ranks.ranks[number].state[signals.EXPIRED.value] == 2
 
     # The next call writes nothing to the peers except the word that announces that nothing will arrive.
     before = [memory.clone() for memory in ranks.memories]
@@ -329,7 +329,7 @@ def test_a_rank_that_does_not_come(op: str) -> None:
         assert memory.view(torch.int64)[half // 8] == -3
         changed = (memory != was).nonzero().flatten()
         assert changed.min() >= half and changed.max() < half + 8
-    assert ranks.ranks[0].state[protocol.EPOCH] == -3
+    assert ranks.ranks[0].state[signals.EPOCH.value] == -3
 
 
 @pytest.mark.parametrize("op", [name for name in OPS if "two_shot" in name or "multimem" in name])
@@ -356,8 +356,8 @@ def test_what_rests_on_something_that_did_not_arrive_is_not_taken_for_good(op: s
         # A rank may keep the rows that it computes itself; the first rows are those of rank 0.
         assert all(is_missing(tensor[:1]) for tensor in results[number])
         error = ranks.ranks[number].error
-        assert error[protocol.ERROR_SET] == 1
-        assert error[protocol.ERROR_GAVE_UP] == 1 and error[protocol.ERROR_SOURCE] == 0
+        assert error[signals.ERROR_SET.value] == 1
+        assert error[signals.ERROR_GAVE_UP.value] == 1 and error[signals.ERROR_SOURCE.value] == 0
 
 
 def test_the_stop_word_ends_waits_for_a_rank() -> None:
@@ -369,14 +369,14 @@ def test_the_stop_word_ends_waits_for_a_rank() -> None:
         if r.rank == 0:
             return call(r)
         time.sleep(0.1)  # rank 0 waits by then, most likely
-        ranks.ranks[0].state[protocol.STOP] = 1 << 1
+        ranks.ranks[0].state[signals.STOP.value] = 1 << 1
         return call(r) if r.rank == 2 else None
 
-    ranks.ranks[2].state[protocol.STOP] = 1 << 1
+    ranks.ranks[2].state[signals.STOP.value] = 1 << 1
     results = ranks.run(stopped, only=(0, 2))
     assert time.monotonic() - start < 20
     assert all(is_missing(tensors[0]) for tensors in results)
-    assert ranks.ranks[0].error[protocol.ERROR_SET] == 1
+    assert ranks.ranks[0].error[signals.ERROR_SET.value] == 1
 
 
 def test_bad_arguments_are_refused_before_anything_is_launched() -> None:

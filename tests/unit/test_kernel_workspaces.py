@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.backends.symmetric_memory import symm_mem
+from fused_tp.backends.symmetric_memory.group_kernels import Workspaces
 from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, shared_sms
-from fused_tp.backends.symmetric_memory.workspace import Workspaces
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 
 pytestmark = pytest.mark.full

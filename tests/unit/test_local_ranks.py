@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.local_ranks import CPU_PROGRAMS, LocalGroup, LocalRank, run_local
 from fused_tp.core.errors import CollectiveTimeoutError, PeerLostError, RankMismatchError
-from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.comm.signals import Workspace
 
 pytestmark = pytest.mark.full
 

@@ -18,8 +18,7 @@ import torch
 from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.backends.cuda.device_schedule import DeviceSchedule
 from fused_tp.backends.cuda.native_kernels import BuiltFor, native_kernels_available
-from fused_tp.triton_kernels.comm import protocol
-from fused_tp.triton_kernels.comm.workspace import needed_bytes
+from fused_tp.triton_kernels.comm import signals
 from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program, build_shared, output_of, use_library
 
 pytestmark = pytest.mark.full
@@ -116,7 +115,7 @@ def test_whether_it_can_be_used_here(installed: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for version, why in (("13.0", "no GPU, or no driver"), (None, "torch was built without CUDA")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert reason() == f"torch finds no GPU here ({why})"
+        assert reason() == f"torch finds no GPU ({why})"
 
 
 def test_without_library_or_core(installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_workspaces_are_as_large_as_their_layout_needs(world: int, blocks: int) 
     def check(op: str, count: int, chunk: int, dtype: int, nbytes: int) -> None:
         made, needed = _core.device_plan(op, 0, count, chunk, dtype, world, blocks)
         slots = [(world, -(-nbytes // 128) * 128), ((made - 1) * world, 0)]
-        assert needed == needed_bytes(world, slots if world > 1 else [])  # a rank alone sends nothing
+        assert needed == signals.needed_bytes(world, slots if world > 1 else [])  # a rank alone sends nothing
 
     count = 1000003
     chunk = -(-count // world)
@@ -190,12 +189,13 @@ def test_the_words_of_the_protocol_are_the_same_in_both_languages() -> None:
     numbers = {name: int(value) for name, value in re.findall(r"constexpr int(?:64_t)? k(\w+) = (\d+);", header)}
     for name, value in numbers.items():
         python = re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
-        assert getattr(protocol, python) == value, name
+        number = getattr(signals, python)
+        assert getattr(number, "value", number) == value, name
     assert set(numbers) >= {"Epoch", "Ended", "Expired", "Stop", "ErrorSet", "ErrorGaveUp", "FlagShare"}
     ops = re.search(r"enum class Op : int32_t \{(.*?)\}", header, re.DOTALL)
     assert ops is not None
     for name, value in re.findall(r"k(\w+) = (\d+)", ops[1]):
-        assert protocol.OPS[int(value)] == re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+        assert signals.OPS[int(value)] == re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:

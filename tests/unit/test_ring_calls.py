@@ -29,7 +29,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
     from fused_tp.triton_kernels.attention import ring_forward, ring_keys
     from fused_tp.triton_kernels.attention.configs import AttentionConfig
     from fused_tp.triton_kernels.attention.launch import Terms
-    from fused_tp.triton_kernels.comm.workspace import WorkspaceArguments
+    from fused_tp.triton_kernels.comm.signals import WorkspaceArguments
 
     q = torch.empty(1, seq // 2, 4, head_dim, dtype=torch.bfloat16)
     plan = ring_plan(AttentionMask(seq, seq, **how), 2, TokenLayout("contiguous"))
@@ -62,7 +62,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
     )
     stage = ring_keys.stage_launch(q, q, layout, workspace, 4)
     relays = ring_keys.KeysPuller(layout, workspace).relays_to_load()
-    return tuple(ring_forward.variant_of(one) for one in (stage, *relays, launch))
+    return tuple(ring_forward.specialization_key(one) for one in (stage, *relays, launch))
 
 
 def test_kernels_are_loaded_by_variant_and_not_by_mask() -> None:

@@ -28,10 +28,13 @@ from ..cache_keys import fix_cache_keys
 from ..language import dot, rounded, zeros
 from .blocks import (
     LOG2_E,
-    ODD,
+    UNSPECIALIZED,
     add_block,
-    dropped,
-    kept,
+    apply_dropout,
+    dropout_keeps,
+    head_rows,
+    head_score,
+    head_vector,
     load_block,
     load_lse,
     load_seen,
@@ -41,18 +44,15 @@ from .blocks import (
     masked_blocks,
     probabilities,
     program_tile,
-    rows_of,
-    score_of,
-    vector_of,
 )
 from .configs import AttentionConfig
 from .launch import (
     Terms,
     check_rows,
     config_for,
-    heads_of,
+    heads_tensor,
     launch_tiles,
-    mask_of,
+    mask_arguments,
 )
 from .tiles import StepMask, key_tiles, query_tiles
 
@@ -78,7 +78,7 @@ class Keys(NamedTuple):
     index: Any
 
 
-@triton.jit(do_not_specialize=ODD)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def queries_kernel(
     q, k, v, grad_out, k_tma, v_tma, lse, sums, dq, d_slopes, mask, scores,
     tiles, tile_count, heads, batch_heads, together, shared,
@@ -88,39 +88,39 @@ def queries_kernel(
     """Compute dq of tiles of queries, and their terms in d_slopes [tiles, batch, heads]. Tensors are `HeadsTensor`."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end, end = tile.batch, tile.head, tile.row, tile.row_end, tile.end
-    k_rows = rows_of(k, batch, head // shared)
-    v_rows = rows_of(v, batch, head // shared)
-    queries = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
-    grads = load_block(rows_of(grad_out, batch, head), row, row_end, C.DV, C.ROWS, C.PADDED_DV)
-    lse_rows = load_lse(vector_of(lse, batch, head), row, row_end, C.ROWS) * LOG2_E
-    sums_rows = load_vector(vector_of(sums, batch, head), row, row_end, C.ROWS, 0.0)
+    k_rows = head_rows(k, batch, head // shared)
+    v_rows = head_rows(v, batch, head // shared)
+    queries = load_block(head_rows(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
+    grads = load_block(head_rows(grad_out, batch, head), row, row_end, C.DV, C.ROWS, C.PADDED_DV)
+    lse_rows = load_lse(head_vector(lse, batch, head), row, row_end, C.ROWS) * LOG2_E
+    sums_rows = load_vector(head_vector(sums, batch, head), row, row_end, C.ROWS, 0.0)
     seen = load_seen(mask.first, mask.last, mask, row, row_end, C)
-    score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
+    score = head_score(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
     own = Queries(queries, grads, lse_rows, sums_rows, seen, score)
 
     ROWS: tl.constexpr = C.ROWS
     total = zeros(ROWS, C.PADDED_D)
-    slanted = tl.zeros((ROWS,), tl.float32)
+    slope_sums = tl.zeros((ROWS,), tl.float32)
     for key in tl.range(tile.full_begin, tile.full_end, C.BLOCK):
         keys = load_whole(k_tma, k_rows, batch, head // shared, key, C.D, C.BLOCK, C.PADDED_D, C.TMA)
         values = load_whole(v_tma, v_rows, batch, head // shared, key, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
-        total, slanted = add_keys(total, slanted, own, keys, values, key, end, mask.k_indices, False, C)
+        total, slope_sums = add_keys(total, slope_sums, own, keys, values, key, end, mask.k_indices, False, C)
     for index in tl.range(0, masked_blocks(tile.begin, end, tile.full_begin, tile.full_end, C.BLOCK)):
         key = masked_block(index, tile.begin, tile.full_begin, tile.full_end, C.BLOCK)
         keys = load_block(k_rows, key, end, C.D, C.BLOCK, C.PADDED_D)
         values = load_block(v_rows, key, end, C.DV, C.BLOCK, C.PADDED_DV)
-        total, slanted = add_keys(total, slanted, own, keys, values, key, end, mask.k_indices, True, C)
+        total, slope_sums = add_keys(total, slope_sums, own, keys, values, key, end, mask.k_indices, True, C)
 
-    add_block(rows_of(dq, batch, head), total * scores.scale, row, row_end, C.D)
+    add_block(head_rows(dq, batch, head), total * scores.scale, row, row_end, C.D)
     if C.ALIBI and d_slopes is not None:
-        tl.store(d_slopes + tile.number * batch_heads + batch * heads + head, -tl.sum(slanted, 0))
+        tl.store(d_slopes + tile.number * batch_heads + batch * heads + head, -tl.sum(slope_sums, 0))
 
 
 @triton.jit
 def add_keys(
-    total, slanted, own, keys, values, key, end, k_indices, MASKED: tl.constexpr, C: tl.constexpr
+    total, slope_sums, own, keys, values, key, end, k_indices, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """(dq / scale, sums of ds * distance) after adding the keys of one block; `own` is `Queries`."""
+    """Return (dq / scale, sums of ds * distance) after adding the keys of one block; `own` is `Queries`."""
     queries, grads, lse, sums, seen, score = own
     products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)[None, :]
@@ -133,20 +133,20 @@ def add_keys(
     if C.ALIBI:
         distance = tl.abs(seen.place[:, None] - index).to(tl.float32)
     if C.DROPOUT:
-        keep = kept(seen.index[:, None], index, score)
+        keep = dropout_keeps(seen.index[:, None], index, score)
     if MASKED:
         visible = (columns >= seen.first[:, None]) & (columns < seen.last[:, None])
-    p, slant = probabilities(products, lse[:, None], visible, distance, score, MASKED, C)
-    gradient = dropped(dot(grads, values.T, None, C), keep, score, C.DROPOUT)
+    p, cap_derivative = probabilities(products, lse[:, None], visible, distance, score, MASKED, C)
+    gradient = apply_dropout(dot(grads, values.T, None, C), keep, score, C.DROPOUT)
     ds = gradient_of_scores(p, gradient, sums[:, None], visible, MASKED)
     if C.ALIBI:
-        slanted += tl.sum(ds * distance, 1)
+        slope_sums += tl.sum(ds * distance, 1)
     if C.CAPPED:
-        ds *= slant
-    return dot(rounded(ds, keys.dtype), keys, total, C), slanted
+        ds *= cap_derivative
+    return dot(rounded(ds, keys.dtype), keys, total, C), slope_sums
 
 
-@triton.jit(do_not_specialize=ODD)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def keys_kernel(
     q, k, v, grad_out, q_tma, grad_tma, lse, sums, dk, dv, mask, scores,
     tiles, tile_count, heads, batch_heads, together, shared,
@@ -157,8 +157,8 @@ def keys_kernel(
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, kv_head, row, row_end, begin, end = tile.batch, tile.head, tile.row, tile.row_end, tile.begin, tile.end
     full_begin, full_end = tile.full_begin, tile.full_end
-    keys = load_block(rows_of(k, batch, kv_head), row, row_end, C.D, C.ROWS, C.PADDED_D)
-    values = load_block(rows_of(v, batch, kv_head), row, row_end, C.DV, C.ROWS, C.PADDED_DV)
+    keys = load_block(head_rows(k, batch, kv_head), row, row_end, C.D, C.ROWS, C.PADDED_D)
+    values = load_block(head_rows(v, batch, kv_head), row, row_end, C.DV, C.ROWS, C.PADDED_DV)
     first_query = load_vector(mask.first, row, row_end, C.ROWS, 0)
     last_query = load_vector(mask.last, row, row_end, C.ROWS, 0)
     key_index = first_query
@@ -179,8 +179,8 @@ def keys_kernel(
     for index in tl.range(0, whole * shared, disable_licm=True):
         head = kv_head * shared + index // whole
         query = full_begin + index % whole * C.BLOCK
-        q_rows = rows_of(q, batch, head)
-        grad_rows = rows_of(grad_out, batch, head)
+        q_rows = head_rows(q, batch, head)
+        grad_rows = head_rows(grad_out, batch, head)
         queries = load_whole(q_tma, q_rows, batch, head, query, C.D, C.BLOCK, C.PADDED_D, C.TMA)
         grads = load_whole(grad_tma, grad_rows, batch, head, query, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
         dk_sum, dv_sum = add_queries(
@@ -190,14 +190,14 @@ def keys_kernel(
     for index in tl.range(0, partial * shared, disable_licm=True):
         head = kv_head * shared + index // partial
         query = masked_block(index % partial, begin, full_begin, full_end, C.BLOCK)
-        queries = load_block(rows_of(q, batch, head), query, end, C.D, C.BLOCK, C.PADDED_D)
-        grads = load_block(rows_of(grad_out, batch, head), query, end, C.DV, C.BLOCK, C.PADDED_DV)
+        queries = load_block(head_rows(q, batch, head), query, end, C.D, C.BLOCK, C.PADDED_D)
+        grads = load_block(head_rows(grad_out, batch, head), query, end, C.DV, C.BLOCK, C.PADDED_DV)
         dk_sum, dv_sum = add_queries(
             dk_sum, dv_sum, own, queries, grads, query, end, (lse, sums), mask, scores, batch, head, dropout, True, C
         )
 
-    add_block(rows_of(dk, batch, kv_head), dk_sum * scores.scale, row, row_end, C.D)
-    add_block(rows_of(dv, batch, kv_head), dv_sum, row, row_end, C.DV)
+    add_block(head_rows(dk, batch, kv_head), dk_sum * scores.scale, row, row_end, C.D)
+    add_block(head_rows(dv, batch, kv_head), dv_sum, row, row_end, C.DV)
 
 
 @triton.jit
@@ -205,12 +205,12 @@ def add_queries(
     dk_sum, dv_sum, own, queries, grads, query, end, per_row, mask, scores, batch, head, dropout,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv) after adding the queries of one block; scores are [keys, queries] here.
+    """Return (dk / scale, dv) after adding the queries of one block; scores are [keys, queries] here.
 
     `own` is `Keys`, `per_row` is (lse, sums).
     """
     keys, values, first_query, last_query, key_index = own
-    lse, sums = vector_of(per_row[0], batch, head), vector_of(per_row[1], batch, head)
+    lse, sums = head_vector(per_row[0], batch, head), head_vector(per_row[1], batch, head)
     # Each load is at its first use, so that it takes no registers before.
     lse_rows = load_lse(lse, query, end, C.BLOCK) * LOG2_E
     products = dot(keys, queries.T, None, C)
@@ -218,28 +218,28 @@ def add_queries(
     distance = products
     keep = products
     visible = products
-    score = score_of(scores, batch, head, dropout, C)
+    score = head_score(scores, batch, head, dropout, C)
     if C.ALIBI:
         place = load_vector(mask.places, query, end, C.BLOCK, 0)[None, :]
         distance = tl.abs(place - key_index[:, None]).to(tl.float32)
     if C.DROPOUT:
-        keep = kept(load_vector(mask.q_indices, query, end, C.BLOCK, 0)[None, :], key_index[:, None], score)
+        keep = dropout_keeps(load_vector(mask.q_indices, query, end, C.BLOCK, 0)[None, :], key_index[:, None], score)
     if MASKED:
         visible = (columns >= first_query[:, None]) & (columns < last_query[:, None])
-    p, slant = probabilities(products, lse_rows[None, :], visible, distance, score, MASKED, C)
-    dv_sum = dot(rounded(dropped(p, keep, score, C.DROPOUT), grads.dtype), grads, dv_sum, C)
+    p, cap_derivative = probabilities(products, lse_rows[None, :], visible, distance, score, MASKED, C)
+    dv_sum = dot(rounded(apply_dropout(p, keep, score, C.DROPOUT), grads.dtype), grads, dv_sum, C)
     sums_rows = load_vector(sums, query, end, C.BLOCK, 0.0)
-    gradient = dropped(dot(values, grads.T, None, C), keep, score, C.DROPOUT)
+    gradient = apply_dropout(dot(values, grads.T, None, C), keep, score, C.DROPOUT)
     ds = gradient_of_scores(p, gradient, sums_rows[None, :], visible, MASKED)
     if C.CAPPED:
-        ds *= slant
+        ds *= cap_derivative
     dk_sum = dot(rounded(ds, queries.dtype), queries, dk_sum, C)
     return dk_sum, dv_sum
 
 
 @triton.jit
 def gradient_of_scores(p, gradient, sums, visible, MASKED: tl.constexpr):
-    """p * (gradient - sums), 0 where not `visible`; `gradient` is that of p, through dropout."""
+    """Return p * (gradient - sums), 0 where not `visible`; `gradient` is that of p, through dropout."""
     ds = p * (gradient - sums)
     if MASKED:
         ds = tl.where(visible, ds, 0.0)
@@ -277,7 +277,7 @@ def flash_backward(
     if q.numel() == 0 or k.numel() == 0:
         return
     on = step.on(q.device)
-    tensors: dict[str, Any] = {"grad_out": heads_of(grad_out), "lse": heads_of(lse), "sums": heads_of(sums)}
+    tensors: dict[str, Any] = {"grad_out": heads_tensor(grad_out), "lse": heads_tensor(lse), "sums": heads_tensor(sums)}
     qkv = q, k, v
 
     config = queries_config or config_for("queries", q, v, terms, precision)
@@ -285,7 +285,7 @@ def flash_backward(
     of_tiles = None
     if d_slopes is not None:
         of_tiles = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
-    own: dict[str, Any] = {"dq": heads_of(dq), "d_slopes": of_tiles, "mask": mask_of(on, "starts", "stops")}
+    own: dict[str, Any] = {"dq": heads_tensor(dq), "d_slopes": of_tiles, "mask": mask_arguments(on, "starts", "stops")}
     tma = {"k_tma": k, "v_tma": v}
     launch_tiles(queries_kernel, tiles, config, qkv, terms, precision, tma, **tensors, **own)
     if d_slopes is not None and of_tiles is not None:
@@ -293,7 +293,7 @@ def flash_backward(
 
     config = keys_config or config_for("keys", q, v, terms, precision)
     tiles = key_tiles(step, config.rows, config.block, q.device)
-    own = {"dk": heads_of(dk), "dv": heads_of(dv), "mask": mask_of(on, "first", "last")}
+    own = {"dk": heads_tensor(dk), "dv": heads_tensor(dv), "mask": mask_arguments(on, "first", "last")}
     tma = {"q_tma": q, "grad_tma": grad_out}
     launch_tiles(keys_kernel, tiles, config, qkv, terms, precision, tma, of_keys=True, **tensors, **own)
 

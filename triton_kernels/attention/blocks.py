@@ -6,7 +6,7 @@ Offsets of a row are 64-bit, those inside a block 32-bit. Head dims that are not
     p     = exp(score - lse) = 2^(score * log2(e) - ...)
 
 The kernels work in base 2: plain scores stay products until the exponent, where one multiply-add scales and subtracts;
-`scores_of` scales all others. A score of `scores_of` times `factor_of` (1 unless plain) is in base 2.
+`scores_from_products` scales all others. Its result times `base_2_factor` (1 unless plain) is a score in base 2.
 
 Dropout is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): key (seed low, seed
 high); counter (index of k // 4, index of q, head, batch row); index of k % 4 selects one of the four words. An element
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..cache_keys import fix_cache_keys
-from ..language import halves
+from ..language import split_columns
 from .tiles import COLUMNS as TILE_COLUMNS
 
 COLUMNS = tl.constexpr(TILE_COLUMNS)
@@ -28,7 +28,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 # Arguments that launches leave unspecialized, so that no kernel is recompiled for a round value. (Triton always
 # specializes integers inside a tuple, so these are separate arguments.)
-ODD = (
+UNSPECIALIZED = (
     *("tile_count", "heads", "batch_heads", "together", "shared"),
     *("seed_low", "seed_high", "dropped_below", "first_head"),
 )
@@ -129,7 +129,7 @@ class AttentionConstants(NamedTuple):
 
 @triton.jit
 def program_tile(tiles, tile_count, heads, batch_heads, together):
-    """The `Tile` of this program.
+    """Return the `Tile` of this program.
 
     `together` heads alternate, so that their operands stay in L2. Their tiles with most work are first, so that none
     ends late.
@@ -149,7 +149,7 @@ def program_tile(tiles, tile_count, heads, batch_heads, together):
 
 @triton.jit
 def masked_blocks(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
-    """Number of blocks that need a mask."""
+    """Return the number of blocks that need a mask."""
     return (full_begin - begin) // BLOCK + tl.cdiv(end - full_end, BLOCK)
 
 
@@ -161,22 +161,22 @@ def masked_block(index, begin, full_begin, full_end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, batch, head):
-    """The `HeadRows` of a head of x [B, S, H, D]."""
+def head_rows(x, batch, head):
+    """Return the `HeadRows` of a head of x [B, S, H, D]."""
     return HeadRows(
         x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[2], x.strides[1]
     )
 
 
 @triton.jit
-def vector_of(x, batch, head):
-    """Pointer to row 0 of a head of x [B, H, S], whose last dim is dense."""
+def head_vector(x, batch, head):
+    """Return the pointer to row 0 of a head of x [B, H, S], whose last dim is dense."""
     return x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[1]
 
 
 @triton.jit
 def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """(pointers, mask) [BLOCK, PADDED] of `HeadRows` from `row` on, before `end`, of WIDTH elements."""
+    """Return (pointers, mask) [BLOCK, PADDED] of `HeadRows` from `row` on, before `end`, of WIDTH elements."""
     lines = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, PADDED)[None, :]
     pointers = rows.ptr + tl.cast(row, tl.int64) * rows.stride + (lines * rows.stride + columns)
@@ -188,7 +188,7 @@ def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAD
 
 @triton.jit
 def load_block(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Block [BLOCK, PADDED] of `HeadRows`, zeros from `end` on and beyond WIDTH."""
+    """Return the block [BLOCK, PADDED] of `HeadRows`, zeros from `end` on and beyond WIDTH."""
     pointers, mask = block_pointers(rows, row, end, WIDTH, BLOCK, PADDED)
     return tl.load(pointers, mask=mask, other=0.0)
 
@@ -223,7 +223,7 @@ def add_block(rows, values, row, end, WIDTH: tl.constexpr):
     """
     PADDED: tl.constexpr = values.shape[1]
     if PADDED >= 64:
-        left, right = halves(values)
+        left, right = split_columns(values)
         _add_columns(rows, left, row, end, 0, WIDTH)
         _add_columns(rows, right, row, end, PADDED // 2, WIDTH)
     else:
@@ -241,7 +241,7 @@ def _add_columns(rows, values, row, end, FIRST: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def load_vector(base, row, end, BLOCK: tl.constexpr, other):
-    """Block [BLOCK] of a dense vector, `other` from `end` on."""
+    """Return the block [BLOCK] of a dense vector, `other` from `end` on."""
     rows = row + tl.arange(0, BLOCK)
     return tl.load(base + rows, mask=rows < end, other=other)
 
@@ -255,7 +255,7 @@ def load_lse(base, row, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_seen(first, last, mask, row, row_end, C: tl.constexpr):
-    """`SeenKeys` of the queries of a tile."""
+    """Return `SeenKeys` of the queries of a tile."""
     first_key = load_vector(first, row, row_end, C.ROWS, 0)
     last_key = load_vector(last, row, row_end, C.ROWS, 0)
     place = first_key
@@ -271,8 +271,8 @@ def load_seen(first, last, mask, row, row_end, C: tl.constexpr):
 
 
 @triton.jit
-def score_of(scores, batch, head, dropout, C: tl.constexpr):
-    """The `Score` of a head; `dropout` is (first head, seed low, seed high, dropped below)."""
+def head_score(scores, batch, head, dropout, C: tl.constexpr):
+    """Return the `Score` of a head; `dropout` is (first head, seed low, seed high, dropped below)."""
     slope = 0.0
     if C.ALIBI:
         slope = tl.load(scores.slopes + head)
@@ -294,23 +294,23 @@ def tanh(x):
 
 
 @triton.jit
-def scores_of(products, distance, score, C: tl.constexpr):
+def scores_from_products(products, distance, score, C: tl.constexpr):
     """(scores, derivative of the cap) of products q.k; `distance` is |place of q - index of k|, for ALIBI only."""
-    slant = products
+    cap_derivative = products
     if C.CAPPED:
         bent = tanh(products * (score.scale / score.softcap))
-        slant = 1.0 - bent * bent
+        cap_derivative = 1.0 - bent * bent
         products = bent * (score.softcap * LOG2_E)
     elif C.ALIBI:
         products = products * (score.scale * LOG2_E)
     if C.ALIBI:
         products -= distance * (score.slope * LOG2_E)
-    return products, slant
+    return products, cap_derivative
 
 
 @triton.jit
-def factor_of(score, C: tl.constexpr):
-    """Factor that converts the scores of `scores_of` to base 2."""
+def base_2_factor(score, C: tl.constexpr):
+    """Return the factor that converts the scores of `scores_from_products` to base 2."""
     if C.CAPPED or C.ALIBI:
         return 1.0
     else:
@@ -323,15 +323,15 @@ def probabilities(products, lse, seen, distance, score, MASKED: tl.constexpr, C:
 
     p is 0 where not `seen`, for any score: selected, not multiplied, since 0 times an infinity is NaN.
     """
-    s, slant = scores_of(products, distance, score, C)
-    p = tl.exp2(s * factor_of(score, C) - lse)
+    s, cap_derivative = scores_from_products(products, distance, score, C)
+    p = tl.exp2(s * base_2_factor(score, C) - lse)
     if MASKED:
         p = tl.where(seen, p, 0.0)
-    return p, slant
+    return p, cap_derivative
 
 
 @triton.jit
-def kept(q_indices, k_indices, score):
+def dropout_keeps(q_indices, k_indices, score):
     """True where dropout keeps a probability. int32 indices broadcast; seeds and threshold are used as their bits."""
     c0 = (k_indices // 4).to(tl.uint32)
     c1 = q_indices.to(tl.uint32)
@@ -345,7 +345,7 @@ def kept(q_indices, k_indices, score):
 
 
 @triton.jit
-def dropped(values, keep, score, DROPOUT: tl.constexpr):
+def apply_dropout(values, keep, score, DROPOUT: tl.constexpr):
     """Apply dropout to probabilities, or to the gradients of its results."""
     if DROPOUT:
         return tl.where(keep, values * score.keep_scale, 0.0)

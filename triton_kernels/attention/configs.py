@@ -33,7 +33,7 @@ class AttentionConfig:
     tma: bool = False
 
     def options(self) -> dict[str, int]:
-        """The compiler's options. By default ptxas uses fewer registers than there are, and spills."""
+        """Return the compiler's options. By default ptxas uses fewer registers than there are, and spills."""
         programs = 1 if self.num_warps >= 8 else 2
         registers = min(255, 65536 // (programs * self.num_warps * 32))
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
@@ -61,7 +61,7 @@ _AMPERE = {
     "keys": {64: _C(128, 16, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 2)},
 }
 _PLAIN = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
-# With a cap, slopes or dropout, which take registers too.
+# Scores with a cap, slopes or dropout, which take registers too.
 _RICH_HOPPER = {
     "forward": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
     "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 16, 8, 2, True)},
@@ -94,19 +94,19 @@ _TF32 = {
     "queries": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
     "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
 }
-# On CUDA cores: no matrix unit multiplies all 24 bits of fp32.
+# These run on CUDA cores, because no matrix unit multiplies all 24 bits of fp32.
 _IEEE = {
     "forward": {64: _C(16, 16, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
     "queries": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
     "keys": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
 }
 
-# For decoding; `rows` is a maximum. A memory-bound loop is faster with small blocks and several programs per SM.
+# Decoding; `rows` is a maximum. A memory-bound loop is faster with small blocks and several programs per SM.
 _DECODE = {64: _C(64, 64, 4, 3), 128: _C(64, 64, 4, 3), 256: _C(32, 32, 4, 3)}
 _DECODE_FP32 = {64: _C(16, 32, 4, 2), 128: _C(16, 32, 4, 1), 256: _C(16, 16, 4, 1)}
 
 
-# For GPUs with less than the 112 KB of shared memory that `_TF32` needs.
+# Replaces the widest keys tile of `_TF32` on GPUs with less than the 112 KB of shared memory that it needs.
 _SMALL_TF32_KEYS = _C(16, 16, 8, 1)
 
 
@@ -146,8 +146,8 @@ def decode_config(kind: str, head_dim: int, rows: int) -> AttentionConfig:
     return replace(config, rows=min(config.rows, max(16, 1 << (rows - 1).bit_length())))
 
 
-def padded(head_dim: int) -> int:
-    """Head dim padded to a power of 2 that matrix units support.
+def padded_head_dim(head_dim: int) -> int:
+    """Return the head dim padded to a power of 2 that matrix units support.
 
     >>> padded(40), padded(192)
     (64, 256)

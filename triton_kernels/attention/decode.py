@@ -28,13 +28,13 @@ from ..cache_keys import fix_cache_keys
 from ..device import kind_of, on_device, sms_of
 from ..language import rounded
 from .blocks import Score, SeenKeys
-from .configs import AttentionConfig, decode_config, padded
-from .forward import finished, fold, no_keys
-from .launch import Terms, check_rows, constants, heads_of
+from .configs import AttentionConfig, decode_config, padded_head_dim
+from .forward import add_key_block, empty_sums, normalize_sums
+from .launch import Terms, check_rows, constants, heads_tensor
 
 _PROGRAMS_PER_SM = 2
-_FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging the parts costs more than it saves
-ODD = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
+_FEWEST_BLOCKS = 4  # fewest blocks of keys in a part; below, merging parts costs more than it saves
+UNSPECIALIZED = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
 
 
 class SplitParts(NamedTuple):
@@ -45,7 +45,7 @@ class SplitParts(NamedTuple):
     total: Any
 
 
-@triton.jit(do_not_specialize=ODD)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def parts_kernel(
     q, k, v, pages, starts, stops, places, k_indices, scores, parts, found,
     kv_heads, group, new, tiles, splits, span, page_size, pages_stride,
@@ -80,7 +80,7 @@ def parts_kernel(
     seen = SeenKeys(first_key, last_key, place, number)
     score = Score(slope, scores.scale, scores.softcap, 1.0, batch, 0, 0, 0, 0)
 
-    n, sums, values = no_keys(C)
+    n, sums, values = empty_sums(C)
     k_base = k.ptr + tl.cast(kv_head, tl.int64) * k.strides[2]
     v_base = v.ptr + tl.cast(kv_head, tl.int64) * v.strides[2]
     for key in tl.range(begin, end, BLOCK):
@@ -96,7 +96,9 @@ def parts_kernel(
         v_rows = (outer * v.strides[0] + inner.to(tl.int64) * v.strides[1])[:, None]
         keys = tl.load(k_base + k_rows + columns, mask=held[:, None] & (columns < C.D), other=0.0)
         v_block = tl.load(v_base + v_rows + v_columns, mask=held[:, None] & (v_columns < C.DV), other=0.0)
-        n, sums, values = fold(n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C)
+        n, sums, values = add_key_block(
+            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C
+        )
 
     if found is not None:
         store_found(found, n, sums, values, batch, number, head, there, C)
@@ -107,13 +109,13 @@ def parts_kernel(
         tl.store(parts.weighted + slot[:, None] * C.PADDED_DV + v_columns, values)
 
 
-@triton.jit(do_not_specialize=ODD)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def merge_kernel(parts, found, kv_heads, group, new, tiles, splits, C: tl.constexpr):
     """Merge all parts of a tile and store its out and lse."""
     index = tl.program_id(0)
     batch, _, head, number, there = packed_heads(index, kv_heads, group, new, tiles, C.ROWS)
     columns = tl.arange(0, C.PADDED_DV)[None, :]
-    n, sums, values = no_keys(C)
+    n, sums, values = empty_sums(C)
     for split in tl.range(0, splits):
         slot = (tl.cast(index, tl.int64) * splits + split) * C.ROWS + tl.arange(0, C.ROWS)
         here = tl.load(parts.highest + slot)
@@ -137,7 +139,7 @@ def packed_heads(index, kv_heads, group, new, tiles, ROWS: tl.constexpr):
 
 @triton.jit
 def packed_rows(x, batch, number, head):
-    """Pointers to the rows of a tile in x [batch, new, heads, ...], `HeadsTensor`."""
+    """Return the pointers to the rows of a tile in x [batch, new, heads, ...], `HeadsTensor`."""
     return x.ptr + (tl.cast(batch, tl.int64) * x.strides[0] + number.to(tl.int64) * x.strides[1] + head * x.strides[2])
 
 
@@ -145,7 +147,7 @@ def packed_rows(x, batch, number, head):
 def store_found(found, n, sums, values, batch, number, head, there, C: tl.constexpr):
     """Store out in the first DV columns of found [batch, new, heads, DV + 1], lse in the last; 0, -inf if no keys."""
     rows = packed_rows(found, batch, number, head)
-    out, log = finished(n, sums, values)
+    out, log = normalize_sums(n, sums, values)
     columns = tl.arange(0, C.PADDED_DV)[None, :]
     out = rounded(out, found.ptr.dtype.element_ty)
     tl.store(rows[:, None] + columns, out, mask=there[:, None] & (columns < C.DV))
@@ -167,7 +169,7 @@ def flash_decode(
     splits: int | None = None,
     config: AttentionConfig | None = None,
 ) -> Tensor:
-    """fp32 [batch, new, heads, v_head_dim + 1]: out, then lse; 0 and -inf for a query that sees nothing.
+    """Return fp32 [batch, new, heads, v_head_dim + 1]: out, then lse; 0 and -inf for a query that sees nothing.
 
     Args:
         q: [batch, new, heads, head_dim], bf16, fp16 or fp32.
@@ -202,15 +204,15 @@ def flash_decode(
     if splits > 1:
         rows = (programs, splits, config.rows)
         parts = SplitParts(
-            *(q.new_empty(size, dtype=torch.float32) for size in ((*rows, padded(v_head_dim)), rows, rows))
+            *(q.new_empty(size, dtype=torch.float32) for size in ((*rows, padded_head_dim(v_head_dim)), rows, rows))
         )
     shape = {"kv_heads": kv_heads, "group": group, "new": new, "tiles": tiles, "splits": splits}
     c = constants(config, q, v, terms)
     with on_device(q):
         parts_kernel[(programs, splits)](
-            q=heads_of(q),
-            k=heads_of(k),
-            v=heads_of(v),
+            q=heads_tensor(q),
+            k=heads_tensor(k),
+            v=heads_tensor(v),
             pages=pages,
             starts=starts,
             stops=stops,
@@ -218,7 +220,7 @@ def flash_decode(
             k_indices=k_indices if c.ALIBI else None,
             scores=terms.arguments()["scores"],
             parts=parts,
-            found=heads_of(found) if splits == 1 else None,
+            found=heads_tensor(found) if splits == 1 else None,
             span=span,
             page_size=k.shape[1],
             pages_stride=0 if pages is None else pages.stride(0),
@@ -227,7 +229,7 @@ def flash_decode(
             **config.options(),
         )
         if splits > 1:
-            merge_kernel[(programs,)](parts=parts, found=heads_of(found), **shape, C=c, num_warps=8)
+            merge_kernel[(programs,)](parts=parts, found=heads_tensor(found), **shape, C=c, num_warps=8)
     return found
 
 

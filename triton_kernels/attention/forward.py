@@ -38,9 +38,12 @@ from ..language import dot, rounded, zeros
 from .blocks import (
     LN_2,
     LOG2_E,
-    ODD,
-    factor_of,
-    kept,
+    UNSPECIALIZED,
+    base_2_factor,
+    dropout_keeps,
+    head_rows,
+    head_score,
+    head_vector,
     load_block,
     load_seen,
     load_vector,
@@ -48,21 +51,18 @@ from .blocks import (
     masked_block,
     masked_blocks,
     program_tile,
-    rows_of,
-    score_of,
-    scores_of,
+    scores_from_products,
     store_block,
-    vector_of,
 )
 from .configs import AttentionConfig
 from .launch import (
     Terms,
     check_rows,
     config_for,
-    dense,
-    heads_of,
+    dense_vector,
+    heads_tensor,
     launch_tiles,
-    mask_of,
+    mask_arguments,
 )
 from .tiles import StepMask, query_tiles
 
@@ -72,33 +72,36 @@ State = tuple[Tensor, Tensor, Tensor]
 class StateArguments(NamedTuple):
     """The state as a kernel argument."""
 
-    weighted: Any  # Heads [B, S, H, DV]
-    highest: Any  # Heads [B, H, S]
-    total: Any  # as highest
+    weighted: Any  # `HeadsTensor` [B, S, H, DV]
+    highest: Any  # `HeadsTensor` [B, H, S]
+    total: Any  # `HeadsTensor` [B, H, S]
 
 
-@triton.jit(do_not_specialize=ODD)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
     q, k, v, k_tma, v_tma, state, out, lse, sinks, mask, scores,
     tiles, tile_count, heads, batch_heads, together, shared,
     seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
 ):  # fmt: skip
-    """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA. q, k, v, out and lse are
-    `HeadsTensor`. Either state is None, or out, lse and sinks are; sinks may always be None."""
+    """Compute attention of a tile of queries: update `state`, or, if it is None, store out and lse.
+
+    q, k, v, out and lse are `HeadsTensor`; `shared` query heads read each key head. With TMA k_tma and v_tma are
+    descriptors of k and v. With a state out, lse and sinks are None; sinks may always be None.
+    """
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end = tile.batch, tile.head, tile.row, tile.row_end
-    rows = rows_of(k, batch, head // shared), rows_of(v, batch, head // shared)
-    queries = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
+    rows = head_rows(k, batch, head // shared), head_rows(v, batch, head // shared)
+    queries = load_block(head_rows(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
     seen = load_seen(mask.first, mask.last, mask, row, row_end, C)
-    score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
+    score = head_score(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
     if C.FIRST:
-        n, sums, values = no_keys(C)
+        n, sums, values = empty_sums(C)
     else:
         n, sums, values = load_state(state, batch, head, row, row_end, C)
     bounds = tile.begin, tile.end, tile.full_begin, tile.full_end
-    n, sums, values = fold_keys(
+    n, sums, values = add_all_keys(
         n, sums, values, queries, rows, k_tma, v_tma, batch, head // shared, 0, bounds, seen, mask.k_indices, score,
         False, C,
     )  # fmt: skip
@@ -107,17 +110,17 @@ def forward_kernel(
     if out is not None:
         if sinks is not None:
             n, sums, values = add_sink(n, sums, values, tl.load(sinks + head) * LOG2_E)
-        values, log = finished(n, sums, values)
-        tl.store(vector_of(lse, batch, head) + here, log, mask=here < row_end)
-        store_block(rows_of(out, batch, head), rounded(values, out.ptr.dtype.element_ty), row, row_end, C.DV)
+        values, log = normalize_sums(n, sums, values)
+        tl.store(head_vector(lse, batch, head) + here, log, mask=here < row_end)
+        store_block(head_rows(out, batch, head), rounded(values, out.ptr.dtype.element_ty), row, row_end, C.DV)
     else:
-        tl.store(vector_of(state.highest, batch, head) + here, n * LN_2, mask=here < row_end)
-        tl.store(vector_of(state.total, batch, head) + here, sums, mask=here < row_end)
-        store_block(rows_of(state.weighted, batch, head), values, row, row_end, C.DV)
+        tl.store(head_vector(state.highest, batch, head) + here, n * LN_2, mask=here < row_end)
+        tl.store(head_vector(state.total, batch, head) + here, sums, mask=here < row_end)
+        store_block(head_rows(state.weighted, batch, head), values, row, row_end, C.DV)
 
 
 @triton.jit
-def fold_keys(
+def add_all_keys(
     n, sums, values, queries, rows, k_tma, v_tma, batch, key_head, first, bounds, seen, k_indices, score,
     NO_LICM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -129,21 +132,25 @@ def fold_keys(
     for key in tl.range(full_begin, full_end, C.BLOCK, disable_licm=NO_LICM):
         keys = load_whole(k_tma, k_rows, batch, key_head, first + key, C.D, C.BLOCK, C.PADDED_D, C.TMA)
         v_block = load_whole(v_tma, v_rows, batch, key_head, first + key, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
-        n, sums, values = fold(n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, False, C)
+        n, sums, values = add_key_block(
+            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, False, C
+        )
     blocks = masked_blocks(begin, end, full_begin, full_end, C.BLOCK)
     for index in tl.range(0, blocks, disable_licm=NO_LICM):
         key = masked_block(index, begin, full_begin, full_end, C.BLOCK)
         keys = load_block(k_rows, first + key, first + end, C.D, C.BLOCK, C.PADDED_D)
         v_block = load_block(v_rows, first + key, first + end, C.DV, C.BLOCK, C.PADDED_DV)
-        n, sums, values = fold(n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C)
+        n, sums, values = add_key_block(
+            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C
+        )
     return n, sums, values
 
 
 @triton.jit
-def fold(
+def add_key_block(
     n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """(n, total, weighted) after adding the keys of one block."""
+    """Return (n, total, weighted) after adding the keys of one block."""
     products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)
     index = columns
@@ -152,26 +159,26 @@ def fold(
         index = load_vector(k_indices, key, end, C.BLOCK, 0)
     if C.ALIBI:
         distance = tl.abs(seen.place[:, None] - index[None, :]).to(tl.float32)
-    s, _ = scores_of(products, distance, score, C)
+    s, _ = scores_from_products(products, distance, score, C)
     if MASKED:
         visible = (columns[None, :] >= seen.first[:, None]) & (columns[None, :] < seen.last[:, None])
         s = tl.where(visible, s, float("-inf"))
-    factor = factor_of(score, C)
+    factor = base_2_factor(score, C)
     now = tl.maximum(n, tl.ceil(tl.max(s, 1) * factor))
     base = tl.where(now == float("-inf"), 0.0, now)  # -inf - -inf would be NaN
     p = tl.exp2(s * factor - base[:, None])
     before = tl.exp2(n - base)
     sums = sums * before + tl.sum(p, 1)
     if C.DROPOUT:
-        keep = kept(seen.index[:, None], index[None, :], score)
+        keep = dropout_keeps(seen.index[:, None], index[None, :], score)
         p = tl.where(keep, p * score.keep_scale, 0.0)
     values = dot(rounded(p, v_block.dtype), v_block, values * before[:, None], C)
     return now, sums, values
 
 
 @triton.jit
-def no_keys(C: tl.constexpr):
-    """(n, total, weighted) before the first key."""
+def empty_sums(C: tl.constexpr):
+    """Return (n, total, weighted) before the first key."""
     ROWS: tl.constexpr = C.ROWS
     return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), zeros(ROWS, C.PADDED_DV)
 
@@ -179,19 +186,19 @@ def no_keys(C: tl.constexpr):
 @triton.jit
 def load_state(state, batch, head, row, row_end, C: tl.constexpr):
     """(n, total, weighted) of a state: n is `highest` in base 2 as a whole number, the others are relative to n."""
-    exponent = load_vector(vector_of(state.highest, batch, head), row, row_end, C.ROWS, float("-inf")) * LOG2_E
+    exponent = load_vector(head_vector(state.highest, batch, head), row, row_end, C.ROWS, float("-inf")) * LOG2_E
     n = tl.floor(exponent + 0.5)
     # A state of this kernel holds n up to the rounding of n * ln 2 and of this product; other writers store any number.
     exact = (tl.abs(exponent - n) <= tl.abs(exponent) * 2.4e-7) | (exponent == float("-inf"))
     by = tl.where(exact, 1.0, tl.exp2(exponent - n))
-    sums = load_vector(vector_of(state.total, batch, head), row, row_end, C.ROWS, 0.0) * by
-    values = load_block(rows_of(state.weighted, batch, head), row, row_end, C.DV, C.ROWS, C.PADDED_DV) * by[:, None]
+    sums = load_vector(head_vector(state.total, batch, head), row, row_end, C.ROWS, 0.0) * by
+    values = load_block(head_rows(state.weighted, batch, head), row, row_end, C.DV, C.ROWS, C.PADDED_DV) * by[:, None]
     return n, sums, values
 
 
 @triton.jit
 def add_sink(n, sums, values, sink):
-    """(n, total, weighted) with one more key of score `sink`, in base 2, and value 0."""
+    """Return (n, total, weighted) with one more key of score `sink`, in base 2, and value 0."""
     now = tl.maximum(n, tl.ceil(sink))
     base = tl.where(now == float("-inf"), 0.0, now)
     before = tl.exp2(n - base)
@@ -199,8 +206,8 @@ def add_sink(n, sums, values, sink):
 
 
 @triton.jit
-def finished(n, sums, values):
-    """(out, lse): 0 and -inf for rows that have seen nothing."""
+def normalize_sums(n, sums, values):
+    """Return (out, lse): 0 and -inf for rows that have seen nothing."""
     none = sums == 0
     sums = tl.where(none, 1.0, sums)
     return values * (1.0 / sums)[:, None], tl.where(none, float("-inf"), (n + tl.log2(sums)) * LN_2)
@@ -218,7 +225,7 @@ def flash_forward(
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> None:
-    """Fold k and v into `state`: (weighted [B, S, H, Dv], highest [B, H, S], total [B, H, S]), fp32.
+    """Add the keys k and values v to `state`: (weighted [B, S, H, Dv], highest [B, H, S], total [B, H, S]), fp32.
 
     Args:
         q, k, v: bf16, fp16 or fp32 of any strides with a dense last dim.
@@ -229,7 +236,7 @@ def flash_forward(
     Raises:
         ValueError: rows are too far apart, see `launch.check_rows`.
     """
-    results = {"state": StateArguments(*map(heads_of, state))}
+    results = {"state": StateArguments(*map(heads_tensor, state))}
     _launch(q, k, v, step, terms, results, precision, config, first=fresh)
 
 
@@ -244,14 +251,14 @@ def flash_attention(
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
+    """Return (out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
 
     `sinks` [H] are scores of one more key per head, whose value is 0; they count in lse. The other arguments and errors
     are those of `flash_forward`.
     """
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    results = {"out": heads_of(out), "lse": heads_of(lse), "sinks": dense(sinks)}
+    results = {"out": heads_tensor(out), "lse": heads_tensor(lse), "sinks": dense_vector(sinks)}
     _launch(q, k, v, step, terms, results, precision, config, first=True)
     return out, lse
 
@@ -278,7 +285,7 @@ def _launch(
     own = {
         **dict.fromkeys(("state", "out", "lse", "sinks")),
         **results,
-        "mask": mask_of(step.on(q.device), "starts", "stops"),
+        "mask": mask_arguments(step.on(q.device), "starts", "stops"),
     }
     launch_tiles(forward_kernel, tiles, config, (q, k, v), terms, precision, tma, first=first, **own)
 

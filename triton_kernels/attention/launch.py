@@ -22,10 +22,10 @@ from ..device import (
 )
 from ..language import INTERPRETED
 from .blocks import AttentionConstants, HeadsTensor, Mask, ScoreArguments
-from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded
+from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded_head_dim
 
-_L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
-_ROW_STRIDES = 2**31 // 256  # elements; blocks have at most 128 rows, and offsets inside a block have 32 bits
+_L2_BYTES = 16 << 20  # keys and values of all heads in flight fit in this; a third of an H100's L2
+_ROW_STRIDES = 2**31 // 256  # stride limit: blocks have up to 128 rows, and offsets inside a block have 32 bits
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Terms:
         drop = self.dropout or DropoutArguments(0.0, 0)
         keep_scale = 1.0 / (1.0 - drop.p)
         return {
-            "scores": ScoreArguments(dense(self.slopes), float(self.scale), float(self.softcap), keep_scale),
-            "seed_low": _signed(drop.seed & 0xFFFFFFFF),
-            "seed_high": _signed(drop.seed >> 32),
-            "dropped_below": _signed(min(int(drop.p * 2**32), 0xFFFFFFFF)),
+            "scores": ScoreArguments(dense_vector(self.slopes), float(self.scale), float(self.softcap), keep_scale),
+            "seed_low": _as_signed(drop.seed & 0xFFFFFFFF),
+            "seed_high": _as_signed(drop.seed >> 32),
+            "dropped_below": _as_signed(min(int(drop.p * 2**32), 0xFFFFFFFF)),
             "first_head": drop.first_head,
         }
 
@@ -74,8 +74,8 @@ def constants(
     tma: bool = False,
     first: bool = False,
 ) -> AttentionConstants:
-    """The constexpr `C` of an attention kernel."""
-    dims = q.shape[3], v.shape[3], padded(q.shape[3]), padded(v.shape[3])
+    """Return the constexpr `C` of an attention kernel."""
+    dims = q.shape[3], v.shape[3], padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     dropout = terms.dropout is not None and terms.dropout.p > 0.0
     score = terms.softcap != 0.0, terms.slopes is not None, dropout
     return AttentionConstants(*dims, precision, config.rows, config.block, tma, *score, first)
@@ -122,13 +122,13 @@ def check_rows(**tensors: Tensor) -> None:
             )
 
 
-def dense(x: Tensor | None) -> Tensor | None:
-    """x as kernels read a vector of heads: fp32 and contiguous."""
+def dense_vector(x: Tensor | None) -> Tensor | None:
+    """Return x as kernels read a vector of heads: fp32 and contiguous."""
     return None if x is None else x.detach().float().contiguous()
 
 
 def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
-    """The default config of `kernel` (`configs.KERNELS`)."""
+    """Return the default config of `kernel` (`configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
     arch, kind = arch_of(q.device), kind_of(q.dtype, precision)
     shared_bytes = shared_bytes_of(q.device) if arch else LEAST_SHARED_BYTES
@@ -159,9 +159,9 @@ def launch_tiles(
     loaded = descriptors(config, *tma.values())
     with on_device(q):
         kernel[(len(tiles) * batch_heads,)](
-            q=heads_of(q),
-            k=heads_of(k),
-            v=heads_of(v),
+            q=heads_tensor(q),
+            k=heads_tensor(k),
+            v=heads_tensor(v),
             **dict(zip(tma, loaded, strict=True)),
             **arguments,
             tiles=tiles,
@@ -175,24 +175,24 @@ def launch_tiles(
 
 
 def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[Any, ...]:
-    """TMA descriptors of tensors [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head.
+    """Return the TMA descriptors of tensors [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head.
 
     All are None if one tensor does not fit TMA, or the config does not use it."""
     if not (config.tma and all(x.element_size() <= 2 and fits_tma(x) for x in tensors)):
         return (None,) * len(tensors)
-    return tuple(tma_descriptor(x.transpose(1, 2), (1, 1, config.block, padded(x.shape[3]))) for x in tensors)
+    return tuple(tma_descriptor(x.transpose(1, 2), (1, 1, config.block, padded_head_dim(x.shape[3]))) for x in tensors)
 
 
-def heads_of(x: Tensor) -> HeadsTensor:
-    """x as a kernel argument; its last dim is dense."""
+def heads_tensor(x: Tensor) -> HeadsTensor:
+    """Return x as a kernel argument; its last dim is dense."""
     return HeadsTensor(x, x.stride()[:-1])
 
 
-def mask_of(on: Mapping[str, Tensor], first: str, last: str) -> Mask:
-    """The vectors of a `StepMask`, or of a ring's chunks, as a kernel argument."""
+def mask_arguments(on: Mapping[str, Tensor], first: str, last: str) -> Mask:
+    """Return the vectors of a `StepMask`, or of a ring's chunks, as a kernel argument."""
     return Mask(on[first], on[last], on["places"], on["q_indices"], on["k_indices"])
 
 
-def _signed(word: int) -> int:
-    """The same 32 bits as a signed number, so that the argument's type never changes."""
+def _as_signed(word: int) -> int:
+    """Return the same 32 bits as a signed number, so that the argument's type never changes."""
     return word - (1 << 32) if word >> 31 else word

@@ -27,32 +27,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..comm import gather, ptx
-from ..comm.gather import LaunchOf
-from ..comm.signals import is_last, join, put_here, unbroken, wait
+from ..comm import gather
+from ..comm.gather import KernelLaunch
+from ..comm.signals import current_call, is_last, is_unbroken, put_local, wait
+from ..comm.streams import runs_copies_at_once
 from ..device import on_device
-from ..language import or_nan, rounded
+from ..language import async_fence, or_nan, rounded
 from . import ring_keys
-from .blocks import LOG2_E, ODD, load_block, load_seen, rows_of, score_of, store_block, vector_of
+from .blocks import LOG2_E, UNSPECIALIZED, head_rows, head_score, head_vector, load_block, load_seen, store_block
 from .configs import AttentionConfig
-from .forward import add_sink, finished, fold_keys, no_keys
+from .forward import add_all_keys, add_sink, empty_sums, normalize_sums
 from .launch import (
     Terms,
     check_rows,
     config_for,
-    dense,
+    dense_vector,
     descriptors,
-    heads_of,
+    heads_tensor,
     kernel_arguments,
-    mask_of,
+    mask_arguments,
 )
 from .ring_keys import GROUP_DONE, OP, KeysLayout, KeysPuller, RingWorkspace, arrived_flag, done_flag
 
-CHUNK_COLUMNS = tl.constexpr(3)  # of a chunk: source, row in own keys or in a slot, first of its k_indices
-BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of the blocks without a mask
+CHUNK_COLUMNS = tl.constexpr(3)  # columns of a chunk: source, row in own keys or in a slot, first of its k_indices
+BOUND_COLUMNS = tl.constexpr(4)  # begin and end of a tile in a chunk, and of its blocks without a mask
 
-RING_ODD = (
-    *("chunk_count", "queries", "own_rows", "slots_row", "slot_rows", "slots", "first_group", "last_group"),
+RING_UNSPECIALIZED = (
+    *("chunk_count", "queries", "own_rows", "first_slot_row", "slot_rows", "slots", "first_group", "last_group"),
     "rank",
 )
 
@@ -65,12 +66,12 @@ class Tables(NamedTuple):
     chunks: Any
 
 
-@triton.jit(do_not_specialize=[*ODD, *RING_ODD])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, *RING_UNSPECIALIZED])
 def ring_kernel(
     q, k, v, k_tma, v_tma, out, lse, sinks, mask, scores,
     tables, tile_count, heads, batch_heads, together, shared,
     seed_low, seed_high, dropped_below, first_head,
-    chunk_count, queries, own_rows, slots_row, slot_rows, slots, first_group, last_group,
+    chunk_count, queries, own_rows, first_slot_row, slot_rows, slots, first_group, last_group,
     ws, rank, WORLD: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -101,44 +102,44 @@ def ring_kernel(
         key_head = within % together // shared
         row = tl.load(tables.tiles + 2 * number)
         row_end = tl.load(tables.tiles + 2 * number + 1)
-        rows = rows_of(k, 0, key_head), rows_of(v, 0, key_head)
-        score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
+        rows = head_rows(k, 0, key_head), head_rows(v, 0, key_head)
+        score = head_score(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
-        n, sums, values = no_keys(C)
+        n, sums, values = empty_sums(C)
         for c in tl.range(0, chunk_count, num_stages=1, disable_licm=True):
             chunk = tables.chunks + c * CHUNK_COLUMNS
             bound = tables.bounds + (number * chunk_count + c) * BOUND_COLUMNS
             begin, end = tl.load(bound), tl.load(bound + 1)
             bounds = begin, end, tl.load(bound + 2), tl.load(bound + 3)
-            first = tl.load(chunk + 1) + tl.where(c == 0, group * own_rows, slots_row + group % slots * slot_rows)
+            first = tl.load(chunk + 1) + tl.where(c == 0, group * own_rows, first_slot_row + group % slots * slot_rows)
             bit = tl.cast(1, tl.int64) << tl.cast(c, tl.int64)
             if (c > 0) & (end > begin) & (arrived & bit == 0):
-                call = join(ws, rank)
+                call = current_call(ws, rank)
                 wait(call, arrived_flag(group, c - 1, WORLD), tl.load(chunk), c, WORLD, OP)
                 arrived |= bit
                 if C.TMA:
-                    ptx.async_fence()
+                    async_fence()
 
-            # Loaded anew for each chunk: kept across chunks, queries would take registers from the sums.
-            q_block = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
+            # Loaded again for each chunk: queries kept across chunks would take registers from the sums.
+            q_block = load_block(head_rows(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
             indices = mask.k_indices + tl.load(chunk + 2)
             of_chunk = tl.cast(c, tl.int64) * queries
             seen = load_seen(mask.first + of_chunk, mask.last + of_chunk, mask, row, row_end, C)
-            n, sums, values = fold_keys(
+            n, sums, values = add_all_keys(
                 n, sums, values, q_block, rows, k_tma, v_tma, 0, key_head, first, bounds, seen, indices, score, True, C
             )  # fmt: skip
 
         if sinks is not None:
             n, sums, values = add_sink(n, sums, values, tl.load(sinks + head) * LOG2_E)
-        call = join(ws, rank)
-        good = unbroken(call)
-        values, log = finished(n, sums, values)
+        call = current_call(ws, rank)
+        is_valid = is_unbroken(call)
+        values, log = normalize_sums(n, sums, values)
         here = row + tl.arange(0, C.ROWS)
-        tl.store(vector_of(lse, batch, head) + here, or_nan(log, good), mask=here < row_end)
-        values = rounded(or_nan(values, good), out.ptr.dtype.element_ty)
-        store_block(rows_of(out, batch, head), values, row, row_end, C.DV)
+        tl.store(head_vector(lse, batch, head) + here, or_nan(log, is_valid), mask=here < row_end)
+        values = rounded(or_nan(values, is_valid), out.ptr.dtype.element_ty)
+        store_block(head_rows(out, batch, head), values, row, row_end, C.DV)
         if is_last(call, GROUP_DONE + group, per_group):
-            put_here(call, done_flag(group, WORLD))
+            put_local(call, done_flag(group, WORLD))
 
 
 class Chunks(Protocol):
@@ -166,7 +167,7 @@ def ring_forward(
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
+    """Return (out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
 
     Args:
         q: [B, S, H, D], k: [B, rows, Hkv, D], v: [B, rows, Hkv, Dv]: this rank's, bf16, fp16 or fp32, of any strides
@@ -188,7 +189,7 @@ def ring_forward(
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)
     puller = KeysPuller(layout, workspace)
     with on_device(q):
-        at_once = ring_keys.runs_at_once(q)
+        at_once = q.is_cuda and runs_copies_at_once(q.device)
         length = layout.groups if at_once else layout.slots
         windows = [range(first, min(first + length, layout.groups)) for first in range(0, layout.groups, length)]
         # All allocations happen before `stage`, which notifies the peers that this rank has begun the call.
@@ -200,26 +201,26 @@ def ring_forward(
         ]
         if q.is_cuda:
             _load(workspace, [stage, *puller.relays_to_load(), launches[0]])
-        gather.run(stage)
+        gather.run_kernel(stage)
         for groups, launch in zip(windows, launches, strict=True):
-            event = ring_keys.staged_on(q)
+            event = ring_keys.staging_event(q)
             if not at_once:
                 puller.pull(event, groups)
             if launch is not None:  # there are queries
-                gather.run(launch)
+                gather.run_kernel(launch)
             if at_once:
-                # Copies are issued after the kernel, which begins with own keys and so hides the host's time for them.
+                # Copies are issued after the kernel: it begins with own keys while the host issues the copies.
                 puller.pull(event, groups)
     return out, lse
 
 
-def _load(workspace: RingWorkspace, launches: list[LaunchOf | None]) -> None:
+def _load(workspace: RingWorkspace, launches: list[KernelLaunch | None]) -> None:
     """Load the kernels that no call of this workspace has loaded yet."""
     needed = [launch for launch in launches if launch is not None]
-    key = tuple(variant_of(launch) for launch in needed)
+    key = tuple(specialization_key(launch) for launch in needed)
     if key not in workspace.loaded:
         for launch in needed:
-            gather.load(launch)
+            gather.load_kernel(launch)
         workspace.loaded.add(key)
 
 
@@ -236,7 +237,7 @@ def _launch(
     precision: str,
     config: AttentionConfig | None,
     groups: range,
-) -> LaunchOf:
+) -> KernelLaunch:
     config = config or config_for("ring", q, out, terms, precision)
     tables = chunks.on(q.device, config.rows, config.block)
     keys, values = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
@@ -244,15 +245,15 @@ def _launch(
     heads = q.shape[2]
     together = q.shape[0] * heads // layout.groups
     arguments = {
-        "q": heads_of(q),
-        "k": heads_of(keys),
-        "v": heads_of(values),
+        "q": heads_tensor(q),
+        "k": heads_tensor(keys),
+        "v": heads_tensor(values),
         "k_tma": k_tma,
         "v_tma": v_tma,
-        "out": heads_of(out),
-        "lse": heads_of(lse),
-        "sinks": dense(sinks),
-        "mask": mask_of(tables, "starts", "stops"),
+        "out": heads_tensor(out),
+        "lse": heads_tensor(lse),
+        "sinks": dense_vector(sinks),
+        "mask": mask_arguments(tables, "starts", "stops"),
         "tables": Tables(tables["tiles"], tables["bounds"], tables["chunks"]),
         "tile_count": len(tables["tiles"]),
         "heads": heads,
@@ -262,22 +263,22 @@ def _launch(
         "chunk_count": 1 + len(layout.chunks),
         "queries": q.shape[1],
         "own_rows": layout.own_rows,
-        "slots_row": layout.slots_row,
-        "slot_rows": layout.most,
+        "first_slot_row": layout.first_slot_row,
+        "slot_rows": layout.max_chunk_rows,
         "slots": layout.slots,
         "first_group": groups.start,
         "last_group": groups.stop,
         "WORLD": workspace.world_size,
         # Relays wait for peers, and put negative flags when they give up; this deadline only bounds the wait.
-        **workspace.arguments(ring_keys.longer(workspace.timeout_ns, 2)),
+        **workspace.arguments(ring_keys.scaled_timeout(workspace.timeout_ns, 2)),
         **kernel_arguments(config, q, values, terms, precision, tma=k_tma is not None),
     }
     works = len(tables["tiles"]) * together * len(groups)
     return ring_kernel, (max(1, min(programs, works)),), arguments
 
 
-def variant_of(launch: LaunchOf) -> tuple[Any, ...]:
-    """Key of the compiled variant of a kernel: launches with equal keys run the same one.
+def specialization_key(launch: KernelLaunch) -> tuple[Any, ...]:
+    """Return the key of the compiled variant of a kernel: launches with equal keys run the same one.
 
     It does not depend on the mask: sequences of any lengths have few variants.
     """

@@ -20,13 +20,12 @@ call. Own keys are free once all ranks have pulled: each rank puts pulled in eac
 that source, so calls whose masks skip different steps do not overtake each other.
 
 A wait that expires is recorded before anything is overwritten or missed because of it: the kernel that reads the chunks
-checks the record at its end (`signals.unbroken`), and writes NaN.
+checks the record at its end (`signals.is_unbroken`), and writes NaN.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
@@ -38,48 +37,47 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..comm.gather import PULLED, READY, GatherWorkspace, LaunchOf, begin_stage, end_stage, run
-from ..comm.signals import flag_at, join, put, wait
-from ..comm.streams import own_streams, queues_are_few
-from ..comm.workspace import DATA_ALIGNMENT, OPS, Handle
-from .blocks import HeadRows, load_block, rows_of, store_block
-from .configs import padded
-from .launch import heads_of
+from ..comm.gather import PULLED, READY, GatherWorkspace, KernelLaunch, begin_stage, end_stage, run_kernel
+from ..comm.signals import DATA_ALIGNMENT, OPS, Handle, current_call, flag_at, put, wait
+from ..comm.streams import own_streams
+from .blocks import HeadRows, head_rows, load_block, store_block
+from .configs import padded_head_dim
+from .launch import heads_tensor
 
 OP = tl.constexpr(OPS.index("ring_attention"))
 
-VERDICT = tl.constexpr(3)  # run of W words, after begun, ready and pulled
-FLAGS = tl.constexpr(4)  # runs before the flags of chunks and groups
-MAX_CHUNKS = tl.constexpr(64)  # of a rank in one call
+VERDICT = tl.constexpr(3)  # number of the run of W words that follows begun, ready and pulled
+FLAGS = tl.constexpr(4)  # number of runs of W words before the flags of chunks and groups
+MAX_CHUNKS = tl.constexpr(64)  # most chunks of a rank in one call, its own keys included
 MAX_GROUPS = tl.constexpr(8)
-GROUP_DONE = tl.constexpr(2)  # first of the counters of programs that no longer use a group
+GROUP_DONE = tl.constexpr(2)  # first of the counters, one per group, of programs that have finished the group
 NONE = tl.constexpr(-1)
 
 _LONGEST_NS = (1 << 63) - 1  # kernels count nanoseconds in 63 bits
 
-SLOTS = 2  # groups whose chunks are held at a time
+SLOTS = 2  # number of groups whose chunks are in memory at a time
 MAX_STREAMS = 2  # one copies while the other's relay runs; with more, a later chunk would slow an earlier one
-LEAST_GROUP_BYTES = 1 << 20  # of a shard's keys and values: a smaller copy takes less time than its relay
+LEAST_GROUP_BYTES = 1 << 20  # bytes of a shard per group; copying fewer takes less time than the relay
 ROWS = tl.constexpr(32)  # rows that a program of `stage` copies at a time
 
 
 @triton.jit
 def arrived_flag(group, chunk, WORLD: tl.constexpr):
-    """Number of the flag of a chunk's arrival (chunk 0 is the first after a rank's own keys)."""
+    """Return the number of the flag of a chunk's arrival (chunk 0 is the first after a rank's own keys)."""
     return FLAGS * WORLD + group * MAX_CHUNKS + chunk
 
 
 @triton.jit
 def done_flag(group, WORLD: tl.constexpr):
-    """Number of the flag that is set once a group's slot is free."""
+    """Return the number of the flag that is set once a group's slot is free."""
     return FLAGS * WORLD + MAX_GROUPS * MAX_CHUNKS + group
 
 
-_STAGE_ODD = ("rank", "rows", "heads", "per_group", "unneeded")
-_RELAY_ODD = ("rank", "group", "chunk", "source", "last", "awaited", "freed")
+_STAGE_UNSPECIALIZED = ("rank", "rows", "heads", "per_group", "unneeded")
+_RELAY_UNSPECIALIZED = ("rank", "group", "chunk", "source", "last", "awaited", "freed")
 
 
-@triton.jit(do_not_specialize=_STAGE_ODD)
+@triton.jit(do_not_specialize=_STAGE_UNSPECIALIZED)
 def stage_kernel(
     k, v, own,
     rows, heads, pairs, per_group, unneeded,
@@ -94,29 +92,29 @@ def stage_kernel(
         pair = block % pairs
         row = block // pairs * ROWS
         end = tl.where(free, rows, row)
-        keys = load_block(rows_of(k, pair // heads, pair % heads), row, end, D, ROWS, PADDED_D)
-        values = load_block(rows_of(v, pair // heads, pair % heads), row, end, DV, ROWS, PADDED_DV)
+        keys = load_block(head_rows(k, pair // heads, pair % heads), row, end, D, ROWS, PADDED_D)
+        values = load_block(head_rows(v, pair // heads, pair % heads), row, end, DV, ROWS, PADDED_DV)
         target = own + tl.cast(pair // per_group, tl.int64) * rows * width + pair % per_group * (D + DV)
         store_block(HeadRows(target, width), keys, row, end, D)
         store_block(HeadRows(target + D, width), values, row, end, DV)
     end_stage(call, unneeded, WORLD)
 
 
-@triton.jit(do_not_specialize=_RELAY_ODD)
+@triton.jit(do_not_specialize=_RELAY_UNSPECIALIZED)
 def relay_kernel(group, chunk, source, last, awaited, freed, ws, rank, WORLD: tl.constexpr):
     """Run one program between two copies: put the flag of a chunk of `source` (and pulled, if it is the `last` one),
     then wait for rank `awaited`'s keys, or until group `freed` has been used. NONE: no such chunk, no such wait."""
-    call = join(ws, rank)
+    call = current_call(ws, rank)
     if source != NONE:
-        good = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
-        put(call, rank, arrived_flag(group, chunk, WORLD), good)
+        is_valid = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
+        put(call, rank, arrived_flag(group, chunk, WORLD), is_valid)
         if last != 0:
-            put(call, source, PULLED * WORLD + rank, good)
+            put(call, source, PULLED * WORLD + rank, is_valid)
     if freed != NONE:
         wait(call, done_flag(freed, WORLD), rank, -1, WORLD, OP)
     if awaited != NONE:
-        good = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
-        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(good, call.epoch, 0))
+        is_valid = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
+        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(is_valid, call.epoch, 0))
 
 
 class KeyChunk(NamedTuple):
@@ -134,7 +132,7 @@ class KeysLayout:
     Attributes:
         rows: number of keys of each rank.
         chunks: chunks of this rank, in the order of their use; without its own keys.
-        most: largest number of rows in a rank's chunks; the same on all ranks, like all below.
+        max_chunk_rows: largest number of rows in a rank's chunks; the same on all ranks, like all below.
         pairs: number of pairs of a batch row and a key head.
         groups: number of groups that the pairs are divided into; divides `pairs`.
     """
@@ -142,7 +140,7 @@ class KeysLayout:
     rank: int
     rows: tuple[int, ...]
     chunks: tuple[KeyChunk, ...]
-    most: int
+    max_chunk_rows: int
     pairs: int
     groups: int
     head_dim: int
@@ -162,12 +160,12 @@ class KeysLayout:
         return min(SLOTS, self.groups)
 
     @property
-    def slots_row(self) -> int:
+    def first_slot_row(self) -> int:
         """First row of the slots."""
         return self.groups * max(self.rows)
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
+    def chunk_offsets(self) -> tuple[int, ...]:
         """First row of each chunk in its slot, and the end of the last chunk."""
         found = [0]
         for chunk in self.chunks:
@@ -177,31 +175,31 @@ class KeysLayout:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of a rank's memory: rows, heads, elements."""
-        return self.slots_row + self.slots * self.most, self.per_group, self.head_dim + self.v_head_dim
+        return self.first_slot_row + self.slots * self.max_chunk_rows, self.per_group, self.head_dim + self.v_head_dim
 
     def nbytes(self, world_size: int) -> int:
-        """Bytes of the smallest workspace for this layout; the same on all ranks."""
+        """Return the bytes of the smallest workspace for this layout; the same on all ranks."""
         return data_offset(world_size) + prod(self.shape) * self.dtype.itemsize
 
-    def own(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
+    def own_row_range(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
         """Rows [start, stop) of `rank`'s memory that hold its keys [first, first + rows), in heads of `group`."""
         start = group * self.rows[rank] + first
         return start, start + rows
 
-    def pulled(self, group: int, chunk: int) -> tuple[int, int]:
-        """Rows [start, stop) of this rank's memory for a chunk, in heads of `group`."""
-        slot = self.slots_row + group % self.slots * self.most
-        return slot + self.offsets[chunk], slot + self.offsets[chunk + 1]
+    def chunk_row_range(self, group: int, chunk: int) -> tuple[int, int]:
+        """Return the rows [start, stop) of this rank's memory for a chunk, in heads of `group`."""
+        slot = self.first_slot_row + group % self.slots * self.max_chunk_rows
+        return slot + self.chunk_offsets[chunk], slot + self.chunk_offsets[chunk + 1]
 
 
 def data_offset(world_size: int) -> int:
-    """Byte offset of the keys in a rank's memory, after all words."""
+    """Return the byte offset of the keys in a rank's memory, after all words."""
     words = FLAGS.value * world_size + MAX_GROUPS.value * (MAX_CHUNKS.value + 1)
     return -(-words * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
-def groups_of(pairs: int, shard_bytes: int) -> int:
-    """Number of groups of the heads, if the longest shard's keys and values have `shard_bytes` bytes.
+def group_count(pairs: int, shard_bytes: int) -> int:
+    """Return the number of groups of the heads, if the longest shard's keys and values have `shard_bytes` bytes.
 
     >>> groups_of(16, 64 << 20), groups_of(6, 3 << 20), groups_of(7, 0)
     (8, 3, 1)
@@ -210,8 +208,8 @@ def groups_of(pairs: int, shard_bytes: int) -> int:
     return max(count for count in range(1, most + 1) if pairs % count == 0)
 
 
-def longer(timeout_ns: int, times: int) -> int:
-    """`times` times the deadline, limited to the longest one that kernels can count.
+def scaled_timeout(timeout_ns: int, times: int) -> int:
+    """Return `times` times the deadline, limited to the longest one that kernels can count.
 
     >>> longer(5, 3), longer(1 << 62, 3) == (1 << 63) - 1
     (15, True)
@@ -225,31 +223,31 @@ class RingWorkspace(GatherWorkspace):
     def __init__(
         self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
     ) -> None:
-        # Before the barrier at the end of super().__init__: after it a peer's kernel may run and wait for this rank,
-        # and the driver may not create streams meanwhile.
+        # Created before the barrier at the end of super().__init__: after the barrier a peer's kernel may run and wait
+        # for this rank, and while a kernel runs the driver may not create streams.
         self.streams: list[torch.cuda.Stream] = []
         if buffer.is_cuda:
             self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), urgent=True)
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, rescue=rescue)
 
     def keys(self, rank: int, layout: KeysLayout) -> Tensor:
-        """The memory of `rank`, in the shape of `layout`.
+        """Return the memory of `rank`, in the shape of `layout`.
 
         Raises:
             ValueError: the workspace is too small.
         """
         self.require(layout.nbytes(self.world_size))
-        offset = (self.begin + data_offset(self.world_size)) // layout.dtype.itemsize
+        offset = (self.buffer_offset + data_offset(self.world_size)) // layout.dtype.itemsize
         return self.handle.get_buffer(rank, layout.shape, layout.dtype, offset)
 
 
-def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> LaunchOf:
-    """The launch that begins a call, with at most `programs` programs."""
+def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> KernelLaunch:
+    """Return the launch that begins a call, with at most `programs` programs."""
     needed = {chunk.source for chunk in layout.chunks}
     unneeded = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed)
     arguments = {
-        "k": heads_of(k),
-        "v": heads_of(v),
+        "k": heads_tensor(k),
+        "v": heads_tensor(v),
         "own": workspace.keys(workspace.rank, layout),
         "rows": layout.own_rows,
         "heads": k.shape[2],
@@ -259,9 +257,9 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "WORLD": workspace.world_size,
         "D": layout.head_dim,
         "DV": layout.v_head_dim,
-        "PADDED_D": padded(layout.head_dim),
-        "PADDED_DV": padded(layout.v_head_dim),
-        "maxnreg": 168,  # by default ptxas uses 72, and spills
+        "PADDED_D": padded_head_dim(layout.head_dim),
+        "PADDED_DV": padded_head_dim(layout.v_head_dim),
+        "maxnreg": 168,  # without it ptxas uses 72 registers and spills
     }
     blocks = layout.pairs * -(-layout.own_rows // ROWS.value)
     return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
@@ -289,8 +287,8 @@ class KeysPuller:
         self._last = {chunk.source: number for number, chunk in enumerate(layout.chunks)}
         self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
 
-    def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> LaunchOf:
-        """The relay between two copies: it signals the copy `before` and waits until the copy `behind` may run."""
+    def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> KernelLaunch:
+        """Relay between two copies: it signals the copy `before` and waits until the copy `behind` may run."""
         layout, chunks = self.layout, self.layout.chunks
         told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
         if before is not None:
@@ -305,12 +303,13 @@ class KeysPuller:
             elif behind.group == 0 and behind.chunk == self._first[source]:
                 awaited = source
         arguments = told | {"awaited": awaited, "freed": freed, "WORLD": self.workspace.world_size, "num_warps": 1}
-        # The kernel that frees a group meanwhile waits for other chunks: its waits for peers must expire first.
-        arguments |= self.workspace.arguments(longer(self.workspace.timeout_ns, 1 if freed == NONE.value else 3))
+        # The kernel that frees the group waits for chunks of peers first, and those waits must expire before this one.
+        timeout_ns = scaled_timeout(self.workspace.timeout_ns, 1 if freed == NONE.value else 3)
+        arguments |= self.workspace.arguments(timeout_ns)
         return relay_kernel, (1,), arguments
 
-    def relays_to_load(self) -> list[LaunchOf]:
-        """One relay per compiled variant: a deadline of more than 32 bits has a variant of its own."""
+    def relays_to_load(self) -> list[KernelLaunch]:
+        """Return one relay per compiled variant: a deadline of more than 32 bits has a variant of its own."""
         kinds = [self.relay_launch(None, None)]
         if self.layout.chunks and self.layout.groups > self.layout.slots:
             kinds.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
@@ -336,31 +335,22 @@ class KeysPuller:
             for number, chunk in enumerate(self.layout.chunks):
                 if chunk.source in sources:
                     pulled = _Pull(group, number)
-                    run(self.relay_launch(before, pulled))
+                    run_kernel(self.relay_launch(before, pulled))
                     self.copy(pulled)
                     before = pulled
         if before is not None:
-            run(self.relay_launch(before, None))
+            run_kernel(self.relay_launch(before, None))
 
-    def copy(self, what: _Pull) -> None:
+    def copy(self, pull: _Pull) -> None:
         layout = self.layout
-        chunk = layout.chunks[what.chunk]
-        start, stop = layout.own(chunk.source, what.group, chunk.first, chunk.rows)
-        to, end = layout.pulled(what.group, what.chunk)
+        chunk = layout.chunks[pull.chunk]
+        start, stop = layout.own_row_range(chunk.source, pull.group, chunk.first, chunk.rows)
+        to, end = layout.chunk_row_range(pull.group, pull.chunk)
         self._memory[layout.rank][to:end].copy_(self._memory[chunk.source][start:stop], non_blocking=True)
 
 
-def runs_at_once(x: Tensor) -> bool:
-    """True if a kernel and the copies it waits for can run concurrently on x's device; else copies must be first.
-
-    CUDA does not guarantee it for branches of a CUDA graph, for streams that share queues, or for blocking launches.
-    """
-    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
-    return x.is_cuda and not blocking and not queues_are_few() and not torch.cuda.is_current_stream_capturing()
-
-
-def staged_on(x: Tensor) -> torch.cuda.Event | None:
-    """Event at the end of the current stream's work; None on a CPU."""
+def staging_event(x: Tensor) -> torch.cuda.Event | None:
+    """Return the event at the end of the current stream's work; None on a CPU."""
     return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 
 

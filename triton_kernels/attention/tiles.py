@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-COLUMNS = 6  # row, end of rows, begin, end, begin and end of the blocks without a mask
+COLUMNS = 6  # columns of a tile: row, end of rows, begin, end, begin and end of the blocks without a mask
 
 
 class StepMask(Protocol):
@@ -43,24 +43,26 @@ class StepMask(Protocol):
 
 
 def query_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:
-    """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], computed once."""
-    return _kept(step, f"query tiles {rows}x{block}", device, step.starts, step.stops, step.q_breaks, rows, block)
+    """Return the tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], computed once."""
+    name = f"query tiles {rows}x{block}"
+    return _cached_tiles(step, name, device, step.starts, step.stops, step.q_breaks, rows, block)
 
 
 def key_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:
-    """Tiles of `rows` keys against blocks of `block` queries, as `query_tiles`."""
-    return _kept(step, f"key tiles {rows}x{block}", device, *step.seen_by, step.k_breaks, rows, block)
+    """Return the tiles of `rows` keys against blocks of `block` queries, as `query_tiles`."""
+    name = f"key tiles {rows}x{block}"
+    return _cached_tiles(step, name, device, *step.seen_by, step.k_breaks, rows, block)
 
 
-def _kept(step: StepMask, name: str, device: torch.device, *of: Any) -> Tensor:
+def _cached_tiles(step: StepMask, name: str, device: torch.device, *arguments: Any) -> Tensor:
     known = step.on(device)
     if name not in known:
-        known[name] = torch.from_numpy(tiles_of(*of)).to(device)
+        known[name] = torch.from_numpy(tiles_of(*arguments)).to(device)
     return known[name]
 
 
 def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: int) -> Any:
-    """int32 [tiles, COLUMNS], tiles with most work first: (row, end of rows, begin, end, full begin, full end).
+    """Return int32 [tiles, COLUMNS], tiles with most work first: (row, end of rows, begin, end, full begin, full end).
 
     Blocks begin at begin, begin + block, ...; all rows of the tile see all of the blocks in [full begin, full end).
 
@@ -106,7 +108,7 @@ def tiles_of_chunks(
 
 
 def _whole_blocks(begin: Any, end: Any, latest_start: Any, earliest_stop: Any, block: int) -> tuple[Any, Any]:
-    """(begin, end) of the blocks that all rows of a tile see; (begin, begin) if there are none."""
+    """Return (begin, end) of the blocks that all rows of a tile see; (begin, begin) if there are none."""
     full_begin = begin + -(-(latest_start - begin) // block) * block
     full_end = begin + (np.minimum(earliest_stop, end) - begin) // block * block
     some = full_end > full_begin
@@ -114,7 +116,7 @@ def _whole_blocks(begin: Any, end: Any, latest_start: Any, earliest_stop: Any, b
 
 
 def _rows_of_tiles(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> tuple[Any, Any]:
-    """(first row, end of rows) of each tile of up to `rows` rows."""
+    """Return (first row, end of rows) of each tile of up to `rows` rows."""
     segments = _segments(starts, stops, breaks, rows)
     counts = -(-np.diff(segments) // rows)
     segment = np.repeat(np.arange(len(counts)), counts)

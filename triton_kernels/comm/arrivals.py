@@ -9,7 +9,7 @@ Words in this rank's memory, int64, W each, all 0 when the kernel begins (the ho
 Memory order: the stream writes `arrived` after the copy, at system scope. A program that finds order[p] empty reads all
 of `arrived` (relaxed) and claims a shard that has arrived and is not taken (compare and swap, acq_rel.gpu). Then every
 program reads order[p] (acquire) and `arrived` of that rank (acquire.sys), which is 1 by then, and passes a barrier: no
-thread loads the shard before it. TMA loads use another proxy, so a fence follows (`ptx.async_fence`).
+thread loads the shard before it. TMA loads use another proxy, so a fence follows (`language.async_fence`).
 
 Deadlines: the host's watchdog ends the waits of streams and sets `arrived` of shards that do not arrive; results of
 these are overwritten with NaN after the kernel. The kernel's own deadline passes only if the streams do not run at all.
@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from ..cache_keys import fix_cache_keys
-from .ptx import pause
-from .signals import POLLS_PER_CLOCK, look, time_at
+from ..language import pause
+from .signals import POLLS_PER_CLOCK, program_time, read_flag
 
 
 class Arrivals(NamedTuple):
@@ -40,50 +40,50 @@ class Arrivals(NamedTuple):
 
 
 @triton.jit
-def next_shard(come, position, taken, rank, WORLD: tl.constexpr):
-    """Rank of shard number `position`, once it can be read; -1 if none arrives in time.
+def next_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
+    """Return the rank of shard number `position`, once it can be read; -1 if none arrives in time.
 
     `taken` has a bit for each rank whose shard was taken before.
     """
-    chosen = look(come.order + position)
+    chosen = read_flag(arrivals.order + position)
     if chosen == 0:
-        chosen = claim(come, position, taken, rank, WORLD)
+        chosen = claim_shard(arrivals, position, taken, rank, WORLD)
     source = tl.cast(chosen - 1, tl.int32)
     if source >= 0:
-        look(come.arrived + source)
+        read_flag(arrivals.arrived + source)
     tl.debug_barrier()
     return source
 
 
 @triton.jit
-def claim(come, position, taken, rank, WORLD: tl.constexpr):
+def claim_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
     """Value of order[position] once it is set, by this program or another; 0 once the deadline has passed."""
-    place = come.order + position
-    time = come.order + WORLD - 1
-    start = time_at(time)
+    place = arrivals.order + position
+    time = arrivals.order + WORLD - 1
+    start = program_time(time)
     chosen = tl.cast(0, tl.int64)
     polls = 0
     waiting = True
-    # Ordered by distance, so that no two ranks look for the same shard first.
+    # Shards are tried in the order of distance, so that no two ranks try the same shard first.
     distance = tl.arange(0, triton.next_power_of_2(WORLD))
     source = (distance + rank) % WORLD
     others = (distance > 0) & (distance < WORLD)
     while waiting:
-        here = tl.load(come.arrived + source, mask=others, other=0, volatile=True)
+        here = tl.load(arrivals.arrived + source, mask=others, other=0, volatile=True)
         free = others & (here == 1) & ((taken >> tl.cast(source, tl.int64)) & 1 == 0)
         nearest = tl.min(tl.where(free, distance, WORLD), axis=0)
         found = tl.where(nearest < WORLD, (nearest + rank) % WORLD + 1, 0)
         # Threads may have found different ranks: the thread that swaps decides. Swapping in 0 changes nothing.
         tl.atomic_cas(place, tl.cast(0, tl.int64), tl.cast(found, tl.int64), sem="acq_rel", scope="gpu")
-        chosen = look(place)
+        chosen = read_flag(place)
         polls += 1
         waiting = chosen == 0
         if waiting:
             pause()
             if polls % POLLS_PER_CLOCK == 0:
-                waiting = time_at(time) - start < come.timeout_ns
+                waiting = program_time(time) - start < arrivals.timeout_ns
     if chosen == 0:
-        tl.store(come.expired.to(tl.pointer_type(tl.int64)), 1)
+        tl.store(arrivals.expired.to(tl.pointer_type(tl.int64)), 1)
     return chosen
 
 

@@ -16,8 +16,8 @@ Words in a rank's memory, W each, put by rank s:
 The flags are those of `signals`, but all calls use the same address instead of alternating halves: a rank stages call
 e+1 once all peers have pulled e, and they pull e+1 once it is staged. Flags only grow, so nothing is zeroed.
 
-`stage` advances the call number; the call's other launches read it (`signals.join`). The stream orders them after
-`stage` and before the next `stage`, so a CUDA graph may capture all of it.
+`stage` advances the call number; the call's other launches read it (`signals.current_call`). The stream orders them
+after `stage` and before the next `stage`, so a CUDA graph may capture all of it.
 
 Memory order: the programs of `stage` increment a counter (acq_rel), the last one puts ready (release.sys), and the
 reader waits for ready (acquire.sys).
@@ -37,10 +37,24 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..language import rounded
-from .ptx import all_reached
-from .signals import EPOCH, SignalledCall, begin, flag_at, is_last, look, poll, put, put_all, record, unbroken
-from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
+from ..language import all_reached, rounded
+from .signals import (
+    DATA_ALIGNMENT,
+    EPOCH,
+    OPS,
+    Handle,
+    SignalledCall,
+    Workspace,
+    begin,
+    flag_at,
+    is_last,
+    is_unbroken,
+    poll,
+    put,
+    put_all,
+    read_flag,
+    record_expired_wait,
+)
 
 OP = tl.constexpr(OPS.index("all_gather_matmul"))
 
@@ -54,14 +68,14 @@ ALIGNMENT = tl.constexpr(DATA_ALIGNMENT)
 STAGED = tl.constexpr(0)  # programs of `stage` that have copied their share
 DONE = tl.constexpr(1)  # programs that no longer read the peers' regions
 
-# Block that a program of 4 warps copies at a time.
+# Size of the block that a program of 4 warps copies at a time.
 BLOCK_ROWS = tl.constexpr(16)
 BLOCK_COLUMNS = tl.constexpr(512)
 
 
 @triton.jit
 def begin_stage(ws, rank, WORLD: tl.constexpr, OP: tl.constexpr):
-    """(call, free): begin a call; `free` is True if all peers have read this rank's region of the previous call."""
+    """Begin a call; return (call, True if all peers have read this rank's region of the previous call)."""
     call = begin(ws, rank, WORLD)
     pulled = flag_at(call, rank, PULLED * WORLD)
     free = all_reached(pulled, call.epoch - 1, rank, WORLD) & (call.epoch > 0)
@@ -79,13 +93,13 @@ def end_stage(call, unneeded, WORLD: tl.constexpr):
     `unneeded` has a bit for each rank from which this rank will pull nothing.
     """
     if is_last(call, STAGED, tl.num_programs(0)):
-        # By now all programs have read the call number, and one that was not free to write has recorded that.
-        good = unbroken(call)
-        put_all(call, call.rank + READY * WORLD, good, WORLD)
+        # By now all programs have read the call number, and a program that may not write has recorded its expired wait.
+        is_valid = is_unbroken(call)
+        put_all(call, call.rank + READY * WORLD, is_valid, WORLD)
         if unneeded != 0:
             for peer in tl.range(0, WORLD):
                 if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
-                    put(call, peer, PULLED * WORLD + call.rank, good)
+                    put(call, peer, PULLED * WORLD + call.rank, is_valid)
         tl.atomic_xchg(call.ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
 
@@ -95,19 +109,19 @@ def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
     epoch = tl.maximum(call.epoch - 1, 0)
     before = SignalledCall(call.ws, call.rank, epoch)
     index = PULLED * WORLD + peer
-    seen = look(flag_at(call, call.rank, index))
+    seen = read_flag(flag_at(call, call.rank, index))
     if seen < epoch:
         seen = poll(before, index, peer, seen)
         if seen < epoch:
             # Recorded under this call: all its programs must agree that no wait had expired when it began.
-            record(call, peer, -1, seen < 0, WORLD, OP)
+            record_expired_wait(call, peer, -1, seen < 0, WORLD, OP)
     tl.debug_barrier()
     return (seen >= epoch) & (call.epoch > 0)
 
 
 @triton.jit
-def region_at(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
-    """Pointer to `rank`'s shard, in contiguous rows."""
+def shard_pointer(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
+    """Return the pointer to `rank`'s shard, in contiguous rows."""
     offset: tl.constexpr = (RUNS * WORLD * 8 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT  # as region_offset
     # The compiler cannot know the alignment of an address from a table, and would move single elements.
     return tl.multiple_of((tl.load(call.ws.workspaces + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
@@ -123,14 +137,14 @@ def fill_nan(ptr, count):
 
 
 @triton.jit
-def copy_rows(source, strides, target, rows, K, good):
-    """Copy [rows, K] to contiguous rows, unless `good` is False; the programs of a launch share the work."""
+def copy_rows(source, strides, target, rows, K, is_valid):
+    """Copy [rows, K] to contiguous rows, unless `is_valid` is False; the programs of a launch share the work."""
     blocks_n = tl.cdiv(K, BLOCK_COLUMNS)
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * blocks_n, tl.num_programs(0)):
         block_m = block // blocks_n
         row = block_m.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
         column = (block - block_m * blocks_n).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
-        mask = (row < rows) & (column < K) & good
+        mask = (row < rows) & (column < K) & is_valid
         values = tl.load(source + row * strides[0] + column * strides[1], mask=mask)
         tl.store(target + row * K + column, values, mask=mask)
 
@@ -139,19 +153,19 @@ def copy_rows(source, strides, target, rows, K, good):
 def stage_kernel(x_ptr, rows, K, strides, ws, rank, WORLD: tl.constexpr):
     """Begin a call: copy x [rows, K] to this rank's region, once all peers have read its previous content."""
     call, free = begin_stage(ws, rank, WORLD, OP)
-    copy_rows(x_ptr, strides, region_at(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, free)
+    copy_rows(x_ptr, strides, shard_pointer(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, free)
     end_stage(call, tl.cast(0, tl.int64), WORLD)
 
 
 def region_offset(world_size: int) -> int:
-    """Byte offset of a rank's shard in its memory."""
+    """Return the byte offset of a rank's shard in its memory."""
     return -(-RUNS.value * world_size * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
 class GatherWorkspace(Workspace):
     """Memory for one rank's gathers on one stream: a `Workspace` for gathers only, which other workspaces cannot do."""
 
-    halves = 1  # all calls use the same memory: see the top of this file
+    halves = 1  # all calls use the same memory; see the module docstring
 
     def __init__(
         self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
@@ -159,18 +173,18 @@ class GatherWorkspace(Workspace):
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16, rescue=rescue)
         self.handle = handle
         # Offset of the buffer in the memory that `handle.get_buffer` returns, the same on all ranks.
-        self.begin = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
+        self.buffer_offset = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
         self.nbytes = buffer.nbytes
         self.loaded: set[Any] = set()  # keys of calls whose kernels are on the device
 
     def require(self, needed: int) -> None:
         """Raise ValueError if the workspace has fewer than `needed` bytes."""
         if needed > self.nbytes:
-            raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Make it larger.")
+            raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Create a larger one.")
 
     def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
-        """Tensor [rows, k] at the beginning of `rank`'s region."""
-        offset = (self.begin + region_offset(self.world_size)) // dtype.itemsize
+        """Return the tensor [rows, k] at the beginning of `rank`'s region."""
+        offset = (self.buffer_offset + region_offset(self.world_size)) // dtype.itemsize
         return self.handle.get_buffer(rank, (rows, k), dtype, offset)
 
 
@@ -182,18 +196,18 @@ class Shards:
     rows_per_rank: int
     k: int
 
-    def range(self, rank: int) -> tuple[int, int]:
-        """(first row, number of rows) of `rank`."""
+    def rank_rows(self, rank: int) -> tuple[int, int]:
+        """Return (first row, number of rows) of `rank`."""
         first = min(rank * self.rows_per_rank, self.rows)
         return first, min(self.rows_per_rank, self.rows - first)
 
 
 # (kernel, grid, arguments by name) of a launch that has not been issued yet.
-LaunchOf = tuple[Any, tuple[int], dict[str, Any]]
+KernelLaunch = tuple[Any, tuple[int], dict[str, Any]]
 
 
-def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> LaunchOf:
-    """The launch that begins a call, with at most `programs` programs."""
+def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> KernelLaunch:
+    """Return the launch that begins a call, with at most `programs` programs."""
     rows, k = x_shard.shape
     blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
     arguments = {
@@ -206,13 +220,13 @@ def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> 
     return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
 
 
-def run(launch: LaunchOf) -> None:
+def run_kernel(launch: KernelLaunch) -> None:
     """Launch a kernel on the current stream."""
     kernel, grid, arguments = launch
     kernel[grid](**arguments)
 
 
-def load(launch: LaunchOf) -> None:
+def load_kernel(launch: KernelLaunch) -> None:
     """Compile a kernel and load it onto the device, without launching it.
 
     Loading may wait for running kernels, which may themselves wait for a launch that has not been issued yet.

@@ -1,4 +1,6 @@
-"""Signals between ranks inside a kernel: put a flag, wait for one, begin and end a call.
+"""Signals between ranks inside a kernel, and the workspace that holds them.
+
+A kernel begins a call, puts flags at other ranks, waits for flags that other ranks put here, and ends the call.
 
 Every rank has a workspace of two halves, mapped by all ranks. Call number `epoch` uses half `epoch % 2`:
 
@@ -46,47 +48,90 @@ stays usable. A rank that gave up
       still reading: `begin` puts `-epoch` as begun, so that peers expect nothing, and the call writes all else to this
       rank's own memory.
 
-So the data is right whenever a wait returns True. `workspace.Workspace.leave` ends the waits of peers in the same way,
-for a host that makes no more calls. The record is in host memory, where `workspace.Workspace.expired` reads it while
-kernels run; its first word is written last, after a release at system scope.
+So the data is right whenever a wait returns True. `Workspace.leave` ends the waits of peers in the same way, for a host
+that makes no more calls. The record is in host memory, where `Workspace.expired` reads it while kernels run; its first
+word is written last, after a release at system scope.
 
 A CUDA graph may be captured if the workspace was created before, is large enough, and is used by one stream (or branch
 of the graph) at a time; if an earlier call loaded the kernels; and if all ranks replay graphs with the same calls in
 the same order. Calls outside of the graph may run in between.
 """
 
-from typing import Any, NamedTuple
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from . import protocol
-from .ptx import all_reached, now_ns, pause, store_release, store_release_all
+from ..language import all_reached, now_ns, pause, store_release, store_release_all
+from .streams import own_streams
 
-# The words that this file uses, as constexpr: kernels cannot read other globals.
-EPOCH = tl.constexpr(protocol.EPOCH)
-ENDED = tl.constexpr(protocol.ENDED)
-CLOCK = tl.constexpr(protocol.CLOCK)
-EXPIRED = tl.constexpr(protocol.EXPIRED)
-STOP = tl.constexpr(protocol.STOP)
-COUNTERS = tl.constexpr(protocol.COUNTERS)
-ERROR_SET = tl.constexpr(protocol.ERROR_SET)
-ERROR_OP = tl.constexpr(protocol.ERROR_OP)
-ERROR_CALL = tl.constexpr(protocol.ERROR_CALL)
-ERROR_RANK = tl.constexpr(protocol.ERROR_RANK)
-ERROR_TILE = tl.constexpr(protocol.ERROR_TILE)
-ERROR_SOURCE = tl.constexpr(protocol.ERROR_SOURCE)
-ERROR_ABSENT = tl.constexpr(protocol.ERROR_ABSENT)
-ERROR_GAVE_UP = tl.constexpr(protocol.ERROR_GAVE_UP)
+# The words below have the same numbers in csrc/cuda/protocol.h: Triton and CUDA kernels use the same workspaces.
+
+# Words of a workspace's `state`, int64, in this rank's private memory.
+EPOCH = tl.constexpr(0)  # number of calls that have ended; negative once this rank has given up
+ENDED = tl.constexpr(1)  # number of programs of this call that have ended
+CLOCK = tl.constexpr(2)  # latest time that a waiting program has read
+EXPIRED = tl.constexpr(3)  # number of the call whose wait timed out; 0: none; LEFT: the host has aborted this rank
+STOP = tl.constexpr(4)  # bit s: the host knows that rank s will not arrive, so waits for it end at once
+COUNTERS = tl.constexpr(16)  # first of the counters, one for each row of tiles; zero between calls
+
+LEFT = -1  # less than the number of any call
+
+# Words of the error record, int64. The host may read them once ERROR_SET is not 0.
+ERROR_SET = tl.constexpr(0)
+ERROR_OP = tl.constexpr(1)
+ERROR_CALL = tl.constexpr(2)
+ERROR_RANK = tl.constexpr(3)
+ERROR_TILE = tl.constexpr(4)  # -1: the wait was for the call to begin, not for a tile
+ERROR_SOURCE = tl.constexpr(5)  # the rank that was waited for
+ERROR_ABSENT = tl.constexpr(6)  # bit s: rank s has not begun the call
+ERROR_GAVE_UP = tl.constexpr(7)  # 1: the source has given up itself
+ERROR_WORDS = 8
+
+# A launch passes its index in this list to the kernel, so that an error can name the op.
+OPS = (
+    "barrier",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "all_gather_matmul",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "all_reduce_rms_norm",
+    "ring_attention",
+)
+MAX_WORLD_SIZE = 63  # one bit for each rank in a word of the error record
+
+BUFFER_ALIGNMENT = 64  # kernels assume that every rank's buffer has this alignment
+DATA_ALIGNMENT = 128  # data begins at a multiple of it: whole cache lines (vector stores need only 16)
+# The front of a half, one part in FLAG_SHARE, is reserved for flags: 8 bytes per 512 of data, the smallest tile.
+FLAG_SHARE = 64
+MAX_TILE_ROWS = 4096  # default number of counters of a workspace
 
 POLLS_PER_CLOCK = tl.constexpr(32)
 
 
-class SignalledCall(NamedTuple):
-    """One call in a kernel; made by `begin` or `join`."""
+class WorkspaceArguments(NamedTuple):
+    """The argument `ws` of kernels, which describes a workspace."""
 
-    ws: Any  # workspace.WorkspaceArguments
+    workspaces: Any  # int64 [W]: addresses of the ranks' workspaces
+    state: Any  # int64, words EPOCH to COUNTERS and the counters
+    error: Any  # int64, the error record in host memory
+    half_bytes: Any
+    timeout_ns: Any
+
+
+class SignalledCall(NamedTuple):
+    """One call in a kernel; made by `begin` or `current_call`."""
+
+    ws: WorkspaceArguments
     rank: Any
     epoch: Any  # number of this call; negative if this rank gave up in an earlier call
 
@@ -100,24 +145,24 @@ def half_at(call, rank):
 
 @triton.jit
 def flag_at(call, rank, index):
-    """Pointer to flag number `index` at `rank`."""
+    """Return the pointer to flag number `index` at `rank`."""
     return half_at(call, rank).to(tl.pointer_type(tl.int64)) + index
 
 
 @triton.jit
-def join(ws, rank):
-    """The call that an earlier launch of this rank has begun; that launch has also advanced the call number."""
+def current_call(ws, rank):
+    """Return the call that an earlier launch of this rank has begun; that launch has also advanced the call number."""
     return SignalledCall(ws, rank, tl.load(ws.state + EPOCH))
 
 
 @triton.jit
-def unbroken(call):
+def is_unbroken(call):
     """True if no wait of this workspace has expired so far."""
     return tl.atomic_add(call.ws.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0
 
 
 @triton.jit
-def look(flag):
+def read_flag(flag):
     """Acquire: the flag's current value, the same for all threads."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
 
@@ -146,33 +191,33 @@ def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def put(call, rank, index, good):
+def put(call, rank, index, is_valid):
     """Release: set flag `index` at `rank`. A program there that waits for the flag sees this program's earlier stores.
 
-    `good` False: the stores are invalid, because some of their input did not arrive.
+    `is_valid` False: the stores are invalid, because some of their input did not arrive.
     """
     tl.debug_barrier()
-    store_release(flag_at(call, rank, index), value_of(call, good), True)
+    store_release(flag_at(call, rank, index), flag_value(call, is_valid), True)
 
 
 @triton.jit
-def put_here(call, index):
-    """`put` of flag `index` at this rank itself, by an atomic: no link is involved, and it takes fewer registers."""
+def put_local(call, index):
+    """Put flag `index` at this rank itself, by an atomic, which takes fewer registers than `put` and uses no link."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_at(call, call.rank, index), call.epoch, sem="release", scope="sys")
 
 
 @triton.jit
-def put_all(call, index, good, WORLD: tl.constexpr):
-    """`put` of flag `index` at all ranks, including this one."""
+def put_all(call, index, is_valid, WORLD: tl.constexpr):
+    """Put flag `index` at all ranks, including this one."""
     tl.debug_barrier()
-    release_all(call, index, value_of(call, good), WORLD)
+    release_all(call, index, flag_value(call, is_valid), WORLD)
 
 
 @triton.jit
-def value_of(call, good):
-    """Value of a flag: the call number, negative if not `good` or if this rank gave up before."""
-    return tl.where(good, call.epoch, -tl.abs(call.epoch))
+def flag_value(call, is_valid):
+    """Return the value of a flag: the call number, negative if not `is_valid` or if this rank gave up before."""
+    return tl.where(is_valid, call.epoch, -tl.abs(call.epoch))
 
 
 @triton.jit
@@ -189,11 +234,11 @@ def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 
     `tile` is written to the record.
     """
-    seen = look(flag_at(call, call.rank, index))
+    seen = read_flag(flag_at(call, call.rank, index))
     if seen < call.epoch:
         seen = poll(call, index, source, seen)
         if seen < call.epoch:
-            record(call, source, tile, seen < 0, WORLD, OP)
+            record_expired_wait(call, source, tile, seen < 0, WORLD, OP)
     tl.debug_barrier()
     return (seen >= call.epoch) & (call.epoch > 0)
 
@@ -201,39 +246,39 @@ def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 @triton.jit
 def wait_all(call, first, tile, WORLD: tl.constexpr, OP: tl.constexpr):
     """Acquire: True once every rank s has put flag `first` + s of this rank; False if one of them will not."""
-    good = all_reached(flag_at(call, call.rank, first), call.epoch, -1, WORLD) & (call.epoch > 0)
-    if not good:
-        good = True
+    is_valid = all_reached(flag_at(call, call.rank, first), call.epoch, -1, WORLD) & (call.epoch > 0)
+    if not is_valid:
+        is_valid = True
         # Not unrolled, here and elsewhere: each copy would inline the whole timeout path of wait().
         for source in tl.range(0, WORLD):
-            good = wait(call, first + source, source, tile, WORLD, OP) & good
-    return good
+            is_valid = wait(call, first + source, source, tile, WORLD, OP) & is_valid
+    return is_valid
 
 
 @triton.jit
 def poll(call, index, source, seen):
-    """Value of flag `index` once it is set or the deadline has passed; negative if `source` has given up.
+    """Return the value of flag `index` once it is set or the deadline has passed; negative if `source` has given up.
 
     All threads take the same branches, since each condition is on a value read by an atomic.
     """
     flag = flag_at(call, call.rank, index)
     clock = call.ws.state + CLOCK
-    start = time_at(clock)
+    start = program_time(clock)
     polls = 0
     waiting = (seen >= 0) & ~hopeless(call, source)
     while waiting:
         pause()
-        seen = look(flag)
+        seen = read_flag(flag)
         polls += 1
         waiting = (seen < call.epoch) & (seen >= 0)
         if waiting & (polls % POLLS_PER_CLOCK == 0):
-            if look(flag_at(call, call.rank, source)) < 0:
+            if read_flag(flag_at(call, call.rank, source)) < 0:
                 # `source` has given up. All that it put before, in this call too, is visible by now.
-                seen = look(flag)
+                seen = read_flag(flag)
                 seen = tl.where(seen < call.epoch, -call.epoch, seen)
                 waiting = False
             else:
-                waiting = (time_at(clock) - start < call.ws.timeout_ns) & ~hopeless(call, source)
+                waiting = (program_time(clock) - start < call.ws.timeout_ns) & ~hopeless(call, source)
     return seen
 
 
@@ -241,24 +286,24 @@ def poll(call, index, source, seen):
 def hopeless(call, source):
     """True if a wait has expired already, or the host has ended the waits for `source`."""
     stopped = tl.atomic_add(call.ws.state + STOP, 0, sem="relaxed", scope="gpu")
-    return ~unbroken(call) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
+    return ~is_unbroken(call) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
 
 
 @triton.jit
-def time_at(word):
-    """Time in ns, the same for all threads of the program since it is read by an atomic on `word`."""
+def program_time(word):
+    """Return the time in ns, the same for all threads of the program since it is read by an atomic on `word`."""
     tl.atomic_max(word, now_ns(), sem="relaxed", scope="gpu")
     return tl.atomic_add(word, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def record(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
+def record_expired_wait(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
     """Write the error record unless there is one: only the first wait to expire is reported."""
     none = tl.cast(0, tl.int64)
     if tl.atomic_cas(call.ws.state + EXPIRED, none, call.epoch, sem="relaxed", scope="gpu") == 0:
         absent = none
         for peer in tl.range(0, WORLD):
-            begun = look(flag_at(call, call.rank, peer))
+            begun = read_flag(flag_at(call, call.rank, peer))
             late = (begun >= 0) & (begun < call.epoch)
             absent += late.to(tl.int64) << tl.cast(peer, tl.int64)
         tl.store(call.ws.error + ERROR_OP, OP)
@@ -293,6 +338,238 @@ def is_last(call, counter, count):
 def begin_kernel(ws, rank, WORLD: tl.constexpr):
     """Begin a call and do nothing else, for a rank that gives up in it."""
     begin(ws, rank, WORLD)
+
+
+# -- host side ---------------------------------------------------------------------------------------------------------
+
+
+def aligned(nbytes: int) -> int:
+    """Return `nbytes` rounded up to a multiple of DATA_ALIGNMENT."""
+    return -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
+def flag_bytes(half_bytes: int) -> int:
+    """Bytes at the front of a half that hold only begun words and flags, in every launch.
+
+    If a launch with fewer flags stored data there, its bytes would look like set flags to a later launch with more
+    flags: about half of all numbers are >= any epoch.
+    """
+    return half_bytes // (FLAG_SHARE * DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
+def needed_bytes(world_size: int, slot_bytes: Sequence[tuple[int, int]]) -> int:
+    """Return the bytes of the smallest workspace (both halves) in which `layout(slot_bytes)` fits."""
+    flags = aligned(8 * (world_size + sum(count for count, _ in slot_bytes)))
+    data = sum(aligned(count * nbytes) for count, nbytes in slot_bytes)
+    return 2 * max(FLAG_SHARE * flags, aligned(-(-data * FLAG_SHARE // (FLAG_SHARE - 1))))
+
+
+class Handle(Protocol):
+    """The interface of a symmetric memory handle, ours or torch's, that a workspace uses."""
+
+    rank: int
+    world_size: int
+    buffer_ptrs: list[int]
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None: ...
+
+    def get_buffer(
+        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ExpiredWait:
+    """A wait that lasted longer than the deadline."""
+
+    op: str
+    call: int
+    rank: int  # the rank that waited
+    tile: int | None  # None: it waited for the call to begin
+    source: int  # the rank that it waited for
+    absent: tuple[int, ...]  # ranks that had not begun the call
+    gave_up: bool  # `source` gave up, because it waited for another rank in vain or raised an error
+
+    def __str__(self) -> str:
+        what = "its beginning" if self.tile is None else f"tile {self.tile}"
+        if self.gave_up:
+            why = f"rank {self.source} gave up: it raised an error or waited for a rank that did not arrive in time"
+        elif not self.absent:
+            why = f"rank {self.source} began the call but did not deliver in time"
+        else:
+            why = ""
+        if self.absent:
+            ranks = f"rank{'s' * (len(self.absent) > 1)} {', '.join(str(rank) for rank in self.absent)}"
+            why += f"{' and ' * bool(why)}{ranks} had not begun the call"
+        return f"{self.op}, call {self.call}: rank {self.rank} waited for {what} of rank {self.source}; {why}"
+
+
+class Workspace:
+    """Memory for one rank's calls on one stream: two halves of `buffer`, private state, and an error record.
+
+    Args:
+        buffer: this rank's symmetric memory, any dtype, the same size on all ranks; it is zeroed here, on the current
+            stream, and all launches must be ordered after that.
+        handle: maps the peers' buffers. All ranks create their workspaces at the same time (there is a barrier).
+        timeout_seconds: longest wait for a peer.
+        counters: largest number of rows of tiles in a launch that counts them.
+        rescue: a GPU stream in which no work waits, which workspaces may share; None: a stream of its own.
+
+    Attributes:
+        halves: number of halves of the buffer, used by alternate calls; 1: all calls use the same memory.
+        multicast_address: address at which one store writes `buffer` of all ranks; 0 without NVLink SHARP.
+
+    CUDA graphs may use it: create it before the capture, with room for the largest call (`needed_bytes`); `signals`
+    lists the other conditions. Per call, the host allocates nothing, copies nothing and waits for nothing.
+
+    Raises:
+        ValueError: `buffer` is not the memory of `handle`, or not at a multiple of 64 bytes on every rank.
+    """
+
+    halves = 2
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        handle: Handle,
+        *,
+        timeout_seconds: float,
+        counters: int = MAX_TILE_ROWS,
+        rescue: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.rank = handle.rank
+        self.world_size = handle.world_size
+        offset = _checked_offset(buffer, handle)
+        addresses = [address + offset for address in handle.buffer_ptrs]
+        multicast = getattr(handle, "multicast_ptr", 0) or 0
+        self.multicast_address: int = multicast and multicast + offset
+        self.timeout_ns = int(timeout_seconds * 1e9)
+        self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT if self.halves == 2 else 0
+        self.counters = counters
+        device = buffer.device
+        self.buffer, self._handle = buffer, handle  # also keeps the peers' memory alive if ranks are threads
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.state = torch.zeros(COUNTERS.value + counters, dtype=torch.int64, device=device)
+        # Host memory that the GPU maps, so that reading it waits for no kernel.
+        self.error = torch.zeros(ERROR_WORDS, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
+        self._error_set = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * ERROR_SET.value)
+        self._stopped = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
+        if rescue is None and buffer.is_cuda:
+            rescue = own_streams(self, device, 1, urgent=True)[0]
+        self._rescue = rescue
+        # Loads the kernel that `leave` needs. Loading waits for running kernels, one of which might wait for `leave`.
+        self._expire(0)
+        if buffer.is_cuda:
+            self._load_begin()
+        buffer.zero_()
+        handle.barrier(0, int(timeout_seconds * 1000))
+
+    def arguments(self, timeout_ns: int | None = None) -> dict[str, Any]:
+        """Return the arguments `ws` and `rank` of a kernel; `timeout_ns` overrides the workspace's deadline."""
+        timeout_ns = self.timeout_ns if timeout_ns is None else timeout_ns
+        ws = WorkspaceArguments(self.addresses, self.state, self.error, self.half_bytes, timeout_ns)
+        return {"ws": ws, "rank": self.rank}
+
+    def layout(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
+        """Return the byte offsets in a half of runs of slots, given as (number, bytes of each), after all flags.
+
+        Raises:
+            ValueError: the workspace is too small; the message states the bytes that the launch needs.
+        """
+        needed = needed_bytes(self.world_size, slot_bytes)
+        if needed > 2 * self.half_bytes:
+            raise ValueError(
+                f"The workspace has {2 * self.half_bytes} bytes; this call needs {needed}. Create a larger one."
+            )
+        if counters > self.counters:
+            raise ValueError(
+                f"The workspace has {self.counters} counters of tile rows; this call needs {counters}. Create it with "
+                f"counters={counters} or more."
+            )
+        offsets = []
+        offset = flag_bytes(self.half_bytes)
+        for count, nbytes in slot_bytes:
+            offsets.append(offset)
+            offset += aligned(count * nbytes)
+        return offsets
+
+    def leave(self, ended: Sequence[int] = ()) -> None:
+        """End all waits of peers for this rank, now and later, for a host that will launch nothing more.
+
+        This is one more call, queued behind the calls already launched, in which this rank gives up at once. It does
+        not access the memory of ranks that have `ended`, which may be unmapped.
+        """
+        self._expire(LEFT)
+        for rank in ended:  # in place, because native kernels and graphs hold the address of the table
+            self.addresses[rank : rank + 1].copy_(self.addresses[self.rank : self.rank + 1])
+        self._begin()
+
+    def _expire(self, value: int) -> None:
+        self.state[EXPIRED.value : EXPIRED.value + 1].fill_(value)
+
+    def _begin(self) -> None:
+        begin_kernel[(1,)](**self._begin_arguments())
+
+    def _load_begin(self) -> None:
+        with torch.cuda.device(self.buffer.device):
+            begin_kernel.warmup(**self._begin_arguments(), grid=(1,))[1, 1, 1]
+
+    def _begin_arguments(self) -> dict[str, Any]:
+        # The kernel waits for nothing, so any deadline would do; a constant one avoids recompiling the kernel, because
+        # Triton compiles one variant per kind of integer.
+        return self.arguments(timeout_ns=0) | {"WORLD": self.world_size}
+
+    def stop_waiting(self, rank: int | None = None) -> None:
+        """End every wait of this rank's kernels for `rank` (None: all), now and later, as if its deadline had passed.
+
+        For a host that knows that a peer's process has exited. Any thread may call this, not only the launching one.
+        """
+        self._stopped |= -1 if rank is None else 1 << rank
+        word = self.state[STOP.value : STOP.value + 1]
+        if self._rescue is None:
+            word.copy_(self._stopped)
+        else:
+            # A copy from host memory, not a kernel: waiting kernels may leave no SM free.
+            with torch.cuda.stream(self._rescue):
+                word.copy_(self._stopped, non_blocking=True)
+
+    def expired(self) -> ExpiredWait | None:
+        """Return the first wait to expire, or None. Never blocks, even while kernels run.
+
+        Once a wait has expired, calls of this workspace return wrong results on some ranks: do not use it again.
+        """
+        if not self._error_set.value:  # checked in every call, and reading a tensor's element takes microseconds
+            return None
+        words = [int(word) for word in self.error.tolist()]  # complete: the word above was written last
+        tile = words[ERROR_TILE.value]
+        absent = words[ERROR_ABSENT.value]
+        return ExpiredWait(
+            op=OPS[words[ERROR_OP.value]],
+            call=words[ERROR_CALL.value],
+            rank=words[ERROR_RANK.value],
+            tile=None if tile < 0 else tile,
+            source=words[ERROR_SOURCE.value],
+            absent=tuple(rank for rank in range(self.world_size) if absent >> rank & 1),
+            gave_up=bool(words[ERROR_GAVE_UP.value]),
+        )
+
+
+def _checked_offset(buffer: Tensor, handle: Handle) -> int:
+    """Byte offset of `buffer` in `handle`'s memory, the same on all ranks, checked as `Workspace` requires."""
+    # torch's handle holds the address of an allocation; tensors of a memory pool begin at an offset in it.
+    offset = buffer.data_ptr() - handle.buffer_ptrs[handle.rank]
+    if offset not in (0, getattr(handle, "offset", 0)):
+        raise ValueError(
+            f"buffer must be the memory that handle reaches, at {handle.buffer_ptrs[handle.rank]:#x} on this rank; "
+            f"it is at {buffer.data_ptr():#x}."
+        )
+    for rank, address in enumerate(handle.buffer_ptrs):
+        if (address + offset) % BUFFER_ALIGNMENT:
+            raise ValueError(
+                f"buffer must begin at a multiple of {BUFFER_ALIGNMENT} bytes on every rank; on rank {rank} it is at "
+                f"{address + offset:#x}."
+            )
+    return offset
 
 
 fix_cache_keys(__name__)

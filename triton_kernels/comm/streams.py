@@ -27,7 +27,7 @@ _lock = threading.RLock()  # reentrant: the garbage collector may return streams
 
 
 def own_streams(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream]:
-    """`count` streams of `device` that belong to `owner`; others may get them only once `owner` is deleted.
+    """Return `count` streams of `device` that belong to `owner`; others may get them only once `owner` is deleted.
 
     Args:
         urgent: use the device's greatest priority; else the least, the default of streams.
@@ -95,11 +95,17 @@ def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
     return handle.value
 
 
-def queues_are_few() -> bool:
-    """True if CUDA_DEVICE_MAX_CONNECTIONS leaves the GPU fewer queues than it has by default.
+def runs_copies_at_once(device: torch.device) -> bool:
+    """True if a kernel and the copies it waits for run at once on `device`; otherwise copies must be first.
 
-    Streams then share queues, and work that a kernel waits for can be queued behind the kernel that waits. Megatron
-    sets it to 1.
+    CUDA does not guarantee it for branches of a CUDA graph, with CUDA_LAUNCH_BLOCKING=1, and if
+    CUDA_DEVICE_MAX_CONNECTIONS, which Megatron sets to 1, leaves the GPU fewer queues than it has by default: streams
+    then share queues, and a copy can be queued behind the kernel that waits for it.
     """
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return given.isdecimal() and int(given) < _DEFAULT_QUEUES
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if (queues.isdecimal() and int(queues) < _DEFAULT_QUEUES) or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1":
+        return False
+    if device.type != "cuda":
+        return True
+    with torch.cuda.device(device):
+        return not torch.cuda.is_current_stream_capturing()

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..comm import gather, ptx
+from ..comm import gather
 from ..comm.arrivals import Arrivals, next_shard
 from ..comm.gather import (
     DONE,
@@ -44,17 +44,27 @@ from ..comm.gather import (
     PULLED,
     READY,
     GatherWorkspace,
-    LaunchOf,
+    KernelLaunch,
     Shards,
     copy_rows,
     fill_nan,
-    region_at,
+    shard_pointer,
 )
-from ..comm.signals import is_last, join, put_all, unbroken, wait
-from ..language import zeros
-from .configs import GemmConfig
-from .launch import Launch, LoadPlan, descriptor, is_swapped, plan_loads
-from .tiles import GemmSizes, Matrix, add_product, store_result, tile_at
+from ..comm.signals import current_call, is_last, is_unbroken, put_all, wait
+from ..language import async_fence, zeros
+from .tiles import (
+    GemmConfig,
+    GemmSizes,
+    Launch,
+    LoadPlan,
+    Matrix,
+    add_product,
+    descriptor,
+    is_swapped,
+    plan_loads,
+    store_result,
+    tile_position,
+)
 
 # Weights per launch: each has its own loop in the kernel. More weights take several launches.
 MAX_WEIGHTS = 3
@@ -83,7 +93,7 @@ def multiply_shard(x, w, weight, bias_ptr, x_row, y_row, rows, K, first, C: tl.c
     programs = tl.num_programs(0)
     y = Matrix(weight.y + tl.cast(y_row, tl.int64) * weight.n, weight.n)
     for tile in tl.range(first, tiles, programs, flatten=C.FLATTEN):
-        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
+        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
         total = zeros(C.BLOCK_M, C.BLOCK_N)
         sizes = GemmSizes(K, (K, 1), weight.strides)
         total = add_product(total, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
@@ -111,7 +121,7 @@ def fill_missing(ptr, missing, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: 
 def all_gather_gemm_kernel(
     x_own, x, w0, w1, w2, b0, b1, b2, weights, gathered_ptr,
     M, K, rows_per_rank,
-    ws, come, rank, WORLD: tl.constexpr,
+    ws, arrivals, rank, WORLD: tl.constexpr,
     DIRECT: tl.constexpr, LAST: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -137,49 +147,49 @@ def all_gather_gemm_kernel(
     position = 1 if C.TMA else 0
     if WORLD > 1 or not C.TMA:  # Triton 3.6 fails on a loop that never runs
         while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
-            # Computed anew for each shard, so that it holds no registers while tiles are multiplied.
+            # `source` is computed again for each shard, so that it takes no registers while tiles are multiplied.
             source = rank
             arrived = position == 0
             if position > 0:
                 if DIRECT:
                     source = (rank + position) % WORLD
-                    arrived = wait(join(ws, rank), READY * WORLD + source, source, -1, WORLD, OP)
+                    arrived = wait(current_call(ws, rank), READY * WORLD + source, source, -1, WORLD, OP)
                 else:
-                    source = next_shard(come, position - 1, taken, rank, WORLD)
+                    source = next_shard(arrivals, position - 1, taken, rank, WORLD)
                     arrived = source >= 0
                     source = tl.maximum(source, 0)
                     taken |= one << tl.cast(source, tl.int64)
             if C.TMA:
-                ptx.async_fence()
+                async_fence()
             row = tl.minimum(source * rows_per_rank, M)
             rows = tl.minimum(M - row, rows_per_rank)
             wide_row = tl.cast(row, tl.int64)
             rows = tl.where(arrived, rows, 0)
             missing |= tl.where(arrived, 0, one << tl.cast(source, tl.int64))
-            if not DIRECT:  # stop at the first late one: each further wait could last as long
+            if not DIRECT:  # stop at the first shard that is late: each further wait could last as long
                 position = tl.where(arrived, position, WORLD)
             if C.TMA:
                 x_rows = x
                 x_row = row
             else:
                 x_row = 0
-                x_rows = region_at(join(ws, rank), source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
+                x_rows = shard_pointer(current_call(ws, rank), source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
                 x_rows = tl.where(position == 0, x_own, x_rows)
             if DIRECT and gathered_ptr is not None:
                 copy_rows(x_rows, (K, 1), gathered_ptr + wide_row * K, rows, K, True)
             for i in tl.static_range(WEIGHTS):
                 first = multiply_shard(x_rows, operands[i], weights[i], biases[i], x_row, row, rows, K, first, C)
             position += 1
-        # After the tiles, so that it holds no registers there.
+        # NaN is stored after all tiles, because earlier it would take registers from the tiles.
         if missing != 0:
             for i in tl.static_range(WEIGHTS):
                 fill_missing(weights[i].y, missing, M, weights[i].n, rows_per_rank, WORLD, DIRECT)
             if DIRECT and gathered_ptr is not None:
                 fill_missing(gathered_ptr, missing, M, K, rows_per_rank, WORLD, DIRECT)
     if DIRECT and LAST:
-        call = join(ws, rank)
+        call = current_call(ws, rank)
         if is_last(call, DONE, tl.num_programs(0)):
-            put_all(call, rank + PULLED * WORLD, unbroken(call), WORLD)
+            put_all(call, rank + PULLED * WORLD, is_unbroken(call), WORLD)
 
 
 def all_gather_gemm(
@@ -193,7 +203,7 @@ def all_gather_gemm(
     biases: Sequence[Tensor | None] | None = None,
     gathered: bool = False,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """([y_i [M, N_i]], gathered x [M, K] or None): y_i = gathered x @ weights[i]^T (+ biases[i]), read directly.
+    """Return ([y_i [M, N_i]], gathered x [M, K] or None): y_i = gathered x @ weights[i]^T (+ biases[i]), read directly.
 
     Args:
         x_shard: [M_r, K] bf16, fp16 or fp32, K the same on all ranks; any strides.
@@ -214,9 +224,9 @@ def all_gather_gemm(
     shards = Shards(rows, per_rank, x_shard.shape[1])
     workspace.require(workspace_bytes(per_rank, shards.k, x_shard.dtype, workspace.world_size))
     ys = [x_shard.new_empty(rows, weight.shape[0]) for weight in weights]
-    kept = x_shard.new_empty(rows, shards.k) if gathered else None
+    gathered_out = x_shard.new_empty(rows, shards.k) if gathered else None
     if rows == 0:
-        return ys, kept
+        return ys, gathered_out
 
     # A single rank has no peer that would read a staged shard.
     read_in_place = workspace.world_size == 1 and is_read_in_place(x_shard) and not gathered
@@ -224,12 +234,12 @@ def all_gather_gemm(
     x_own = x_shard
     if not is_read_in_place(x_shard):
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
-    # Without a weight the kernel still gathers and puts pulled.
+    # A call without weights still launches the kernel, which gathers x and puts pulled.
     groups = _groups(weights, ys, biases) or [[(x_shard.new_empty(0, shards.k), x_shard.new_empty(rows, 0), None)]]
     peers = Peers(workspace.rank, workspace.world_size, workspace.arguments())
     matmuls = [
         matmul_launch(
-            x_own, group, kept if index == 0 else None, shards, peers, launch, direct=True,
+            x_own, group, gathered_out if index == 0 else None, shards, peers, launch, direct=True,
             last=index == len(groups) - 1,
         )
         for index, group in enumerate(groups)
@@ -238,11 +248,11 @@ def all_gather_gemm(
         key = _key(x_shard, weights, biases, shards, launch, gathered, workspace.timeout_ns)
         if key not in workspace.loaded:
             for kernel in (stage, *matmuls):
-                gather.load(kernel)
+                gather.load_kernel(kernel)
             workspace.loaded.add(key)
     for kernel in (stage, *matmuls):
-        gather.run(kernel)
-    return ys, kept
+        gather.run_kernel(kernel)
+    return ys, gathered_out
 
 
 def multiply_arriving(
@@ -259,7 +269,7 @@ def multiply_arriving(
     loaded: set[Any],
     biases: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """[y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), for shards that arrive meanwhile.
+    """Return [y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), for shards that arrive meanwhile.
 
     Args:
         x_own: [M_r, K], this rank's rows, contiguous.
@@ -278,29 +288,29 @@ def multiply_arriving(
     ys = [x_own.new_empty(rows, weight.shape[0]) for weight in weights]
     groups = _groups(weights, ys, biases)
 
-    def launches(come: Arrivals) -> list[LaunchOf]:
-        peers = Peers(rank, world_size, {"come": come, "rank": rank})
+    def launches(arrivals: Arrivals) -> list[KernelLaunch]:
+        peers = Peers(rank, world_size, {"arrivals": arrivals, "rank": rank})
         return [matmul_launch(x_own, group, gathered, shards, peers, launch, direct=False) for group in groups]
 
     if x_own.is_cuda:
         key = _key(x_own, weights, biases, shards, launch, world_size, timeout_ns)
         if key not in loaded:
             for kernel in launches(no_arrivals(world_size, timeout_ns, x_own.device)):
-                gather.load(kernel)
+                gather.load_kernel(kernel)
             loaded.add(key)
     for kernel in launches(start()):
-        gather.run(kernel)
+        gather.run_kernel(kernel)
     return ys
 
 
 def no_arrivals(world_size: int, timeout_ns: int, device: torch.device) -> Arrivals:
-    """Words of a gather to which no shard arrives: to load kernels, and for a group of one rank."""
+    """Return the words of a gather to which no shard arrives: to load kernels, and for a group of one rank."""
     words = torch.zeros(2, world_size + world_size % 2, dtype=torch.int64, device=device)
     return Arrivals(words[0], words[1], words.data_ptr(), timeout_ns)
 
 
 class Peers(NamedTuple):
-    """The ranks of a launch, and the kernel arguments to reach them: `rank`, with `ws` or `come`."""
+    """The ranks of a launch, and the kernel arguments to reach them: `rank`, with `ws` or `arrivals`."""
 
     rank: int
     world_size: int
@@ -310,7 +320,7 @@ class Peers(NamedTuple):
 def _groups(
     weights: Sequence[Tensor], ys: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[list[tuple[Tensor, Tensor, Tensor | None]]]:
-    """(weight, result, bias) of the weights of each launch, without those whose result is empty."""
+    """Return (weight, result, bias) of the weights of each launch, without those whose result is empty."""
     used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
     return [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
 
@@ -323,15 +333,15 @@ def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: 
 def matmul_launch(
     x_own: Tensor,
     used: Sequence[tuple[Tensor, Tensor, Tensor | None]],
-    kept: Tensor | None,
+    gathered_out: Tensor | None,
     shards: Shards,
     peers: Peers,
     launch: Launch,
     direct: bool,
     *,
     last: bool = True,
-) -> LaunchOf:
-    """The matmul of up to MAX_WEIGHTS weights, each with its result and bias.
+) -> KernelLaunch:
+    """Return the matmul of up to MAX_WEIGHTS weights, each with its result and bias.
 
     With a single rank it waits for nothing; benchmarks use this as the baseline.
     """
@@ -339,14 +349,14 @@ def matmul_launch(
     if direct:
         plan = LoadPlan(launch.config, False, False, is_swapped(weights[0]))
     else:
-        assert kept is not None
+        assert gathered_out is not None
         if not x_own.shape[0]:
-            x_own = kept  # no tile of it will be loaded
-        plan = plan_loads([(x, weight) for x in (x_own, kept) for weight in weights], launch)
+            x_own = gathered_out  # no tile of it will be loaded
+        plan = plan_loads([(x, weight) for x in (x_own, gathered_out) for weight in weights], launch)
     if not plan.tma:
-        plan = plan._replace(config=by_pointers(plan.config))
+        plan = plan._replace(config=pointer_config(plan.config))
     config = plan.config
-    operands = {"x_own": x_own, "x": None if direct else kept}
+    operands = {"x_own": x_own, "x": None if direct else gathered_out}
     operands |= {f"w{i}": weights[i] if i < len(weights) else None for i in range(MAX_WEIGHTS)}
     arguments: dict[str, Any] = dict(operands)
     if plan.tma:
@@ -356,12 +366,12 @@ def matmul_launch(
     arguments |= {f"b{i}": used[i][2] if i < len(used) else None for i in range(MAX_WEIGHTS)}
     arguments |= {
         "weights": tuple(Weight(y, weight.shape[0], weight.stride()) for weight, y, _ in used),
-        "gathered_ptr": kept if direct else None,
+        "gathered_ptr": gathered_out if direct else None,
         "M": shards.rows,
         "K": shards.k,
         "rows_per_rank": shards.rows_per_rank,
         "ws": None,
-        "come": None,
+        "arrivals": None,
         "WORLD": peers.world_size,
         "DIRECT": direct,
         "LAST": last,
@@ -373,9 +383,9 @@ def matmul_launch(
         ),
     }
     arguments |= peers.arguments
-    tiles_m = sum(-(-shards.range(rank)[1] // config.block_m) for rank in range(peers.world_size))
+    tiles_m = sum(-(-shards.rank_rows(rank)[1] // config.block_m) for rank in range(peers.world_size))
     tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
-    programs = launch.programs if direct and kept is not None else min(launch.programs, max(1, tiles))
+    programs = launch.programs if direct and gathered_out is not None else min(launch.programs, max(1, tiles))
     return all_gather_gemm_kernel, (programs,), arguments | config.options()
 
 
@@ -384,8 +394,8 @@ def is_read_in_place(x_shard: Tensor) -> bool:
     return x_shard.is_contiguous() and x_shard.data_ptr() % 16 == 0
 
 
-def by_pointers(config: GemmConfig) -> GemmConfig:
-    """`config` with tiles that leave registers for operands loaded by pointers: 128x256 would spill.
+def pointer_config(config: GemmConfig) -> GemmConfig:
+    """Return `config` with tiles that leave registers for operands loaded by pointers: 128x256 would spill.
 
     Tiles may differ between ranks here, since a flag covers a whole shard.
     """

@@ -11,9 +11,9 @@ Deadlines: a watchdog thread of the native core (csrc/copy_engine/watchdog.h) ab
 `FUSED_TP_TIMEOUT`, or soon after the peer's process has exited. The results of an aborted call become NaN (0xFF bytes)
 on every rank, and the group is unusable.
 
-CUDA graphs: the memory must exist and be large enough before the capture (see `symmetric_memory.workspace`). Within a
-capture, and between replays and other calls, the caller must order the calls: one op of a group at a time, in the same
-order on all ranks.
+CUDA graphs: the memory must exist and be large enough before the capture (see `symmetric_memory.group_kernels`). Within
+a capture, and between replays and other calls, the caller must order the calls: one op of a group at a time, in the
+same order on all ranks.
 
 Tests replace the CUDA driver by a test double that moves host memory (`LIBRARIES`). CPU tensors then run through this
 code unchanged. An operation that would wait in a stream blocks the host instead, and raises errors immediately.
@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_tp.backends.symmetric_memory.group_kernels import GroupKernels, rounded
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, check_not_capturing, is_capturing
-from fused_tp.backends.symmetric_memory.workspace import GroupKernels, rounded
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError

@@ -6,7 +6,7 @@ once, so all ranks get the same bits. With multimem the NVLink switch determines
 added after rounding.
 
 On a GPU the host never waits: a later call raises the errors that a kernel reports (see
-`backends.symmetric_memory.workspace`), and data that did not arrive is NaN. The CPU build of the kernels, used by
+`backends.symmetric_memory.group_kernels`), and data that did not arrive is NaN. The CPU build of the kernels, used by
 tests, blocks the host and raises errors immediately.
 
 CUDA graphs: run the same ops once before the capture, so that their workspace exists and is large enough.
@@ -35,8 +35,8 @@ from fused_tp.backends.cuda.device_plans import (
 )
 from fused_tp.backends.cuda.native_kernels import native_kernels, native_kernels_available
 from fused_tp.backends.shared_memory.shm import dtype_number
+from fused_tp.backends.symmetric_memory.group_kernels import Workspaces
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
-from fused_tp.backends.symmetric_memory.workspace import Workspaces
 from fused_tp.core.failure import GroupCalls
 from fused_tp.core.pending import current_stream, sum_in_rank_order
 
@@ -199,7 +199,7 @@ def _bias(bias: Tensor | None) -> tuple[int, int]:
 def _workspace_class() -> Any:
     """Return the workspace class of native kernels. It is defined at the first use, because its base imports Triton."""
     core = import_module("fused_tp._core")
-    from fused_tp.triton_kernels.comm.workspace import Workspace
+    from fused_tp.triton_kernels.comm.signals import Workspace
 
     class DeviceWorkspace(Workspace):
         def __init__(

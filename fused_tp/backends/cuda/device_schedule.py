@@ -19,7 +19,7 @@ from fused_tp.backends.cuda.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
 from fused_tp.backends.gemm import Product, linear, sum_of_products
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
-from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
+from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core import settings

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_tp.backends.symmetric_memory.group_kernels import Workspaces, rounded
 from fused_tp.backends.symmetric_memory.symm_mem import (
     GroupMemory,
     NoSymmetricMemory,
     check_not_capturing,
     make_torch_workspace,
 )
-from fused_tp.backends.symmetric_memory.workspace import Workspaces, rounded
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.failure import GroupCalls
 from fused_tp.core.store import exchange
@@ -52,8 +52,6 @@ OPTIONAL = {
 }
 
 _LOG = logging.getLogger("fused_tp")
-_LEAST_BYTES = 1 << 20
-_ROUNDED_TO = 64 << 20
 
 
 def torch_op(name: str, device_type: str) -> Any:
@@ -131,7 +129,7 @@ class TorchSymmMem(Workspaces):
         # waits for all ranks.
         if self._turn.done is not None:
             self._turn.done.synchronize()
-        size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
+        size = rounded(nbytes)
         try:
             if kind == "workspace":
                 outgrown = make_torch_workspace(self._group, self.device, size)

@@ -30,7 +30,7 @@ from torch import Tensor
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
 from fused_tp.backends.messages.plain import Plain, gather_blocks
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Work
-from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
+from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem

@@ -14,7 +14,6 @@ that tensor cores do not support, fall back to plain collectives.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import prod
@@ -28,10 +27,9 @@ from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedul
 from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
-from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
+from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS, KernelSchedule, Workspaces
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
-from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, is_capturing
-from fused_tp.backends.symmetric_memory.workspace import LONGEST_SECONDS, Workspaces
+from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
 from fused_tp.core import settings
 from fused_tp.core.pending import Pending
 
@@ -59,8 +57,8 @@ class FusedKernel(KernelSchedule):
     def __init__(self, memory: KernelMemory, plain: Plain | None, copies: CopyEngineSchedule | None = None) -> None:
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
-        from fused_tp.triton_kernels.comm.workspace import COUNTERS, Workspace
-        from fused_tp.triton_kernels.device import kernels_of
+        from fused_tp.triton_kernels.comm.signals import MAX_TILE_ROWS, Workspace
+        from fused_tp.triton_kernels.device import kernel_arch
 
         kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
         self.workspaces = Workspaces(memory, kinds, None if plain is None else plain.transport)
@@ -77,8 +75,8 @@ class FusedKernel(KernelSchedule):
         self._loaded: set[Any] = set()  # calls whose kernels are on the device
         self._side_stream = SideStream()
         # An architecture such as sm_120 uses the kernels of another one with the same instructions.
-        self._arch = kernels_of(memory.arch)
-        self._most_rows_of_tiles = COUNTERS
+        self._arch = kernel_arch(memory.arch)
+        self._max_tile_rows = MAX_TILE_ROWS
 
     @staticmethod
     def load() -> None:
@@ -88,8 +86,7 @@ class FusedKernel(KernelSchedule):
         install_shipped()
         import fused_tp.triton_kernels.attention.ring_forward
         import fused_tp.triton_kernels.gemm.all_gather_gemm
-        import fused_tp.triton_kernels.gemm.gemm_all_reduce
-        import fused_tp.triton_kernels.gemm.gemm_reduce_scatter  # noqa: F401  # to see that they can be imported
+        import fused_tp.triton_kernels.gemm.gemm_sum  # noqa: F401  # to see that they can be imported
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -109,10 +106,12 @@ class FusedKernel(KernelSchedule):
         return self.fallback._sum_rows(rows, dim_shards)  # there is no kernel for a sum without a matmul
 
     def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        from fused_tp.triton_kernels.comm.streams import runs_copies_at_once
+
         direct = prod(dim_shards.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
         if self.copies is None or direct:
             return self._gather_matmul_direct(asked, dim_shards)
-        if not runs_at_once(asked.x_shard):
+        if not runs_copies_at_once(asked.x_shard.device):
             return self.copies._gather_matmul(asked, dim_shards)
         return self.gather_matmul_copied(asked, dim_shards, self.copies.engine, self._gather_launch(asked, dim_shards))
 
@@ -176,40 +175,47 @@ class FusedKernel(KernelSchedule):
     def _gather_launch(self, asked: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
         widest = max(w.shape[0] for w in asked.weights)
-        return self._launch(asked.x_shard.dtype, sum(dim_shards.counts), widest, least_margin=1)
+        return self._launch_options(asked.x_shard.dtype, sum(dim_shards.counts), widest, least_margin=1)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
+        from fused_tp.triton_kernels.gemm.gemm_sum import gemm_reduce_scatter, reduce_scatter_bytes
 
         x, counts, n = products[0][0], dim_shards.counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
-        launch = self._launch(x.dtype, sum(counts), n, least_margin=1)
+        launch = self._launch_options(x.dtype, sum(counts), n, least_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
-        nbytes = module.workspace_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
+        nbytes = reduce_scatter_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
         with (
             self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
             self._side_stream(meanwhile, x.device),
         ):
-            out: Tensor = module.gemm_reduce_scatter(
-                _few(products), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
+            out: Tensor = gemm_reduce_scatter(
+                products, workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
             )
         return out
 
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        self.check("matmul_all_reduce", (*shape, bias is not None), x)
+        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
+
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
-        return self._sum_everywhere("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
+        return self._launch_sum("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        rows_of_tiles = self._launch(x.dtype, prod(x.shape[:-1]), weight.shape[0]).tiles(prod(x.shape[:-1]), 1)[0]
-        if not x.dtype == residual.dtype == norm_weight.dtype or rows_of_tiles > self._most_rows_of_tiles:
+        rows = prod(x.shape[:-1])
+        tile_rows, _ = self._launch_options(x.dtype, rows, weight.shape[0]).tiles(rows, 1)
+        if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_tile_rows:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
         self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
-        new_residual, normed = self._sum_everywhere(
+        new_residual, normed = self._launch_sum(
             "matmul_all_reduce_rms_norm",
             [(as_rows(x), weight)],
             None,
@@ -220,27 +226,28 @@ class FusedKernel(KernelSchedule):
         assert normed is not None
         return normed.view(shape), new_residual.view(shape)
 
-    def _sum_everywhere(
-        self, op: str, products: Sequence[Product], meanwhile: Work, **tail: Any
+    def _launch_sum(
+        self, op: str, products: Sequence[Product], meanwhile: Work, **epilogue: Any
     ) -> tuple[Tensor, Tensor | None]:
-        from fused_tp.triton_kernels.gemm import gemm_all_reduce as module
+        """Launch the sum over ranks of all `products`; `epilogue`: the bias, or the residual and the norm."""
+        from fused_tp.triton_kernels.gemm.gemm_sum import all_reduce_bytes, gemm_all_reduce
 
         x, w = products[0]
         m, n = len(x), w.shape[0]
-        launch = self._launch(x.dtype, m, n)
+        launch = self._launch_options(x.dtype, m, n)
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self._check_launch(op, launch, x)
-        nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
+        nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
         with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(meanwhile, x.device):
-            result: tuple[Tensor, Tensor | None] = module.gemm_all_reduce(
-                _few(products), workspace=workspace, launch=launch, two_shot=two_shot, **tail
+            result: tuple[Tensor, Tensor | None] = gemm_all_reduce(
+                products, workspace=workspace, launch=launch, two_shot=two_shot, **epilogue
             )
         return result
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- launch options -----------------------------------------------------------------------------------------------
 
-    def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
-        from fused_tp.triton_kernels.gemm.launch import launch_for
+    def _launch_options(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
+        from fused_tp.triton_kernels.gemm.tiles import launch_for
 
         return launch_for(
             dtype,
@@ -257,29 +264,6 @@ class FusedKernel(KernelSchedule):
         """Compare the programs and tiles of a sum, which must be equal on all ranks, if FUSED_TP_CHECK=1."""
         if settings.check_ranks():
             self.check(f"{op} in {launch.precision}", (launch.programs, launch.block_m, launch.block_n), x)
-
-
-def runs_at_once(x: Tensor) -> bool:
-    """True if a kernel and the copies it waits for run at once on the device of x.
-
-    This is not guaranteed for branches of a CUDA graph, for streams that share queues, and with CUDA_LAUNCH_BLOCKING.
-    """
-    from fused_tp.triton_kernels.comm.streams import queues_are_few
-
-    if queues_are_few():
-        return False
-    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "1" and not is_capturing(x.device)
-
-
-def _few(products: Sequence[Product]) -> list[Product]:
-    """Reduce `products` to the number that a launch adds up: the rest is concatenated along K into one."""
-    from fused_tp.triton_kernels.gemm.launch import MAX_PRODUCTS as most
-
-    if len(products) <= most:
-        return list(products)
-    rest = products[most - 1 :]
-    joined = torch.cat([x for x, _ in rest], dim=1), torch.cat([w for _, w in rest], dim=1)
-    return [*products[: most - 1], joined]
 
 
 def _dense(bias: Tensor | None) -> Tensor | None:

@@ -1,8 +1,9 @@
-"""Workspaces of a group's fused kernels: created at the first use, grown when too small, used by one op at a time.
+"""Kernels of a group over symmetric memory: their failures, the schedules that launch them, and their workspaces.
 
-There is one workspace for each kind of op. Ops of one kind are serialized, like the collectives of one NCCL
-communicator. Ops of all groups of a device are serialized too, also if they are called on different streams: a kernel
-that waits for other ranks needs all of its programs to be scheduled on the GPU at the same time, on every rank.
+There is one workspace for each kind of op, created at the first use and grown when it is too small. Ops of one kind
+are serialized, like the collectives of one NCCL communicator. Ops of all groups of a device are serialized too, also if
+they are called on different streams: a kernel that waits for other ranks needs all of its programs to be scheduled on
+the GPU at the same time, on every rank.
 
 CUDA graphs: a captured op uses the workspace of the capture, which must exist and be large enough before the capture.
 Run the same ops once before, as torch requires anyway. A workspace that a graph may still use is never freed, even if
@@ -14,14 +15,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch import Tensor
 
+from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.backends.schedule import RowSchedule
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, check_not_capturing, is_capturing
 from fused_tp.core import settings
 from fused_tp.core.errors import (
@@ -37,9 +42,7 @@ from fused_tp.core.peer_watch import PeerWatch
 _LOG = logging.getLogger("fused_tp")
 SlotT = TypeVar("SlotT")
 
-_LEAST_BYTES = 1 << 20
 LONGEST_SECONDS = 9e9  # kernels count nanoseconds in a signed 64-bit integer
-_ROUNDED_TO = 64 << 20  # larger sizes are rounded up to a multiple of this, smaller ones to a power of two
 
 
 @dataclass
@@ -239,6 +242,51 @@ class GroupKernels(ABC, Generic[SlotT]):
             _LOG.error("%s Results of the group's %s that were in flight are wrong.", failure, self._what)
 
 
+class KernelSchedule(RowSchedule):
+    """Base of the schedules that use kernels or copy engines; ops without one fall back to plain collectives.
+
+    Args:
+        kernels: kernels of the group.
+        plain: plain schedule of the group, on the messages that fail together with the kernels; None if the ranks are
+            threads, which have no messages.
+        without: message of the error for ops without a kernel if the ranks are threads.
+    """
+
+    def __init__(self, kernels: GroupKernels[Any], plain: Plain | None, without: str) -> None:
+        self.rank, self.world_size = kernels.rank, kernels.world_size
+        self._kernels = kernels
+        self._plain = plain
+        self._transport = None if plain is None else plain.transport
+        self._without = without
+
+    @property
+    def fallback(self) -> Plain:
+        """The plain schedule, which runs the calls that have no kernel.
+
+        Raises:
+            ValueError: the ranks are threads.
+        """
+        if self._plain is None:
+            raise ValueError(self._without)
+        return self._plain
+
+    @property
+    def messages(self) -> TorchDist:
+        return self.fallback.transport
+
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
+        return self._kernels.abort_scope(op)
+
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        return self.fallback._all_reduced(partial)
+
+    def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
+        """Raise if messages of the group have failed, after which ranks may mean different launches; then compare."""
+        if self._transport is not None:
+            self._kernels.check_usable()
+            self._transport.check(op, dims, x.dtype, x.device)
+
+
 class Workspaces(GroupKernels[_Slot]):
     """The workspaces of one group on one device, by kind of op.
 
@@ -304,7 +352,7 @@ class Workspaces(GroupKernels[_Slot]):
         return self._error(CollectiveTimeoutError, f"{{reason}}{late}.", reason=str(expired))
 
     def _expired(self) -> Any:
-        """Return the `triton_kernels.comm.workspace.Expired` of a timed-out wait, or None."""
+        """Return the `triton_kernels.comm.signals.Expired` of a timed-out wait, or None."""
         return next(filter(None, (slot.workspace.expired() for slot in self._all_slots())), None)
 
     def _leave(self, slot: _Slot, why: str) -> None:
@@ -337,7 +385,7 @@ class Workspaces(GroupKernels[_Slot]):
             return old
         have = f"of {old.nbytes} bytes" if old is not None else "that is not there yet"
         check_not_capturing(self.device, f"{op} needs a workspace of {nbytes} bytes and the group has one {have}")
-        size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
+        size = rounded(nbytes)
         # A rank must not free memory to which a peer may still write. So each rank waits for its own kernels, and then
         # creates the new workspace, which waits for all ranks. It waits for this slot's last op only, because if ranks
         # are threads, other streams of the GPU may wait for this rank.
@@ -406,7 +454,7 @@ class UseOnGpu(Use):
         return None
 
 
-def rounded(nbytes: int, least: int, step: int) -> int:
+def rounded(nbytes: int, least: int = 1 << 20, step: int = 64 << 20) -> int:
     """Round `nbytes` up to a power of two (at least `least`), or above `step` to a multiple of `step`."""
     size = max(least, 1 << max(0, nbytes - 1).bit_length())
     return size if size <= step else -(-nbytes // step) * step
