@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 
 from .case import DTYPES, EFFICIENCY, OURS, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
@@ -146,7 +146,7 @@ def _torch(bounds: list[int]) -> Attention:
 
 def _without_shared_memory(run: Callable[[], Any]) -> Callable[[], Any]:
     def by_messages() -> Any:
-        with environment({"FUSED_TP_SHM": "0"}):
+        with override_environment({"FUSED_TP_SHM": "0"}):
             return run()
 
     return by_messages

@@ -27,7 +27,7 @@ import torch
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.core import dispatch, settings
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 
 from .case import DTYPES, BenchCase, Contestant, Makers, paired, slowest
 from .cpu_matmul import operands, shared_memory
@@ -133,7 +133,7 @@ def _rewritten_kernels(rules: list[Rule], measured: Directions) -> tuple[list[Ru
         winners, before = [], len(changes)
         for head_dim, seconds in by_head_dim.items():
             query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, backward=backward)
-            with environment({"FUSED_TP_ATTENTION": ""}):
+            with override_environment({"FUSED_TP_ATTENTION": ""}):
                 old = choose_kernel(query)[0].name
             new = challenge(old, seconds)
             winners.append((head_dim, new))
@@ -244,7 +244,7 @@ def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers
             shared_memory()
 
         def run() -> None:
-            with environment({"FUSED_TP_SCHEDULE": schedule}):
+            with override_environment({"FUSED_TP_SCHEDULE": schedule}):
                 call(x, weight, group=None)
 
         return Contestant(run)
@@ -263,7 +263,7 @@ def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) 
         out = attention_over(q, k, v, None, alone=True, causal=True) if backward else q
 
         def run() -> object:
-            with environment({"FUSED_TP_ATTENTION": kernel}):
+            with override_environment({"FUSED_TP_ATTENTION": kernel}):
                 if backward:
                     return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
                 return attention_over(q, k, v, None, alone=True, causal=True)
@@ -282,4 +282,4 @@ def _incumbent(measured: Measured, transport: str, world_size: int) -> str:
     gathers = measured.op == "all_gather_matmul"
     k, n = (FEATURES, None) if gathers else (None, FEATURES)
     key = dispatch.ScheduleKey(measured.op, measured.dtype, torch.device("cpu"), measured.rows, k, n)
-    return dispatch.choose(key, world_size, transport, "cpu").schedule
+    return dispatch.choose_schedule(key, world_size, transport, "cpu").schedule

@@ -15,7 +15,7 @@ from fused_tp.backends.registry import ALL_TO_ALL, select_schedule
 from fused_tp.core import settings
 from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import Group
-from fused_tp.core.pending import check_equal, checksum
+from fused_tp.core.pending import check_equal_checksums, checksum
 
 
 class CacheRows(Protocol):
@@ -100,7 +100,7 @@ def _check_same_keywords(group: Group, keywords: str, rows: Tensor) -> None:
     schedule = select_schedule(ScheduleKey("all_gather", mine.dtype, mine.device, group.size, None, 1), group)
     checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
     did = "append to the same cache with different keywords"
-    check_equal(checksums, did, f"; rank {group.rank} passed {keywords}. Pass the same on all ranks.")
+    check_equal_checksums(checksums, did, f"; rank {group.rank} passed {keywords}. Pass the same on all ranks.")
 
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:

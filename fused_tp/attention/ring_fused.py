@@ -26,7 +26,7 @@ from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import settings
 from fused_tp.core.availability import Availability, unavailable
 from fused_tp.core.group import Group, GroupSlot
-from fused_tp.core.store import agree
+from fused_tp.core.store import agree_on_availability
 from fused_tp.core.tracing import span
 
 # Values of FUSED_TP_ATTENTION that a group has used, in order of first use.
@@ -106,7 +106,7 @@ def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
         f"{OP} in one launch (on {query.device.type}, {query.dtype}, head dims {query.head_dim} and "
         f"{query.v_head_dim}, value {values.index(forced) + 1} of FUSED_TP_ATTENTION)"
     )
-    on_all = agree(group, what, lambda: fused_ring_available(replace(query, positive_scale=True)))
+    on_all = agree_on_availability(group, what, lambda: fused_ring_available(replace(query, positive_scale=True)))
     return fused_ring_available(query) if on_all else on_all
 
 

@@ -38,7 +38,7 @@ from fused_tp.attention.ring import (
 from fused_tp.attention.ring_plan import Chunk, KVView, Rows
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.core import settings
-from fused_tp.core.pending import After, Done, Pending, accumulate_dtype
+from fused_tp.core.pending import Pending, PendingCall, PendingValue, accumulate_dtype
 
 Pair = tuple[Tensor, Tensor]
 _MAX_GATHERED_BYTES = 64 << 20  # maximum size of the K/V gathered at a time, at least one key head
@@ -100,7 +100,7 @@ class _RingMessages(KVExchange):
         After the last chunk, does nothing and returns this rank's keys as a placeholder.
         """
         if index == len(self._chunks):
-            return Done(self._own)
+            return PendingValue(self._own)
         chunk = self._chunks[index]
         return _both(
             self._transport.shift("ring_attention K/V", _to_wire(own, chunk.send_rows), room, chunk.t)
@@ -153,7 +153,7 @@ def _both(moving: Iterable[Pending[Tensor]]) -> Pending[Pair]:
     def finish() -> Pair:
         return first.wait().transpose(0, 1), second.wait().transpose(0, 1)
 
-    return After(finish)
+    return PendingCall(finish)
 
 
 class AllGatherRing(Ring):
@@ -227,7 +227,7 @@ class AllGatherRing(Ring):
         def finish() -> Tensor:
             return gathered.wait().unflatten(0, (call.plan.world_size, rows))
 
-        return After(finish)
+        return PendingCall(finish)
 
 
 def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:

@@ -75,7 +75,7 @@ def measures(name: str, key: ScheduleKey, group: Group) -> bool:
     if group.size == 1 or settings.forced_schedule() is not None:
         return False
     setting = settings.autotune()
-    if setting != settings.ONLINE:
+    if setting != settings.AUTOTUNE_UNSET:
         return setting is not None
     if settings.table_path() is not None or transport_key(group, key.device) != "nvlink":
         return False
@@ -144,7 +144,7 @@ def usable(
 def _candidates(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
     """Return the schedules that support a call and have not returned wrong results; always includes "plain"."""
     among = None
-    if settings.autotune() == settings.ONLINE:
+    if settings.autotune() == settings.AUTOTUNE_UNSET:
         right = saved.get("right", {})
         among = [one for one in SCHEDULES if one in _TRUSTED or right.get(_check_key(one, name, key.dtype))]
     found = usable(key.op, key.dtype, key.device, group, among)
@@ -192,7 +192,7 @@ def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[st
     names = _candidates(name, key, group, saved)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
     reference = _leaves(run(schedules[_PLAIN]))
-    if settings.autotune() == settings.ONLINE:
+    if settings.autotune() == settings.AUTOTUNE_UNSET:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
         moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
         short = sum(t.nbytes for t in reference) * 3 + 4 * moved > _free_bytes(key.device)
@@ -348,7 +348,11 @@ def _choice_keys(name: str, key: ScheduleKey) -> list[str]:
     Choices made while it is not set compare few schedules, so they have a separate key.
     """
     call = _describe_call(name, key)
-    return [call] if settings.autotune() != settings.ONLINE else [call, f"{call}, where FUSED_TP_AUTOTUNE is not set"]
+    return (
+        [call]
+        if settings.autotune() != settings.AUTOTUNE_UNSET
+        else [call, f"{call}, where FUSED_TP_AUTOTUNE is not set"]
+    )
 
 
 def _rounded_up(rows: int) -> int:
@@ -372,7 +376,7 @@ def told(choice: Mapping[str, Any]) -> str:
 
 def _folder() -> Path:
     named = settings.autotune()
-    if named in (None, settings.ONLINE, "1"):
+    if named in (None, settings.AUTOTUNE_UNSET, "1"):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
     return Path(str(named))
 

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fused_tp.core.subclass import why_not_plain
+from fused_tp.core.subclass import reason_not_plain
 
 try:
     import fused_tp._core as _core
@@ -125,7 +125,7 @@ def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
     if not x.is_cpu:
         return False, f"the kernels for few rows run on CPUs, not on {x.device.type}"
     for name, t in (("x", x), ("weight", w)):
-        if (why := why_not_plain(type(t))) is not None:
+        if (why := reason_not_plain(type(t))) is not None:
             return False, f"{name} is not a plain tensor: {why}"
     if x.dtype not in _NATIVE_DTYPES or w.dtype is not x.dtype or not _native_rows(x.dtype):
         return False, f"the kernels for few rows do not multiply {x.dtype} by {w.dtype} on this CPU"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_tp.backends.gemm import Product, linear, sum_of_products
 from fused_tp.backends.schedule import GatherMatmul, Schedule, Work
-from fused_tp.core.pending import Done, Pending
+from fused_tp.core.pending import Pending, PendingValue
 
 if TYPE_CHECKING:
     from fused_tp.backends.messages.torch_dist import TorchDist
@@ -31,7 +31,7 @@ class Local(Schedule):
         return nullcontext()
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        return Done(x_shard)
+        return PendingValue(x_shard)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         return partial.clone()

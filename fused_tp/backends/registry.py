@@ -17,11 +17,11 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.shared_memory.shm import MAX_RANKS as SHM_RANKS
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.core import dispatch, settings
-from fused_tp.core.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
+from fused_tp.core.availability import AVAILABLE, Availability, has_triton, is_triton_interpreted, unavailable
 from fused_tp.core.dispatch import ScheduleKey
-from fused_tp.core.errors import FusedTPError, RankMismatchError, listed
+from fused_tp.core.errors import FusedTPError, RankMismatchError, join_words
 from fused_tp.core.group import Group, GroupSlot, empty_dict
-from fused_tp.core.store import agree, exchange, made_together
+from fused_tp.core.store import agree_on_availability, create_together, exchange
 
 if TYPE_CHECKING:
     from fused_tp.backends.copy_engine.copy_engine import CopyEngine
@@ -95,7 +95,7 @@ def select_schedule(key: ScheduleKey, group: Group) -> Schedule:
         return LOCAL
     # A repeated call costs one lookup; the code below takes several times as long.
     schedules = _SELECTED[group]
-    call = key, settings.routing()
+    call = key, settings.routing_values()
     selected = schedules.get(call)
     if selected is None:
         if len(schedules) >= _MAX_REMEMBERED:  # reached if sequence lengths keep changing
@@ -109,7 +109,7 @@ def _differing_settings(group: Group) -> str:
 
     With different settings, ranks could wait for each other in different calls, or misread each other's data.
     """
-    mine = {**settings.equal_settings(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
+    mine = {**settings.must_match_values(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
     everyone = exchange(group, "the first call", mine)
     said = []
     for name in mine:
@@ -117,13 +117,13 @@ def _differing_settings(group: Group) -> str:
         for rank, theirs in enumerate(everyone):
             ranks.setdefault(theirs.get(name, "unknown"), []).append(str(rank))
         if len(ranks) > 1:
-            values = listed(f"{value} on rank{'s'[len(of) < 2 :]} {listed(of)}" for value, of in ranks.items())
+            values = join_words(f"{value} on rank{'s'[len(of) < 2 :]} {join_words(of)}" for value, of in ranks.items())
             said.append(f"{name} is {values}")
     return "; ".join(said)
 
 
 def _select(key: ScheduleKey, group: Group) -> Schedule:
-    if _DIFFERING.get(group) != "" and (differing := made_together(_DIFFERING, group, _differing_settings)):
+    if _DIFFERING.get(group) != "" and (differing := create_together(_DIFFERING, group, _differing_settings)):
         del _DIFFERING[group]  # so that the ranks compare again in their next call
         raise RankMismatchError(
             f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differing}."
@@ -176,7 +176,7 @@ def _forced_serves(name: str, key: ScheduleKey, group: Group) -> Availability:
     return SCHEDULES[name].available(group, key.device) if supported and name == "hierarchical" else supported
 
 
-def _choose(key: ScheduleKey, group: Group) -> dispatch.Choice:
+def _choose(key: ScheduleKey, group: Group) -> dispatch.TableChoice:
     """Return the first rule of the table whose schedule supports the call.
 
     With the shipped table, CPU ranks of several hosts use `hierarchical`, because messages between hosts are by far the
@@ -186,7 +186,7 @@ def _choose(key: ScheduleKey, group: Group) -> dispatch.Choice:
     transport = transport_key(group, device)
     may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
     if may_span_hosts and settings.table_path() is None and _forced_serves("hierarchical", key, group):
-        return dispatch.Choice("hierarchical", "CPU ranks of several hosts use the two-level schedule")
+        return dispatch.TableChoice("hierarchical", "CPU ranks of several hosts use the two-level schedule")
 
     def usable(spec: ScheduleSpec) -> Availability:
         supported = spec.supports(key.op, key.dtype)
@@ -218,7 +218,7 @@ def transport_key(group: Group, device: torch.device) -> str:
 
 def choose_by_table(
     key: ScheduleKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
-) -> dispatch.Choice:
+) -> dispatch.TableChoice:
     """Return the first rule of the table whose schedule is usable, with the reasons why earlier rules are not.
 
     Raises:
@@ -226,7 +226,7 @@ def choose_by_table(
     """
     reasons: dict[str, str] = {}
     while True:
-        choice = dispatch.choose(key, size, transport, arch, tuple(reasons))
+        choice = dispatch.choose_schedule(key, size, transport, arch, tuple(reasons))
         if choice.schedule not in SCHEDULES:
             names = ", ".join(SCHEDULES)
             raise ValueError(
@@ -236,7 +236,7 @@ def choose_by_table(
         # Rules are checked one by one and only as needed, because `usable` may be a collective call.
         if found := usable(SCHEDULES[choice.schedule]):
             notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
-            return dispatch.Choice(choice.schedule, choice.rule + notes, choice.chunks)
+            return dispatch.TableChoice(choice.schedule, choice.rule + notes, choice.chunks)
         reasons[choice.schedule] = found.reason
 
 
@@ -248,7 +248,7 @@ def group_arch(group: Group, device: torch.device) -> str:
     Raises:
         CollectiveTimeoutError: a rank did not call within `FUSED_TP_TIMEOUT` seconds.
     """
-    own = dispatch.arch_of(device)
+    own = dispatch.device_arch(device)
     if device.type != "cuda":
         return own
     archs = _ARCHS[group]
@@ -319,11 +319,11 @@ def fused_kernels_on(device: torch.device) -> Availability:
     """True if fused kernels can run on `device`, for any group."""
     if not has_triton():
         return unavailable("Triton is not installed (pip install triton)")
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+    if device.type != "cuda" and not (device.type == "cpu" and is_triton_interpreted()):
         return unavailable(
             f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
         )
-    if device.type == "cuda" and interpreted():
+    if device.type == "cuda" and is_triton_interpreted():
         return unavailable("TRITON_INTERPRET is set, so kernels run on the CPU only")
     try:
         from fused_tp.backends.triton.fused_kernel import FusedKernel
@@ -396,7 +396,7 @@ def _in_symmetric_memory(
     def available(group: Group, device: torch.device) -> Availability:
         if group.size > max_ranks:
             return unavailable(f"a kernel's slots serve up to {max_ranks} ranks, and the group has {group.size}")
-        on_all = agree(group, f"{what} on {device.type}", lambda: on_device(device))
+        on_all = agree_on_availability(group, f"{what} on {device.type}", lambda: on_device(device))
         if not on_all:
             return on_all
         from fused_tp.backends.symmetric_memory.symm_mem import group_memory
@@ -433,7 +433,7 @@ def _two_levels_available(group: Group, device: torch.device) -> Availability:
     reasons = "; ".join(f"{name}: {one.reason}" for name, one in found.items())
     mine = unavailable(f"its ranks have no fast links inside of a host ({reasons})")
     what = f"fast links inside of hosts on {device.type}"
-    return agree(group, what, lambda: AVAILABLE if any(found.values()) else mine)
+    return agree_on_availability(group, what, lambda: AVAILABLE if any(found.values()) else mine)
 
 
 def _name(dtype: torch.dtype) -> str:

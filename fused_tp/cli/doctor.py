@@ -393,7 +393,9 @@ def _settings() -> Iterator[Finding]:
     }
     for setting in settings.SETTINGS:
         value = os.environ.get(setting.name)
-        meaning = f"{'when installing, ' if setting.installing else ''}{setting.meaning} (default: {setting.default})"
+        meaning = (
+            f"{'when installing, ' if setting.is_install_time else ''}{setting.meaning} (default: {setting.default})"
+        )
         if value is None:
             yield Finding(setting.name, f"not set; {meaning}")
             continue
@@ -434,7 +436,7 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
     shared = core is not None and shared_memory_allowed()
     ways = [("cpu", "shm" if shared else "gloo", "cpu")]
     if torch.cuda.is_available():
-        ways.append(("cuda", "nccl", dispatch.arch_of(torch.device("cuda", torch.cuda.current_device()))))
+        ways.append(("cuda", "nccl", dispatch.device_arch(torch.device("cuda", torch.cuda.current_device()))))
     for device, transport, arch in ways:
         for op, tensors in _OPS.items():
             try:

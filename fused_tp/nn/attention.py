@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fused_tp.attention.layout import check_layout, local_length
-from fused_tp.core.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
+from fused_tp.core.group import SINGLE_GROUP_NAME, GroupLike, group_identity, resolve_group
 from fused_tp.nn.kv_cache import ContextCache, KVCache, PagedContextKVCache
 from fused_tp.nn.linear import (
     ColumnParallelLinear,
@@ -424,7 +424,7 @@ class ParallelAttention(nn.Module):
             return seen + sequence_positions(total, cu_seqlens=call.cu_seqlens, within_documents=within, **how)
         if call.cu_seqlens is not None:
             bounds = on_host("cu_seqlens", call.cu_seqlens)
-            return SEQUENCE_POSITIONS.named(bounds, q.shape[1], "contiguous", True, SINGLE_NAME).to(q.device)
+            return SEQUENCE_POSITIONS.named(bounds, q.shape[1], "contiguous", True, SINGLE_GROUP_NAME).to(q.device)
         if call.context is not None:
             return call.context.positions(q.shape[1], call.new_lengths).to(q.device)
         return torch.arange(seen, seen + q.shape[1], device=q.device)

@@ -12,7 +12,7 @@ that gradients are finite. Both detect steps that would silently go wrong on a s
 | gradients of plain shards were reduced or clipped like full gradients   | ValueError                                |
 | with a gradient scaler, one rank's gradients are not finite             | all ranks of the model skip the step      |
 
-The last check always runs. The others run at the steps of each optimizer that `fused_tp.core.checks.is_due` selects.
+The last check always runs. The others run at the steps that `fused_tp.core.checks.is_check_due` selects.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.core.checks import FIRST_CALLS, is_due
-from fused_tp.core.errors import RankMismatchError, listed
+from fused_tp.core.checks import FIRST_CALLS, is_check_due
+from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.core.group import resolve_group
 from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
@@ -134,7 +134,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if seen is None:
         seen = _optimizers[optimizer] = _OptimizerSteps()
     seen.steps += 1
-    if is_due(seen.steps):
+    if is_check_due(seen.steps):
         _check(optimizer, seen)
     for model, index in list(seen.indices.items()):
         getattr(model, _STEPS)[index] += 1
@@ -173,8 +173,9 @@ def _refuse_copies(optimizer: Optimizer, shardings: Mapping[int, ShardedLayout])
         ours = sorted(set(mesh.mesh.flatten().tolist()) & set(get_process_group_ranks(group)))
         if len(ours) > 1:
             raise ValueError(
-                f"{type(optimizer).__name__} sends updated parameters between global ranks {listed(map(str, ours))}, "
-                "which hold different shards with parameters='plain'. Pass it the data parallel ranks only: "
+                f"{type(optimizer).__name__} sends updated parameters between global ranks "
+                f"{join_words(map(str, ours))}, which hold different shards with parameters='plain'. Pass it the data "
+                "parallel ranks only: "
                 "process_group=mesh['dp'].get_group()."
             )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.core.group import ALONE, check_mesh_order, group_identity
+from fused_tp.core.group import SINGLE_GROUP_IDENTITY, check_mesh_order, group_identity
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     OutAndLseKeywords,
@@ -108,7 +108,7 @@ def context_parallel_attention(
         k,
         v,
         arguments_of("context_parallel_attention", keywords),
-        *(ALONE if dim is None else group_identity(mesh.get_group(dim)) for dim in (inner, ring)),
+        *(SINGLE_GROUP_IDENTITY if dim is None else group_identity(mesh.get_group(dim)) for dim in (inner, ring)),
         # If the ring is the last dim, its ranks are adjacent in mesh order, and ranks that shard heads are strided.
         strided=inner is not None and ring is not None and ring > inner,
         return_lse=return_lse,

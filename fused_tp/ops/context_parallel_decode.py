@@ -24,8 +24,8 @@ from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
 from fused_tp.attention.spec import CHECKED, Scores
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
-from fused_tp.core.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
-from fused_tp.core.pending import accumulate_dtype, check_equal, checksum
+from fused_tp.core.group import SINGLE_GROUP_NAME, GroupLike, group_by_name, group_identity
+from fused_tp.core.pending import accumulate_dtype, check_equal_checksums, checksum
 from fused_tp.ops.arguments import autocast_dtype, cast, check_bool, check_int, check_integers
 from fused_tp.ops.attention_arguments import (
     SCORE_KEYWORDS,
@@ -199,7 +199,7 @@ def decode(args: DecodeArguments, *, alone: bool = False) -> tuple[Tensor, Tenso
     if getattr(args.q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
         _check_capture(args.cache_seqlens, args.page_table)
     if alone:
-        out, lse = CONTEXT_PARALLEL_DECODE.named(*_checked(args, 1)._replace(group=SINGLE_NAME))
+        out, lse = CONTEXT_PARALLEL_DECODE.named(*_checked(args, 1)._replace(group=SINGLE_GROUP_NAME))
     else:
         out, lse = CONTEXT_PARALLEL_DECODE(*args)
     return out, lse
@@ -327,8 +327,8 @@ def _gather_partial(mine: Tensor, description: str, tokens: int, schedule: Sched
     if mine.device.type == "cpu" or settings.check_ranks():  # on a GPU, reading the checksums synchronizes the host
         of_descriptions, of_tokens = everyone[:, :CHECKSUMS].T.tolist()
         did = "call context_parallel_decode with different lengths or keywords"
-        check_equal(of_descriptions, did, f"; rank {rank} passed {description}. Pass the same on all ranks.")
-        check_equal(
+        check_equal_checksums(of_descriptions, did, f"; rank {rank} passed {description}. Pass the same on all ranks.")
+        check_equal_checksums(
             of_tokens,
             "continue the same sequences with different tokens",
             ". All ranks must sample the same tokens: call torch.manual_seed(seed) with the same seed on all ranks "

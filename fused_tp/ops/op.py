@@ -33,9 +33,9 @@ from fused_tp.backends.local import LOCAL
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings, tracing
 from fused_tp.core.dispatch import ScheduleKey as ScheduleKey
-from fused_tp.core.group import GroupName, GroupSlot, empty_dict, group_by_name, group_identity, known_group
-from fused_tp.core.subclass import result_kind
-from fused_tp.core.tracing import op_span, recording
+from fused_tp.core.group import GroupName, GroupSlot, cached_group, empty_dict, group_by_name, group_identity
+from fused_tp.core.subclass import result_type
+from fused_tp.core.tracing import is_recording, op_span
 from fused_tp.ops.counting import count_by_modes, count_collectives
 from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.ops.split_backward import apply_split, is_split
@@ -46,8 +46,8 @@ AnyGroup: TypeAlias = Any
 
 _PLAIN = frozenset({Tensor, Parameter})
 # Module-level bindings of functions and settings that every call reads, to save attribute lookups.
-_SCHEDULE, _SHM, _TABLE = settings.ROUTING
-_setting, _NVTX = settings.RAW.get, tracing.NVTX
+_SCHEDULE, _SHM, _TABLE = settings.ROUTING_KEYS
+_setting, _NVTX = settings.RAW_ENVIRON.get, tracing.NVTX_KEY
 _in_dispatch_mode = torch._C._len_torch_dispatch_stack
 _in_autocast = torch._C._is_any_autocast_enabled
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -192,11 +192,11 @@ class Op(Generic[A]):
             or _in_dispatch_mode()
             or _in_autocast()
             or _profiler._is_profiler_enabled
-            or tracing.TOOL
+            or tracing.HAS_NVTX_TOOL
             or _setting(_NVTX)
             or forward_ad._current_level >= 0
             or _in_functorch()
-            or (group := known_group(values[-1])) is None
+            or (group := cached_group(values[-1])) is None
         ):
             return self._call(values)
         given: Sequence[Any] = values[:-1]
@@ -282,7 +282,7 @@ class Op(Generic[A]):
             own = []
             for one in several:
                 if isinstance(one, Tensor) and type(one) not in _PLAIN:
-                    result = result_kind(type(one))
+                    result = result_type(type(one))
                     if result is None:
                         return self._call(values)
                     found = result if found is Tensor or issubclass(result, found) else found
@@ -336,7 +336,7 @@ class Op(Generic[A]):
             self._remember(key, values, args, schedule)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(given))
         run = self._with_grad if needs_grad else self._run
-        if not recording():
+        if not is_recording():
             return run(schedule, args)
         shown: AbstractContextManager[object] = nullcontext()
         if _profiler._is_profiler_enabled:  # this path bypasses torch's dispatcher, which would record the op
@@ -391,7 +391,7 @@ class Op(Generic[A]):
         """Run the op when torch's dispatcher calls it."""
         args = self.pack((*values[:-1], GroupName(values[-1])))
         schedule = self.select(args)
-        if not recording():
+        if not is_recording():
             return self._run(schedule, args)
         with self._range(schedule, args):
             return self._run(schedule, args)
@@ -482,7 +482,7 @@ class Op(Generic[A]):
         grads = tuple(map(_resolved, grads))
         if self.once and torch.is_grad_enabled() and (self._non_differentiable or group_by_name(ctx.args[-1]).size > 1):
             raise self._differentiated_twice()
-        if not recording() or _in_dispatch_mode():
+        if not is_recording() or _in_dispatch_mode():
             return half(saved, *grads)
         with op_span(ctx.args[-1], f"{self.name} backward", grads):
             return half(saved, *grads)

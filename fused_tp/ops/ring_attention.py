@@ -15,7 +15,7 @@ from fused_tp.attention.ring_plan import RingPlan, ring_plan
 from fused_tp.attention.spec import AttentionArguments, Scores
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
-from fused_tp.core.group import SINGLE_NAME, Group, GroupLike, group_by_name, group_identity
+from fused_tp.core.group import SINGLE_GROUP_NAME, Group, GroupLike, group_by_name, group_identity
 from fused_tp.core.pending import accumulate_dtype, checksum
 from fused_tp.core.tracing import span
 from fused_tp.ops.arguments import autocast_dtype, check_bool
@@ -134,7 +134,7 @@ def attention_over(
     arguments, out = arguments_of(OP, keywords, first_head=first_head), q
     if alone:
         q, k, v, arguments = checked_call(q, k, v, arguments, 1, 0)
-        out, _ = RING_ATTENTION.named(q, k, v, *arguments, SINGLE_NAME)
+        out, _ = RING_ATTENTION.named(q, k, v, *arguments, SINGLE_GROUP_NAME)
     else:
         out, _ = RING_ATTENTION(q, k, v, *arguments, group)
     return out
@@ -207,7 +207,7 @@ def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
 # bytes per token and step, and every batch of documents needs another plan.
 _calls: dict[Any, tuple[RingCall, str]] = {}
 _MOST_CALLS = 16
-_setting = settings.RAW.get
+_setting = settings.RAW_ENVIRON.get
 _FORCED, _TABLE, _NARROW = settings.forced_attention.key, settings.table_path.key, settings.narrow_gradients.key
 
 

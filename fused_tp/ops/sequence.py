@@ -16,7 +16,7 @@ from fused_tp.core import settings
 from fused_tp.core.errors import RankMismatchError
 from fused_tp.core.group import GroupLike, group_by_name, group_identity
 from fused_tp.core.partition import SymInt
-from fused_tp.core.pending import check_equal, checksum
+from fused_tp.core.pending import check_equal_checksums, checksum
 from fused_tp.ops.arguments import any_dim, check_bool, check_int, check_local, resized
 from fused_tp.ops.attention_arguments import on_host, total_length
 from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
@@ -264,7 +264,7 @@ def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
             "call unshard_sequence (or the backward of shard_sequence) with different shapes, dtypes, layouts or "
             "cu_seqlens"
         )
-        check_equal(found, did, f"; rank {group.rank} passed {description}. Pass the same on all ranks.")
+        check_equal_checksums(found, did, f"; rank {group.rank} passed {description}. Pass the same on all ranks.")
     whole = out.movedim(dim, 0)
     for rank, tokens in enumerate(held):
         start = rank * rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.spec import AttentionArguments
-from fused_tp.core.group import ALONE, GroupIdentity, GroupLike, group_identity
+from fused_tp.core.group import SINGLE_GROUP_IDENTITY, GroupIdentity, GroupLike, group_identity
 from fused_tp.ops.all_to_all import (
     HEADS_TO_SEQUENCE,
     OP,
@@ -104,7 +104,7 @@ def ulysses_attention(
     Transformer Models", arXiv:2309.14509.
     """
     arguments = arguments_of(OP, keywords)
-    return attention_by_heads(q, k, v, arguments, group_identity(group), ALONE, return_lse=return_lse)
+    return attention_by_heads(q, k, v, arguments, group_identity(group), SINGLE_GROUP_IDENTITY, return_lse=return_lse)
 
 
 def attention_of_heads_over(
@@ -115,7 +115,7 @@ def attention_of_heads_over(
     Heads are sharded over `inner`; `ring` is the group of the ring, None for no ring.
     """
     arguments = arguments_of(OP, keywords, first_head=first_head)
-    outer = ALONE if ring is None else group_identity(ring)
+    outer = SINGLE_GROUP_IDENTITY if ring is None else group_identity(ring)
     out = attention_by_heads(q, k, v, arguments, group_identity(inner), outer, return_lse=False)
     assert isinstance(out, Tensor)
     return out

@@ -128,7 +128,7 @@ def verify(
                     raise
                 # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
                 patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
-                with settings.environment(patience):
+                with settings.override_environment(patience):
                     looks = exchange(described, f"check of {op} on {schedule}", mine)
                 uneven |= schedule == "plain" and any(look["uneven"] for look in looks)
                 problem = problem or _problem(looks, op in EVERYWHERE, uneven)
@@ -170,7 +170,7 @@ def _examined(
     """Check one example on this rank. A wrong result does not end the check: peers continue with their calls."""
     look: dict[str, Any] = {"unusable": "", "wrong": "", "uneven": "", "bits": []}
     try:
-        with settings.environment({"FUSED_TP_SCHEDULE": schedule}):
+        with settings.override_environment({"FUSED_TP_SCHEDULE": schedule}):
             first = [_outcome(example, one, group) for one in sets]
             for found, one in zip(first, sets, strict=True):
                 look["wrong"] = look["wrong"] or difference(found, one.wanted)

@@ -13,7 +13,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
 from fused_tp.core.group import GroupLike, group_by_name, group_identity
 from fused_tp.core.partition import SymInt, shard_range
-from fused_tp.core.pending import accumulate_dtype, check_equal, checksum
+from fused_tp.core.pending import accumulate_dtype, check_equal_checksums, checksum
 from fused_tp.ops.arguments import (
     check_device,
     check_int,
@@ -153,8 +153,8 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     if checked:
         of_words, of_targets = everyone[:, -1, :2].T.tolist()
         did, all_alike = "call vocab_parallel_cross_entropy with different", "Pass the same on all ranks."
-        check_equal(of_words, f"{did} keywords", f"; rank {known.rank} passed {words}. {all_alike}")
-        check_equal(of_targets, f"{did} targets", f", of shape {tuple(target.shape)}. {all_alike}")
+        check_equal_checksums(of_words, f"{did} keywords", f"; rank {known.rank} passed {words}. {all_alike}")
+        check_equal_checksums(of_targets, f"{did} targets", f", of shape {tuple(target.shape)}. {all_alike}")
     maximum, exp_sum, target_logit, logit_sum = everyone[:, :-1].unbind(-1)
     top = maximum.amax(0)
     # exp(-inf - -inf) would be NaN: the logits of a rank, or of all ranks, may all be -inf.

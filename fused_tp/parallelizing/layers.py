@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.core.group import GroupLike
-from fused_tp.core.subclass import why_not_plain
+from fused_tp.core.subclass import reason_not_plain
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.linear import check_parts, features_of, is_conv1d
 from fused_tp.nn.norm import replicate_own
@@ -92,7 +92,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                     f"parameter {f'{name}.{key}'!r} is a DTensor already. Call parallelize on the unsharded model, "
                     "before fully_shard or any other sharding."
                 )
-            if ranks > 1 and (why := why_not_plain(type(parameter))) is not None:
+            if ranks > 1 and (why := reason_not_plain(type(parameter))) is not None:
                 raise ValueError(
                     f"{_path(name, key)!r} cannot be converted to a DTensor: {why}. Call parallelize before "
                     "the model is quantized or its parameters are wrapped."

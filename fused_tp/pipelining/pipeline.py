@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from fused_tp.core.checks import is_due
+from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import resolve_group
 from fused_tp.core.partition import shard_range
@@ -489,7 +489,7 @@ class Pipeline:
         """Raise RankMismatchError if optimizers stepped the stages a different number of times. Each stage reports its
         most-stepped optimizer: the split of parameters over several optimizers differs between stages."""
         self._calls += 1
-        if not is_due(self._calls) or self._pp_mesh.size() == 1:
+        if not is_check_due(self._calls) or self._pp_mesh.size() == 1:
             return
         steps = max((number for stage in self.stages.values() for number in steps_of(stage.model)), default=0)
         found = of_all_ranks([self._pp_mesh], "optimizer steps", steps)

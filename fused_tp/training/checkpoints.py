@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from fused_tp.core.errors import FusedTPError, listed
+from fused_tp.core.errors import FusedTPError, join_words
 from fused_tp.core.group import resolve_group
 from fused_tp.core.pending import start_thread
 from fused_tp.core.store import exchange
@@ -261,7 +261,7 @@ class CheckpointManager:
 
     def _remove_unfinished(self, folder: Path, ranks: list[_RankState]) -> None:
         if len(steps := {one.step for one in ranks}) > 1:
-            raise ValueError(f"all ranks must save the same step, got {listed(map(str, sorted(steps)))}.")
+            raise ValueError(f"all ranks must save the same step, got {join_words(map(str, sorted(steps)))}.")
         shutil.rmtree(folder, ignore_errors=True)
 
     def _own_checksums(self, folder: Path) -> dict[str, int | None]:
@@ -371,7 +371,9 @@ class CheckpointManager:
                 raise ValueError(_damaged_message(folder / name, "it is missing, or its checksum differs"))
         given = {"scheduler": self._scheduler, "data": self._data, "extra": self._extra}
         if lacks := [name for name, one in given.items() if one is not None and common[name] is None]:
-            raise ValueError(f"{folder} was saved without {listed(lacks)}; omit it from the CheckpointManager, too.")
+            raise ValueError(
+                f"{folder} was saved without {join_words(lacks)}; omit it from the CheckpointManager, too."
+            )
         if self._data is not None:
             self._data.check_state(common["data"])
         metadata = self._reader(folder).read_metadata()
@@ -504,7 +506,8 @@ class CheckpointManager:
             probe.unlink(missing_ok=True)
         if blind:
             raise ValueError(
-                f"rank{'s' if len(blind) > 1 else ''} {listed(blind)} of {self._size} cannot see a file that rank 0 "
+                f"rank{'s' if len(blind) > 1 else ''} {join_words(blind)} of {self._size} cannot see a file that rank "
+                "0 "
                 f"created in its folder; the folder of this rank {self._rank} is {self.folder}. Pass the same folder "
                 "on all ranks, on a shared file system."
             )

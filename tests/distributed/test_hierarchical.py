@@ -29,7 +29,7 @@ from fused_tp.backends.shared_memory import shm
 from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, resolve_group
-from fused_tp.core.store import made_together
+from fused_tp.core.store import create_together
 from fused_tp.ops import collectives
 from tests.beside import beside
 from tests.distributed.schedule_cases import every_method, movements, same_sum
@@ -264,7 +264,7 @@ def memory_that_rank_3_does_not_join() -> tuple[str, str, float]:
     """The group's name, and its error if rank 3 does not join the shared memory of rank 2's host."""
     with on_hosts("aabb", FUSED_TP_TIMEOUT="1") as group:
         described = resolve_group(group)
-        assert made_together(registry._DIFFERING, described, registry._differing_settings) == ""
+        assert create_together(registry._DIFFERING, described, registry._differing_settings) == ""
         assert isinstance(hosts_module.hosts_of(described), hosts_module.Hosts)
         begun = time.monotonic()
         if dist.get_rank() == 3:

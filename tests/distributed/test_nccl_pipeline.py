@@ -160,11 +160,11 @@ def lost_in_a_graph(group: Any) -> str:
         knobs.cuda_double_replay(graph, stream.handle)
         transport._on_peer_lost(1)
         deadline = time.monotonic() + 10
-        while transport.broken is None and time.monotonic() < deadline:
+        while transport.fatal_error is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert driver.synchronize(0, stream.handle, 10)
     dist.barrier(group)
-    return str(transport.broken or "")
+    return str(transport.fatal_error or "")
 
 
 def peers_that_end(group: Any) -> tuple[Any, ...]:

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_tp
 from fused_tp.backends.shared_memory.shm import shm_transport
 from fused_tp.core.errors import FusedTPError
-from fused_tp.core.group import _slots, resolve_group
-from fused_tp.core.settings import environment
+from fused_tp.core.group import _group_slots, resolve_group
+from fused_tp.core.settings import override_environment
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
 from tests.late import interrupted_after
@@ -147,10 +147,10 @@ def test_a_group_that_was_destroyed_is_not_used_again(group: Any) -> None:
 @on_ranks(2, run=run_fresh)
 def test_a_group_whose_first_call_was_refused_is_dropped(group: Any) -> None:
     with own_group(ranks_of(group)) as own:
-        with environment({"FUSED_TP_TIMEOUT": "soon"}), pytest.raises(ValueError, match="FUSED_TP_TIMEOUT"):
+        with override_environment({"FUSED_TP_TIMEOUT": "soon"}), pytest.raises(ValueError, match="FUSED_TP_TIMEOUT"):
             fused_tp.all_reduce(torch.ones(2), group=own)
         known = resolve_group(own)
-    assert not any(known in slot for slot in _slots)
+    assert not any(known in slot for slot in _group_slots)
 
 
 def results_are_the_callers(group: Any, tag: str) -> None:
@@ -305,7 +305,7 @@ def documents_in_turn(group: Any) -> None:
     ]
 
     def run(how: dict[str, Any], env: dict[str, str]) -> Tensor:
-        with environment(env):
+        with override_environment(env):
             return fused_tp.ring_attention(q, k, v, group=group, **how)
 
     fresh = []

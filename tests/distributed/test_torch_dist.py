@@ -20,7 +20,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.backends.messages.torch_dist import TorchDist, torch_dist
 from fused_tp.core.errors import FusedTPError, PeerLostError
-from fused_tp.core.gloo import close_connections, closed_peers, on_host
+from fused_tp.core.gloo import close_connections, closed_peers, copy_to_host
 from fused_tp.core.group import resolve_group
 from tests.beside import beside
 from tests.workers import Outcome, fresh_ranks, run_ranks
@@ -43,7 +43,7 @@ class LateWork:
 def end_after_a_slice(group: Any) -> None:
     transport = TorchDist(resolve_group(group), "cpu")
     transport._start("late", LateWork).wait()
-    assert transport.broken is None
+    assert transport.fatal_error is None
     with pytest.raises(FusedTPError, match=r"late .* failed: its own error"):
         transport._start("late", lambda: LateWork("its own error")).wait()
 
@@ -141,11 +141,11 @@ def ring_by_way_of_the_host(group: Any, by_host: bool) -> list[Tensor]:
 
     def note(x: Tensor) -> Tensor:
         moved.append(x)
-        return on_host(x)
+        return copy_to_host(x)
 
     with (
         mock.patch.object(transport, "_by_host", by_host),
-        mock.patch("fused_tp.backends.messages.torch_dist.on_host", note),
+        mock.patch("fused_tp.backends.messages.torch_dist.copy_to_host", note),
         mock.patch.dict("os.environ", {"FUSED_TP_SCHEDULE": "pipelined"}),
     ):
         out = fused_tp.ring_attention(q, k, v, group=group, causal=True)

@@ -43,7 +43,7 @@ def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.
     def chosen(op: str, dtype: torch.dtype, rows: int, world_size: int = 2, transport: str = "shm") -> str:
         k, n = (1024, None) if op == "all_gather_matmul" else (None, 1024)
         key = dispatch.ScheduleKey(op, dtype, torch.device("cpu"), rows, k, n)
-        return dispatch.choose(key, world_size, transport, "cpu").schedule
+        return dispatch.choose_schedule(key, world_size, transport, "cpu").schedule
 
     assert chosen("matmul_all_reduce", torch.float32, 4) == "plain"  # 16 KiB
     assert chosen("matmul_all_reduce", torch.float32, 15) == "plain"  # below the geometric mean of 16 and 256 KiB
@@ -130,7 +130,7 @@ def test_the_kernels_of_attention_go_into_the_table(tmp_path: Path, monkeypatch:
         {"kernel": "torch-cpu", **scope},
     ]
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
-    chosen = {dim: dispatch.attention_kernel(torch.float32, dim, backward=True) for dim in (64, 90, 91, 128)}
+    chosen = {dim: dispatch.choose_attention_kernel(torch.float32, dim, backward=True) for dim in (64, 90, 91, 128)}
     assert chosen == {64: "native-cpu", 90: "native-cpu", 91: "torch-cpu", 128: "torch-cpu"}
     before = path.read_bytes()
     tune.tune(path, 2, say=said.append)

@@ -56,7 +56,7 @@ def test_a_setting_is_what_was_looked_up(monkeypatch: pytest.MonkeyPatch) -> Non
     one text under the other."""
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "plain")
     with monkeypatch.context() as patched:
-        patched.setattr(settings, "RAW", {settings.forced_schedule.key: os.environ.encodevalue("pipelined")})
+        patched.setattr(settings, "RAW_ENVIRON", {settings.forced_schedule.key: os.environ.encodevalue("pipelined")})
         assert settings.forced_schedule() == "pipelined"
     assert settings.forced_schedule() == "plain"
 
@@ -79,7 +79,9 @@ def test_sum_is_in_rank_order_and_rounded_once() -> None:
 
 
 def choose(op: str, m: int, k: int | None, n: int | None) -> str:
-    return dispatch.choose(ScheduleKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu").schedule
+    return dispatch.choose_schedule(
+        ScheduleKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu"
+    ).schedule
 
 
 def test_small_calls_run_plain_collectives_and_large_ones_overlap() -> None:
@@ -105,7 +107,7 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     def ask(m: int, dtype: torch.dtype, world_size: int, *without: str) -> str:
         key = ScheduleKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
-        choice = dispatch.choose(key, world_size, "gloo", "cpu", without)
+        choice = dispatch.choose_schedule(key, world_size, "gloo", "cpu", without)
         assert choice.chunks == (3 if choice.schedule == "nccl_pipeline" else None)
         return choice.schedule
 

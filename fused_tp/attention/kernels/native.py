@@ -68,7 +68,7 @@ class NativeCpu(AttentionKernel):
         (AMX).
         """
         head_dim = max(query.head_dim, query.v_head_dim)
-        measured = dispatch.attention_kernel(query.dtype, head_dim, query.backward)
+        measured = dispatch.choose_attention_kernel(query.dtype, head_dim, query.backward)
         if measured is not None:
             return "" if measured == self.name else "torch's kernels are faster here by the dispatch table"
         tiles: bool = query.dtype == torch.bfloat16 and _core.has_matrix_tiles()

@@ -29,7 +29,7 @@ from fused_tp.backends.messages.plain import Plain, gather_blocks
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work, rank_offsets
 from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
 from fused_tp.core.partition import shard_range, shard_sizes
-from fused_tp.core.pending import After, Pending
+from fused_tp.core.pending import Pending, PendingCall
 from fused_tp.core.tracing import span
 
 # smallest chunk of an all-reduce; for smaller ones, flags and events cost more than overlap saves
@@ -77,7 +77,7 @@ class CopyEngineSchedule(KernelSchedule):
                 out.record_stream(stream)
             return out
 
-        return After(finish)
+        return PendingCall(finish)
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
 

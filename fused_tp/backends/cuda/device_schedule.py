@@ -23,7 +23,7 @@ from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core import settings
-from fused_tp.core.pending import Done, Pending
+from fused_tp.core.pending import Pending, PendingValue
 from fused_tp.core.tracing import span
 
 
@@ -52,7 +52,7 @@ class DeviceSchedule(KernelSchedule):
         # Not on a side stream during capture: ops on two streams of a graph are unordered, so both could use the
         # workspace at the same time.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return Done(self._gathered(x_shard, dim_shards))
+            return PendingValue(self._gathered(x_shard, dim_shards))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards, overlapped=True))
 
     def _all_reduced(self, partial: Tensor) -> Tensor:

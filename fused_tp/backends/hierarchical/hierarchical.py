@@ -33,7 +33,7 @@ from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
 from fused_tp.core import tracing
 from fused_tp.core.partition import shard_range
-from fused_tp.core.pending import After, Pending, sum_in_rank_order
+from fused_tp.core.pending import Pending, PendingCall, sum_in_rank_order
 
 # Sums of at least twice this size are split into chunks: one crosses the network while the next one is computed.
 CHUNK_BYTES = 2 << 20
@@ -87,7 +87,7 @@ class Hierarchical(Schedule):
                     by_host = inside.all_gather(shards, gather_dim=gather_dim + 1, gather_size=None).wait()
             return by_host.movedim(0, gather_dim).reshape(shape)
 
-        return After(finish)
+        return PendingCall(finish)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         length = partial.shape[scatter_dim]

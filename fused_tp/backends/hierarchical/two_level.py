@@ -23,11 +23,11 @@ from torch.distributed.distributed_c10d import _process_group_name, _world
 from fused_tp.backends.shared_memory.shm import known_shm_transport
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
-from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, listed
-from fused_tp.core.failure import REASON_SECONDS, GroupCalls, StartedCall, calls_of, first_failure
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, join_words
+from fused_tp.core.failure import ROOT_CAUSE_SECONDS, GroupCalls, StartedCall, first_failure, group_transports
 from fused_tp.core.gloo import closed_peers
 from fused_tp.core.group import Group, GroupSlot, resolve_group
-from fused_tp.core.store import exchange, made_together, publish_failure
+from fused_tp.core.store import create_together, exchange, publish_failure
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ def hosts_of(group: Group) -> Hosts | Availability:
     Raises:
         CollectiveTimeoutError: a rank did not call, or was absent when the subgroups were created.
     """
-    return made_together(_HOSTS, group, _find)
+    return create_together(_HOSTS, group, _find)
 
 
 def _find(group: Group) -> Hosts | Availability:
@@ -145,7 +145,7 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
                     _world.group_count = counted
                 raise
             if ranks == own:
-                group.owned.append(process_group)
+                group.owned_groups.append(process_group)
                 made.append(resolve_group(process_group))
     return made[0], made[1]
 
@@ -211,7 +211,7 @@ class TwoLevelGroup:
         self._hosts = hosts
         self._flat = flat
         self._left = False
-        flat.also_depart = self._leave
+        flat.depart_dependents = self._leave
 
     def call(self, op: str) -> LevelScope:
         """Begin a call; the returned scope must be entered around the call, or around each part of it.
@@ -220,10 +220,12 @@ class TwoLevelGroup:
             FusedTPError: an earlier call has failed.
         """
         flat = self._flat
-        if flat.broken is None:
+        if flat.fatal_error is None:
             # Asynchronous work reports errors late, so a subgroup may be broken before a call of the group has failed.
-            flat.broken = next((self._of_group(one.broken) for one in self._calls() if one.broken is not None), None)
-        if flat.broken is not None:
+            flat.fatal_error = next(
+                (self._of_group(one.fatal_error) for one in self._calls() if one.fatal_error is not None), None
+            )
+        if flat.fatal_error is not None:
             self._leave()
         return LevelScope(self, flat.begin(op), self.started())
 
@@ -237,14 +239,14 @@ class TwoLevelGroup:
         except FusedTPError:  # a call inside raised it, and has notified the peers
             raise
         except BaseException as error:
-            if flat.broken is None and (before is None or self._all_started() != before):
+            if flat.fatal_error is None and (before is None or self._all_started() != before):
                 flat.abort_midway(call, error)
             raise
 
     def abort(self, call: StartedCall, error: BaseException) -> BaseException:
         """Make the group unusable because of `error` on one level, notify peers, and return the error to raise."""
         flat = self._flat
-        if flat.broken is not None:
+        if flat.fatal_error is not None:
             return error
         if not isinstance(error, FusedTPError):
             flat.abort_midway(call, error)  # not caused by a peer
@@ -253,11 +255,11 @@ class TwoLevelGroup:
         if isinstance(error, PeerLostError):
             return flat.abort_peer_lost(call, cause=cause)
         late = isinstance(error, CollectiveTimeoutError)
-        by_itself = late and time.perf_counter() - call.started > 0.9 * settings.timeout_seconds()
+        by_itself = late and time.perf_counter() - call.start_time > 0.9 * settings.timeout_seconds()
         try:
-            flat.post_status(call, failed=True)
+            flat.post_status(call, has_failed=True)
             # The cause may be a failed peer, which has published its error before it left.
-            if first_failure(flat.statuses_within(0.0 if by_itself else REASON_SECONDS)) is not None:
+            if first_failure(flat.read_statuses_within(0.0 if by_itself else ROOT_CAUSE_SECONDS)) is not None:
                 return flat.abort_following_peer(call)
         except BaseException:  # most likely Ctrl-C; leave, so that peers do not wait for this rank
             self._leave()
@@ -287,7 +289,7 @@ class TwoLevelGroup:
             level.abort_because("the group that contains it was aborted")
 
     def _calls(self) -> list[GroupCalls]:
-        return [*calls_of(self._hosts.inside), *calls_of(self._hosts.across)]
+        return [*group_transports(self._hosts.inside), *group_transports(self._hosts.across)]
 
     def _of_group(self, error: FusedTPError) -> FusedTPError:
         # Errors of shared memory do not name their group; they stem from the subgroup inside the host.
@@ -333,8 +335,8 @@ def error_of_group(error: FusedTPError, level: Group, group: Group) -> FusedTPEr
     """Convert an error of the subgroup `level` to an error of `group`."""
     ranks = [group.ranks.index(rank) for rank in level.ranks]
     if error.group:
-        return error.in_ranks_of(group.name, group.size, ranks)
+        return error.in_parent_group(group.name, group.size, ranks)
     # Errors without a group: kernels set the field `missing`, and native shared memory names ranks in its message.
-    sentence = f"{{reason}} (Its ranks are ranks {listed(map(str, ranks))} of group {{group!r}}.)"
+    sentence = f"{{reason}} (Its ranks are ranks {join_words(map(str, ranks))} of group {{group!r}}.)"
     missing = {ranks[rank]: heard for rank, heard in error.missing.items()}
     return type(error)(sentence, group=group.name, rank=group.rank, size=group.size, missing=missing, reason=str(error))

@@ -13,7 +13,7 @@ from fused_tp.backends.gemm import Product, sum_of_products
 from fused_tp.backends.grouped import GroupedProduct
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import DimShards, RowSchedule, Work
-from fused_tp.core.pending import After, Pending
+from fused_tp.core.pending import Pending, PendingCall
 
 
 class Plain(RowSchedule):
@@ -116,4 +116,4 @@ def gather_blocks(x_shard: Tensor, dim_shards: DimShards, move: Callable[[Tensor
         blocks = gathered.view(len(sizes), -1)
         return dim_shards.joined([block[: per_index * size] for block, size in zip(blocks, sizes, strict=True)])
 
-    return After(finish)
+    return PendingCall(finish)

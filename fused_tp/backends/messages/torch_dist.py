@@ -21,24 +21,24 @@ from fused_tp.core import settings, tracing
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.core.failure import PEER_POLL_SECONDS, GroupCalls, StartedCall
 from fused_tp.core.gloo import (
-    AT_ONCE,
-    Messages,
+    IMMEDIATE_TIMEOUT,
+    PendingMessages,
     close_connections,
     closed_peers,
-    from_host,
+    copy_from_host,
+    copy_to_host,
     host_buffer,
-    on_host,
-    outlive,
+    keep_alive_if_pending,
 )
 from fused_tp.core.group import Group, GroupSlot, on_destroy
 from fused_tp.core.pending import (
-    After,
-    Done,
     Pending,
+    PendingCall,
+    PendingValue,
     all_gather_single,
+    pending_output,
     reduce_scatter_single,
     sum_in_rank_order,
-    when,
 )
 
 # Up to this many bytes per rank an all-reduce sends every term to all ranks (one step); above it is a reduce-scatter
@@ -79,17 +79,17 @@ class TorchDist(GroupCalls):
             work = launch()
         except RuntimeError as error:
             raise self._failure(call, error) from error
-        if self.backend == "gloo" and not isinstance(work, Messages):
+        if self.backend == "gloo" and not isinstance(work, PendingMessages):
             self._collectives = [earlier for earlier in self._collectives if not earlier.is_completed()]
             self._collectives.append(work)
-        return After(lambda: self._wait(call, work))
+        return PendingCall(lambda: self._wait(call, work))
 
     def _wait(self, call: StartedCall, work: Any) -> None:
-        if self.broken is not None:  # the failure of another transfer has aborted this one
-            raise self.unusable()
+        if self.fatal_error is not None:  # the failure of another transfer has aborted this one
+            raise self.unusable_error()
         deadline = time.perf_counter() + settings.timeout_seconds()
         try:
-            with tracing.waiting(call.op):
+            with tracing.wait_span(call.op):
                 for one in work if isinstance(work, list) else [work]:
                     # NCCL's wait only orders streams, but with a timeout it would block the host. Its watchdog enforces
                     # the deadline.
@@ -129,8 +129,8 @@ class TorchDist(GroupCalls):
         left after it finished its part of a collective, in which other ranks still work. So for a collective this is
         true only if all remaining ranks have started it, and have had time to exchange their data.
         """
-        if isinstance(work, Messages):
-            return gone.get(-1 if work.peer is None else work.peer, 0.0) > _GONE_SECONDS
+        if isinstance(work, PendingMessages):
+            return gone.get(-1 if work.awaited_peer is None else work.awaited_peer, 0.0) > _GONE_SECONDS
         # no peer has left, or data sent before it left may still arrive
         if min(gone.values(), default=0.0) <= _GONE_SECONDS:
             return False
@@ -144,8 +144,8 @@ class TorchDist(GroupCalls):
 
     def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         """Abort because of `error` of torch.distributed, and return the error to raise."""
-        if self.broken is not None:
-            return self.unusable()
+        if self.fatal_error is not None:
+            return self.unusable_error()
         reason = str(error).splitlines()[0]
         lost, late = (any(word in reason.lower() for word in words) for words in (_LOST, _TIMED_OUT))
         kind: type[FusedTPError] = PeerLostError if lost else CollectiveTimeoutError if late else FusedTPError
@@ -158,7 +158,7 @@ class TorchDist(GroupCalls):
             what = " lost a peer: {reason}"
         elif late:  # NCCL reports a timeout after ranks have enqueued later calls, so statuses do not help
             what = (
-                f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not report which. Use "
+                f" waited {self.describe_wait(call)} and some peer had not arrived; NCCL does not report which. Use "
                 "torch's flight recorder (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). Error: "
                 "{reason}"
             )
@@ -167,7 +167,7 @@ class TorchDist(GroupCalls):
     def _depart(self) -> None:
         if self.backend == "gloo":
             close_connections(self.process_group)
-            outlive(self.process_group, self._collectives)
+            keep_alive_if_pending(self.process_group, self._collectives)
             self._collectives.clear()
 
     def closed_peers(self) -> list[int]:
@@ -201,9 +201,9 @@ class TorchDist(GroupCalls):
         """Gather all ranks' `x` [n, ...], of equal shape, in rank order: [W * n, ...]."""
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
-            return Done(out)
+            return PendingValue(out)
         moving = self._start(op, lambda: all_gather_single(out, x, group=self.process_group, async_op=True))
-        return when(moving, out)
+        return pending_output(moving, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
@@ -214,7 +214,7 @@ class TorchDist(GroupCalls):
                 out, x, list(recv_sizes), list(send_sizes), group=self.process_group, async_op=True
             ),
         )
-        return when(moving, out)
+        return pending_output(moving, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` is not sent.
@@ -233,25 +233,25 @@ class TorchDist(GroupCalls):
                 ops.append(dist.P2POp(dist.irecv, room, group=group, group_peer=source))
                 peers.append(source)
             if x.numel():
-                sent = on_host(x) if self._by_host else x
+                sent = copy_to_host(x) if self._by_host else x
                 ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
                 peers.append(to)
             works = dist.batch_isend_irecv(ops) if ops else []
             if self.backend != "gloo":  # NCCL returns one work for the whole batch, or none
                 return works
             # `_wait_in_slices` raises at the deadline; gloo's own timeout must expire later.
-            return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + PEER_POLL_SECONDS)
+            return PendingMessages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + PEER_POLL_SECONDS)
 
         moving = self._start(op, launch)
         if not self._by_host:
-            return when(moving, out)
+            return pending_output(moving, out)
 
         def finish() -> Tensor:
             moving.wait()
-            from_host(room, out)
+            copy_from_host(room, out)
             return out
 
-        return After(finish)
+        return PendingCall(finish)
 
     def _create_communicator(self, op: str, like: Tensor) -> None:
         """Create the group's communicator at the first shift, by a collective call of all ranks.
@@ -270,24 +270,24 @@ class TorchDist(GroupCalls):
         if self.backend == "nccl" and len(set(sizes)) == 1:
             out = x.new_empty((own, *x.shape[1:]))
             moving = self._start(op, lambda: reduce_scatter_single(out, x, group=self.process_group, async_op=True))
-            return _plus(bias, when(moving, out))
+            return _plus(bias, pending_output(moving, out))
         terms = self.all_to_all(op, x, sizes, [own] * self.world_size)
-        return After(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
+        return PendingCall(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
 
     def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
         """Return the sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; same bits on all ranks."""
         first = self.all_reduce_steps(op, x, bias)
-        return After(lambda: first.wait().wait())
+        return PendingCall(lambda: first.wait().wait())
 
     def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
         """Start `all_reduce` in up to two steps, so that a caller can interleave the steps of several sums."""
         if self.backend == "nccl":
             moving = self._start(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
-            total = _plus(bias, when(moving, x))
-            return After(lambda: Done(total.wait()))
+            total = _plus(bias, pending_output(moving, x))
+            return PendingCall(lambda: PendingValue(total.wait()))
         if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
             terms = self.all_gather(op, x.unsqueeze(0))
-            return After(lambda: Done(sum_in_rank_order(terms.wait(), bias)))
+            return PendingCall(lambda: PendingValue(sum_in_rank_order(terms.wait(), bias)))
         return self._two_shot(op, x, bias)
 
     def _two_shot(self, op: str, x: Tensor, bias: Tensor | None) -> Pending[Pending[Tensor]]:
@@ -305,13 +305,13 @@ class TorchDist(GroupCalls):
 
         def second() -> Pending[Tensor]:
             total = self.all_gather(op, mine.wait())
-            return After(lambda: total.wait()[:count].view_as(x))
+            return PendingCall(lambda: total.wait()[:count].view_as(x))
 
-        return After(second)
+        return PendingCall(second)
 
 
 def _plus(bias: Tensor | None, moving: Pending[Tensor]) -> Pending[Tensor]:
-    return moving if bias is None else After(lambda: moving.wait().add_(bias))
+    return moving if bias is None else PendingCall(lambda: moving.wait().add_(bias))
 
 
 def _shown(signature: Tensor) -> str:
@@ -320,17 +320,17 @@ def _shown(signature: Tensor) -> str:
 
 def _wait_up_to(work: Any, seconds: float) -> bool:
     """Wait up to `seconds`; return True if `work` has finished."""
-    if isinstance(work, Messages):
+    if isinstance(work, PendingMessages):
         return work.wait_for(seconds)
     try:
-        work.wait(max(timedelta(seconds=seconds), AT_ONCE))
+        work.wait(max(timedelta(seconds=seconds), IMMEDIATE_TIMEOUT))
     except RuntimeError as error:
         if not any(word in str(error).lower() for word in _TIMED_OUT):
             raise
         if not work.is_completed():
             return False
         # the work finished since the first wait, or the process group's own timeout expired (raises)
-        work.wait(AT_ONCE)
+        work.wait(IMMEDIATE_TIMEOUT)
     return True
 
 
@@ -369,8 +369,8 @@ def torch_dist(group: Group, device_type: str) -> TorchDist:
 def _leave(group: Group) -> None:
     """Close the group's connections, because peers may wait for this rank. torch does so when the group is freed."""
     for made in _TRANSPORTS.get(group, {}).values():
-        if made.broken is None:
-            made.broken = made.error(FusedTPError, made.last_call("a call"), ": its process group was destroyed.")
+        if made.fatal_error is None:
+            made.fatal_error = made.error(FusedTPError, made.last_call("a call"), ": its process group was destroyed.")
             made._depart()
 
 

@@ -39,9 +39,9 @@ from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.core.failure import PEER_POLL_SECONDS, StartedCall
 from fused_tp.core.group import Group, GroupSlot
-from fused_tp.core.peer_watch import PeerWatch, own_process, watchable
-from fused_tp.core.pending import Done, Pending, current_stream, when
-from fused_tp.core.store import exchange, first_reason
+from fused_tp.core.peer_watch import PeerWatch, process_identity, watchable_pids
+from fused_tp.core.pending import Pending, PendingValue, current_stream, pending_output
+from fused_tp.core.store import exchange, first_unavailability
 
 _LOG = logging.getLogger("fused_tp")
 _ARRIVAL_SECONDS = 0.3  # after a peer has exited, its data may still arrive for this long
@@ -168,7 +168,7 @@ class NcclDist(TorchDist):
         pids: pids, by rank, of the peers' processes that this process can watch.
     """
 
-    arrived = "enqueued it"  # not "arrived": the GPU of that rank may not have reached the call yet
+    arrival_verb = "enqueued it"  # not "arrived": the GPU of that rank may not have reached the call yet
 
     def __init__(self, group: Group, device: torch.device, communicator: Any, pids: Mapping[int, int]) -> None:
         # passed explicitly: the group may have no backend for this device
@@ -226,12 +226,12 @@ class NcclDist(TorchDist):
     def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
-            return Done(out)
+            return PendingValue(out)
         plan = gather_plan((1,) * self.world_size, self.rank, 1)
         moving = self.gather(op, x.view(1, -1), out.view(self.world_size, -1), plan)
         if not moving.brings_own_rows:  # a group of one
             out[self.rank * x.shape[0] : (self.rank + 1) * x.shape[0]].copy_(x)
-        return when(moving, out)
+        return pending_output(moving, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
@@ -239,11 +239,11 @@ class NcclDist(TorchDist):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         moving = self._exchange(op, [(r, going[r]) for r in others], [(r, coming[r]) for r in others], (x, out))
         coming[self.rank].copy_(going[self.rank])
-        return when(moving, out)
+        return pending_output(moving, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-        return when(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
+        return pending_output(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
 
     def _exchange(
         self,
@@ -289,7 +289,7 @@ class NcclDist(TorchDist):
         with super().abort_scope(op):
             yield
 
-    def _started(self) -> int:
+    def _count_started(self) -> int:
         return int(self.communicator.calls) if os.getpid() == self._pid else 0
 
     def begin(self, op: str) -> StartedCall:
@@ -299,10 +299,12 @@ class NcclDist(TorchDist):
                 f"This process is a fork of rank {self.rank} of group {self.group.name!r}; a forked process cannot "
                 "use the group's communicator. Create new groups in it."
             )
-        if self.broken is not None:
-            raise self._failure(StartedCall(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.broken)))
+        if self.fatal_error is not None:
+            raise self._failure(
+                StartedCall(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.fatal_error))
+            )
         self.communicator.timeout_seconds = settings.timeout_seconds()
-        return self._count(op)
+        return self._count_call(op)
 
     def attempt(self, call: StartedCall, work: Callable[[], Any]) -> Any:
         """Return `work()`, and raise its errors as errors of this group."""
@@ -313,7 +315,7 @@ class NcclDist(TorchDist):
 
     def wait(self, pipeline: ExchangeQueue, index: int, stream: int) -> None:
         """Make `stream` wait for an exchange of the pipeline."""
-        with tracing.waiting(pipeline.call.op):
+        with tracing.wait_span(pipeline.call.op):
             self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
 
     def abandon(self, pipeline: ExchangeQueue | None, stream: int) -> None:
@@ -335,17 +337,17 @@ class NcclDist(TorchDist):
     def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         """Abort because of `error` of the communicator, unless done before; return the error to raise."""
         with self._failure_lock:
-            if self.broken is None:
+            if self.fatal_error is None:
                 self._pending_error = self._abort_for(call, error)
             failure, self._pending_error = self._pending_error, None
-        return failure if failure is not None else self.unusable()
+        return failure if failure is not None else self.unusable_error()
 
     def _abort_for(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
                 # A rank that was stopped finds that its own deadline has passed and the others have left.
-                late = time.perf_counter() - call.started > 1.5 * settings.timeout_seconds()
+                late = time.perf_counter() - call.start_time > 1.5 * settings.timeout_seconds()
                 if late and self.board.has_failure():
                     return self.abort_following_peer(call)
                 return self.abort_timed_out(call, reason)
@@ -362,18 +364,18 @@ class NcclDist(TorchDist):
 
     def _abort_transports(self, reason: str) -> None:
         """Abort the communicator, and make the group's torch.distributed transport for this device unusable too."""
-        self.communicator.abort(str(self.broken or reason))
+        self.communicator.abort(str(self.fatal_error or reason))
         plain = known_torch_dist(self.group, self.device.type)
-        if plain is not None and plain.broken is None:
-            plain.broken = self.broken
+        if plain is not None and plain.fatal_error is None:
+            plain.fatal_error = self.fatal_error
 
     def abort_because(self, reason: str) -> None:
-        if self.broken is None:
+        if self.fatal_error is None:
             self._failure(self.last_call("a call"), RuntimeError(reason))
 
     def abort_midway(self, call: StartedCall, error: BaseException) -> None:
         with self._failure_lock:
-            if self.broken is not None:
+            if self.fatal_error is not None:
                 return
             try:
                 super().abort_midway(call, error)
@@ -390,7 +392,7 @@ class NcclDist(TorchDist):
         if not self._failure_lock.acquire(blocking=False):  # a call is already handling a failure
             return
         try:
-            if self.broken is None:
+            if self.fatal_error is None:
                 self._poll_for_failures()
         finally:
             self._failure_lock.release()
@@ -411,7 +413,7 @@ class NcclDist(TorchDist):
             if call is not None or self._captured:
                 self._report_failure()
             return
-        if call is None or time.perf_counter() - call.started < PEER_POLL_SECONDS:
+        if call is None or time.perf_counter() - call.start_time < PEER_POLL_SECONDS:
             return
         if self._published_call < call.number:
             self._published_call = call.number
@@ -442,7 +444,7 @@ class NcclDist(TorchDist):
         else:
             call = self.last_call(self._ops[-1] if self._ops else "a CUDA graph")
         with self._failure_lock:
-            if self.broken is not None:
+            if self.fatal_error is not None:
                 return
             try:
                 self.communicator.check()
@@ -452,7 +454,7 @@ class NcclDist(TorchDist):
             _LOG.error(
                 "%s Data in flight became NaN. Results of work enqueued after it, and of CUDA graphs replayed from now "
                 "on, are undefined.",
-                self.broken,
+                self.fatal_error,
             )
 
 
@@ -486,7 +488,7 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
         group.size,
         timeout_seconds=settings.timeout_seconds(),
     )
-    pids = watchable([fact.process for fact in facts])
+    pids = watchable_pids([fact.process for fact in facts])
     return NcclDist(group, device, communicator, pids)
 
 
@@ -508,7 +510,7 @@ def load(device: torch.device) -> tuple[Any, Any]:
 class NcclFacts:
     """Facts of one rank, sent to all ranks to decide whether a communicator can be created."""
 
-    process: Sequence[str | int]  # from `own_process`
+    process: Sequence[str | int]  # from `process_identity`
     gpu: str = ""
     version: int = 0
     id: str = ""  # rank 0's unique id, in hex
@@ -518,26 +520,28 @@ class NcclFacts:
 def own_facts(group: Group, device: torch.device) -> NcclFacts:
     """Return the facts of this rank."""
     if find_spec("fused_tp._core") is None:
-        return NcclFacts(own_process(), problem="this installation has no native core")
+        return NcclFacts(process_identity(), problem="this installation has no native core")
     if device.type not in LIBRARIES:
-        return NcclFacts(own_process(), problem=f"NCCL supports NVIDIA GPUs only, not {device.type}")
+        return NcclFacts(process_identity(), problem=f"NCCL supports NVIDIA GPUs only, not {device.type}")
     try:
         library, _ = load(device)
         unique_id = library.make_id().hex() if group.rank == 0 else ""
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     except RuntimeError as error:
-        return NcclFacts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
+        return NcclFacts(process_identity(), problem=str(error).splitlines()[0].rstrip("."))
     if os.environ.get("NCCL_COMM_BLOCKING", "").strip() not in ("", "0", "-1"):
         # The variable overrides the communicator's configuration, and a blocking call of NCCL has no deadline.
-        return NcclFacts(own_process(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks")
+        return NcclFacts(
+            process_identity(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks"
+        )
     # NCCL 2.30 and later allow several ranks on one GPU if the variable is set.
     shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return NcclFacts(own_process(), "" if shares else gpu, library.version, unique_id)
+    return NcclFacts(process_identity(), "" if shares else gpu, library.version, unique_id)
 
 
 def judged(facts: Sequence[NcclFacts]) -> Availability:
     """Return whether ranks with these facts can create a communicator."""
-    if not (found := first_reason(fact.problem for fact in facts)):
+    if not (found := first_unavailability(fact.problem for fact in facts)):
         return found
     versions = sorted({fact.version for fact in facts})
     if len({version // 100 for version in versions}) > 1:

@@ -27,8 +27,8 @@ from fused_tp.backends.grouped import GroupedProduct
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import DimShards, GatherMatmul, RowSchedule, T, Work, add_rms_norm
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, dtype_number, folded
-from fused_tp.core.errors import FusedTPError, raised_midway
-from fused_tp.core.pending import After, Pending
+from fused_tp.core.errors import FusedTPError, describe_midway_error
+from fused_tp.core.pending import Pending, PendingCall
 
 with suppress(ImportError):  # without the native core no group can use this schedule
     import fused_tp._core as _core
@@ -61,7 +61,7 @@ class SharedMemory(RowSchedule):
             yield
         except BaseException as error:
             if core_group.calls != before and not isinstance(error, FusedTPError):
-                core_group.give_up(f"{op} {raised_midway(error)}")
+                core_group.give_up(f"{op} {describe_midway_error(error)}")
             # Abandon unfinished gathers now. A stored exception keeps them alive through its traceback, and after 16
             # more calls peers would wait for them until the deadline.
             for workspace in list(self._gathers):
@@ -94,7 +94,7 @@ class SharedMemory(RowSchedule):
                         part.copy_(workspace.buffer(rank, part.shape, out.dtype))
             return out
 
-        return After(finish)
+        return PendingCall(finish)
 
     def _all_reduced(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fused_tp.core import settings, tracing
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
-from fused_tp.core.errors import FusedTPError, raised_midway
+from fused_tp.core.errors import FusedTPError, describe_midway_error
 from fused_tp.core.group import Group, GroupSlot, on_destroy
-from fused_tp.core.store import exchange, first_reason, made_together
+from fused_tp.core.store import create_together, exchange, first_unavailability
 
 _core: Any = None
 _why_no_core = ""
@@ -128,7 +128,7 @@ class ShmCall:
             self._call.end()
         else:
             if self.peers_may_end and error is not None and not isinstance(error, FusedTPError):
-                self._core_group.give_up(f"call {self._call.number} {raised_midway(error)}")
+                self._core_group.give_up(f"call {self._call.number} {describe_midway_error(error)}")
             self.abandon()
 
 
@@ -342,7 +342,7 @@ def shm_transport(group: Group) -> ShmTransport | None:
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
-    found = made_together(_TRANSPORTS, group, _rendezvous)
+    found = create_together(_TRANSPORTS, group, _rendezvous)
     return found if isinstance(found, ShmTransport) else None
 
 
@@ -401,7 +401,7 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
     # All ranks must make the same decision, because a rank that cannot connect would keep its peers waiting.
-    if not (reached := first_reason(exchange(group, _MEETING, problem, gone))):
+    if not (reached := first_unavailability(exchange(group, _MEETING, problem, gone))):
         return reached
     transport = ShmTransport(core_group)
     tracing.add_wait_source(core_group, lambda core: core.waited_seconds)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fused_tp.core.pending import After, Pending
+from fused_tp.core.pending import Pending, PendingCall
 
 
 class SideStream:
@@ -61,7 +61,7 @@ class SideStream:
             gathered.record_stream(consumer)
             return gathered
 
-        return After(finish)
+        return PendingCall(finish)
 
     def own_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Make a stream that nothing else uses."""

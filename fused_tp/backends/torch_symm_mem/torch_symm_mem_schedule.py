@@ -34,7 +34,7 @@ from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
-from fused_tp.core.pending import Done, Pending
+from fused_tp.core.pending import Pending, PendingValue
 from fused_tp.core.tracing import span
 
 SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # supported by torch's all-reduces
@@ -68,7 +68,7 @@ class TorchSymmMemSchedule(KernelSchedule):
             return self.fallback._gather(x_shard, dim_shards)
         # In a capture nothing orders ops on two streams, so both could use the workspace at once.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return Done(self._gathered(x_shard, dim_shards))
+            return PendingValue(self._gathered(x_shard, dim_shards))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards))
 
     def _gathered(self, x_shard: Tensor, dim_shards: DimShards) -> Tensor:
@@ -76,7 +76,7 @@ class TorchSymmMemSchedule(KernelSchedule):
 
         def move(flat: Tensor) -> Pending[Tensor]:
             with self.symm_mem.turn(), span("all_gather", flat, self.name):
-                return Done(_arrived(gather(flat, self.symm_mem.name)))
+                return PendingValue(_arrived(gather(flat, self.symm_mem.name)))
 
         return gather_blocks(x_shard, dim_shards, move).wait()
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_tp.core.checks import is_due
-from fused_tp.core.errors import RankMismatchError, listed
+from fused_tp.core.checks import is_check_due
+from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.nn.optimizers import (
     FORWARD,
     PARTS_AND_STEPS,
@@ -37,7 +37,7 @@ _OVER_DATA_PARALLEL = "DistributedDataParallel(model, process_group=mesh['dp'].g
 class PartsCheck:
     """Forward pre-hook that compares samples of weight shards, and numbers of optimizer steps, over ranks.
 
-    It runs at the calls that `is_due` selects. Each run copies 61 elements of each sharded parameter, transfers them
+    It runs at calls that `is_check_due` selects. Each run copies 61 elements of each sharded parameter, transfers them
     from the device at once, and exchanges a few numbers over each mesh.
 
     Args:
@@ -61,7 +61,7 @@ class PartsCheck:
         watch_again(model)
         self._check_data_parallel(model)
         call = self.calls[model.training] = self.calls[model.training] + 1
-        if not is_due(call):
+        if not is_check_due(call):
             return
         place, parts = 0, None
         if self.tp_mesh is not None:
@@ -80,7 +80,7 @@ class PartsCheck:
             return
         shared = self._shared_with(dist.get_process_group_ranks(wrapper.process_group))
         if shared and any(True for _ in _plain_shards(model)):
-            self._refuse(f"DistributedDataParallel is over global ranks {listed(map(str, shared))}, which hold")
+            self._refuse(f"DistributedDataParallel is over global ranks {join_words(map(str, shared))}, which hold")
         self._accepted = id(wrapper)
 
     def _shared_with(self, ranks: Sequence[int]) -> list[int]:
@@ -97,7 +97,7 @@ class PartsCheck:
                 if not _is_distributed(parameter, sharding.placement):
                     yield parameter
             elif shared := self._shared_with(parameter.device_mesh.mesh.flatten().tolist()):
-                self._refuse(f"{name!r} is sharded over global ranks {listed(map(str, shared))}, which hold")
+                self._refuse(f"{name!r} is sharded over global ranks {join_words(map(str, shared))}, which hold")
         for parameter in model.parameters():
             if isinstance(parameter, DTensor):
                 placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
@@ -122,7 +122,7 @@ def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> 
     other = next((rank for rank, theirs in enumerate(steps) if theirs != steps[0]), None)
     if other is None:
         return
-    dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
+    dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
     raise RankMismatchError(
         f"the {len(steps)} ranks of {dims} share a model, but have taken different numbers of optimizer steps with its "
         f"parameters: {steps[0]} on rank 0, {steps[other]} on rank {other}. Their weights differ from the first such "
