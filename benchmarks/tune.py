@@ -132,7 +132,7 @@ def _rewritten_kernels(rules: list[Rule], measured: Directions) -> tuple[list[Ru
     for (dtype, backward), by_head_dim in measured.items():
         winners, before = [], len(changes)
         for head_dim, seconds in by_head_dim.items():
-            query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, backward=backward)
+            query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, is_backward=backward)
             with override_environment({"FUSED_TP_ATTENTION": ""}):
                 old = choose_kernel(query)[0].name
             new = challenge(old, seconds)

@@ -67,7 +67,7 @@ class RequestThreadError(StoreTimeout):
 
 
 class StoreWithTimeout:
-    """Requests to `store` with a timeout: `StoreWithTimeout(store).ask(lambda store: store.get(key), seconds)`.
+    """Requests to `store` with a timeout: `StoreWithTimeout(store).request(lambda store: store.get(key), seconds)`.
 
     torch's stores block forever if the process that hosts the store is stopped. So a thread makes the request, and is
     abandoned if the store does not answer in time. Until that thread returns, further requests raise NoAnswer, because

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_tp.attention.cache import scatter_new_tokens
 from fused_tp.attention.decode import equal_length_runs
-from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, all_tokens, check_layout
+from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, check_layout, tokens_by_rank
 from fused_tp.core.group import GroupLike, group_identity, resolve_group
 from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import autocast_dtype, cast, check_int, check_local, check_tensor
@@ -219,7 +219,7 @@ class ContextCache(ABC):
         both = torch.cat([k, v], -1).transpose(0, 1)
         words = f"layout={layout!r}, seq_len={seq_len}"
         tokens, arrived = scatter_new_tokens(
-            group, self.block, all_tokens(seq_len, group.size, layout), before[0], both, words
+            group, self.block, tokens_by_rank(seq_len, group.size, layout), before[0], both, words
         )
         rows = torch.from_numpy(self._layout.rows(tokens)).to(k.device)
         arrived = arrived.transpose(0, 1)

@@ -101,5 +101,5 @@ def attention_with_mask(
         seed = torch.randint(2**63 - 1, (), device="cpu")
         dropout = Dropout(dropout_p, cast(int, seed), first_head)
         places = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[1]))
-        weights = weights * dropout.kept(q.shape[0], heads, *places) / (1 - dropout_p)
+        weights = weights * dropout.keep_mask(q.shape[0], heads, *places) / (1 - dropout_p)
     return (weights @ values).to(q.dtype).transpose(1, 2)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.all_to_all import Swap, TensorShare, all_to_all_by, places_of
-from fused_tp.attention.layout import all_tokens, local_length
+from fused_tp.attention.all_to_all import Swap, TensorShare, all_to_all_for, row_ranges_in_sequence
+from fused_tp.attention.layout import local_length, tokens_by_rank
 from fused_tp.attention.spec import AttentionArguments
 from fused_tp.backends.registry import ALL_TO_ALL
 from fused_tp.backends.schedule import Schedule
@@ -149,11 +149,11 @@ class _Args(NamedTuple):
         return Swap(OP, dims, self.ranks.rank, found, tuple(self.dtypes(to_heads))), words
 
     def _share(self, kind: str, length: int, bounds: tuple[int, ...]) -> TensorShare:
-        tokens = all_tokens(length, self.moved.parts, self.attention.layout, bounds)
+        tokens = tokens_by_rank(length, self.moved.parts, self.attention.layout, bounds)
         ranks = range(self.ranks.size)
         every = self.moved.heads if kind == "q" else self.moved.kv_heads
         heads = tuple(self.shared.of(kind, rank) for rank in ranks)
-        return TensorShare(places_of(tuple(tokens[self.part(rank)] for rank in ranks)), heads, every)
+        return TensorShare(row_ranges_in_sequence(tuple(tokens[self.part(rank)] for rank in ranks)), heads, every)
 
 
 def _key(a: _Args) -> ScheduleKey:
@@ -164,10 +164,10 @@ def _key(a: _Args) -> ScheduleKey:
 
 def _move(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
     exchange, words = a.exchange(to_heads)
-    by = all_to_all_by(schedule)
+    by = all_to_all_for(schedule)
     way = "heads" if to_heads else "sequence"
     with span(f"all_to_all to {way} ({by.name})"), annotate_mismatch(OP, exchange.rank, words):
-        return by.move(to_heads, exchange, a.xs)
+        return by.run(to_heads, exchange, a.xs)
 
 
 def _to_heads_fake(a: _Args) -> list[Tensor]:

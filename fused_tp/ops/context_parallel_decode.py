@@ -10,18 +10,18 @@ from torch import Tensor
 
 from fused_tp.attention.cache import CacheRows, DenseRows, PagedRows
 from fused_tp.attention.decode import (
-    CHECKSUMS,
+    NUM_CHECKSUMS,
     CacheCall,
-    attend,
-    attend_by_kernel,
-    exchanged_numbers,
-    kernel_serves,
-    merge,
+    attend_to_cache,
+    attend_with_kernel,
+    merge_partial_outputs,
+    num_exchanged_elements,
+    uses_decode_kernel,
 )
 from fused_tp.attention.kernels.base import KernelQuery
-from fused_tp.attention.kernels.select import kernel_for
+from fused_tp.attention.kernels.select import select_kernel
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
-from fused_tp.attention.spec import CHECKED, Scores
+from fused_tp.attention.spec import FILLED_BY_CHECK, Scores
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
 from fused_tp.core.group import SINGLE_GROUP_NAME, GroupLike, group_by_name, group_identity
@@ -64,8 +64,8 @@ class DecodeArguments(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     causal: bool = True
-    window: list[int] = CHECKED
-    scale: float = CHECKED
+    window: list[int] = FILLED_BY_CHECK
+    scale: float = FILLED_BY_CHECK
     softcap: float = 0.0
     block: int = DEFAULT_BLOCK
     tokens: int = 0
@@ -77,7 +77,7 @@ class DecodeArguments(NamedTuple):
         """Number of queries per all-gather. It is limited because the gathered partial outputs take W times the memory
         of the result."""
         q, v = self.q.shape, self.v.shape
-        query_bytes = exchanged_numbers((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
+        query_bytes = num_exchanged_elements((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
         return max(1, _GATHERED_BYTES // (self.world_size * query_bytes))
 
     @property
@@ -256,7 +256,7 @@ def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
 def _key(a: DecodeArguments) -> ScheduleKey:
     """Key for dispatch, by the size of the first all-gather."""
     new = min(a.q.shape[1], a.queries_at_once)
-    numbers = exchanged_numbers((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
+    numbers = num_exchanged_elements((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
     # Partial outputs are sent in the accumulation dtype.
     return ScheduleKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
 
@@ -272,16 +272,16 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
     # Kernels require a contiguous last dim, and support any other strides.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
     keys, values = _rows(k, v, a.page_table, layout, lengths)
-    query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=a.scale > 0)
-    call = CacheCall(layout, scores, a.limits, kernel_for(q, v, scores), a.page_table is not None)
-    if kernel_serves(query, q.shape[1]):
-        mine = attend_by_kernel(call, q, lengths, k, v, a.page_table)
+    query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], has_positive_scale=a.scale > 0)
+    call = CacheCall(layout, scores, a.limits, select_kernel(q, v, scores), a.page_table is not None)
+    if uses_decode_kernel(query, q.shape[1]):
+        mine = attend_with_kernel(call, q, lengths, k, v, a.page_table)
     else:
-        mine = attend(call, q, lengths, keys, values, v.shape[3])
+        mine = attend_to_cache(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):
         for part in mine.split(a.queries_at_once, 1):
-            out, lse = merge(_gather_partial(part, str(a), a.tokens, schedule, group.rank), a.sinks)
+            out, lse = merge_partial_outputs(_gather_partial(part, str(a), a.tokens, schedule, group.rank), a.sinks)
             outs.append(out.to(q.dtype))
             lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
@@ -325,7 +325,7 @@ def _gather_partial(mine: Tensor, description: str, tokens: int, schedule: Sched
     flat = torch.cat([*compared, mine.reshape(-1)]).unsqueeze(0)
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
     if mine.device.type == "cpu" or settings.check_ranks():  # on a GPU, reading the checksums synchronizes the host
-        of_descriptions, of_tokens = everyone[:, :CHECKSUMS].T.tolist()
+        of_descriptions, of_tokens = everyone[:, :NUM_CHECKSUMS].T.tolist()
         did = "call context_parallel_decode with different lengths or keywords"
         check_equal_checksums(of_descriptions, did, f"; rank {rank} passed {description}. Pass the same on all ranks.")
         check_equal_checksums(
@@ -334,7 +334,7 @@ def _gather_partial(mine: Tensor, description: str, tokens: int, schedule: Sched
             ". All ranks must sample the same tokens: call torch.manual_seed(seed) with the same seed on all ranks "
             "before generate().",
         )
-    return everyone[:, CHECKSUMS:].view(len(everyone), *mine.shape)
+    return everyone[:, NUM_CHECKSUMS:].view(len(everyone), *mine.shape)
 
 
 def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> DecodeArguments:

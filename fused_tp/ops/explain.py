@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.attention.decode import MAX_DECODE_QUERIES, kernel_serves
+from fused_tp.attention.decode import MAX_DECODE_QUERIES, uses_decode_kernel
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
-from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
-from fused_tp.attention.kernels.triton import TRITON
-from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
+from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL
+from fused_tp.attention.kernels.triton import TRITON_KERNEL
+from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_on_all_ranks
 from fused_tp.backends.autotune import kept_choice, measures, told
 from fused_tp.backends.gemm import few_rows_reason
 from fused_tp.backends.messages.torch_dist import backend_of
@@ -132,7 +132,7 @@ def explain(
         str(where),
         ask,
         partial(backend_of, resolved, where.type),
-        partial(fused_ring_available_in, resolved),
+        partial(fused_ring_available_on_all_ranks, resolved),
     )
     found = _explain(op, [one.shape if isinstance(one, Tensor) else one for one in shapes], dim, dtype, environment)
     if found.provider is None and len(given) == 2 and tensor_arguments()[op][-1] == "weight" and given[1].ndim == 2:
@@ -243,11 +243,11 @@ def _explain(
         q, _, v = shapes
         # Ulysses attention computes full sequences, in a single step.
         single = environment.size == 1 or accumulate_dtype(dtype) == dtype or op == "ulysses_attention"
-        query = KernelQuery(device, dtype, q[-1], v[-1], single=single)
+        query = KernelQuery(device, dtype, q[-1], v[-1], allows_tile_rounding=single)
         if op == "ring_attention" and forward is not None and forward.schedule == FusedRing.name:
             forward, backward = _fused_ring_decisions(forward, environment.fused_ring(query), environment.messages())
         if forward is not None and forward.schedule == FusedRing.name:
-            provider = Provider(TRITON.name, "one launch of its kernel computes all steps of a forward")
+            provider = Provider(TRITON_KERNEL.name, "one launch of its kernel computes all steps of a forward")
         else:
             provider = _step_provider(query)
     if op == "context_parallel_decode":
@@ -272,10 +272,10 @@ def _step_provider(query: KernelQuery) -> Provider:
     `explain` does not know scores and masks, so the reason names the conditions that they must meet.
     """
     chosen, reason = choose_kernel(query)
-    if chosen in (TORCH_CPU, TORCH_CUDA):
-        condition = " and a mask of one tile" if query.single else ""
+    if chosen in (TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL):
+        condition = " and a mask of one tile" if query.allows_tile_rounding else ""
         reason += f"; this holds for plain scores{condition}"
-    backward, why = choose_kernel(replace(query, backward=True))
+    backward, why = choose_kernel(replace(query, is_backward=True))
     if backward is not chosen:
         reason += f"; its backward uses {backward.name}: {why}"
     return Provider(chosen.name, reason)
@@ -284,7 +284,7 @@ def _step_provider(query: KernelQuery) -> Provider:
 def _decoding_provider(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
     new, head_dim = q_shape[1], q_shape[3]
     query = KernelQuery(device, dtype, head_dim, v_head_dim)
-    if kernel_serves(query, new):
+    if uses_decode_kernel(query, new):
         return Provider("triton", "its split-KV kernel computes the queries of all sequences in one launch")
     if new <= MAX_DECODE_QUERIES:
         return Provider("torch", f"for up to {MAX_DECODE_QUERIES} queries matmuls read the cache once")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
-from fused_tp.attention.kernels.select import kernel_for
-from fused_tp.attention.kernels.triton import TRITON
-from fused_tp.attention.ring import OP, LocalRing, Ring, RingCall, RingSaved
+from fused_tp.attention.kernels.select import select_kernel
+from fused_tp.attention.kernels.triton import TRITON_KERNEL
+from fused_tp.attention.ring import RING_OP, LocalRing, RingCall, RingSaved, RingSchedule
 from fused_tp.attention.ring_plan import RingPlan, ring_plan
 from fused_tp.attention.spec import AttentionArguments, Scores
 from fused_tp.backends.schedule import Schedule
@@ -120,7 +120,7 @@ def ring_attention(
     zigzag order of Zhu, "ring-flash-attention", 2024; Dao et al., FlashAttention, arXiv:2205.14135.
     """
     check_bool(return_lse=return_lse)
-    out, lse = RING_ATTENTION(q, k, v, *arguments_of(OP, keywords), group)
+    out, lse = RING_ATTENTION(q, k, v, *arguments_of(RING_OP, keywords), group)
     return (out, lse) if return_lse else out
 
 
@@ -131,7 +131,7 @@ def attention_over(
 
     With `alone`, the sequence is not sharded: attention is computed on this rank only.
     """
-    arguments, out = arguments_of(OP, keywords, first_head=first_head), q
+    arguments, out = arguments_of(RING_OP, keywords, first_head=first_head), q
     if alone:
         q, k, v, arguments = checked_call(q, k, v, arguments, 1, 0)
         out, _ = RING_ATTENTION.named(q, k, v, *arguments, SINGLE_GROUP_NAME)
@@ -181,10 +181,10 @@ def _key(a: _Args | _Grads) -> ScheduleKey:
     """Key for dispatch, by the size of the K/V of all ranks (in the dtype of q), which a plain schedule gathers."""
     batch, _, heads, head_dim = a.k.shape
     columns = heads * (head_dim + a.v.shape[3])
-    return ScheduleKey(OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
+    return ScheduleKey(RING_OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
 
 
-def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
+def _ring(schedule: Schedule, a: _Args | _Grads) -> RingSchedule:
     """Return the ring for `schedule`. Imports only the module of this ring: a process uses one or two of them."""
     if schedule.name == "local":
         return LocalRing()
@@ -193,10 +193,10 @@ def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
 
         return SharedMemoryRing(cast("SharedMemory", schedule).transport)
     if schedule.name == "fused_kernel":
-        from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
+        from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_on_all_ranks
 
-        query = KernelQuery(a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], positive_scale=a.attention.scale > 0)
-        if fused_ring_available_in(group_by_name(a.group), query):
+        query = KernelQuery(a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], has_positive_scale=a.attention.scale > 0)
+        if fused_ring_available_on_all_ranks(group_by_name(a.group), query):
             return FusedRing(cast("FusedKernel", schedule))
     from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 
@@ -211,7 +211,7 @@ _setting = settings.RAW_ENVIRON.get
 _FORCED, _TABLE, _NARROW = settings.forced_attention.key, settings.table_path.key, settings.narrow_gradients.key
 
 
-def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring, RingCall, str]:
+def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[RingSchedule, RingCall, str]:
     """Return the ring, its call, and a text of all arguments that must be equal on all ranks."""
     q, given, group, ring = a.q, a.attention, group_by_name(a.group), _ring(schedule, a)
     slopes, sinks, bounds, bounds_kv, seed, causal, window, *others = given
@@ -241,19 +241,21 @@ def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring,
     return ring, call, words
 
 
-def _make_call(ring: Ring, group: Group, a: _Args | _Grads, grad_lse: bool) -> tuple[RingCall, str]:
+def _make_call(ring: RingSchedule, group: Group, a: _Args | _Grads, grad_lse: bool) -> tuple[RingCall, str]:
     """Return a call without the tensors of its scores, and its description."""
     q, k, v, given, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
-    kernel: AttentionKernel = TRITON
+    kernel: AttentionKernel = TRITON_KERNEL
     if ring.name != "fused_kernel":
         single = mask.is_single_tile and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
         backward = isinstance(a, _Grads)
-        kernel = kernel_for(q, v, given.scores(q.dtype), grad_lse=grad_lse, single=single, backward=backward)
+        kernel = select_kernel(
+            q, v, given.scores(q.dtype), has_grad_lse=grad_lse, allows_tile_rounding=single, is_backward=backward
+        )
     flags = {name: getattr(given, name) is not None for name in _BY_HEAD}
     flags["narrow_gradients"] = settings.narrow_gradients()
     words = f"{describe(given, mask, **flags)}, ring {ring.name}"
     dims = (q.shape[0], given.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
-    mine = ring_plan(mask, group.size, given.token_layout).of_rank(group.rank, ring.view)
+    mine = ring_plan(mask, group.size, given.token_layout).rank_plan(group.rank, ring.kv_view)
     return RingCall(mine, kernel, Scores(given.scale, given.softcap), dims), words
 
 
@@ -276,7 +278,7 @@ def _for_kernels(*tensors: Tensor) -> list[Tensor]:
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     ring, call, words = _start(schedule, a, grad_lse=False)
-    with span(f"ring_attention ({ring.name}, {call.kernel.name})"), annotate_mismatch(OP, call.rank, words):
+    with span(f"ring_attention ({ring.name}, {call.kernel.name})"), annotate_mismatch(RING_OP, call.rank, words):
         return ring.forward(call, *_for_kernels(a.q, a.k, a.v))
 
 
@@ -300,7 +302,10 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     grad_out = g.out.new_zeros(g.out.shape) if g.grad_out is None else g.grad_out
     q, k, v, grad_out = _for_kernels(g.q, g.k, g.v, grad_out)
     saved = RingSaved(q, k, v, g.out, g.lse, grad_out, g.grad_lse, g.k.dtype)
-    with span(f"ring_attention backward ({ring.name}, {call.kernel.name})"), annotate_mismatch(OP, call.rank, words):
+    with (
+        span(f"ring_attention backward ({ring.name}, {call.kernel.name})"),
+        annotate_mismatch(RING_OP, call.rank, words),
+    ):
         dq, dk, dv, *by_head = ring.backward(call, saved)
     found = [dq, dk, dv]
     for name, gradient in zip(_BY_HEAD, by_head, strict=True):

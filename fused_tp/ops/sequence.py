@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_length
+from fused_tp.attention.layout import TokenRanges, check_layout, local_length, tokens_by_rank
 from fused_tp.attention.spec import read_bounds
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
@@ -71,7 +71,7 @@ def sequence_positions(
         # `Tensor.to` does not replace None by the default device, but torch.empty does.
         return positions.to(torch.empty(0, dtype=torch.int64, device=device).device)
     _, size, rank = group_identity(group)
-    ranges = all_tokens(seq_len, size, layout)[rank].ranges
+    ranges = tokens_by_rank(seq_len, size, layout)[rank].ranges
     parts = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -157,8 +157,8 @@ def _checked_documents(layout: Any, cu_seqlens: Any) -> Tensor | None:
     return bounds
 
 
-def _tokens_of_all(seq_len: int, world_size: int, layout: str, cu_seqlens: Tensor | None) -> tuple[Tokens, ...]:
-    return all_tokens(seq_len, world_size, layout, read_bounds("cu_seqlens", cu_seqlens, seq_len))
+def _tokens_of_all(seq_len: int, world_size: int, layout: str, cu_seqlens: Tensor | None) -> tuple[TokenRanges, ...]:
+    return tokens_by_rank(seq_len, world_size, layout, read_bounds("cu_seqlens", cu_seqlens, seq_len))
 
 
 class _Positions(NamedTuple):

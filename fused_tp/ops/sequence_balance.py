@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fused_tp.attention.layout import all_tokens, check_layout
+from fused_tp.attention.layout import check_layout, tokens_by_rank
 from fused_tp.attention.spec import AttentionMask, read_bounds
 from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.ops.arguments import check_bool, check_int
@@ -98,9 +98,9 @@ def sequence_balance(
     left_right = checked_window(window)
     check_bool(causal=causal)
     mask = AttentionMask(length, length, causal, left_right, bounds, bounds)
-    _, starts, stops = mask.seen(np.arange(length))
+    _, starts, stops = mask.visible_intervals(np.arange(length))
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(stops - starts)])
-    held = all_tokens(length, size, layout, bounds)
+    held = tokens_by_rank(length, size, layout, bounds)
     what = [layout, _plural(length, "token"), _plural(size, "rank"), "causal" if causal else "not causal"]
     if bounds:
         what.insert(2, _plural(len(bounds) - 1, "document"))

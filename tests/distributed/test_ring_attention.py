@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_tp import ring_attention, shard_sequence, ulysses_attention, unshard_sequence
-from fused_tp.attention.ring import Backward
+from fused_tp.attention.ring import RingBackward
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionArguments
@@ -81,8 +81,8 @@ def test_features(world_size: int, route: str) -> None:
 def small_chunks(rows: int, most: int) -> Iterator[pytest.MonkeyPatch]:
     """Make a backward run in chunks, like that of long shards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fused_tp.attention.ring_plan._FEWEST_ROWS_OF_A_CHUNK", rows)
-        patch.setattr("fused_tp.attention.ring_plan._MOST_CHUNKS", most)
+        patch.setattr("fused_tp.attention.ring_plan._MIN_CHUNK_ROWS", rows)
+        patch.setattr("fused_tp.attention.ring_plan._MAX_CHUNKS", most)
         forget_plans()
         yield patch
     forget_plans()
@@ -147,7 +147,7 @@ UNWRITTEN = [FEATURES[name] for name in ("softcap", "cross, causal, more queries
 
 def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Tensor | None]]:
     """Results with NaN in uninitialised states, where the first step writes all rows of a state, some, or none."""
-    made = SoftmaxState.uninitialised.__func__  # type: ignore[attr-defined]
+    made = SoftmaxState.uninitialized.__func__  # type: ignore[attr-defined]
 
     def filled(cls: type[SoftmaxState], q: Tensor, v_head_dim: int) -> SoftmaxState:
         state: SoftmaxState = made(cls, q, v_head_dim)
@@ -296,16 +296,16 @@ def test_any_sign_of_the_scale(kernel: str, monkeypatch: pytest.MonkeyPatch) -> 
 def with_a_late_reader(group: dist.ProcessGroup) -> list[list[Tensor | None]]:
     """Results with one late rank at a time, which adds the terms from its peers after all others."""
     one, found = case(64, causal=True, window=(3, 0), heads=1, kv_heads=1), []
-    attend = Backward.attend
+    attend = RingBackward.attend
 
-    def slowly(self: Backward, t: int, *tensors: Any) -> None:
+    def slowly(self: RingBackward, t: int, *tensors: Any) -> None:
         attend(self, t, *tensors)
         time.sleep(0.1)  # its keys are ready, so that the others continue
 
     for late in range(dist.get_world_size(group)):
         with small_chunks(8, 2) as patch:
             if dist.get_rank(group) == late:
-                patch.setattr(Backward, "attend", slowly)
+                patch.setattr(RingBackward, "attend", slowly)
             found += results_of(group, [one])
     return found
 

@@ -54,7 +54,7 @@ def small_chunks() -> Iterator[None]:
     from fused_tp.attention import ring_fused
     from fused_tp.triton_kernels.attention import ring_keys
 
-    with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(ring_fused, "_ROWS_OF_A_CHUNK", 9):
+    with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(ring_fused, "_MAX_CHUNK_ROWS", 9):
         yield
 
 

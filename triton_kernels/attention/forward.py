@@ -278,7 +278,7 @@ def _launch(
     own = {
         **dict.fromkeys(("state", "out", "lse", "sinks")),
         **results,
-        "mask": mask_of(step.on(q.device), "starts", "stops"),
+        "mask": mask_of(step.vectors_on(q.device), "starts", "stops"),
     }
     launch_tiles(forward_kernel, tiles, config, (q, k, v), terms, precision, tma, first=first, **own)
 
