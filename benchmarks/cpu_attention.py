@@ -88,10 +88,10 @@ def ring_attention(
         how["window"] = (window - 1, 0)
 
     def whole() -> Callable[[], list[Tensor]]:
-        from fused_tp.ops.ring_attention import attention_over
+        from fused_tp.ops.ring_attention import ring_attention_from_head
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention_over(q, k, v, None, alone=True, **how)
+            return ring_attention_from_head(q, k, v, None, is_unsharded=True, **how)
 
         return _runner(attention, q, k, v, d_out, backward)
 

@@ -254,19 +254,19 @@ def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers
 
 def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
     """Makers for one direction of causal attention on one rank, by each of KERNELS."""
-    from fused_tp.ops.ring_attention import attention_over
+    from fused_tp.ops.ring_attention import ring_attention_from_head
 
     tensors = (torch.randn(1, TOKENS, HEADS, head_dim).to(DTYPES[dtype]) for _ in range(4))
     q, k, v, d_out = (tensor.requires_grad_(backward) for tensor in tensors)
 
     def contestant(kernel: str) -> Contestant:
-        out = attention_over(q, k, v, None, alone=True, causal=True) if backward else q
+        out = ring_attention_from_head(q, k, v, None, is_unsharded=True, causal=True) if backward else q
 
         def run() -> object:
             with override_environment({"FUSED_TP_ATTENTION": kernel}):
                 if backward:
                     return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-                return attention_over(q, k, v, None, alone=True, causal=True)
+                return ring_attention_from_head(q, k, v, None, is_unsharded=True, causal=True)
 
         return Contestant(run)
 

@@ -31,7 +31,7 @@ from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.backends.registry import forced_schedule, fused_kernels_on
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -443,7 +443,7 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
                 chosen = []
                 for tokens in _TOKENS.values():
                     shapes = ((tokens, _HIDDEN), (_HIDDEN, _HIDDEN))[:tensors]
-                    explanation = explain_for(
+                    explanation = explain_hypothetical(
                         op, *shapes, dtype=torch.bfloat16, world_size=_RANKS, transport=transport, arch=arch
                     )
                     decision = explanation.forward or explanation.backward

@@ -40,7 +40,7 @@ from fused_tp.integrations.megatron_attention import FusedDotProductAttention
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.collectives import all_reduce, gather, reduce_scatter, scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
-from fused_tp.ops.main_grad import into_main_grad
+from fused_tp.ops.main_grad import redirect_to_main_grad
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fused_tp.ops.sequence import shard_sequence
@@ -192,7 +192,7 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         _check_weight(weight)
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm or (self.disable_grad_reduce and not self.sequence_parallel):
-            output = F.linear(input_, into_main_grad(weight), bias)
+            output = F.linear(input_, redirect_to_main_grad(weight), bias)
         elif self.sequence_parallel:
             output = all_gather_matmul(input_, weight, bias, group=self.tp_group)
         else:
@@ -231,7 +231,7 @@ class FusedRowParallelLinear(RowParallelLinear):
         _check_weight(self.weight)
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm:
-            output = F.linear(x, into_main_grad(self.weight))
+            output = F.linear(x, redirect_to_main_grad(self.weight))
         elif self.sequence_parallel:
             output = matmul_reduce_scatter(x, self.weight, group=self.tp_group)
             # Add the bias outside of the op: the op would sum its gradient over ranks, and Megatron sums it again.

@@ -49,7 +49,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from fused_tp.attention.layout import check_layout
 from fused_tp.nn.linear import column_matmul, row_matmul
 from fused_tp.nn.sharding import local
-from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.ring_attention import ring_attention_from_head
 from fused_tp.ops.sequence import unshard_sequence
 
 if TYPE_CHECKING:
@@ -209,10 +209,10 @@ def _attend(
     """Return the output [batch, seq / W, heads, head_dim]; `documents` holds the bounds in each row, if any."""
     how["alone"] = mesh is None
     if documents is None:
-        return attention_over(q, k, v, mesh, **how)
+        return ring_attention_from_head(q, k, v, mesh, **how)
     rows = [slice(i, i + 1) for i in range(q.shape[0])]
     outs = [
-        attention_over(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **how)
+        ring_attention_from_head(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **how)
         for row, bounds in zip(rows, documents, strict=True)
     ]
     return torch.cat(outs)

@@ -30,10 +30,10 @@ from fused_tp.nn.local_attention import attention_with_mask, local_attention
 from fused_tp.nn.norm import replicate_own, sequence_parallel_
 from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local, shard_parameter
 from fused_tp.ops.arguments import check_bool
-from fused_tp.ops.attention_arguments import checked_softcap, checked_window, on_host
+from fused_tp.ops.attention_arguments import checked_softcap, checked_window, move_to_cpu
 from fused_tp.ops.collectives import copy_to_group
 from fused_tp.ops.context_parallel_decode import DecodeArguments, decode
-from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.ring_attention import ring_attention_from_head
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -347,12 +347,12 @@ class ParallelAttention(nn.Module):
 
     def _attend_over(self, q: Tensor, k: Tensor, v: Tensor, call: _ForwardArguments) -> Tensor:
         """Attend over the ranks of `cp_group`, or on this rank alone if it is None."""
-        return attention_over(
+        return ring_attention_from_head(
             q,
             k,
             v,
             self.cp_group,
-            alone=self.cp_group is None,
+            is_unsharded=self.cp_group is None,
             layout="contiguous" if self.cp_group is None else self.cp_layout,
             dropout_p=self._dropout_p,
             cu_seqlens=call.cu_seqlens,
@@ -375,7 +375,7 @@ class ParallelAttention(nn.Module):
             return attention_with_mask(q, k, v, mask, dropout_p=self._dropout_p, first_head=self._first_head(), **how)
         if cache is not None:
             lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int64, device="cpu")
-            return decode(DecodeArguments(q, k, v, lengths, **how), alone=True)[0]
+            return decode(DecodeArguments(q, k, v, lengths, **how), is_unsharded=True)[0]
         return self._attend_over(q, k, v, call)
 
     @property
@@ -423,8 +423,10 @@ class ParallelAttention(nn.Module):
             how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
             return seen + sequence_positions(total, cu_seqlens=call.cu_seqlens, within_documents=within, **how)
         if call.cu_seqlens is not None:
-            bounds = on_host("cu_seqlens", call.cu_seqlens)
-            return SEQUENCE_POSITIONS.named(bounds, q.shape[1], "contiguous", True, SINGLE_GROUP_NAME).to(q.device)
+            bounds = move_to_cpu("cu_seqlens", call.cu_seqlens)
+            return SEQUENCE_POSITIONS.call_prepared(bounds, q.shape[1], "contiguous", True, SINGLE_GROUP_NAME).to(
+                q.device
+            )
         if call.context is not None:
             return call.context.positions(q.shape[1], call.new_lengths).to(q.device)
         return torch.arange(seen, seen + q.shape[1], device=q.device)

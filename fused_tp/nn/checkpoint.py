@@ -126,13 +126,13 @@ class OriginalShapes:
     """Conversion of parameters of `modules`, and of tensors like them, to the shapes of the unsharded model.
 
     Attributes:
-        named: parameters by their names in torch.distributed.checkpoint; tied parameters under each of their names.
+        parameters_by_name: parameters by their names in torch.distributed.checkpoint; tied parameters under each of their names.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
         self._parts = {key: dim for module in modules for key, dim in parts_dims(module).items()}
         self._dtensors = {key: dtensor for module in modules for key, dtensor in as_dtensors(module).items()}
-        self.named = {
+        self.parameters_by_name = {
             without_wrappers(name): parameter
             for module in modules
             for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -142,7 +142,7 @@ class OriginalShapes:
         """Return the parameter with the longest name that `path` contains, because one name may end in another."""
         for length in range(len(path), 0, -1):
             for start in range(len(path) - length + 1):
-                if (found := self.named.get(".".join(path[start : start + length]))) is not None:
+                if (found := self.parameters_by_name.get(".".join(path[start : start + length]))) is not None:
                     return found
         return None
 

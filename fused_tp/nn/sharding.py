@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.core.partition import shard_range
 from fused_tp.nn.optimizers import PLAIN_SHARDINGS, ShardedLayout, install, note_replaced, watch
 from fused_tp.nn.single_device_writes import write_as_one_process
-from fused_tp.ops.main_grad import into_main_grad
+from fused_tp.ops.main_grad import redirect_to_main_grad
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -362,7 +362,7 @@ def local(parameter: Tensor | None) -> Tensor | None:
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return parameter._local_tensor  # to_local() is slow: a tenth of the time of a decoding step's matmul
     if getattr(parameter, "main_grad", None) is not None:
-        parameter = into_main_grad(parameter)
+        parameter = redirect_to_main_grad(parameter)
     if not torch.compiler.is_compiling() and _has_uneven_shards(parameter):
         part: Tensor = _ToLocal.apply(parameter)
         return part

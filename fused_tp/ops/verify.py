@@ -38,12 +38,12 @@ from fused_tp.ops.ring_attention import ring_attention
 
 LATE_SECONDS = 0.02
 LATE_CYCLES = 20_000_000  # GPU cycles
-BESIDE_ELEMENTS = 1 << 18
+CONCURRENT_ELEMENTS = 1 << 18
 EPS = 1e-6
 HEAD_DIM = 64
-_BEGUN = "a check of it was started and did not come back; delete this line to check it again"
+_UNFINISHED_CHECK = "a check of it was started and did not come back; delete this line to check it again"
 
-ByRank = list[list[Tensor]]
+TensorsByRank = list[list[Tensor]]
 
 
 class Example(NamedTuple):
@@ -60,10 +60,10 @@ class Example(NamedTuple):
 
     op: str
     run: Callable[..., Any]
-    reference: Callable[[ByRank], ByRank]
+    reference: Callable[[TensorsByRank], TensorsByRank]
     shapes: Sequence[Sequence[tuple[int, ...]]]
-    alike: frozenset[int] = frozenset()
-    one_result: bool = False
+    replicated_inputs: frozenset[int] = frozenset()
+    has_replicated_result: bool = False
 
 
 class OpVerdict(NamedTuple):
@@ -101,219 +101,239 @@ def verify(
         for verdict in verify(dist.group.WORLD, torch.device("cuda"), torch.bfloat16, [(4096, 4096, 1024)]):
             print(verdict)
     """
-    described = resolve_group(group)
-    ranks = list(described.ranks)
+    original_group = resolve_group(group)
+    ranks = list(original_group.ranks)
     if len(ranks) == 1:
         raise ValueError("The group has one rank, so there is no communication to verify. Pass at least two ranks.")
     # A failed check may leave its group unusable, so checks use new groups: one for the ops, and one for the concurrent
     # collectives.
-    current, beside = dist.new_group(ranks), dist.new_group(ranks)
+    current, concurrent_group = dist.new_group(ranks), dist.new_group(ranks)
     examples: dict[str, list[Example]] = {}
-    for one in (made for size in sizes for made in examples_of(len(ranks), *size)):
-        examples.setdefault(one.op, []).append(one)
-    for op, of_op in examples.items():
+    for example_to_check in (new_example for size in sizes for new_example in make_examples(len(ranks), *size)):
+        examples.setdefault(example_to_check.op, []).append(example_to_check)
+    for op, op_examples in examples.items():
         uneven = False
-        sets = [[_inputs(one, described.rank, described.size, device, dtype, seed) for seed in (1, 2)] for one in of_op]
+        input_sets = [
+            [
+                _make_inputs(example_to_check, original_group.rank, original_group.size, device, dtype, seed)
+                for seed in (1, 2)
+            ]
+            for example_to_check in op_examples
+        ]
         for schedule in usable(op, dtype, device, resolve_group(current)):
-            what, problem = (schedule, op, dtype), ""
-            if known := known_problem(described, device, *what):
-                yield OpVerdict(schedule, op, dtype, known)
+            verdict_key, problem = (schedule, op, dtype), ""
+            if known_failure := known_problem(original_group, device, *verdict_key):
+                yield OpVerdict(schedule, op, dtype, known_failure)
                 continue
-            set_wrong(described, device, {what: _BEGUN})
-            for example, inputs in zip(of_op, sets, strict=True):
+            set_wrong(original_group, device, {verdict_key: _UNFINISHED_CHECK})
+            for example, inputs in zip(op_examples, input_sets, strict=True):
                 try:
-                    mine = _examined(schedule, example, inputs, current, beside, device, calls)
+                    own_report = _check_example(schedule, example, inputs, current, concurrent_group, device, calls)
                 except KeyboardInterrupt:  # interrupted by the user: not a failure of the schedule
-                    set_wrong(described, device, {what: ""})
+                    set_wrong(original_group, device, {verdict_key: ""})
                     raise
                 # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
-                patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
-                with settings.override_environment(patience):
-                    looks = exchange(described, f"check of {op} on {schedule}", mine)
-                uneven |= schedule == "plain" and any(look["uneven"] for look in looks)
-                problem = problem or _problem(looks, op in EVERYWHERE, uneven)
-                if any(look["unusable"] for look in looks):
-                    current, beside = dist.new_group(ranks), dist.new_group(ranks)
+                longer_timeout = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
+                with settings.override_environment(longer_timeout):
+                    reports = exchange(original_group, f"check of {op} on {schedule}", own_report)
+                uneven |= schedule == "plain" and any(report["uneven"] for report in reports)
+                problem = problem or _find_problem(reports, op in EVERYWHERE, uneven)
+                if any(report["unusable"] for report in reports):
+                    current, concurrent_group = dist.new_group(ranks), dist.new_group(ranks)
                     break
             backward = {(schedule, f"{op}_backward", dtype): problem} if problem else {}
-            set_wrong(described, device, {what: problem, **backward})
+            set_wrong(original_group, device, {verdict_key: problem, **backward})
             if not problem:
-                set_right(described, device, [what, (schedule, f"{op}_backward", dtype)])
+                set_right(original_group, device, [verdict_key, (schedule, f"{op}_backward", dtype)])
             yield OpVerdict(schedule, op, dtype, problem)
 
 
-def _problem(looks: Sequence[dict[str, Any]], everywhere: bool, uneven: bool) -> str:
-    for kind in ("unusable", "wrong", *([] if uneven else ["uneven"])):
-        for rank, look in enumerate(looks):
-            if look[kind]:
-                return f"on rank {rank} {look[kind]}"
-    if everywhere and not uneven and len({tuple(look["bits"]) for look in looks}) > 1:
+def _find_problem(reports: Sequence[dict[str, Any]], is_replicated: bool, plain_varies: bool) -> str:
+    for key in ("unusable", "wrong", *([] if plain_varies else ["uneven"])):
+        for rank, report in enumerate(reports):
+            if report[key]:
+                return f"on rank {rank} {report[key]}"
+    if is_replicated and not plain_varies and len({tuple(report["bits"]) for report in reports}) > 1:
         return "ranks hold different bits"
     return ""
 
 
-class _Set(NamedTuple):
+class _InputSet(NamedTuple):
     inputs: list[Tensor]
     grads: list[Tensor]
-    wanted: list[Tensor]  # results and gradients
+    expected: list[Tensor]  # results and gradients
 
 
-def _examined(
+def _check_example(
     schedule: str,
     example: Example,
-    sets: Sequence[_Set],
+    input_sets: Sequence[_InputSet],
     group: dist.ProcessGroup,
-    beside: dist.ProcessGroup,
+    concurrent_group: dist.ProcessGroup,
     device: torch.device,
     calls: int,
 ) -> dict[str, Any]:
     """Check one example on this rank. A wrong result does not end the check: peers continue with their calls."""
-    look: dict[str, Any] = {"unusable": "", "wrong": "", "uneven": "", "bits": []}
+    report: dict[str, Any] = {"unusable": "", "wrong": "", "uneven": "", "bits": []}
     try:
         with settings.override_environment({"FUSED_TP_SCHEDULE": schedule}):
-            first = [_outcome(example, one, group) for one in sets]
-            for found, one in zip(first, sets, strict=True):
-                look["wrong"] = look["wrong"] or difference(found, one.wanted)
-            results = len(sets[0].grads)
-            look["bits"] = [checksum(t) for found in first for t in found[:results]]
-            for when, again in _situations(example, sets, group, beside, device, calls):
-                for number, found in again:
+            first = [_run_example(example, input_set, group) for input_set in input_sets]
+            for found, input_set in zip(first, input_sets, strict=True):
+                report["wrong"] = report["wrong"] or difference(found, input_set.expected)
+            num_results = len(input_sets[0].grads)
+            report["bits"] = [checksum(t) for found in first for t in found[:num_results]]
+            for situation, repeated in _situations(example, input_sets, group, concurrent_group, device, calls):
+                for number, found in repeated:
                     if not all(map(torch.equal, found, first[number])):
-                        wrong = difference(found, first[number])
-                        kind = "wrong" if wrong else "uneven"
-                        look[kind] = look[kind] or f"{wrong or 'other bits'} {when}"
+                        wrong_by = difference(found, first[number])
+                        key = "wrong" if wrong_by else "uneven"
+                        report[key] = report[key] or f"{wrong_by or 'other bits'} {situation}"
     except Exception as error:
-        look["unusable"] = f"{type(error).__name__}: {error}"
+        report["unusable"] = f"{type(error).__name__}: {error}"
         if not isinstance(error, FusedTPError):
-            look["unusable"] = look["unusable"].splitlines()[0]
-    return look
+            report["unusable"] = report["unusable"].splitlines()[0]
+    return report
 
 
-Again = Iterator[tuple[int, list[Tensor]]]
+RepeatedResults = Iterator[tuple[int, list[Tensor]]]
 
 
 def _situations(
     example: Example,
-    sets: Sequence[_Set],
+    input_sets: Sequence[_InputSet],
     group: dist.ProcessGroup,
-    beside: dist.ProcessGroup,
+    concurrent_group: dist.ProcessGroup,
     device: torch.device,
     calls: int,
-) -> Iterator[tuple[str, Again]]:
+) -> Iterator[tuple[str, RepeatedResults]]:
     """Yield (situation, iterator of (index of the input set, results and gradients) over calls in this situation)."""
 
-    def again() -> Again:
+    def repeat() -> RepeatedResults:
         for call in range(calls):
-            yield call % 2, _outcome(example, sets[call % 2], group)
+            yield call % 2, _run_example(example, input_sets[call % 2], group)
 
-    def late() -> Again:
+    def repeat_with_late_rank() -> RepeatedResults:
         for call, rank in enumerate(range(group.size())):
             if rank == group.rank():
                 time.sleep(LATE_SECONDS)  # first the host is late, then the device
                 if device.type == "cuda":
                     torch.cuda._sleep(LATE_CYCLES)
-            yield call % 2, _outcome(example, sets[call % 2], group)
+            yield call % 2, _run_example(example, input_sets[call % 2], group)
 
-    def moving() -> Again:
-        moved = torch.ones(BESIDE_ELEMENTS, dtype=torch.float32, device=device)
+    def repeat_beside_collective() -> RepeatedResults:
+        concurrent_tensor = torch.ones(CONCURRENT_ELEMENTS, dtype=torch.float32, device=device)
         for call in range(4):
-            work = dist.all_reduce(moved, group=beside, async_op=True)
-            found = _outcome(example, sets[call % 2], group)
+            work = dist.all_reduce(concurrent_tensor, group=concurrent_group, async_op=True)
+            found = _run_example(example, input_sets[call % 2], group)
             assert work is not None
             work.wait()
             yield call % 2, found
 
-    def replayed() -> Again:
-        static = _Set([x.clone() for x in sets[0].inputs], sets[0].grads, [])
+    def replay_graph() -> RepeatedResults:
+        static = _InputSet([x.clone() for x in input_sets[0].inputs], input_sets[0].grads, [])
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            results = _results(example.run(*static.inputs, group=group))
+            results = _to_list(example.run(*static.inputs, group=group))
         for call in range(6):
-            for mine, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
-                mine.copy_(given)
+            for static_input, new_input in zip(static.inputs, input_sets[call % 2].inputs, strict=True):
+                static_input.copy_(new_input)
             graph.replay()
             # The graph computes no gradients. A call outside of the graph does, and also tests calls between replays.
-            rest = _outcome(example, sets[call % 2], group)[len(results) :]
-            yield call % 2, [*(t.clone() for t in results), *rest]
+            grads = _run_example(example, input_sets[call % 2], group)[len(results) :]
+            yield call % 2, [*(t.clone() for t in results), *grads]
 
-    yield "in a later call", again()
-    yield "where a rank was late", late()
-    yield "beside a collective of torch.distributed", moving()
+    yield "in a later call", repeat()
+    yield "where a rank was late", repeat_with_late_rank()
+    yield "beside a collective of torch.distributed", repeat_beside_collective()
     if device.type == "cuda":
-        yield "in a CUDA graph", replayed()
+        yield "in a CUDA graph", replay_graph()
 
 
-def _outcome(example: Example, one: _Set, group: dist.ProcessGroup) -> list[Tensor]:
+def _run_example(example: Example, input_set: _InputSet, group: dist.ProcessGroup) -> list[Tensor]:
     """Run the example; return its results and gradients."""
-    leaves = [x.detach().requires_grad_() for x in one.inputs]
-    results = _results(example.run(*leaves, group=group))
-    return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, one.grads)]
+    leaves = [x.detach().requires_grad_() for x in input_set.inputs]
+    results = _to_list(example.run(*leaves, group=group))
+    return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, input_set.grads)]
 
 
-def _results(given: Any) -> list[Tensor]:
-    return [given] if isinstance(given, Tensor) else list(given)
+def _to_list(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
-def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int) -> _Set:
+def _make_inputs(
+    example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int
+) -> _InputSet:
     """Generate the inputs and output gradients of `rank`, and compute their float64 reference."""
 
-    def made(shape: Sequence[int], *number: int) -> Tensor:
-        name = 0
-        for part in (seed, *number):
-            name = 1009 * name + part
-        seeded = torch.Generator().manual_seed(name)
-        return torch.randn(shape, generator=seeded, dtype=torch.float32, device="cpu").to(device, dtype)
+    def draw(shape: Sequence[int], *indices: int) -> Tensor:
+        draw_seed = 0
+        for part in (seed, *indices):
+            draw_seed = 1009 * draw_seed + part
+        generator = torch.Generator().manual_seed(draw_seed)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
-    inputs: ByRank = []
-    for one in range(world):
-        of_rank = [made(shape, 1, 0 if i in example.alike else one, i) for i, shape in enumerate(example.shapes[one])]
-        inputs.append(of_rank)
-    wide: ByRank = []
-    for one in range(world):
-        first = wide[0] if wide else []
-        wide.append(
+    inputs: TensorsByRank = []
+    for source_rank in range(world):
+        rank_tensors = [
+            draw(shape, 1, 0 if i in example.replicated_inputs else source_rank, i)
+            for i, shape in enumerate(example.shapes[source_rank])
+        ]
+        inputs.append(rank_tensors)
+    double_inputs: TensorsByRank = []
+    for source_rank in range(world):
+        first_rank_inputs = double_inputs[0] if double_inputs else []
+        double_inputs.append(
             [
-                first[i] if first and i in example.alike else x.double().requires_grad_()
-                for i, x in enumerate(inputs[one])
+                first_rank_inputs[i]
+                if first_rank_inputs and i in example.replicated_inputs
+                else x.double().requires_grad_()
+                for i, x in enumerate(inputs[source_rank])
             ]
         )
-    results = example.reference(wide)
+    results = example.reference(double_inputs)
     grads = [
-        [made(t.shape, 2, 0 if example.one_result else one, i) for i, t in enumerate(of_rank)]
-        for one, of_rank in enumerate(results)
+        [draw(t.shape, 2, 0 if example.has_replicated_result else source_rank, i) for i, t in enumerate(rank_tensors)]
+        for source_rank, rank_tensors in enumerate(results)
     ]
-    counted = range(1) if example.one_result else range(world)  # a replicated result counts once
-    terms = [(t * g.double()).sum() for one in counted for t, g in zip(results[one], grads[one], strict=True)]
-    wanted = [*(t.detach() for t in results[rank]), *torch.autograd.grad(torch.stack(terms).sum(), wide[rank])]
-    return _Set(inputs[rank], grads[rank], [t.to(dtype) for t in wanted])
+    counted_ranks = range(1) if example.has_replicated_result else range(world)  # a replicated result counts once
+    terms = [
+        (t * g.double()).sum()
+        for source_rank in counted_ranks
+        for t, g in zip(results[source_rank], grads[source_rank], strict=True)
+    ]
+    expected = [
+        *(t.detach() for t in results[rank]),
+        *torch.autograd.grad(torch.stack(terms).sum(), double_inputs[rank]),
+    ]
+    return _InputSet(inputs[rank], grads[rank], [t.to(dtype) for t in expected])
 
 
-def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
+def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
     """Return the examples of all verified ops for one size; `m`, `k`, `n` are as in `verify`."""
     share = -(-m // world)
     rows = [min(share, max(0, m - rank * share)) for rank in range(world)]
 
-    def gathered(ranks: ByRank) -> ByRank:
+    def reference_gather(ranks: TensorsByRank) -> TensorsByRank:
         x = torch.cat([x for x, *_ in ranks])
         return [[x @ weights[0].t() if weights else x] for _, *weights in ranks]
 
-    def total(ranks: ByRank) -> Tensor:
+    def reference_sum(ranks: TensorsByRank) -> Tensor:
         return torch.stack([x @ weights[0].t() if weights else x for x, *weights in ranks]).sum(0)
 
-    def scattered(ranks: ByRank) -> ByRank:
-        return [[part] for part in total(ranks).split(rows)]
+    def reference_scatter(ranks: TensorsByRank) -> TensorsByRank:
+        return [[part] for part in reference_sum(ranks).split(rows)]
 
-    def reduced(ranks: ByRank) -> ByRank:
-        return [[total(ranks)]] * world
+    def reference_reduce(ranks: TensorsByRank) -> TensorsByRank:
+        return [[reference_sum(ranks)]] * world
 
-    def normed(ranks: ByRank) -> ByRank:
-        residual = total(ranks) + ranks[0][2]
+    def reference_norm(ranks: TensorsByRank) -> TensorsByRank:
+        residual = reference_sum(ranks) + ranks[0][2]
         scale = (residual.square().mean(-1, keepdim=True) + EPS).rsqrt()
         return [[residual * scale * ranks[0][3], residual]] * world
 
-    def attended(ranks: ByRank) -> ByRank:
+    def reference_attention(ranks: TensorsByRank) -> TensorsByRank:
         q, keys, values = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(*ranks, strict=True))
         out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2)
         return [[part] for part in out.split(share, 1)]
@@ -321,18 +341,25 @@ def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
     gather = partial(all_gather_matmul, gather_size=m)
     norm = partial(matmul_all_reduce_rms_norm, eps=EPS)
     attend = partial(ring_attention, causal=True, layout="contiguous")
-    shards, columns = [[(own, k), (n, k)] for own in rows], [[(m, k), (n, k)]] * world
+    shards, columns = [[(rows_here, k), (n, k)] for rows_here in rows], [[(m, k), (n, k)]] * world
     normed_shapes = [[(m, k), (n, k), (m, n), (n,)]] * world
     heads = [[(1, share, max(1, n // HEAD_DIM), HEAD_DIM)] * 3] * world  # equal shards: uneven ones need the layout
     gather_rows = partial(collectives.all_gather, dim=0, gather_size=m)
     scatter_rows = partial(collectives.reduce_scatter, dim=0)
     return [
-        Example("all_gather_matmul", gather, gathered, shards),
-        Example("matmul_reduce_scatter", matmul_reduce_scatter, scattered, columns),
-        Example("matmul_all_reduce", matmul_all_reduce, reduced, columns, one_result=True),
-        Example("matmul_all_reduce_rms_norm", norm, normed, normed_shapes, frozenset({2, 3}), one_result=True),
-        Example("all_gather", gather_rows, gathered, [[(own, k)] for own in rows]),
-        Example("reduce_scatter", scatter_rows, scattered, [[(m, n)]] * world),
-        Example("all_reduce", collectives.all_reduce, reduced, [[(m, n)]] * world, one_result=True),
-        Example("ring_attention", attend, attended, heads),
+        Example("all_gather_matmul", gather, reference_gather, shards),
+        Example("matmul_reduce_scatter", matmul_reduce_scatter, reference_scatter, columns),
+        Example("matmul_all_reduce", matmul_all_reduce, reference_reduce, columns, has_replicated_result=True),
+        Example(
+            "matmul_all_reduce_rms_norm",
+            norm,
+            reference_norm,
+            normed_shapes,
+            frozenset({2, 3}),
+            has_replicated_result=True,
+        ),
+        Example("all_gather", gather_rows, reference_gather, [[(rows_here, k)] for rows_here in rows]),
+        Example("reduce_scatter", scatter_rows, reference_scatter, [[(m, n)]] * world),
+        Example("all_reduce", collectives.all_reduce, reference_reduce, [[(m, n)]] * world, has_replicated_result=True),
+        Example("ring_attention", attend, reference_attention, heads),
     ]

@@ -173,7 +173,8 @@ class CheckpointManager:
             )
         shapes = OriginalShapes(*self._modules)
         model = {
-            name: _in_saved_form(value, shapes.named.get(name), shapes) for name, value in self._model_state().items()
+            name: _in_saved_form(value, shapes.parameters_by_name.get(name), shapes)
+            for name, value in self._model_state().items()
         }
         state, rest = self._optimizer_state(shapes)
         tensors = _on_cpu({"model": model, "optimizer": state} if state else {"model": model})
@@ -378,7 +379,9 @@ class CheckpointManager:
             self._data.check_state(common["data"])
         metadata = self._reader(folder).read_metadata()
         shapes, model = OriginalShapes(*self._modules), self._model_state()
-        seen = {name: _in_saved_form(value, shapes.named.get(name), shapes) for name, value in model.items()}
+        seen = {
+            name: _in_saved_form(value, shapes.parameters_by_name.get(name), shapes) for name, value in model.items()
+        }
         for name, value in seen.items():
             saved = getattr(metadata.state_dict_metadata.get(f"model.{name}"), "size", None)
             if isinstance(value, Tensor) and saved != value.shape:
@@ -462,7 +465,7 @@ class CheckpointManager:
         values: dict[str, dict[str, Any]] = {}
         if self._optimizer is None:
             return tensors, {"groups": [], "values": values}
-        for name, parameter in shapes.named.items():
+        for name, parameter in shapes.parameters_by_name.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     _check_sharded(name, key, value, parameter, shapes)
@@ -590,7 +593,7 @@ def _modules_of(model: nn.Module | Pipeline) -> list[nn.Module]:
 def _names_of(shapes: OriginalShapes) -> dict[int, list[str]]:
     """Return the names of each parameter by its id; a tied parameter has several names."""
     names = defaultdict(list)
-    for name, parameter in shapes.named.items():
+    for name, parameter in shapes.parameters_by_name.items():
         names[id(parameter)].append(name)
     return names
 

@@ -243,10 +243,10 @@ def test_results_lie_as_compilers_are_told(group: dist.ProcessGroup, route: str)
     }
     given = checked_arguments(AttentionArguments(**more), q, k, k, 2, dist.get_rank(group))
     rest = (*given, group.group_name)
-    out, lse = RING_ATTENTION.named(q, k, k, *rest)
+    out, lse = RING_ATTENTION.call_prepared(q, k, k, *rest)
     arguments = (out, None, q, k, k, out, lse, *rest)
     forward, backward = RING_ATTENTION, RING_ATTENTION_BACKWARD
-    real, fakes = backward.named(*arguments), backward.fake(backward.pack(arguments))
+    real, fakes = backward.call_prepared(*arguments), backward.fake(backward.pack(arguments))
     for one, fake in zip([out, lse, *real], [*forward.fake(forward.pack((q, k, k, *rest))), *fakes], strict=True):
         assert (one.dtype, one.shape, one.stride()) == (fake.dtype, fake.shape, fake.stride())
     assert len({one.untyped_storage().data_ptr() for one in real}) == len(real)
@@ -358,7 +358,7 @@ def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
         if op is ring_attention:
             rest = (*checked_arguments(AttentionArguments(**chosen), q, k, k, 2, rank), group.group_name)
             with pytest.raises(RankMismatchError) as error:
-                RING_ATTENTION_BACKWARD.named(q, None, q, k, k, q, lse, *rest)
+                RING_ATTENTION_BACKWARD.call_prepared(q, None, q, k, k, q, lse, *rest)
             said.append((name, str(error.value)))
     x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens; each rank assumes equal shards
     with pytest.raises(RankMismatchError, match="different numbers of tokens, pass seq_len"):

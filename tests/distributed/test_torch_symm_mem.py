@@ -30,7 +30,7 @@ from fused_tp.backends.torch_symm_mem import torch_symm_mem_schedule as schedule
 from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
 from fused_tp.core.errors import RankMismatchError
 from fused_tp.core.group import resolve_group
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 from fused_tp.ops.verify import verify
 from tests.distributed.schedule_cases import CPU, NEEDS_CORE, own, run_variant, schedule_on
 from tests.distributed.symm_mem_double import CALLED, KERNELS, PYTHON_OPS, symm_mem_on_cpu
@@ -557,10 +557,12 @@ def test_the_shipped_table_follows_what_was_published(
         monkeypatch.delenv(name, raising=False)
     own_rows = rows // ranks if op == "all_gather_matmul" else rows
     place: dict[str, Any] = {"world_size": ranks, "transport": "nvlink", "arch": "sm_90"}
-    found = explain_for(op, (own_rows, 4096), (4096, 4096), dtype=dtype, **place).forward
+    found = explain_hypothetical(op, (own_rows, 4096), (4096, 4096), dtype=dtype, **place).forward
     assert found is not None and found.schedule == schedule and reason in found.reason
     # Without symmetric memory, NCCL's choices stay as before.
-    found = explain_for(op, (own_rows, 4096), (4096, 4096), dtype=dtype, **{**place, "transport": "nccl"}).forward
+    found = explain_hypothetical(
+        op, (own_rows, 4096), (4096, 4096), dtype=dtype, **{**place, "transport": "nccl"}
+    ).forward
     assert found is not None and found.schedule in ("plain", "pipelined") and "sm_90/default" in found.reason
 
 
@@ -568,10 +570,10 @@ def test_what_is_refused_by_the_size_of_a_group_and_by_dtype(monkeypatch: pytest
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "symm_mem")
     place: dict[str, Any] = {"transport": "nvlink", "arch": "sm_90"}
     with pytest.raises(ValueError, match="it supports at most 16 ranks, and the group has 17"):
-        explain_for("all_reduce", (4, 8), dtype=BF16, world_size=17, **place)
-    found = explain_for("all_reduce", (4, 8), dtype=torch.float16, world_size=8, **place).forward
+        explain_hypothetical("all_reduce", (4, 8), dtype=BF16, world_size=17, **place)
+    found = explain_hypothetical("all_reduce", (4, 8), dtype=torch.float16, world_size=8, **place).forward
     assert found is not None and "torch's symm_mem ops sum bfloat16 and float32, not float16" in found.reason
-    found = explain_for("all_gather", (4, 8), dtype=torch.float16, world_size=8, **place).forward
+    found = explain_hypothetical("all_gather", (4, 8), dtype=torch.float16, world_size=8, **place).forward
     assert found is not None and "without a deadline (FUSED_TP_TIMEOUT bounds their set-up only)" in found.reason
     assert "round after every addition" in found.reason
 

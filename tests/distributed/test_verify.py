@@ -101,18 +101,18 @@ class Ends(Plain):
 @contextmanager
 def shorter(op: str, **environment: str) -> Iterator[None]:
     """Check only one op."""
-    made = verify.examples_of
+    made = verify.make_examples
 
     def one(*given: int) -> list[verify.Example]:
         return [example for example in made(*given) if example.op == op]
 
-    with mock.patch.object(verify, "examples_of", one), mock.patch.dict(os.environ, environment):
+    with mock.patch.object(verify, "make_examples", one), mock.patch.dict(os.environ, environment):
         yield
 
 
 def told(move: Any) -> Any:
     def all_reduce(x: Tensor, **how: Any) -> Any:
-        Disturbed.moving = x.numel() == verify.BESIDE_ELEMENTS
+        Disturbed.moving = x.numel() == verify.CONCURRENT_ELEMENTS
         return move(x, **how)
 
     return all_reduce

@@ -41,7 +41,7 @@ from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.core import dispatch
 from fused_tp.core.availability import AVAILABLE, unavailable
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 from tests.attention_reference import Gradients, Inputs, backward, forward, one_step, whole_reference
 from tests.attention_reference import kernel_inputs as inputs
 from tests.native_build import REPOSITORY, build_program, native_build, output_of, require_sanitizer
@@ -149,7 +149,7 @@ def test_any_mask_in_small_tiles_and_blocks(
     lengths: list[int], causal: bool, window: tuple[int, int], kernel: AttentionKernel
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("torch_flash._FEWEST_ROWS", "reference._KEYS"):
+        for place in ("torch_flash._MIN_TILE_ROWS", "reference._MAX_BLOCK_KEYS"):
             patch.setattr(f"fused_tp.attention.kernels.{place}", 8)
         patch.setattr("fused_tp.attention.kernels.torch_flash._MAX_BAND_ROWS", 32)
         patch.setattr("fused_tp.attention.kernels.reference._MAX_BLOCK_SCORES", 1)  # 16 rows
@@ -172,17 +172,17 @@ def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     select._choose_kernel.cache_clear()
     for wanted, name in (
         (cuda(), "torch-cuda"),  # one step: nothing is rounded twice
-        (cuda(single=False), "triton"),
-        (cuda(plain=False), "triton"),
-        (cuda(grad_lse=True), "triton"),
-        (replace(cuda(single=False), dtype=torch.float32), "torch-blocks"),
+        (cuda(allows_tile_rounding=False), "triton"),
+        (cuda(has_plain_scores=False), "triton"),
+        (cuda(has_grad_lse=True), "triton"),
+        (replace(cuda(allows_tile_rounding=False), dtype=torch.float32), "torch-blocks"),
     ):
         assert choose_kernel(wanted)[0].name == name
     monkeypatch.setattr(triton, "triton_availability", lambda query: unavailable("it is not installed"))
     select._choose_kernel.cache_clear()
-    provider, reason = choose_kernel(cuda(single=False))
+    provider, reason = choose_kernel(cuda(allows_tile_rounding=False))
     assert provider.name == "torch-cuda" and "; no triton: it is not installed" in reason
-    assert choose_kernel(cuda(plain=False))[0] is REFERENCE_KERNEL
+    assert choose_kernel(cuda(has_plain_scores=False))[0] is REFERENCE_KERNEL
     select._choose_kernel.cache_clear()
 
 
@@ -207,16 +207,19 @@ def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: py
     cpu = partial(KernelQuery, torch.device("cpu"))
     for wanted, name in (
         (cpu(torch.float32, 64, 64), "native-cpu"),
-        (cpu(torch.float32, 64, 64, backward=True), "native-cpu"),
-        (cpu(torch.float32, 64, 128, backward=True), "torch-cpu"),
-        (cpu(torch.float32, 128, 128, backward=True, grad_lse=True), "native-cpu"),
-        (cpu(torch.bfloat16, 8, 8, backward=True), "torch-cpu"),
-        (cpu(torch.bfloat16, 8, 8, backward=True, single=False), "native-cpu"),  # it rounds once over all steps
-        (cpu(torch.float64, 8, 8, backward=True), "native-cpu"),
+        (cpu(torch.float32, 64, 64, is_backward=True), "native-cpu"),
+        (cpu(torch.float32, 64, 128, is_backward=True), "torch-cpu"),
+        (cpu(torch.float32, 128, 128, is_backward=True, has_grad_lse=True), "native-cpu"),
+        (cpu(torch.bfloat16, 8, 8, is_backward=True), "torch-cpu"),
+        (
+            cpu(torch.bfloat16, 8, 8, is_backward=True, allows_tile_rounding=False),
+            "native-cpu",
+        ),  # it rounds once over all steps
+        (cpu(torch.float64, 8, 8, is_backward=True), "native-cpu"),
     ):
         assert choose_kernel(wanted)[0].name == name, wanted
     shapes, place = [(1, 8, 2, 128)] * 3, {"world_size": 2, "transport": "shm", "arch": "cpu"}
-    provider = explain_for("ring_attention", *shapes, dtype=torch.float32, **place).provider
+    provider = explain_hypothetical("ring_attention", *shapes, dtype=torch.float32, **place).provider
     assert provider is not None and provider.name == "native-cpu"
     assert "; its backward uses torch-cpu: " in provider.reason and "by the dispatch table" in provider.reason
     table.with_name("bad.json").write_text(json.dumps({"arch": {}, "attention": [{"kernel": "torch-cpu"}]}))
@@ -489,7 +492,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     x, step = inputs(mask, torch.float32), one_step(mask)
     made: list[weakref.ref[Tensor]] = []
     step._on_devices[x.q.device] = Forgetful()
-    vars(step)["addresses"] = Replaced()
+    vars(step)["native_vectors"] = Replaced()
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
     state, scores = SoftmaxState.empty(x.q, 16), Scores(0.2, alibi_slopes=torch.ones(x.q.shape[2]))

@@ -14,7 +14,7 @@ from benchmarks import cpu, tune
 from benchmarks.tune import challenge, retuned
 from fused_tp.cli.main import main
 from fused_tp.core import dispatch
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 
 pytestmark = pytest.mark.full
 
@@ -84,7 +84,7 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
     assert said[-1].startswith(f"{path}: 18 choices changed; FUSED_TP_TABLE names it already.")
     assert said[-1].endswith("A process reads its table once: start anew what runs already.")
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
-    answer = explain_for(
+    answer = explain_hypothetical(
         "matmul_all_reduce", (16, 1024), (2048, 1024), dtype=torch.float32, world_size=2, transport="shm", arch="cpu"
     ).forward
     assert answer is not None and answer.schedule == "pipelined"

@@ -17,7 +17,7 @@ from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.cli import doctor
 from fused_tp.cli.main import COMMANDS, main
 from fused_tp.core.availability import AVAILABLE
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 
 pytestmark = pytest.mark.full
 
@@ -100,7 +100,7 @@ def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.Monke
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "copy_engine")
     on_gpus: dict[str, Any] = {"dtype": torch.float32, "world_size": 2, "transport": "nccl", "arch": "sm_90"}
     for op, forced in (("all_reduce", False), ("all_gather", True)):  # copy engines do not serve sums alone
-        decision = explain_for(op, (4, 8), **on_gpus).forward
+        decision = explain_hypothetical(op, (4, 8), **on_gpus).forward
         assert decision is not None and (decision.schedule == "copy_engine") == forced
 
 

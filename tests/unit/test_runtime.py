@@ -20,7 +20,7 @@ from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import check_mesh_order, group_by_name, resolve_group
 from fused_tp.core.partition import shard_range, shard_sizes
 from fused_tp.core.pending import sum_in_rank_order
-from fused_tp.ops.explain import explain_for, tensor_arguments
+from fused_tp.ops.explain import explain_hypothetical, tensor_arguments
 
 
 def test_partition_is_that_of_torch_chunk() -> None:
@@ -198,7 +198,7 @@ def test_explain_where_a_table_prefers_messages_to_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", [{"schedule": "pipelined"}]))
-    answer = explain_for("all_reduce", (4, 8), dtype=torch.float32, world_size=2, transport="shm", arch="cpu")
+    answer = explain_hypothetical("all_reduce", (4, 8), dtype=torch.float32, world_size=2, transport="shm", arch="cpu")
     assert f"  forward: pipelined over torch.distributed, because dispatch table {tmp_path}/table.json, rule" in str(
         answer
     )
