@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup
+from fused_tp.nn.embedding import check_ids_in_range, check_integer_ids, sharded_lookup
 from fused_tp.nn.linear import check_floating, check_width, column_matmul, row_matmul
 from fused_tp.nn.norm import sequence_parallel_
-from fused_tp.nn.optimizers import note_replaced
-from fused_tp.nn.sharding import as_dtensor, check_mesh, local
+from fused_tp.nn.optimizers import record_replaced_parameters
+from fused_tp.nn.sharding import as_dtensor, check_mesh, local_shard
 from fused_tp.nn.single_device_writes import write_as_one_process
 
 
@@ -216,7 +216,7 @@ class _ColumnLinear(_Styled):
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
         check_floating(x)
-        weight, bias = local(self.weight), local(self.bias)
+        weight, bias = local_shard(self.weight), local_shard(self.bias)
         layout = self._layout_of(x)
         dim = _shard_dim(layout, x.ndim - 1)
         if dim is None and (isinstance(x, DTensor) or layout != Replicate()):
@@ -240,10 +240,10 @@ class _RowLinear(_Styled):
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
         check_floating(x)
-        weight = local(self.weight)
+        weight = local_shard(self.weight)
         x = self._take(x, Shard(x.ndim - 1))
         check_width(x, weight.shape[1], "this rank's part of in_features")
-        sums = partial(row_matmul, x, weight, local(self.bias), self._style_mesh)
+        sums = partial(row_matmul, x, weight, local_shard(self.bias), self._style_mesh)
         return self._give_sum(sums, (*x.shape[:-1], linear.out_features), x.ndim - 1)
 
 
@@ -251,7 +251,7 @@ class _ColumnEmbedding(_Styled):
     def forward(self, ids: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
-        y = F.embedding(self._take(ids, Replicate()), local(embedding.weight), embedding.padding_idx)
+        y = F.embedding(self._take(ids, Replicate()), local_shard(embedding.weight), embedding.padding_idx)
         return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], embedding.embedding_dim))
 
 
@@ -260,8 +260,10 @@ class _RowEmbedding(_Styled):
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
         ids = self._take(ids, Replicate())
-        check_ids_inside(ids, embedding.num_embeddings)
-        sums = partial(lookup, ids, local(embedding.weight), embedding.num_embeddings, embedding.padding_idx)
+        check_ids_in_range(ids, embedding.num_embeddings)
+        sums = partial(
+            sharded_lookup, ids, local_shard(embedding.weight), embedding.num_embeddings, embedding.padding_idx
+        )
         return self._give_sum(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1)
 
 
@@ -291,7 +293,7 @@ def _shard_parameters(
             )
         sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        note_replaced({parameter: name}, module)
+        record_replaced_parameters({parameter: name}, module)
 
 
 def _kind(module: nn.Module, style: str) -> type[nn.Module]:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_tp.nn.linear import check_floating, check_width
-from fused_tp.nn.sharding import local
+from fused_tp.nn.sharding import local_shard
 from fused_tp.ops.collectives import gather, scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
@@ -86,7 +86,7 @@ def _styles() -> tuple[Any, Any]:
                     return plain(x, *args, **kwargs)
                 check_floating(x)
                 check_width(x, module.in_features, "in_features")
-                y_shard = column_parallel_matmul(x, local(module.weight), local(module.bias), group=mesh)
+                y_shard = column_parallel_matmul(x, local_shard(module.weight), local_shard(module.bias), group=mesh)
                 return gather(y_shard, -1, group=mesh, gather_size=module.out_features) if gathers else y_shard
 
             module.forward = forward
@@ -102,9 +102,9 @@ def _styles() -> tuple[Any, Any]:
                     return plain(x, *args, **kwargs)
                 check_floating(x)
                 x_shard = scatter(x, -1, group=mesh) if splits else x
-                weight = local(module.weight)
+                weight = local_shard(module.weight)
                 check_width(x_shard, weight.shape[1], "this rank's part of in_features")
-                return matmul_all_reduce(x_shard, weight, local(module.bias), group=mesh)
+                return matmul_all_reduce(x_shard, weight, local_shard(module.bias), group=mesh)
 
             module.forward = forward
             return module

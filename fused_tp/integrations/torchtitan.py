@@ -48,7 +48,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from fused_tp.attention.layout import check_layout
 from fused_tp.nn.linear import column_matmul, row_matmul
-from fused_tp.nn.sharding import local
+from fused_tp.nn.sharding import local_shard
 from fused_tp.ops.ring_attention import ring_attention_from_head
 from fused_tp.ops.sequence import unshard_sequence
 
@@ -78,13 +78,13 @@ class _Projections(Module):
 
 def _column(module: _Projections, x: Tensor, layers: list[Linear]) -> list[Tensor]:
     assert module.tp_mesh is not None
-    weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
+    weights, biases = [local_shard(layer.weight) for layer in layers], [local_shard(layer.bias) for layer in layers]
     return list(column_matmul(x, weights, biases, module.tp_mesh, module.sequence_dim))
 
 
 def _row(module: _Projections, x: Tensor, layer: Linear) -> Tensor:
     assert module.tp_mesh is not None
-    return row_matmul(x, local(layer.weight), None, module.tp_mesh, module.sequence_dim)
+    return row_matmul(x, local_shard(layer.weight), None, module.tp_mesh, module.sequence_dim)
 
 
 class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
@@ -182,7 +182,7 @@ class RingAttention(Module):
         with spmd.no_typecheck():
             documents = None
             if attention_masks is not None:
-                documents = _documents_at(local(attention_masks), self.cp_mesh, self.layout)
+                documents = _documents_at(local_shard(attention_masks), self.cp_mesh, self.layout)
             how = {"causal": True, "scale": scale, "layout": self.layout}
             return _attend(q_BLNH, k_BLNH, v_BLNH, self.cp_mesh, documents, **how)
 

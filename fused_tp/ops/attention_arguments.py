@@ -278,8 +278,8 @@ def total_length(name: str, total: Any, tensor_name: str, length: int, size: int
     expected = local_length(total, size, rank, layout)
     if expected != length:
         raise ValueError(
-            f"{name}={total} in layout {layout!r} assigns {expected} tokens to rank {rank} of {size}, but {tensor_name} "
-            "holds "
+            f"{name}={total} in layout {layout!r} assigns {expected} tokens to rank {rank} of {size}, but "
+            f"{tensor_name} holds "
             f"{length}; shard tensors with shard_sequence and the same layout."
         )
     return int(total)

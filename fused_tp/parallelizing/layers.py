@@ -23,7 +23,7 @@ from fused_tp.core.group import GroupLike
 from fused_tp.core.subclass import reason_not_plain
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.linear import check_parts, features_of, is_conv1d
-from fused_tp.nn.norm import replicate_own
+from fused_tp.nn.norm import replicate_own_parameters
 from fused_tp.nn.sharding import Memo, PartsShard, shard_rows
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
@@ -470,18 +470,24 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
         distribution = sharding.distribution
         over = distribution.parameter_mesh if distribution and name in distribution.names else None
-        held = replicate_own(
-            module, sharding.mesh, memo, sums=sums(name), shards=shards, read=asks, parameter_mesh=over
+        held = replicate_own_parameters(
+            module,
+            sharding.mesh,
+            memo,
+            sums_gradients=sums(name),
+            shards=shards,
+            read_parameters=asks,
+            parameter_mesh=over,
         )
         if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)):
             module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 
 def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
-    """Apply `replicate_parameters` to `module` alone, which is called `name` in the model, without its submodules."""
+    """Apply `replicate_own_parameters` to `module` alone, named `name` in the model, without its submodules."""
     embedded = isinstance(module, nn.Embedding)
     sums = _gradient_predicate(name, spec, sharding.sequence, embedded=embedded)
-    held = replicate_own(module, sharding.mesh, memo, sums=sums)
+    held = replicate_own_parameters(module, sharding.mesh, memo, sums_gradients=sums)
     if held and embedded:
         module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 

@@ -47,8 +47,8 @@ from fused_tp.core.group import resolve_group
 from fused_tp.core.pending import start_thread
 from fused_tp.core.store import exchange
 from fused_tp.nn.checkpoint import OriginalShapes
-from fused_tp.nn.in_original_shape import InOriginalShape
-from fused_tp.nn.plain_data import PlainPlanner, PlainReader, check_plain, load_plain, refused_kind
+from fused_tp.nn.original_shape_tensor import OriginalShapeTensor
+from fused_tp.nn.plain_data import PlainPlanner, PlainReader, check_plain, load_plain, refused_type
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.training.batches import DistributedBatches
@@ -361,7 +361,7 @@ class CheckpointManager:
             else:
                 common = load_plain(folder / COMPLETE)
         except Exception as error:
-            if (kind := refused_kind(error)) is not None:
+            if (kind := refused_type(error)) is not None:
                 raise ValueError(
                     f"{folder / COMPLETE} contains {kind}, and loading such objects can execute code from the file. "
                     "Pass pickles=True to CheckpointManager if you trust this folder."
@@ -613,7 +613,7 @@ def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> 
 
 
 def _check_sharded(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
-    cut = isinstance(shapes(parameter.detach(), parameter), (DTensor, InOriginalShape))
+    cut = isinstance(shapes(parameter.detach(), parameter), (DTensor, OriginalShapeTensor))
     if cut and value.numel() > 1 and value.shape != parameter.shape:
         raise ValueError(
             f"optimizer state {key!r} of the sharded parameter {name!r} has shape {tuple(value.shape)}, but the "
@@ -652,9 +652,9 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _on_cpu(one) for key, one in value.items()}
     if isinstance(value, DTensor):
-        value = InOriginalShape.of(value)
-    if isinstance(value, InOriginalShape):
-        return value.on_cpu(_cpu_copy)
+        value = OriginalShapeTensor.from_dtensor(value)
+    if isinstance(value, OriginalShapeTensor):
+        return value.copy_to_cpu(_cpu_copy)
     return _cpu_copy(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

@@ -20,14 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.nn.optimizers import (
-    FORWARD,
-    PARTS_AND_STEPS,
+    FORWARD_MOMENT,
     PLAIN_SHARDINGS,
+    STEP_EXCHANGE_NAME,
     ShardedLayout,
-    checksum_of_parts,
+    optimizer_step_counts,
     refuse_different_moments,
-    steps_of,
-    watch_again,
+    rewatch_model,
+    sample_checksum,
 )
 from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
 
@@ -58,15 +58,17 @@ class PartsCheck:
     def __call__(self, model: nn.Module, args: Any) -> None:
         if is_suspended():
             return
-        watch_again(model)
+        rewatch_model(model)
         self._check_data_parallel(model)
         call = self.calls[model.training] = self.calls[model.training] + 1
         if not is_check_due(call):
             return
         place, parts = 0, None
         if self.tp_mesh is not None:
-            place, parts = self.tp_mesh.get_local_rank(), checksum_of_parts(self._parts(model))
-        found = of_all_ranks(self.meshes, PARTS_AND_STEPS, [FORWARD, place, parts, steps_of(model)])
+            place, parts = self.tp_mesh.get_local_rank(), sample_checksum(self._parts(model))
+        found = of_all_ranks(
+            self.meshes, STEP_EXCHANGE_NAME, [FORWARD_MOMENT, place, parts, optimizer_step_counts(model)]
+        )
         refuse_different_moments(self.meshes[0], [one[0] for one in found])
         places: dict[int, int] = {}
         for _, theirs, part, _ in found:

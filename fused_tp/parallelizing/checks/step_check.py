@@ -332,7 +332,7 @@ class _Steps:
         """Gather full parameters; return the reason if that fails, or "". A collective call."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         try:
-            self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, keep=True, device=None))
+            self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, keep_result=True, device=None))
         except FusedTPError:
             raise
         except Exception as error:
