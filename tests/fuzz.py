@@ -543,7 +543,7 @@ def make_odd(s: Source, problem: Problem) -> None:
                 one[name] = how(odd_numbers(s, one[name], problem.huge) if numbers else one[name])
 
 
-@mock.patch.object(gemm, "_SMALLEST_NATIVE", 0)  # small inputs use the native core, too
+@mock.patch.object(gemm, "_MIN_NATIVE_ELEMENTS", 0)  # small inputs use the native core, too
 def fuzz_rank(group: Any, name: str, seed: int, calls: int) -> list[str]:
     """Make random calls of an op; return a description of each failure."""
     rank, size, failures = group.rank(), group.size(), []

@@ -22,7 +22,7 @@ from fused_tp.attention.layout import TokenRanges
 from fused_tp.backends.cuda.device_schedule import DeviceSchedule
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import Schedule
-from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
 from fused_tp.backends.shared_memory.shm import ShmTransport
 from fused_tp.core.pending import accumulate_dtype
 
@@ -272,7 +272,7 @@ class AllToAll(ABC):
 
 def all_to_all_for(schedule: Schedule) -> AllToAll:
     """Return the all-to-all that uses the transport of `schedule`."""
-    if isinstance(schedule, SharedMemory):
+    if isinstance(schedule, SharedMemorySchedule):
         return SharedMemoryAllToAll(schedule.transport)
     messages = MessageAllToAll(schedule.name, schedule.messages)
     return DeviceAllToAll(schedule, messages) if isinstance(schedule, DeviceSchedule) else messages

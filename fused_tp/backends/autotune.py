@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fused_tp.backends.hierarchical.two_level import own_host
+from fused_tp.backends.hierarchical.two_level import host_id
 from fused_tp.backends.registry import SCHEDULES, schedule_named, transport_key
 from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
@@ -48,29 +48,36 @@ from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.store import exchange
 
-ROUNDS = 9
+NUM_ROUNDS = 9
 ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
-MOST_CALLS = 50  # largest number of calls per schedule and round
-MARGIN = 0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
-HOPELESS = 3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
-EVERYWHERE = frozenset(  # ops whose result is the same on all ranks
+MAX_CALLS_PER_ROUND = 50  # largest number of calls per schedule and round
+MAX_TIME_RATIO = (
+    0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
+)
+HOPELESS_TIME_RATIO = (
+    3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
+)
+REPLICATED_OUTPUT_OPS = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
 )
 
-_PLAIN = "plain"
-_TRUSTED = (_PLAIN, "symm_mem")  # candidates without verification by `fused-tp tune`, if FUSED_TP_AUTOTUNE is not set
+_PLAIN_SCHEDULE = "plain"
+_TRUSTED_SCHEDULES = (
+    _PLAIN_SCHEDULE,
+    "symm_mem",
+)  # candidates without verification by `fused-tp tune`, if FUSED_TP_AUTOTUNE is not set
 _FILE_DESCRIPTION = (
     "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, the "
     "schedules with wrong results, and the schedules verified by fused-tp tune. Delete the file to measure again."
 )
 _LOG = logging.getLogger("fused_tp")
 _SECTIONS = ("choices", "wrong", "right")  # of the file
-_SAVED: GroupSlot[dict[str, Any]] = GroupSlot()
+_SAVED_CHOICES: GroupSlot[dict[str, Any]] = GroupSlot()
 
-Run = Callable[[Schedule], Any]
+RunOnSchedule = Callable[[Schedule], Any]
 
 
-def measures(name: str, key: ScheduleKey, group: Group) -> bool:
+def is_measured(name: str, key: ScheduleKey, group: Group) -> bool:
     """True if the first call of op `name` with `key` is measured. All ranks call together."""
     if group.size == 1 or settings.forced_schedule() is not None:
         return False
@@ -79,10 +86,10 @@ def measures(name: str, key: ScheduleKey, group: Group) -> bool:
         return setting is not None
     if settings.table_path() is not None or transport_key(group, key.device) != "nvlink":
         return False
-    return len(_candidates(name, key, group, _load_once(group, key.device))) > 1
+    return len(_candidate_schedules(name, key, group, _load_choices_once(group, key.device))) > 1
 
 
-def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: Run) -> Schedule | None:
+def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: RunOnSchedule) -> Schedule | None:
     """Return the fastest schedule for a call of op `name`, and measure the schedules if there is no saved choice.
 
     Returns None if schedules cannot be measured: during CUDA graph capture, or if `FUSED_TP_AUTOTUNE` is not set and
@@ -94,161 +101,197 @@ def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: Run) -> Sched
     Raises:
         FusedTPError: a schedule failed and left the group unusable; the message names the schedule.
     """
-    saved = _load_once(group, key.device)
+    saved = _load_choices_once(group, key.device)
     # Checked at every call: the chosen schedule may have been disabled, or found wrong at other sizes, since.
-    choice = _saved_choice(name, key, group, saved)
+    choice = _valid_choice(name, key, group, saved)
     if choice is None:
         if is_capturing(key.device):
             return None
         with torch.no_grad():
-            choice = _measure(name, key, group, run, saved)
+            choice = _measure_candidates(name, key, group, run, saved)
         if choice is None:
             return None
         call = _choice_keys(name, key)[-1]
         saved["choices"][call] = choice
         if group.rank == 0:
-            _save(saved)
-            _LOG.info("autotune: %s: %s", call, told(choice))
+            _save_choices(saved)
+            _LOG.info("autotune: %s: %s", call, describe_choice(choice))
     return schedule_named(choice["schedule"], group, key.device)
 
 
-def kept_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
+def group_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
     """Return the saved choice of this group for a call of op `name` with `key`; None if there is none."""
-    saved = _SAVED.get(group)
-    return None if saved is None else _saved_choice(name, key, group, saved)
+    saved = _SAVED_CHOICES.get(group)
+    return None if saved is None else _valid_choice(name, key, group, saved)
 
 
-def told_choices(group: Group) -> dict[str, str]:
+def describe_choices(group: Group) -> dict[str, str]:
     """Return descriptions of all choices of this group, keyed by the description of the call."""
-    return {call: told(choice) for call, choice in _SAVED.get(group, {"choices": {}})["choices"].items()}
+    return {
+        call: describe_choice(choice) for call, choice in _SAVED_CHOICES.get(group, {"choices": {}})["choices"].items()
+    }
 
 
-def kept_files() -> list[tuple[Path, dict[str, Any]]]:
+def saved_choice_files() -> list[tuple[Path, dict[str, Any]]]:
     """Return (path, content) of all files of saved choices in the folder that this process uses."""
-    found = ((path, _read(path)) for path in sorted(_folder().glob("autotune-*.json")))
-    return [(path, content) for path, content in found if content is not None]
+    files = ((path, _read_choices(path)) for path in sorted(_choices_folder().glob("autotune-*.json")))
+    return [(path, content) for path, content in files if content is not None]
 
 
-def usable(
-    op: str, dtype: torch.dtype, device: torch.device, group: Group, among: Collection[str] | None = None
+def usable_schedules(
+    op: str, dtype: torch.dtype, device: torch.device, group: Group, names: Collection[str] | None = None
 ) -> list[str]:
     """Return the names of the schedules available to `group` for `op`, "plain" first. All ranks call together.
 
     Args:
-        among: names of schedules to consider; None: all.
+        names: names of schedules to consider; None: all.
     """
-    rest = (spec for spec in SCHEDULES.values() if spec.name != _PLAIN and (among is None or spec.name in among))
-    return [_PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
+    specs = (
+        spec for spec in SCHEDULES.values() if spec.name != _PLAIN_SCHEDULE and (names is None or spec.name in names)
+    )
+    return [_PLAIN_SCHEDULE, *(s.name for s in specs if s.supports(op, dtype) and s.available(group, device))]
 
 
-def _candidates(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
+def _candidate_schedules(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
     """Return the schedules that support a call and have not returned wrong results; always includes "plain"."""
-    among = None
+    names = None
     if settings.autotune() == settings.AUTOTUNE_UNSET:
-        right = saved.get("right", {})
-        among = [one for one in SCHEDULES if one in _TRUSTED or right.get(_check_key(one, name, key.dtype))]
-    found = usable(key.op, key.dtype, key.device, group, among)
-    return [one for one in found if one == _PLAIN or not saved["wrong"].get(_check_key(one, name, key.dtype))]
+        verified = saved.get("right", {})
+        names = [
+            schedule
+            for schedule in SCHEDULES
+            if schedule in _TRUSTED_SCHEDULES or verified.get(_verdict_key(schedule, name, key.dtype))
+        ]
+    schedules = usable_schedules(key.op, key.dtype, key.device, group, names)
+    return [
+        schedule
+        for schedule in schedules
+        if schedule == _PLAIN_SCHEDULE or not saved["wrong"].get(_verdict_key(schedule, name, key.dtype))
+    ]
 
 
-def _saved_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+def _valid_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the saved choice for a call if its schedule is still a candidate, else None."""
     choices = [choice for call in _choice_keys(name, key) if (choice := saved["choices"].get(call)) is not None]
     if not choices:
         return None
-    candidates = _candidates(name, key, group, saved)
+    candidates = _candidate_schedules(name, key, group, saved)
     return next((choice for choice in choices if choice["schedule"] in candidates), None)
 
 
-def _check_key(schedule: str, name: str, dtype: torch.dtype) -> str:
+def _verdict_key(schedule: str, name: str, dtype: torch.dtype) -> str:
     """Return the key of a schedule, op and dtype in the sections "wrong" and "right"."""
     return f"{schedule}: {name} in {str(dtype).removeprefix('torch.')}"
 
 
 def known_problem(group: Group, device: torch.device, schedule: str, name: str, dtype: torch.dtype) -> str:
     """Return the recorded problem of op `name` on a schedule; empty if there is none. All ranks call together."""
-    return str(_load_once(group, device)["wrong"].get(_check_key(schedule, name, dtype), ""))
+    return str(_load_choices_once(group, device)["wrong"].get(_verdict_key(schedule, name, dtype), ""))
 
 
-def set_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
+def record_problems(group: Group, device: torch.device, problems: Mapping[tuple[str, str, torch.dtype], str]) -> None:
     """Save problems by (schedule, op, dtype); an empty problem clears an earlier one. All ranks call together."""
-    saved = _load_once(group, device)
-    saved["wrong"].update({_check_key(*what): problem for what, problem in found.items()})
-    saved["right"].update({_check_key(*what): "" for what in found})
+    saved = _load_choices_once(group, device)
+    saved["wrong"].update({_verdict_key(*verdict_key): problem for verdict_key, problem in problems.items()})
+    saved["right"].update({_verdict_key(*verdict_key): "" for verdict_key in problems})
     if group.rank == 0:
-        _save(saved)
+        _save_choices(saved)
 
 
-def set_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
-    """Save that the (schedule, op, dtype) in `found` are verified by fused-tp tune. All ranks call together."""
-    saved = _load_once(group, device)
-    saved["right"].update(dict.fromkeys((_check_key(*what) for what in found), "checked by fused-tp tune"))
+def record_verified(group: Group, device: torch.device, verified: Iterable[tuple[str, str, torch.dtype]]) -> None:
+    """Save that the (schedule, op, dtype) in `verified` are verified by fused-tp tune. All ranks call together."""
+    saved = _load_choices_once(group, device)
+    saved["right"].update(
+        dict.fromkeys((_verdict_key(*verdict_key) for verdict_key in verified), "checked by fused-tp tune")
+    )
     if group.rank == 0:
-        _save(saved)
+        _save_choices(saved)
 
 
-def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[str, Any]) -> dict[str, Any] | None:
+def _measure_candidates(
+    name: str, key: ScheduleKey, group: Group, run: RunOnSchedule, saved: dict[str, Any]
+) -> dict[str, Any] | None:
     """Measure all candidates and return the choice; None if memory is short. Records wrong results in `saved`."""
-    names = _candidates(name, key, group, saved)
-    schedules = {one: schedule_named(one, group, key.device) for one in names}
-    reference = _leaves(run(schedules[_PLAIN]))
+    names = _candidate_schedules(name, key, group, saved)
+    schedules = {candidate: schedule_named(candidate, group, key.device) for candidate in names}
+    reference = _result_tensors(run(schedules[_PLAIN_SCHEDULE]))
     if settings.autotune() == settings.AUTOTUNE_UNSET:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
-        moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
-        short = sum(t.nbytes for t in reference) * 3 + 4 * moved > _free_bytes(key.device)
-        if any(exchange(group, f"autotuning of {name}: memory", short)):
+        transfer_bytes = key.m * (key.n or key.k or 0) * key.dtype.itemsize
+        is_memory_short = sum(t.nbytes for t in reference) * 3 + 4 * transfer_bytes > _free_bytes(key.device)
+        if any(exchange(group, f"autotuning of {name}: memory", is_memory_short)):
             return None
     trials = exchange(
         group,
         f"autotuning of {name}: first calls",
-        {one: _try(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
+        {
+            candidate: _try_schedule(candidate, schedule, run, reference, key.device)
+            for candidate, schedule in schedules.items()
+        },
     )
-    for one in names:
-        problem = _problem([trial[one] for trial in trials], [trial[_PLAIN] for trial in trials], name in EVERYWHERE)
-        if problem and one != _PLAIN:
-            saved["wrong"][_check_key(one, name, key.dtype)] = problem
-            del schedules[one]
-    slowest = {one: max(trial[one]["seconds"] for trial in trials) for one in schedules}
+    for candidate in names:
+        problem = _schedule_problem(
+            [trial[candidate] for trial in trials],
+            [trial[_PLAIN_SCHEDULE] for trial in trials],
+            name in REPLICATED_OUTPUT_OPS,
+        )
+        if problem and candidate != _PLAIN_SCHEDULE:
+            saved["wrong"][_verdict_key(candidate, name, key.dtype)] = problem
+            del schedules[candidate]
+    slowest = {candidate: max(trial[candidate]["seconds"] for trial in trials) for candidate in schedules}
     fastest = min(slowest.values())
-    rivals = [one for one in schedules if one == _PLAIN or slowest[one] < HOPELESS * fastest]
-    calls = min(MOST_CALLS, 1 + int(ROUND_SECONDS / max(fastest, 1e-9)))
-    rounds = [[_seconds(schedules[one], run, calls, key.device) for one in rivals] for _ in range(ROUNDS)]
-    everyone = exchange(group, f"autotuning of {name}: times", rounds)
+    rivals = [
+        candidate
+        for candidate in schedules
+        if candidate == _PLAIN_SCHEDULE or slowest[candidate] < HOPELESS_TIME_RATIO * fastest
+    ]
+    calls = min(MAX_CALLS_PER_ROUND, 1 + int(ROUND_SECONDS / max(fastest, 1e-9)))
+    rounds = [
+        [_seconds_per_call(schedules[candidate], run, calls, key.device) for candidate in rivals]
+        for _ in range(NUM_ROUNDS)
+    ]
+    all_rounds = exchange(group, f"autotuning of {name}: times", rounds)
     times = {
-        one: [max(theirs[number][at] for theirs in everyone) for number in range(ROUNDS)]
-        for at, one in enumerate(rivals)
+        candidate: [
+            max(rank_rounds[round_number][column] for rank_rounds in all_rounds) for round_number in range(NUM_ROUNDS)
+        ]
+        for column, candidate in enumerate(rivals)
     }
-    chosen = _fastest(times)
-    medians = {one: statistics.median(found) for one, found in times.items()}
+    chosen = _fastest_schedule(times)
+    medians = {candidate: statistics.median(seconds) for candidate, seconds in times.items()}
     return {"schedule": chosen, "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
 
 
-def _try(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], device: torch.device) -> dict[str, Any]:
+def _try_schedule(
+    name: str, schedule: Schedule, run: RunOnSchedule, reference: Sequence[Tensor], device: torch.device
+) -> dict[str, Any]:
     """Run the call three times on a schedule; return its problem, its duration and the checksums of its results."""
     try:
-        first = _leaves(run(schedule))
-        seconds = _seconds(schedule, run, 1, device)
-        again = _leaves(run(schedule))
+        first = _result_tensors(run(schedule))
+        seconds = _seconds_per_call(schedule, run, 1, device)
+        again = _result_tensors(run(schedule))
     except FusedTPError as error:
-        more = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
-        raise error.copy(more, tried=name) from error
+        suffix = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
+        raise error.copy(suffix, tried=name) from error
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
     return {
-        "problem": difference(first, reference),
+        "problem": describe_difference(first, reference),
         "seconds": seconds,
-        "bits": [checksum(t) for t in first],
-        "again": [checksum(t) for t in again],
+        "bits": [tensor_checksum(t) for t in first],
+        "again": [tensor_checksum(t) for t in again],
     }
 
 
-def _problem(trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], everywhere: bool) -> str:
-    """Return the problem of a schedule, from the results of `_try` on each rank; empty if there is none.
+def _schedule_problem(
+    trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], is_replicated: bool
+) -> str:
+    """Return the problem of a schedule, from the results of `_try_schedule` on each rank; empty if there is none.
 
     Args:
         trials: results for this schedule, by rank.
         plain: results for the plain schedule, by rank.
-        everywhere: True if all ranks get the same result from this op.
+        is_replicated: True if all ranks get the same result from this op.
     """
     for rank, trial in enumerate(trials):
         if trial["problem"]:
@@ -256,55 +299,62 @@ def _problem(trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, A
     for rank, (trial, reference) in enumerate(zip(trials, plain, strict=True)):
         if trial["bits"] != trial["again"] and reference["bits"] == reference["again"]:
             return f"on rank {rank} two equal calls returned different bits"
-    differ = [len({tuple(trial["bits"]) for trial in one}) > 1 for one in (trials, plain)]
-    return "ranks hold different bits" if everywhere and differ == [True, False] else ""
+    ranks_differ = [len({tuple(trial["bits"]) for trial in rank_trials}) > 1 for rank_trials in (trials, plain)]
+    return "ranks hold different bits" if is_replicated and ranks_differ == [True, False] else ""
 
 
-def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
+def describe_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     """Describe a difference between two results that is larger than rounding; empty if there is none.
 
     Elements are compared one by one, because one wrong tile of a large result would not change its norm noticeably.
     """
-    if [t.shape for t in found] != [t.shape for t in wanted]:
-        return f"the result has shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in wanted]}"
-    for mine, reference in zip(found, wanted, strict=True):
+    if [t.shape for t in results] != [t.shape for t in expected]:
+        return f"the result has shapes {[tuple(t.shape) for t in results]}, not {[tuple(t.shape) for t in expected]}"
+    for result, reference in zip(results, expected, strict=True):
         if not reference.numel():
             continue
         if not reference.is_floating_point():
-            if not torch.equal(mine, reference):
+            if not torch.equal(result, reference):
                 return "the result differs"
             continue
         # Schedules round the terms of a sum differently, and GPUs may multiply float32 as tf32 (10 bits).
         eps = torch.finfo(reference.dtype).eps
         tolerance = 8 * (eps if reference.dtype == torch.float64 else max(eps, 2.0**-11))
-        wide = torch.float64 if reference.dtype == torch.float64 else torch.float32
-        known = reference.isfinite()
-        size = torch.where(known, reference, 0).to(wide).square().mean().sqrt()
-        error = (mine.to(wide) - reference.to(wide)).abs()
-        allowed = tolerance * (reference.to(wide).abs() + size)
-        bad = known & ~(error <= allowed)
-        if bad.any():
-            part = bad.sum().item() / reference.numel()
-            worst = float((error / size)[bad].max())
-            return f"{part:.2%} of the result are wrong, by up to {worst:.2g} of its root mean square"
+        wide_dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
+        is_known = reference.isfinite()
+        rms = torch.where(is_known, reference, 0).to(wide_dtype).square().mean().sqrt()
+        error = (result.to(wide_dtype) - reference.to(wide_dtype)).abs()
+        allowed = tolerance * (reference.to(wide_dtype).abs() + rms)
+        is_wrong = is_known & ~(error <= allowed)
+        if is_wrong.any():
+            wrong_share = is_wrong.sum().item() / reference.numel()
+            worst = float((error / rms)[is_wrong].max())
+            return f"{wrong_share:.2%} of the result are wrong, by up to {worst:.2g} of its root mean square"
     return ""
 
 
-def _fastest(times: Mapping[str, Sequence[float]]) -> str:
-    """Return the schedule with the smallest median time ratio to plain, out of those within `MARGIN`; else plain.
+def _fastest_schedule(times: Mapping[str, Sequence[float]]) -> str:
+    """Return the schedule with the smallest median time ratio to plain; plain if no ratio is within `MAX_TIME_RATIO`.
 
     >>> _fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
     'pipelined'
     """
     ratios = {
-        name: sorted(mine / plain for mine, plain in zip(found, times[_PLAIN], strict=True))
-        for name, found in times.items()
+        name: sorted(
+            seconds / plain_seconds
+            for seconds, plain_seconds in zip(round_seconds, times[_PLAIN_SCHEDULE], strict=True)
+        )
+        for name, round_seconds in times.items()
     }
-    clear = [name for name, of in ratios.items() if of[(3 * len(of) - 1) // 4] < MARGIN]
-    return min(clear, key=lambda name: statistics.median(ratios[name]), default=_PLAIN)
+    faster = [
+        name
+        for name, sorted_ratios in ratios.items()
+        if sorted_ratios[(3 * len(sorted_ratios) - 1) // 4] < MAX_TIME_RATIO
+    ]
+    return min(faster, key=lambda name: statistics.median(ratios[name]), default=_PLAIN_SCHEDULE)
 
 
-def _seconds(schedule: Schedule, run: Run, calls: int, device: torch.device) -> float:
+def _seconds_per_call(schedule: Schedule, run: RunOnSchedule, calls: int, device: torch.device) -> float:
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -326,17 +376,17 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _leaves(results: Any) -> list[Tensor]:
+def _result_tensors(results: Any) -> list[Tensor]:
     return [t for t in tree_leaves(results) if isinstance(t, Tensor)]
 
 
-def checksum(t: Tensor) -> int:
+def tensor_checksum(t: Tensor) -> int:
     """Return a CRC of the bytes of `t`."""
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
 def _describe_call(name: str, key: ScheduleKey) -> str:
-    dims = ("up to m", _rounded_up(key.m)), ("k", key.k), ("n", key.n)
+    dims = ("up to m", _round_up_rows(key.m)), ("k", key.k), ("n", key.n)
     sizes = ", ".join(f"{dim}={size}" for dim, size in dims if size is not None)
     return f"{name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
 
@@ -355,7 +405,7 @@ def _choice_keys(name: str, key: ScheduleKey) -> list[str]:
     )
 
 
-def _rounded_up(rows: int) -> int:
+def _round_up_rows(rows: int) -> int:
     """Round `rows` up to 2^i or 1.5 * 2^i, so that a program with varying batch lengths measures few sizes.
 
     >>> [_rounded_up(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
@@ -365,7 +415,7 @@ def _rounded_up(rows: int) -> int:
     return 0 if rows == 0 else 3 * power // 4 if rows <= 3 * power // 4 else power
 
 
-def told(choice: Mapping[str, Any]) -> str:
+def describe_choice(choice: Mapping[str, Any]) -> str:
     """Describe a choice: the schedule and the measured time of each candidate."""
     times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in choice["seconds"].items())
     return f"{choice['schedule']} ({times})"
@@ -374,17 +424,17 @@ def told(choice: Mapping[str, Any]) -> str:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _folder() -> Path:
-    named = settings.autotune()
-    if named in (None, settings.AUTOTUNE_UNSET, "1"):
+def _choices_folder() -> Path:
+    setting = settings.autotune()
+    if setting in (None, settings.AUTOTUNE_UNSET, "1"):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
-    return Path(str(named))
+    return Path(str(setting))
 
 
-def _machine(group: Group, device: torch.device) -> dict[str, Any]:
+def _describe_machine(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the hardware and versions for which saved choices are valid. A collective call."""
-    hosts = exchange(group, "autotuning: hosts", own_host())
-    ranks = [hosts.count(one) for one in dict.fromkeys(hosts)]
+    hosts = exchange(group, "autotuning: hosts", host_id())
+    ranks = [hosts.count(host) for host in dict.fromkeys(hosts)]
     if device.type == "cuda":
         name, driver = torch.cuda.get_device_name(device), getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
     else:
@@ -393,27 +443,27 @@ def _machine(group: Group, device: torch.device) -> dict[str, Any]:
     return {**versions, "ranks of each host": ranks, "device": name, "driver": driver}
 
 
-def _load_once(group: Group, device: torch.device) -> dict[str, Any]:
-    saved = _SAVED.get(group)
+def _load_choices_once(group: Group, device: torch.device) -> dict[str, Any]:
+    saved = _SAVED_CHOICES.get(group)
     if saved is None:
-        saved = _SAVED[group] = _load(group, device)
+        saved = _SAVED_CHOICES[group] = _load_choices(group, device)
     return saved
 
 
-def _load(group: Group, device: torch.device) -> dict[str, Any]:
+def _load_choices(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the content of rank 0's file of saved choices. A collective call."""
-    machine = _machine(group, device)
-    path = _folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
-    mine = _read(path) if group.rank == 0 else None
-    theirs = exchange(group, "autotuning: saved choices", mine)[0] or {}
-    sections = {section: theirs.get(section, {}) for section in _SECTIONS}
+    machine = _describe_machine(group, device)
+    path = _choices_folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
+    own_content = _read_choices(path) if group.rank == 0 else None
+    rank0_content = exchange(group, "autotuning: saved choices", own_content)[0] or {}
+    sections = {section: rank0_content.get(section, {}) for section in _SECTIONS}
     return {"about": _FILE_DESCRIPTION, "machine": machine, **sections, "path": str(path)}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_choices(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text())
-        if all(isinstance(content[part], dict) for part in ("machine", "choices", "wrong")):
+        if all(isinstance(content[section], dict) for section in ("machine", "choices", "wrong")):
             return dict(content)
     except FileNotFoundError:
         return None
@@ -422,14 +472,19 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _save(saved: Mapping[str, Any]) -> None:
+def _save_choices(saved: Mapping[str, Any]) -> None:
     """Merge `saved` into its file, and replace the file atomically, because other groups and programs may write it."""
     path = Path(saved["path"])
-    before = _read(path) or {}
+    previous = _read_choices(path) or {}
     content = {
         "about": saved["about"],
         "machine": saved["machine"],
-        **{part: {k: v for k, v in (before.get(part, {}) | saved.get(part, {})).items() if v} for part in _SECTIONS},
+        **{
+            section: {
+                key: value for key, value in (previous.get(section, {}) | saved.get(section, {})).items() if value
+            }
+            for section in _SECTIONS
+        },
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

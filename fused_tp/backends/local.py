@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fused_tp.backends.gemm import Product, linear, sum_of_products
-from fused_tp.backends.schedule import GatherMatmul, Schedule, Work
+from fused_tp.backends.schedule import GatherMatmul, OverlappedWork, Schedule
 from fused_tp.core.pending import Pending, PendingValue
 
 if TYPE_CHECKING:
     from fused_tp.backends.messages.torch_dist import TorchDist
 
 
-class Local(Schedule):
+class LocalSchedule(Schedule):
     """The ops on one rank: only their compute."""
 
     name = "local"
@@ -47,15 +47,17 @@ class Local(Schedule):
         return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)], x.clone() if return_gathered else None
 
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: OverlappedWork = None
     ) -> Tensor:
         return self.matmul_all_reduce(products, bias, meanwhile=meanwhile)
 
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: OverlappedWork = None
+    ) -> Tensor:
         out = sum_of_products(products, bias)
         if meanwhile is not None:
             meanwhile()
         return out
 
 
-LOCAL = Local()
+LOCAL_SCHEDULE = LocalSchedule()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fused_tp.backends.local import LOCAL
-from fused_tp.backends.messages.torch_dist import backend_of, torch_dist
+from fused_tp.backends.local import LOCAL_SCHEDULE
+from fused_tp.backends.messages.torch_dist import backend_for_device, torch_dist
 from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.shared_memory.shm import MAX_RANKS as SHM_RANKS
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
@@ -92,7 +92,7 @@ def select_schedule(key: ScheduleKey, group: Group) -> Schedule:
         RankMismatchError: in the first call, if ranks differ in settings that must be equal.
     """
     if group.size == 1:
-        return LOCAL
+        return LOCAL_SCHEDULE
     # A repeated call costs one lookup; the code below takes several times as long.
     schedules = _SELECTED[group]
     call = key, settings.routing_values()
@@ -206,7 +206,7 @@ def transport_key(group: Group, device: torch.device) -> str:
     """
     if _shared_memory_available(group, device):
         return "shm"
-    backend = backend_of(group, device.type)
+    backend = backend_for_device(group, device.type)
     if backend != "nccl":
         return backend
     from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
@@ -266,7 +266,7 @@ def decide(key: ScheduleKey, group: Group) -> Decision:
         key = key._replace(device=torch.device("cuda", torch.cuda.current_device()))
     device = key.device
     name = select_schedule(key, group).name
-    transport = SCHEDULES[name].transport or backend_of(group, device.type)
+    transport = SCHEDULES[name].transport or backend_for_device(group, device.type)
     forced = settings.forced_schedule()
     if forced == name:
         return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(name)}")
@@ -367,7 +367,7 @@ def device_kernels_on(device: torch.device) -> Availability:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return native_kernels.native_kernels_available(10 * major + minor)
-    if device.type in native_kernels.DEVICES:
+    if device.type in native_kernels.KERNEL_DEVICES:
         return native_kernels.native_kernels_available()
     return unavailable(f"device kernels run on NVIDIA GPUs; this is {device.type}")
 
@@ -379,9 +379,9 @@ def _copy_engine_on(device: torch.device) -> Availability:
 
 
 def _torch_ops_on(device: torch.device) -> Availability:
-    from fused_tp.backends.torch_symm_mem.torch_symm_mem import torch_ops_on
+    from fused_tp.backends.torch_symm_mem.torch_symm_mem import torch_ops_availability
 
-    return torch_ops_on(device)
+    return torch_ops_availability(device)
 
 
 def _in_symmetric_memory(
@@ -423,12 +423,12 @@ INSIDE = ("one_sided", "fused_kernel", "two_shot")
 
 
 def _two_levels_available(group: Group, device: torch.device) -> Availability:
-    from fused_tp.backends.hierarchical.two_level import errors_of_group, hosts_of
+    from fused_tp.backends.hierarchical.two_level import group_hosts, raise_as_group_errors
 
-    hosts = hosts_of(group)
+    hosts = group_hosts(group)
     if isinstance(hosts, Availability):
         return hosts
-    with errors_of_group(group, hosts.inside):
+    with raise_as_group_errors(group, hosts.inside):
         found = {name: SCHEDULES[name].available(hosts.inside, device) for name in INSIDE}
     reasons = "; ".join(f"{name}: {one.reason}" for name, one in found.items())
     mine = unavailable(f"its ranks have no fast links inside of a host ({reasons})")
@@ -456,9 +456,9 @@ def _pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedu
 
 
 def _shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+    from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
 
-    return SharedMemory(_known(ShmTransport, shm_transport(group)))
+    return SharedMemorySchedule(_known(ShmTransport, shm_transport(group)))
 
 
 def _known(kind: type[T], found: object) -> T:
@@ -522,17 +522,17 @@ def _nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Sc
 
 def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.hierarchical.hierarchical import Hierarchical
-    from fused_tp.backends.hierarchical.two_level import Hosts, errors_of_group, hosts_of
+    from fused_tp.backends.hierarchical.two_level import Hosts, group_hosts, raise_as_group_errors
     from fused_tp.backends.nccl.nccl import nccl_dist
 
-    hosts = _known(Hosts, hosts_of(group))
+    hosts = _known(Hosts, group_hosts(group))
     inside: dict[Any, Schedule] = {}
     made: dict[str, Schedule] = {}
 
     def among_host(op: str, dtype: torch.dtype) -> Schedule:
         key = op, dtype, settings.shared_memory_allowed()  # shared memory may be turned off at any time
         if key not in inside:
-            with errors_of_group(group, hosts.inside):
+            with raise_as_group_errors(group, hosts.inside):
                 specs = (SCHEDULES[name] for name in INSIDE)
                 usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.inside, device))
                 spec = next(usable, SCHEDULES["plain"])
@@ -541,7 +541,7 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
             inside[key] = made[spec.name]
         return inside[key]
 
-    with errors_of_group(group, hosts.across):
+    with raise_as_group_errors(group, hosts.across):
         own = nccl_dist(hosts.across, device)
         across = torch_dist(hosts.across, device.type) if isinstance(own, Availability) else own
     return Hierarchical(hosts, among_host, across, _plain(group, device))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fused_tp.backends.autotune import kept_files
+from fused_tp.backends.autotune import saved_choice_files
 from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.backends.registry import forced_schedule, fused_kernels_on
 from fused_tp.core import dispatch, settings
@@ -295,7 +295,7 @@ def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
             continue
         archs.append(10 * properties.major + properties.minor)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        multicast = ", multicast" * (cuda_driver.device_attribute(cuda_driver.MULTICAST, device) == 1)
+        multicast = ", multicast" * (cuda_driver.device_attribute(cuda_driver.MULTICAST_SUPPORTED, device) == 1)
         yield Finding(f"cuda:{device}", f"{properties.name}, sm_{archs[-1]}, {memory}{multicast}")
     if not on_gpu:
         yield Finding("CUDA devices", "none, or a torch built without CUDA; CPU ops need none", NOTE)
@@ -374,7 +374,7 @@ def _fused_kernels(on_gpu: bool) -> Finding:
 
 
 def _device_kernels(archs: list[int]) -> Finding:
-    built = native_kernels.built_for()
+    built = native_kernels.read_kernel_targets()
     what = f"built for {', '.join(built.archs)} by CUDA {dotted(built.toolkit[:2])}" if built is not None else "there"
     found = [native_kernels.native_kernels_available(arch) for arch in archs or [0]]
     problems = [available.reason for available in found if not available]
@@ -420,7 +420,7 @@ def _forced_provider() -> str | None:
 
 def _measured_schedules() -> Iterator[Finding]:
     """Yield the results of earlier runs, from the autotune files that this installation would read."""
-    for path, kept in kept_files():
+    for path, kept in saved_choice_files():
         device, ranks = kept["machine"].get("device"), kept["machine"].get("ranks of each host")
         yield Finding(str(device), f"{len(kept['choices'])} choices for ranks {ranks} in {path}")
         for what, why in kept["wrong"].items():

@@ -165,7 +165,7 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
     import torch
     import torch.distributed as dist
 
-    from fused_tp.backends.autotune import told_choices
+    from fused_tp.backends.autotune import describe_choices
     from fused_tp.core.group import resolve_group
     from fused_tp.ops.all_gather_matmul import all_gather_matmul
     from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
@@ -178,7 +178,7 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float32, device=device).to(dtype).requires_grad_()
 
-    told = set(told_choices(resolve_group(group)))
+    told = set(describe_choices(resolve_group(group)))
     for m in tokens:
         share = -(-m // world)
         mine = min(share, max(0, m - rank * share))
@@ -188,7 +188,7 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
         for k, n in rows:
             matmul_reduce_scatter(made(m, k), made(n, k), group=group).sum().backward()
             matmul_all_reduce(made(m, k), made(n, k), group=group)
-        now = told_choices(resolve_group(group))
+        now = describe_choices(resolve_group(group))
         yield from ((words, now[words]) for words in now if words not in told)
         told |= set(now)
 

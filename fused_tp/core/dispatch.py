@@ -49,7 +49,7 @@ class ScheduleKey(NamedTuple):
     n: int | None
 
     @staticmethod
-    def of(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> ScheduleKey:
+    def from_shard(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> ScheduleKey:
         """Return the key of a call of `op`, where `shape` [..., features] is the global shape of the shard `x`."""
         return ScheduleKey(op, x.dtype, x.device, prod(shape[:-1]), k, n)
 

@@ -179,6 +179,7 @@ def _accept_original_shapes() -> None:
 
     Without this patch, torch would shard such a full tensor along a wrong dim, since the parameter has one dim more.
     """
+    from torch.distributed.checkpoint import state_dict as torch_state_dict
 
     for name in ("_broadcast_state_dict", "_distribute_state_dict"):
         if (original_function := getattr(torch_state_dict, name, None)) is not None:

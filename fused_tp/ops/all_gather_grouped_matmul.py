@@ -140,7 +140,7 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
         def compute_weight_grad() -> None:
             nonlocal d_weight
             if gathering is not None:
-                rows = g.routing.rows_of(gathering.wait())
+                rows = g.routing.gather_rows(gathering.wait())
                 d_weight = grouped_weight_grad(g.d_output, rows, g.weight, g.routing)
 
         if not g.needs_x:
@@ -155,7 +155,7 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
 
 
 def _grads_key(g: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
+    return ScheduleKey.from_shard("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
 
 
 def _all_gather_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ def _all_gather_grouped_matmul_fake(a: _Args) -> Tensor:
 
 
 def _all_gather_grouped_matmul_key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None)
+    return ScheduleKey.from_shard("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None)
 
 
 def _all_gather_grouped_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:

@@ -234,7 +234,7 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
 
 
 def _grads_key(g: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1])
+    return ScheduleKey.from_shard("matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1])
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -251,7 +251,7 @@ ALL_GATHER_MATMUL_BACKWARD: Op[_Grads] = Op(
 
 
 def _all_gather_matmul_key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None)
+    return ScheduleKey.from_shard("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None)
 
 
 def _all_gather_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:

@@ -120,7 +120,7 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1])
+    return ScheduleKey.from_shard("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1])
 
 
 def _example(size: int, partial: Tensor) -> _Args:

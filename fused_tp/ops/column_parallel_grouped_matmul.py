@@ -97,7 +97,7 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor
     def compute_weight_grad() -> None:
         nonlocal d_weight
         if g.needs_weight:
-            d_weight = grouped_weight_grad(g.d_output, g.routing.rows_of(g.x), g.weight, g.routing)
+            d_weight = grouped_weight_grad(g.d_output, g.routing.gather_rows(g.x), g.weight, g.routing)
 
     if schedule is None:
         compute_weight_grad()
@@ -108,7 +108,7 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor
 
 
 def _sum_key(a: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
+    return ScheduleKey.from_shard("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
 def _column_parallel_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:

@@ -128,7 +128,7 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
 
 
 def _sum_key(a: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
+    return ScheduleKey.from_shard("matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:

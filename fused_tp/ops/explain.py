@@ -18,9 +18,9 @@ from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL
 from fused_tp.attention.kernels.triton import TRITON_KERNEL
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_on_all_ranks
-from fused_tp.backends.autotune import kept_choice, measures, told
-from fused_tp.backends.gemm import few_rows_reason
-from fused_tp.backends.messages.torch_dist import backend_of
+from fused_tp.backends.autotune import describe_choice, group_choice, is_measured
+from fused_tp.backends.gemm import explain_few_rows
+from fused_tp.backends.messages.torch_dist import backend_for_device
 from fused_tp.backends.registry import (
     ALONE,
     SCHEDULES,
@@ -31,7 +31,7 @@ from fused_tp.backends.registry import (
     decide,
     forced_schedule,
 )
-from fused_tp.backends.shared_memory.shm import shm_serves
+from fused_tp.backends.shared_memory.shm import shm_supports_size
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.group import GroupLike, resolve_group
@@ -119,23 +119,23 @@ def explain(
     def decide_schedule(name: str, key: ScheduleKey) -> Decision:
         key = key._replace(device=resolved_device)
         decision = decide(key, resolved)
-        if not measures(name, key, resolved):
+        if not is_measured(name, key, resolved):
             return decision
-        if (choice := kept_choice(name, key, resolved)) is None:
+        if (choice := group_choice(name, key, resolved)) is None:
             measuring = (
                 "FUSED_TP_AUTOTUNE measures" if settings.autotune() else "the autotuner (FUSED_TP_AUTOTUNE) measures"
             )
             return replace(decision, reason=f"{decision.reason}, until {measuring} the first such call")
         chosen = choice["schedule"]
-        transport = SCHEDULES[chosen].transport or backend_of(resolved, resolved_device.type)
-        return Decision(chosen, transport, f"measured here: {told(choice)}{caveat_of(chosen)}")
+        transport = SCHEDULES[chosen].transport or backend_for_device(resolved, resolved_device.type)
+        return Decision(chosen, transport, f"measured here: {describe_choice(choice)}{caveat_of(chosen)}")
 
     environment = _Environment(
         resolved.size,
         resolved_device.type,
         str(resolved_device),
         decide_schedule,
-        partial(backend_of, resolved, resolved_device.type),
+        partial(backend_for_device, resolved, resolved_device.type),
         partial(fused_ring_available_on_all_ranks, resolved),
     )
     explanation = _explain_in(
@@ -147,7 +147,7 @@ def explain(
         and tensor_arguments()[op][-1] == "weight"
         and tensors[1].ndim == 2
     ):
-        uses_few_rows, few_rows_explanation = few_rows_reason(*tensors)
+        uses_few_rows, few_rows_explanation = explain_few_rows(*tensors)
         explanation = replace(
             explanation,
             provider=Provider("the kernels for few rows" if uses_few_rows else "torch or oneDNN", few_rows_explanation),
@@ -184,7 +184,7 @@ def explain_hypothetical(
             f"transport is {transport!r}; it must be one that supports tensors on {device_type}: {supporting}."
         )
     shm_availability_here = (
-        shm_serves(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
+        shm_supports_size(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
     )
     # Backend for messages, which a dispatch table may prefer to shared memory or NVLink.
     message_backend = {"shm": "torch.distributed", "nvlink": "nccl"}.get(transport, transport)

@@ -13,8 +13,8 @@ from fused_tp.backends.grouped import (
     Routing,
     grouped_linear,
     grouped_weight_grad,
-    scaled,
-    scaled_grads,
+    scale_grads,
+    scale_rows,
 )
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
@@ -119,7 +119,7 @@ def grouped_row_grads(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
     d_scaled, d_weight = GROUPED_MATMUL_BACKWARD(
         d_output, a.x, a.weight, *a.routing, a.scale, needs_rows, needs.weight, a.group
     )
-    grads: dict[str, Any] = scaled_grads(d_scaled, a.x, a.scale, needs) if needs_rows else {}
+    grads: dict[str, Any] = scale_grads(d_scaled, a.x, a.scale, needs) if needs_rows else {}
     return grads | {"weight": d_weight} if needs.weight else grads
 
 
@@ -128,11 +128,11 @@ def grouped_row_grads(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
 
 def _compute_grads(schedule: None, g: _Grads) -> tuple[Tensor, Tensor]:
     """Return (dy @ W for each row, dW); a result that is not needed is an empty tensor."""
-    d_rows, empty = g.routing.rows_of(g.d_output), g.x.new_empty(0)
+    d_rows, empty = g.routing.gather_rows(g.d_output), g.x.new_empty(0)
     d_scaled = grouped_linear(d_rows, g.weight.transpose(1, 2), g.routing) if g.needs_rows else empty
     if not g.needs_weight:
         return d_scaled, empty
-    x = g.x if g.scale is None else scaled(g.x, g.scale)
+    x = g.x if g.scale is None else scale_rows(g.x, g.scale)
     return d_scaled, grouped_weight_grad(d_rows, x, g.weight, g.routing)
 
 

@@ -12,7 +12,7 @@ from fused_tp.backends.grouped import (
     GroupedProduct,
     Routing,
     grouped_linear,
-    scaled_grads,
+    scale_grads,
 )
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_by_name
@@ -122,7 +122,7 @@ def _backward(s: SavedForBackward[_Args], d_shard: Tensor) -> dict[str, Any]:
             d_shard, a.weight, *a.routing, a.shape, needs_rows, s.all_needs.weight, a.scatter_dim, a.group
         )
         if needs_rows:
-            grads |= scaled_grads(d_scaled, a.x, a.scale, needs)
+            grads |= scale_grads(d_scaled, a.x, a.scale, needs)
         s.carry = d_output
     if needs.weight:
         grads |= grouped_row_grads(s.carry, a, needs._replace(x=False, scale=False))

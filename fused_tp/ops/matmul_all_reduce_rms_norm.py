@@ -99,7 +99,7 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0])
+    return ScheduleKey.from_shard("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0])
 
 
 def _example(size: int, x: Tensor, weight: Tensor) -> _Args:

@@ -116,7 +116,7 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
 
 
 def _grads_key(g: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
+    return ScheduleKey.from_shard("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -134,7 +134,7 @@ def _matmul_reduce_scatter_forward(schedule: Schedule, a: _Args) -> Tensor:
 
 
 def _matmul_reduce_scatter_key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0])
+    return ScheduleKey.from_shard("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0])
 
 
 def _matmul_reduce_scatter_example(size: int, x: Tensor, weight: Tensor) -> _Args:

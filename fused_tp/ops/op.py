@@ -29,7 +29,7 @@ from torch.autograd import profiler as _profiler
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from fused_tp.backends.local import LOCAL
+from fused_tp.backends.local import LOCAL_SCHEDULE
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings, tracing
 from fused_tp.core.dispatch import ScheduleKey as ScheduleKey
@@ -379,7 +379,7 @@ class Op(Generic[A]):
         plans = self._plans[group_by_name(args[-1])]
         if len(plans) >= _MAX_PLANS:
             plans.clear()
-        repeatable = None if schedule is None else schedule.repeatable(self.name, args)
+        repeatable = None if schedule is None else schedule.make_repeatable(self.name, args)
         plans[key] = schedule, repeatable, tuple(changed_args), args[-1]
 
     def select(self, args: A) -> Schedule | None:
@@ -389,13 +389,13 @@ class Op(Generic[A]):
             return None
         group = group_by_name(args[-1])
         if group.size == 1:
-            return LOCAL
+            return LOCAL_SCHEDULE
         # Imported here, because these modules import the transports, which a single rank does not need.
-        from fused_tp.backends.autotune import measures, tuned_schedule
+        from fused_tp.backends.autotune import is_measured, tuned_schedule
         from fused_tp.backends.registry import select_schedule
 
         selected = select_schedule(key, group)
-        if measures(self.name, key, group):
+        if is_measured(self.name, key, group):
 
             def run(schedule: Schedule) -> Any:
                 return self.forward(schedule, args)

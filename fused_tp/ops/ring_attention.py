@@ -35,7 +35,7 @@ from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+    from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
     from fused_tp.backends.triton.fused_kernel import FusedKernel
 
 
@@ -198,7 +198,7 @@ def _select_ring(schedule: Schedule, a: _Args | _Grads) -> RingSchedule:
     if schedule.name == "one_sided":
         from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 
-        return SharedMemoryRing(cast("SharedMemory", schedule).transport)
+        return SharedMemoryRing(cast("SharedMemorySchedule", schedule).transport)
     if schedule.name == "fused_kernel":
         from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_on_all_ranks
 

@@ -24,7 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.backends.autotune import EVERYWHERE, checksum, difference, known_problem, set_right, set_wrong, usable
+from fused_tp.backends.autotune import (
+    REPLICATED_OUTPUT_OPS,
+    describe_difference,
+    known_problem,
+    record_problems,
+    record_verified,
+    tensor_checksum,
+    usable_schedules,
+)
 from fused_tp.core import settings
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import GroupLike, resolve_group
@@ -120,31 +128,31 @@ def verify(
             ]
             for example_to_check in op_examples
         ]
-        for schedule in usable(op, dtype, device, resolve_group(current)):
+        for schedule in usable_schedules(op, dtype, device, resolve_group(current)):
             verdict_key, problem = (schedule, op, dtype), ""
             if known_failure := known_problem(original_group, device, *verdict_key):
                 yield OpVerdict(schedule, op, dtype, known_failure)
                 continue
-            set_wrong(original_group, device, {verdict_key: _UNFINISHED_CHECK})
+            record_problems(original_group, device, {verdict_key: _UNFINISHED_CHECK})
             for example, inputs in zip(op_examples, input_sets, strict=True):
                 try:
                     own_report = _check_example(schedule, example, inputs, current, concurrent_group, device, calls)
                 except KeyboardInterrupt:  # interrupted by the user: not a failure of the schedule
-                    set_wrong(original_group, device, {verdict_key: ""})
+                    record_problems(original_group, device, {verdict_key: ""})
                     raise
                 # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
                 longer_timeout = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
                 with settings.override_environment(longer_timeout):
                     reports = exchange(original_group, f"check of {op} on {schedule}", own_report)
                 uneven |= schedule == "plain" and any(report["uneven"] for report in reports)
-                problem = problem or _find_problem(reports, op in EVERYWHERE, uneven)
+                problem = problem or _find_problem(reports, op in REPLICATED_OUTPUT_OPS, uneven)
                 if any(report["unusable"] for report in reports):
                     current, concurrent_group = dist.new_group(ranks), dist.new_group(ranks)
                     break
             backward = {(schedule, f"{op}_backward", dtype): problem} if problem else {}
-            set_wrong(original_group, device, {verdict_key: problem, **backward})
+            record_problems(original_group, device, {verdict_key: problem, **backward})
             if not problem:
-                set_right(original_group, device, [verdict_key, (schedule, f"{op}_backward", dtype)])
+                record_verified(original_group, device, [verdict_key, (schedule, f"{op}_backward", dtype)])
             yield OpVerdict(schedule, op, dtype, problem)
 
 
@@ -179,13 +187,13 @@ def _check_example(
         with settings.override_environment({"FUSED_TP_SCHEDULE": schedule}):
             first = [_run_example(example, input_set, group) for input_set in input_sets]
             for found, input_set in zip(first, input_sets, strict=True):
-                report["wrong"] = report["wrong"] or difference(found, input_set.expected)
+                report["wrong"] = report["wrong"] or describe_difference(found, input_set.expected)
             num_results = len(input_sets[0].grads)
-            report["bits"] = [checksum(t) for found in first for t in found[:num_results]]
+            report["bits"] = [tensor_checksum(t) for found in first for t in found[:num_results]]
             for situation, repeated in _situations(example, input_sets, group, concurrent_group, device, calls):
                 for number, found in repeated:
                     if not all(map(torch.equal, found, first[number])):
-                        wrong_by = difference(found, first[number])
+                        wrong_by = describe_difference(found, first[number])
                         key = "wrong" if wrong_by else "uneven"
                         report[key] = report[key] or f"{wrong_by or 'other bits'} {situation}"
     except Exception as error:

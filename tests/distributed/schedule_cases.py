@@ -51,7 +51,7 @@ LIMITS: list[tuple[Any, str]] = [
     (nccl_pipeline, "CHUNK_BYTES"),
     (nccl_pipeline, "ONE_SHOT_BYTES"),
     (torch_dist, "ONE_SHOT_BYTES"),
-    (shared_memory, "_DIRECT_BYTES"),
+    (shared_memory, "_MIN_STEPPED_BYTES"),
 ]
 
 

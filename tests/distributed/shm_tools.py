@@ -61,7 +61,7 @@ def with_store(group: Group, store: dist.Store) -> Group:
 def own_transport(group: dist.ProcessGroup, tag: str) -> ShmTransport:
     """Create a private transport over the ranks of `group`, which a test may leave unusable or out of step."""
     store = dist.PrefixStore(tag, dist.distributed_c10d._get_process_group_store(group))
-    transport = shm._rendezvous(with_store(resolve_group(group), store))
+    transport = shm._create_transport(with_store(resolve_group(group), store))
     assert isinstance(transport, ShmTransport), transport
     return transport
 

@@ -396,7 +396,7 @@ backward = partial(gradients, fused_tp.all_gather_matmul)
 meanwhile = partial(gradients, fused_tp.column_parallel_matmul)
 
 
-@mock.patch.object(decode_module, "_GATHERED_BYTES", 1)  # one query at a time
+@mock.patch.object(decode_module, "_MAX_GATHERED_BYTES", 1)  # one query at a time
 def long_prompt(group: Any, n: float) -> tuple[Tensor, float]:
     q, cache, lengths = torch.ones(1, 6, 2, 4), torch.full((1, 8, 2, 4), n), torch.tensor([6])
     return fused_tp.context_parallel_decode(q, cache, cache, group=group, cache_seqlens=lengths), n

@@ -90,7 +90,7 @@ def small_chunks(rows: int, most: int) -> Iterator[pytest.MonkeyPatch]:
 
 def forget_plans() -> None:
     ring_plan.cache_clear()
-    import_module("fused_tp.ops.ring_attention")._calls.clear()
+    import_module("fused_tp.ops.ring_attention")._call_cache.clear()
 
 
 def results_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:

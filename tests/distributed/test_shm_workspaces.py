@@ -171,8 +171,8 @@ def wrong_address(group: Any, tag: str, how: str) -> str:
     try:
         if described.rank == 1:
             shm._core = None if how == "no core" else Core
-            shm._why_no_core = "the native core is not built (for this test)"
-        answer = shm._rendezvous(with_store(described, store))
+            shm._core_missing_reason = "the native core is not built (for this test)"
+        answer = shm._create_transport(with_store(described, store))
     finally:
         shm._core = real
     assert not answer, answer

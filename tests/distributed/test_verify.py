@@ -197,7 +197,7 @@ def chosen(group: Any, folder: str) -> str:
         what = ("hurried", "matmul_all_reduce", torch.float32)
         assert "late" in autotune.known_problem(resolve_group(group), torch.device("cpu"), *what)
         fused_tp.matmul_all_reduce(seeded(8, 16), seeded(8, 16, seed=1), group=group)
-        (choice,) = autotune._SAVED[resolve_group(group)]["choices"].values()
+        (choice,) = autotune._SAVED_CHOICES[resolve_group(group)]["choices"].values()
         return str(choice["seconds"].keys())
 
 

@@ -171,14 +171,14 @@ def test_a_collective_is_lost_when_nobody_is_left_to_wait_for(
 ) -> None:
     statuses = {rank: RankStatus(call, ["op"], 0.6) for rank, call in calls.items()}
     transport: Any = SimpleNamespace(rank=0, world_size=3, board=SimpleNamespace(read=lambda: statuses))
-    assert TorchDist._cannot_end(transport, StartedCall("op", 5, 0.0), Work(), gone) == lost
+    assert TorchDist._waits_for_lost_peer(transport, StartedCall("op", 5, 0.0), Work(), gone) == lost
 
 
 def test_of_messages_only_the_one_that_is_waited_for_can_be_lost() -> None:
     both: Any = PendingMessages([(1, Work()), (2, Work())], 60.0)
     transport: Any = SimpleNamespace()
     for gone, lost in (({1: 2.0}, True), ({1: 0.1}, False), ({2: 9.0}, False)):
-        assert TorchDist._cannot_end(transport, StartedCall("op", 5, 0.0), both, gone) == lost
+        assert TorchDist._waits_for_lost_peer(transport, StartedCall("op", 5, 0.0), both, gone) == lost
 
 
 class Group:

@@ -17,7 +17,7 @@ import torch
 
 from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.backends.cuda.device_schedule import DeviceSchedule
-from fused_tp.backends.cuda.native_kernels import BuiltFor, native_kernels_available
+from fused_tp.backends.cuda.native_kernels import KernelTargets, native_kernels_available
 from fused_tp.triton_kernels.comm import protocol
 from fused_tp.triton_kernels.comm.workspace import needed_bytes
 from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program, build_shared, output_of, use_library
@@ -95,7 +95,7 @@ def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library built for Hopper and Blackwell by CUDA 13.0, with a torch that sees a GPU."""
     library = double(BUILT_FOR)
-    monkeypatch.setattr(native_kernels, "LIBRARY", library)
+    monkeypatch.setattr(native_kernels, "KERNEL_LIBRARY", library)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (13, 1))
     return library
@@ -105,7 +105,7 @@ def test_whether_it_can_be_used_here(installed: Path, monkeypatch: pytest.Monkey
     def reason(arch: int = 90) -> str:
         return native_kernels_available(arch).reason
 
-    assert native_kernels.built_for(installed) == BuiltFor(("sm_90a", "compute_100"), (13, 0, 88))
+    assert native_kernels.read_kernel_targets(installed) == KernelTargets(("sm_90a", "compute_100"), (13, 0, 88))
     assert native_kernels_available() and native_kernels_available(90) and native_kernels_available(120)
     assert native_kernels.native_kernels() is native_kernels.native_kernels()
     assert reason(80) == (
@@ -123,10 +123,10 @@ def test_without_library_or_core(installed: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "fused_tp._core", None)  # import raises ImportError
         assert "_core" in native_kernels_available().reason
-    monkeypatch.setattr(native_kernels, "LIBRARY", tmp_path / "_cuda.so")
+    monkeypatch.setattr(native_kernels, "KERNEL_LIBRARY", tmp_path / "_cuda.so")
     reason = native_kernels_available().reason
     assert reason.startswith("they were not built when fused_tp was installed; install the CUDA toolkit")
-    assert native_kernels.built_for(tmp_path / "_cuda.so") is None
+    assert native_kernels.read_kernel_targets(tmp_path / "_cuda.so") is None
     with pytest.raises(RuntimeError, match="The device kernels are not available: they were not built"):
         native_kernels.native_kernels()
 
@@ -142,13 +142,13 @@ def test_which_gpus_code_serves() -> None:
         "sm_100f": [100, 103],
         "compute_90": [90, 100, 103, 120],
     }.items():
-        assert [gpu for gpu in gpus if BuiltFor((name,), (13,)).runs_on(gpu)] == served, name
+        assert [gpu for gpu in gpus if KernelTargets((name,), (13,)).runs_on(gpu)] == served, name
 
 
 def test_a_process_without_driver_has_none() -> None:
     if cuda_driver.cuda_version() is not None:
         pytest.skip("this machine has a driver")
-    assert cuda_driver.device_attribute(cuda_driver.MULTICAST, 0) is None
+    assert cuda_driver.device_attribute(cuda_driver.MULTICAST_SUPPORTED, 0) is None
 
 
 # -- places and sizes ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fused_tp.attention.layout import BlockCyclicLayout, TokenLayout
 from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionArguments, AttentionMask, Scores
-from fused_tp.backends.local import Local
+from fused_tp.backends.local import LocalSchedule
 from fused_tp.ops.attention_arguments import checked_arguments
 
 ring_attention = import_module("fused_tp.ops.ring_attention")  # the module; the op has the same name
@@ -85,13 +85,13 @@ class OnGpu(Tensor):
 
 def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(ring_attention, "_captured", type(ring_attention._captured)())
+    monkeypatch.setattr(ring_attention, "_captured_plans", type(ring_attention._captured_plans)())
     q = torch.ones(1, 4, 1, 8)
     rest = (*checked_arguments(AttentionArguments(causal=True), q, q, q, 1, 0), "")
     for _ in range(3):
         args = ring_attention.RING_ATTENTION.pack((q.as_subclass(OnGpu), q, q, *rest))
-        ring_attention._start(Local(), args, grad_lse=False)
-    assert len(ring_attention._captured) == 1
+        ring_attention._prepare_call(LocalSchedule(), args, grad_lse=False)
+    assert len(ring_attention._captured_plans) == 1
 
 
 def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def exchange_over(group: Any, host: str) -> list[str]:
     dead, kind, _ = HOSTS[host]
     said = []
     with mock.patch.object(store_module, "STORE_TIMEOUT_SECONDS", 0.1):
-        for meet in (lambda described: exchange(described, "names", "mine"), shm._rendezvous):
+        for meet in (lambda described: exchange(described, "names", "mine"), shm._create_transport):
             store = FaultyStore(dead=dead or ())
             described, begun = with_store(resolve_group(group), store), time.perf_counter()
             with pytest.raises(kind) as caught:

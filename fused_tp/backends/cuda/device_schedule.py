@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-from fused_tp.backends.cuda.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
+from fused_tp.backends.cuda.device_plans import NORM_ALGORITHMS, SUMMED_DTYPES
 from fused_tp.backends.gemm import Product, linear, sum_of_products
 from fused_tp.backends.messages.plain import Plain
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
@@ -45,7 +45,7 @@ class DeviceSchedule(KernelSchedule):
         )
         self.name = algorithm
         self.device = device
-        self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
+        self._norm_algorithm = algorithm if algorithm in NORM_ALGORITHMS else "two_shot"
         self._side_stream = SideStream()
 
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
@@ -67,7 +67,7 @@ class DeviceSchedule(KernelSchedule):
         if not partial.dtype == residual.dtype == norm_weight.dtype:
             return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
         self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
-        return self._normed(partial, residual, norm_weight, eps)
+        return self._reduce_and_normalize(partial, residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -80,7 +80,7 @@ class DeviceSchedule(KernelSchedule):
         self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
         with span("matmul", x, weight):
             partial = linear(x, weight)
-        return self._normed(partial, residual, norm_weight, eps)
+        return self._reduce_and_normalize(partial, residual, norm_weight, eps)
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
 
@@ -106,28 +106,30 @@ class DeviceSchedule(KernelSchedule):
         counts = [size * others for size in dim_shards.sizes]
         with span("all_gather", x_shard, self.name):
             flat = self.device.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
-        return flat.view(dim_shards.shape) if dim_shards.in_order else dim_shards.joined(flat.split(counts))
+        return flat.view(dim_shards.shape) if dim_shards.is_rank_major else dim_shards.join_shards(flat.split(counts))
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with span("reduce_scatter", rows, self.name):
-            return self.device.reduce_scatter(rows, dim_shards.counts)
+            return self.device.reduce_scatter(rows, dim_shards.row_counts)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
     ) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(meanwhile, partial.device), span("reduce_scatter", partial, self.name):
             # Overlapped even without `meanwhile`: the number of blocks must be equal on all ranks, and `meanwhile` may
             # be None on some ranks only (for example if a weight is frozen there).
-            return self.device.reduce_scatter(partial, dim_shards.counts, bias, overlapped=True)
+            return self.device.reduce_scatter(partial, dim_shards.row_counts, bias, overlapped=True)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(meanwhile, partial.device), span("all_reduce", partial, self.name):
             return self.device.all_reduce(partial, self.name, bias, out=partial, overlapped=True)  # see _matmul_scatter
 
-    def _normed(self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        with span("all_reduce_rms_norm", partial, self._normed_by):
-            return self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._normed_by)
+    def _reduce_and_normalize(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        with span("all_reduce_rms_norm", partial, self._norm_algorithm):
+            return self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._norm_algorithm)

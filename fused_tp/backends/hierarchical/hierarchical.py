@@ -30,7 +30,7 @@ from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.hierarchical.two_level import Hosts, LevelScope, TwoLevelGroup
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.messages.torch_dist import TorchDist
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.core import tracing
 from fused_tp.core.partition import shard_range
 from fused_tp.core.pending import Pending, PendingCall, sum_in_rank_order
@@ -55,15 +55,15 @@ class Hierarchical(Schedule):
         self, hosts: Hosts, inside: Callable[[str, torch.dtype], Schedule], across: TorchDist, flat: Plain
     ) -> None:
         self._hosts = hosts
-        self._inside = inside
-        self._across = across
-        self._flat = flat
+        self._host_schedule = inside
+        self._cross_host = across
+        self._flat_schedule = flat
         self._levels = TwoLevelGroup(hosts, flat.transport)
         self.rank, self.world_size = flat.rank, flat.world_size
 
     @property
     def messages(self) -> TorchDist:
-        return self._flat.transport
+        return self._flat_schedule.transport
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self._levels.abort_scope(op)
@@ -71,14 +71,14 @@ class Hierarchical(Schedule):
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        dim_shards = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
+        dim_shards = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size)
         shape, sizes = dim_shards.shape, dim_shards.sizes
-        if not _even(sizes) or prod(shape) == 0:
-            return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
-        part = self._begin("all_gather", (*shape, gather_dim), x_shard)
+        if not _are_equal(sizes) or prod(shape) == 0:
+            return self._flat_schedule.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        part = self._begin_call("all_gather", (*shape, gather_dim), x_shard)
         with part:
-            inside = self._inside("all_gather", x_shard.dtype)
-            moving = self._across.all_gather("all_gather", x_shard.contiguous().unsqueeze(0))
+            inside = self._host_schedule("all_gather", x_shard.dtype)
+            moving = self._cross_host.all_gather("all_gather", x_shard.contiguous().unsqueeze(0))
 
         def finish() -> Tensor:
             with part:
@@ -92,153 +92,159 @@ class Hierarchical(Schedule):
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         length = partial.shape[scatter_dim]
         if length % self.world_size or partial.numel() == 0:
-            return self._flat.reduce_scatter(partial, scatter_dim=scatter_dim)
-        with self._begin("reduce_scatter", (*partial.shape, scatter_dim), partial):
-            inside = self._inside("reduce_scatter", partial.dtype)
+            return self._flat_schedule.reduce_scatter(partial, scatter_dim=scatter_dim)
+        with self._begin_call("reduce_scatter", (*partial.shape, scatter_dim), partial):
+            inside = self._host_schedule("reduce_scatter", partial.dtype)
             rows = length // self._hosts.count
 
-            def of_host(host: int) -> Tensor:
+            def host_term(host: int) -> Tensor:
                 part = partial.narrow(scatter_dim, host * rows, rows)
                 return inside.reduce_scatter(part, scatter_dim=scatter_dim)
 
-            return self._to_hosts("reduce_scatter", inside.name, of_host)
+            return self._scatter_to_hosts("reduce_scatter", inside.name, host_term)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if partial.numel() == 0:
             return partial.clone()
-        with self._begin("all_reduce", partial.shape, partial):
+        with self._begin_call("all_reduce", partial.shape, partial):
             flat = partial.reshape(-1)
-            inside = self._inside("reduce_scatter", flat.dtype)
+            inside = self._host_schedule("reduce_scatter", flat.dtype)
             with tracing.span("inside", inside.name):
                 own = inside.reduce_scatter(flat, scatter_dim=0)
-            return self._everywhere(self._across.all_reduce("all_reduce", own), flat.numel()).view(partial.shape)
+            return self._gather_within_host(self._cross_host.all_reduce("all_reduce", own), flat.numel()).view(
+                partial.shape
+            )
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         dim = asked.gather_dim
-        dim_shards = DimShards.of_shards(asked.x_shard.shape, dim, asked.gather_size, self.world_size)
+        dim_shards = DimShards.from_shard(asked.x_shard.shape, dim, asked.gather_size, self.world_size)
         shape, sizes = dim_shards.shape, dim_shards.sizes
-        if not _even(sizes) or prod(shape) == 0:
-            return self._flat.all_gather_matmul(asked)
-        count, own = self._hosts.count, self._hosts.own
+        if not _are_equal(sizes) or prod(shape) == 0:
+            return self._flat_schedule.all_gather_matmul(asked)
+        count, own_host = self._hosts.count, self._hosts.own
         outputs: list[list[Tensor]] = [[] for _ in range(count)]
         gathered: list[Tensor | None] = [None] * count
-        with self._begin("all_gather_matmul", (*shape, dim), asked.x_shard):
-            inside = self._inside("all_gather_matmul", asked.x_shard.dtype)
+        with self._begin_call("all_gather_matmul", (*shape, dim), asked.x_shard):
+            inside = self._host_schedule("all_gather_matmul", asked.x_shard.dtype)
             x_shard = asked.x_shard.contiguous()
-            arriving = [
-                self._across.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
+            pending_shards = [
+                self._cross_host.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
                 for step in range(1, count)
             ]
             for step in range(count):
-                host = (own - step) % count
-                shard = arriving[step - 1].wait() if step else x_shard
+                host = (own_host - step) % count
+                shard = pending_shards[step - 1].wait() if step else x_shard
                 with tracing.span("host", host, "of", count, inside.name):
-                    of_host = asked._replace(x_shard=shard, gather_size=None)
-                    outputs[host], gathered[host] = inside.all_gather_matmul(of_host)
+                    host_request = asked._replace(x_shard=shard, gather_size=None)
+                    outputs[host], gathered[host] = inside.all_gather_matmul(host_request)
         # This copy takes little time compared to a matmul that is large enough to be sharded over hosts.
         joined = [torch.cat(blocks, dim=dim) for blocks in zip(*outputs, strict=True)]
-        kept = [block for block in gathered if block is not None]
-        return joined, torch.cat(kept, dim=dim) if kept else None
+        gathered_blocks = [block for block in gathered if block is not None]
+        return joined, torch.cat(gathered_blocks, dim=dim) if gathered_blocks else None
 
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: OverlappedWork = None
     ) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         length = shape[scatter_dim]
         if length % self.world_size or prod(shape) == 0:
-            return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
-        with self._begin("matmul_reduce_scatter", (*shape, scatter_dim, bias is not None), x):
-            inside = self._inside("matmul_reduce_scatter", x.dtype)
+            return self._flat_schedule.matmul_reduce_scatter(
+                products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile
+            )
+        with self._begin_call("matmul_reduce_scatter", (*shape, scatter_dim, bias is not None), x):
+            inside = self._host_schedule("matmul_reduce_scatter", x.dtype)
             part = length // self._hosts.count
 
-            def of_host(host: int) -> Tensor:
+            def host_term(host: int) -> Tensor:
                 rows = [(x.narrow(scatter_dim, host * part, part), w) for x, w in products]
                 return inside.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
 
-            return self._to_hosts("matmul_reduce_scatter", inside.name, of_host, bias, meanwhile)
+            return self._scatter_to_hosts("matmul_reduce_scatter", inside.name, host_term, bias, meanwhile)
 
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: OverlappedWork = None
+    ) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         if prod(shape) == 0:
-            return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+            return self._flat_schedule.matmul_all_reduce(products, bias, meanwhile=meanwhile)
         rows = [(as_rows(x), w) for x, w in products]
         m, n = rows[0][0].shape[0], w.shape[0]
-        ranges = self._columns(m, n, x)
+        ranges = self._column_chunks(m, n, x)
         moving = []
-        with self._begin("matmul_all_reduce", (*shape, bias is not None), x):
-            inside = self._inside("matmul_reduce_scatter", x.dtype)
+        with self._begin_call("matmul_all_reduce", (*shape, bias is not None), x):
+            inside = self._host_schedule("matmul_reduce_scatter", x.dtype)
             # Chunks of columns, because the rows are already sharded over the ranks of a host.
             for chunk, (start, stop) in enumerate(ranges):
                 with tracing.span("chunk", chunk, "of", len(ranges), inside.name):
                     partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
                 part = None if bias is None else bias[start:stop]
-                moving.append(self._across.all_reduce("matmul_all_reduce", partial, part))
+                moving.append(self._cross_host.all_reduce("matmul_all_reduce", partial, part))
             if meanwhile is not None:
                 meanwhile()
-            chunks = [self._everywhere(chunk, m) for chunk in moving]
+            chunks = [self._gather_within_host(chunk, m) for chunk in moving]
         return (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)).view(shape)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        self._flat.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
+        self._flat_schedule.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
         return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        self._flat.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
+        self._flat_schedule.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
         return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _to_hosts(
+    def _scatter_to_hosts(
         self,
         op: str,
         inside: str,
-        of_host: Callable[[int], Tensor],
+        host_term: Callable[[int], Tensor],
         bias: Tensor | None = None,
-        meanwhile: Work = None,
+        meanwhile: OverlappedWork = None,
     ) -> Tensor:
-        """Return the sum of all hosts' terms for this host; `of_host` computes this host's term for another host."""
-        count, own = self._hosts.count, self._hosts.own
+        """Return the sum of all hosts' terms for this host; `host_term` computes this host's term for another host."""
+        count, own_host = self._hosts.count, self._hosts.own
 
-        def made(host: int) -> Tensor:
+        def traced_term(host: int) -> Tensor:
             with tracing.span("host", host, "of", count, inside):
-                return of_host(host)
+                return host_term(host)
 
-        sent, arriving = [], []
+        sent, pending = [], []
         for step in range(1, count):
-            sent.append(made((own + step) % count).contiguous())  # kept alive until it has been received
-            arriving.append(self._across.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
-        terms = {own: made(own)}
+            sent.append(traced_term((own_host + step) % count).contiguous())  # kept alive until it has been received
+            pending.append(self._cross_host.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
+        terms = {own_host: traced_term(own_host)}
         if meanwhile is not None:
             meanwhile()
-        for step, moving in enumerate(arriving, 1):
-            terms[(own - step) % count] = moving.wait()
+        for step, moving in enumerate(pending, 1):
+            terms[(own_host - step) % count] = moving.wait()
         return sum_in_rank_order(torch.stack([terms[host] for host in range(count)]), bias)
 
-    def _everywhere(self, moving: Pending[Tensor], length: int) -> Tensor:
+    def _gather_within_host(self, moving: Pending[Tensor], length: int) -> Tensor:
         """Gather the slices along dim 0 of a sum from the ranks of this host."""
         total = moving.wait()
-        inside = self._inside("all_gather", total.dtype)
+        inside = self._host_schedule("all_gather", total.dtype)
         with tracing.span("inside", inside.name):
             return inside.all_gather(total, gather_dim=0, gather_size=length).wait()
 
-    def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
+    def _column_chunks(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
         ranges = [shard_range(n, chunks, i) for i in range(chunks)]
         return [one for one in ranges if one[0] < one[1]]
 
-    def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
+    def _begin_call(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
         call = self._levels.call(op)
-        self._flat.transport.check(op, dims, x.dtype, x.device)
+        self._flat_schedule.transport.check(op, dims, x.dtype, x.device)
         return call
 
 
-def _even(sizes: Sequence[int]) -> bool:
+def _are_equal(sizes: Sequence[int]) -> bool:
     return len(set(sizes)) == 1

@@ -32,14 +32,14 @@ from fused_tp.core.store import create_together, exchange, publish_failure
 # -- hosts -------------------------------------------------------------------------------------------------------------
 
 
-def own_host() -> str:
+def host_id() -> str:
     """Return an identifier of this machine; equal in all its containers, which may share memory and GPUs.
 
     If the containers cannot share them, set a different `FUSED_TP_HOST` in each container.
     """
-    given = settings.host_name()
-    if given is not None:
-        return given
+    setting = settings.host_name()
+    if setting is not None:
+        return setting
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -63,30 +63,30 @@ class Hosts:
         return self.across.rank
 
 
-_HOSTS: GroupSlot[Hosts | Availability | FusedTPError] = GroupSlot()
+_HOSTS_BY_GROUP: GroupSlot[Hosts | Availability | FusedTPError] = GroupSlot()
 
 
-def hosts_of(group: Group) -> Hosts | Availability:
+def group_hosts(group: Group) -> Hosts | Availability:
     """Return the hosts of `group`, or the reason why it has no two-level layout. The first call is collective.
 
     Raises:
         CollectiveTimeoutError: a rank did not call, or was absent when the subgroups were created.
     """
-    return create_together(_HOSTS, group, _find)
+    return create_together(_HOSTS_BY_GROUP, group, _find_hosts)
 
 
-def _find(group: Group) -> Hosts | Availability:
-    if not (possible := _sorted(group)):
+def _find_hosts(group: Group) -> Hosts | Availability:
+    if not (possible := _check_ascending(group)):
         return possible
-    names = exchange(group, "hosts", own_host())
+    names = exchange(group, "hosts", host_id())
     per_host = ranks_per_host(names)
     if isinstance(per_host, Availability):
         return per_host
-    levels = split(group, per_host)
+    levels = split_by_host(group, per_host)
     return levels if isinstance(levels, Availability) else Hosts(*levels)
 
 
-def _sorted(group: Group) -> Availability:
+def _check_ascending(group: Group) -> Availability:
     if list(group.ranks) != sorted(group.ranks):
         return unavailable(
             f"its ranks {list(group.ranks)} do not ascend, and torch would sort the ranks of the subgroups it needs"
@@ -113,7 +113,7 @@ def ranks_per_host(names: list[str]) -> int | Availability:
     return per_host
 
 
-def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
+def split_by_host(group: Group, size: int) -> tuple[Group, Group] | Availability:
     """Create the two subgroups of this rank for blocks of `size` consecutive ranks. All ranks must call together.
 
     Returns:
@@ -122,80 +122,85 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
     Raises:
         CollectiveTimeoutError: a rank was absent when the subgroups were created.
     """
-    if not (possible := _sorted(group)):
-        return possible
+    if not (availability := _check_ascending(group)):
+        return availability
     count = group.size // size
-    part, place = divmod(group.rank, size)
+    block, position = divmod(group.rank, size)
     inside = [group.ranks[i * size : (i + 1) * size] for i in range(count)]
     across = [group.ranks[i::size] for i in range(size)]
     whole_world = group.size == dist.get_world_size()
-    made: list[Group] = []
-    counted = _world.group_count + count + size
-    for parts, own in ((inside, inside[part]), (across, across[place])):
+    subgroups: list[Group] = []
+    final_group_count = _world.group_count + count + size
+    for parts, own_ranks in ((inside, inside[block]), (across, across[position])):
         # If `group` is the world, all ranks must create all subgroups (new_group); else only a subgroup's members do.
-        if not whole_world and not (possible := _parts_possible(group, own)):
-            return possible
-        for ranks in parts if whole_world else [own]:
+        if not whole_world and not (availability := _can_create_subgroups(group, own_ranks)):
+            return availability
+        for ranks in parts if whole_world else [own_ranks]:
             try:
-                process_group = _part(group, ranks, whole_world)
+                process_group = _create_subgroup(group, ranks, whole_world)
             except FusedTPError:
                 if whole_world:
                     # torch numbers new groups, and ranks must agree on the next number. Other ranks may have created
                     # all subgroups, so count as if this rank had created them too.
-                    _world.group_count = counted
+                    _world.group_count = final_group_count
                 raise
-            if ranks == own:
+            if ranks == own_ranks:
                 group.owned_groups.append(process_group)
-                made.append(resolve_group(process_group))
-    return made[0], made[1]
+                subgroups.append(resolve_group(process_group))
+    return subgroups[0], subgroups[1]
 
 
-def _parts_possible(group: Group, ranks: tuple[int, ...]) -> Availability:
+def _can_create_subgroups(group: Group, ranks: tuple[int, ...]) -> Availability:
     """Return whether torch can create a subgroup with its members' calls only; the same answer on all ranks."""
-    mine: str | int
+    own_answer: str | int
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
-        mine = "the default group is bound to a device, so torch would split its communicator, which needs all ranks"
+        own_answer = (
+            "the default group is bound to a device, so torch would split its communicator, which needs all ranks"
+        )
     elif _process_group_name(list(ranks), use_hashed_name=True) in _world.pg_names.values():
-        mine = "another process group already has the name that torch would assign to a subgroup"
+        own_answer = "another process group already has the name that torch would assign to a subgroup"
     else:
         # torch's group name also contains the number of groups of this process, which must be equal on all ranks.
-        mine = len(_world.pg_names)
-    answers = exchange(group, "parts of it", mine)
+        own_answer = len(_world.pg_names)
+    answers = exchange(group, "parts of it", own_answer)
     for rank, answer in enumerate(answers):
         if isinstance(answer, str):
             return unavailable(f"rank {rank}: {answer}")
-    numbers = sorted(set(answers))
-    if len(numbers) > 1:
+    group_counts = sorted(set(answers))
+    if len(group_counts) > 1:
         return unavailable(
-            f"its ranks are members of different numbers of groups ({numbers}), so torch cannot create subgroups of it"
+            f"its ranks are members of different numbers of groups ({group_counts}), so torch cannot create subgroups "
+            "of it"
         )
     return AVAILABLE
 
 
-def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.ProcessGroup:
+def _create_subgroup(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.ProcessGroup:
     try:
-        made: dist.ProcessGroup = dist.new_group(
+        subgroup: dist.ProcessGroup = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=settings.timeout_seconds()),
             backend=dist.get_backend_config(group.process_group),
             use_local_synchronization=not whole_world,
         )
     except RuntimeError as error:  # torch's DistStoreError, or the error of a backend that cannot connect
-        numbers = [group.ranks.index(rank) for rank in ranks]
+        group_ranks = [group.ranks.index(rank) for rank in ranks]
         assert group.process_group is not None
-        told = "gloo" in dist.get_backend_config(group.process_group)
-        gone = [rank for rank in closed_peers(group.process_group) if rank in numbers] if told else []
-        who = "{missing}" if gone else f"some rank of {numbers}"
+        knows_closed_peers = "gloo" in dist.get_backend_config(group.process_group)
+        missing = (
+            [rank for rank in closed_peers(group.process_group) if rank in group_ranks] if knows_closed_peers else []
+        )
+        subject = "{missing}" if missing else f"some rank of {group_ranks}"
         raise CollectiveTimeoutError(
-            f"Rank {{rank}} of group {{group!r}} could not create a group of its ranks {numbers}: {who} did not take "
-            f"part within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT). Message of torch: {{reason}}",
+            f"Rank {{rank}} of group {{group!r}} could not create a group of its ranks {group_ranks}: {subject} did "
+            f"not take part within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT). Message of torch: {{reason}}",
             group=group.name,
             rank=group.rank,
             size=group.size,
-            missing=dict.fromkeys(gone, ""),
+            missing=dict.fromkeys(missing, ""),
             reason=str(error).splitlines()[0],
         ) from error
-    return made
+    return subgroup
 
 
 # -- failures on two levels --------------------------------------------------------------------------------------------
@@ -210,7 +215,7 @@ class TwoLevelGroup:
     def __init__(self, hosts: Hosts, flat: GroupCalls) -> None:
         self._hosts = hosts
         self._flat = flat
-        self._left = False
+        self._has_left = False
         flat.depart_dependents = self._leave
 
     def call(self, op: str) -> LevelScope:
@@ -223,23 +228,28 @@ class TwoLevelGroup:
         if flat.fatal_error is None:
             # Asynchronous work reports errors late, so a subgroup may be broken before a call of the group has failed.
             flat.fatal_error = next(
-                (self._of_group(one.fatal_error) for one in self._calls() if one.fatal_error is not None), None
+                (
+                    self._to_group_error(one.fatal_error)
+                    for one in self._subgroup_calls()
+                    if one.fatal_error is not None
+                ),
+                None,
             )
         if flat.fatal_error is not None:
             self._leave()
-        return LevelScope(self, flat.begin(op), self.started())
+        return LevelScope(self, flat.begin(op), self.count_started())
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
         """Context manager like `GroupCalls.abort_scope`, for the group and its subgroups."""
-        flat, before = self._flat, self._all_started()
+        flat, before = self._flat, self._count_all_started()
         call = flat.last_call(op)
         try:
             yield
         except FusedTPError:  # a call inside raised it, and has notified the peers
             raise
         except BaseException as error:
-            if flat.fatal_error is None and (before is None or self._all_started() != before):
+            if flat.fatal_error is None and (before is None or self._count_all_started() != before):
                 flat.abort_midway(call, error)
             raise
 
@@ -251,50 +261,54 @@ class TwoLevelGroup:
         if not isinstance(error, FusedTPError):
             flat.abort_midway(call, error)  # not caused by a peer
             return error
-        cause = self._of_group(error)
+        cause = self._to_group_error(error)
         if isinstance(error, PeerLostError):
             return flat.abort_peer_lost(call, cause=cause)
-        late = isinstance(error, CollectiveTimeoutError)
-        by_itself = late and time.perf_counter() - call.start_time > 0.9 * settings.timeout_seconds()
+        is_timeout = isinstance(error, CollectiveTimeoutError)
+        is_own_timeout = is_timeout and time.perf_counter() - call.start_time > 0.9 * settings.timeout_seconds()
         try:
             flat.post_status(call, has_failed=True)
             # The cause may be a failed peer, which has published its error before it left.
-            if first_failure(flat.read_statuses_within(0.0 if by_itself else ROOT_CAUSE_SECONDS)) is not None:
+            if first_failure(flat.read_statuses_within(0.0 if is_own_timeout else ROOT_CAUSE_SECONDS)) is not None:
                 return flat.abort_following_peer(call)
         except BaseException:  # most likely Ctrl-C; leave, so that peers do not wait for this rank
             self._leave()
             raise
-        if late:
+        if is_timeout:
             return flat.abort_timed_out(call)
         return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))
 
-    def started(self) -> int | None:
+    def count_started(self) -> int | None:
         """Return the number of exchanges of the subgroups that peers may have joined; None if unknown."""
         shared = known_shm_transport(self._hosts.inside)
-        return None if shared is None else sum(level.calls for level in self._calls()) + int(shared.core_group.calls)
+        return (
+            None
+            if shared is None
+            else sum(level.calls for level in self._subgroup_calls()) + int(shared.core_group.calls)
+        )
 
-    def _all_started(self) -> int | None:
+    def _count_all_started(self) -> int | None:
         """Return `started` plus the number of exchanges of the flat transport."""
-        started = self.started()
+        started = self.count_started()
         return None if started is None else started + self._flat.calls
 
     def _leave(self) -> None:
         """Leave the subgroups, which aborts all waits for this rank there."""
-        if self._left:
+        if self._has_left:
             return
-        self._left = True
+        self._has_left = True
         if (shared := known_shm_transport(self._hosts.inside)) is not None:
             shared.core_group.close()
-        for level in self._calls():
+        for level in self._subgroup_calls():
             level.abort_because("the group that contains it was aborted")
 
-    def _calls(self) -> list[GroupCalls]:
+    def _subgroup_calls(self) -> list[GroupCalls]:
         return [*group_transports(self._hosts.inside), *group_transports(self._hosts.across)]
 
-    def _of_group(self, error: FusedTPError) -> FusedTPError:
+    def _to_group_error(self, error: FusedTPError) -> FusedTPError:
         # Errors of shared memory do not name their group; they stem from the subgroup inside the host.
         level = self._hosts.across if error.group == self._hosts.across.name else self._hosts.inside
-        return error_of_group(error, level, self._flat.group)
+        return to_group_error(error, level, self._flat.group)
 
 
 class LevelScope:
@@ -313,7 +327,11 @@ class LevelScope:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
             return
-        if not isinstance(error, FusedTPError) and self._before is not None and self._levels.started() == self._before:
+        if (
+            not isinstance(error, FusedTPError)
+            and self._before is not None
+            and self._levels.count_started() == self._before
+        ):
             return  # no exchange has started
         raised = self._levels.abort(self._call, error)
         if raised is not error:
@@ -321,17 +339,17 @@ class LevelScope:
 
 
 @contextmanager
-def errors_of_group(group: Group, level: Group) -> Iterator[None]:
+def raise_as_group_errors(group: Group, level: Group) -> Iterator[None]:
     """Context manager that raises errors of the subgroup `level` as errors of `group`, and publishes them there."""
     try:
         yield
     except FusedTPError as error:
-        raised = error_of_group(error, level, group)
+        raised = to_group_error(error, level, group)
         publish_failure(group, raised)
         raise raised from error
 
 
-def error_of_group(error: FusedTPError, level: Group, group: Group) -> FusedTPError:
+def to_group_error(error: FusedTPError, level: Group, group: Group) -> FusedTPError:
     """Convert an error of the subgroup `level` to an error of `group`."""
     ranks = [group.ranks.index(rank) for rank in level.ranks]
     if error.group:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_tp.backends.gemm import Product, sum_of_products
 from fused_tp.backends.grouped import GroupedProduct
 from fused_tp.backends.messages.torch_dist import TorchDist
-from fused_tp.backends.schedule import DimShards, RowSchedule, Work
+from fused_tp.backends.schedule import DimShards, OverlappedWork, RowSchedule
 from fused_tp.core.pending import Pending, PendingCall
 
 
@@ -48,19 +48,19 @@ class Plain(RowSchedule):
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
-            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), dim_shards.counts).wait()
+            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), dim_shards.row_counts).wait()
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
     ) -> Tensor:
         with self.transport.abort_scope("matmul_reduce_scatter"):
             partial = sum_of_products(products)
-            moving = self.transport.reduce_scatter("matmul_reduce_scatter", partial, dim_shards.counts, bias)
+            moving = self.transport.reduce_scatter("matmul_reduce_scatter", partial, dim_shards.row_counts, bias)
             if meanwhile is not None:
                 meanwhile()
             return moving.wait()
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
         with self.transport.abort_scope("matmul_all_reduce"):
             moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
             if meanwhile is not None:
@@ -68,27 +68,27 @@ class Plain(RowSchedule):
             return moving.wait()
 
     def grouped_matmul_reduce_scatter(
-        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: OverlappedWork = None
     ) -> Tensor:
-        dim_shards = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        dim_shards = DimShards.from_shape((*shape, product.shape[1]), scatter_dim, self.world_size)
         self.check("grouped_matmul_reduce_scatter", (*dim_shards.shape, scatter_dim), product.x)
-        if not dim_shards.in_order:
-            product = product.in_order(dim_shards.places(product.x.device))
+        if not dim_shards.is_rank_major:
+            product = product.reorder_tokens(dim_shards.rank_major_indices(product.x.device))
         return self._grouped_scatter(product, dim_shards, meanwhile).view(dim_shards.shard_shapes[self.rank])
 
-    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: OverlappedWork = None) -> Tensor:
         self.check("grouped_matmul_all_reduce", product.shape, product.x)
         return self._grouped_sum(product, meanwhile)
 
-    def _grouped_scatter(self, product: GroupedProduct, dim_shards: DimShards, meanwhile: Work) -> Tensor:
+    def _grouped_scatter(self, product: GroupedProduct, dim_shards: DimShards, meanwhile: OverlappedWork) -> Tensor:
         op = "grouped_matmul_reduce_scatter"
         with self.transport.abort_scope(op):
-            moving = self.transport.reduce_scatter(op, product.sum(), dim_shards.counts)
+            moving = self.transport.reduce_scatter(op, product.sum(), dim_shards.row_counts)
             if meanwhile is not None:
                 meanwhile()
             return moving.wait()
 
-    def _grouped_sum(self, product: GroupedProduct, meanwhile: Work) -> Tensor:
+    def _grouped_sum(self, product: GroupedProduct, meanwhile: OverlappedWork) -> Tensor:
         with self.transport.abort_scope("grouped_matmul_all_reduce"):
             moving = self.transport.all_reduce("grouped_matmul_all_reduce", product.sum())
             if meanwhile is not None:
@@ -99,21 +99,25 @@ class Plain(RowSchedule):
         self.transport.check(op, dims, x.dtype, x.device)
 
 
-def gather_blocks(x_shard: Tensor, dim_shards: DimShards, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
-    """Start gathering the shards by `move`, which gathers blocks [n] of equal length to [W * n]."""
-    shape, sizes, longest = dim_shards.shape, dim_shards.sizes, max(dim_shards.sizes)
+def gather_blocks(
+    x_shard: Tensor, dim_shards: DimShards, start_gather: Callable[[Tensor], Pending[Tensor]]
+) -> Pending[Tensor]:
+    """Start gathering the shards by `start_gather`, which gathers blocks [n] of equal length to [W * n]."""
+    shape, sizes, max_size = dim_shards.shape, dim_shards.sizes, max(dim_shards.sizes)
     # All ranks must send blocks of equal length, so `x_shard` is padded to the longest shard.
-    per_index = prod(shape[: dim_shards.dim]) * prod(shape[dim_shards.dim + 1 :])
+    elements_per_index = prod(shape[: dim_shards.dim]) * prod(shape[dim_shards.dim + 1 :])
     flat = x_shard.contiguous().view(-1)  # not reshape(-1), which may keep strides that NCCL rejects, such as 0
-    if flat.numel() < per_index * longest:
-        flat = torch.nn.functional.pad(flat, (0, per_index * longest - flat.numel()))
-    moving = move(flat)
+    if flat.numel() < elements_per_index * max_size:
+        flat = torch.nn.functional.pad(flat, (0, elements_per_index * max_size - flat.numel()))
+    pending = start_gather(flat)
 
     def finish() -> Tensor:
-        gathered = moving.wait()
-        if dim_shards.in_order or prod(shape) == 0:
+        gathered = pending.wait()
+        if dim_shards.is_rank_major or prod(shape) == 0:
             return gathered[: prod(shape)].view(shape)
         blocks = gathered.view(len(sizes), -1)
-        return dim_shards.joined([block[: per_index * size] for block, size in zip(blocks, sizes, strict=True)])
+        return dim_shards.join_shards(
+            [block[: elements_per_index * size] for block, size in zip(blocks, sizes, strict=True)]
+        )
 
     return PendingCall(finish)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.backends.hierarchical.two_level import own_host
+from fused_tp.backends.hierarchical.two_level import host_id
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
@@ -173,7 +173,7 @@ def knows_group_memory(group: Group, device: torch.device) -> bool:
 
 def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
     if device.type == "cpu":
-        mine = SymmMemFacts(own_host(), process_identity(), sms=_INTERPRETED_PROGRAMS)
+        mine = SymmMemFacts(host_id(), process_identity(), sms=_INTERPRETED_PROGRAMS)
     else:
         mine = _facts_of_gpu(device)
     facts = [SymmMemFacts(**told) for told in exchange(group, "kernel memory", asdict(mine))]
@@ -372,10 +372,10 @@ def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
             if not torch.cuda.can_device_access_peer(index, other)
         )
     except (AssertionError, RuntimeError) as error:  # a torch without CUDA raises AssertionError
-        return SymmMemFacts(own_host(), process_identity(), problem=str(error).splitlines()[0])
+        return SymmMemFacts(host_id(), process_identity(), problem=str(error).splitlines()[0])
     arch = 10 * properties.major + properties.minor
     return SymmMemFacts(
-        own_host(),
+        host_id(),
         process_identity(),
         str(properties.uuid),
         arch,

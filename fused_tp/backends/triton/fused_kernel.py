@@ -27,7 +27,7 @@ from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
 from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.messages.plain import Plain
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, is_capturing
@@ -126,8 +126,8 @@ class FusedKernel(KernelSchedule):
         own = as_rows(asked.x_shard).contiguous()
         if own.data_ptr() % 16:
             own = own.clone()  # TMA requires 16-byte alignment
-        gathered = own.new_empty((sum(dim_shards.counts), dim_shards.shape[-1]))
-        places = list(gathered.split(dim_shards.counts))
+        gathered = own.new_empty((sum(dim_shards.row_counts), dim_shards.shape[-1]))
+        places = list(gathered.split(dim_shards.row_counts))
         largest = max(place.nbytes for place in places)
         if not asked.return_gathered:
             places[self.rank] = places[self.rank][:0]
@@ -147,18 +147,20 @@ class FusedKernel(KernelSchedule):
                 rank=self.rank,
                 world_size=self.world_size,
                 launch=launch,
-                rows_per_rank=dim_shards.counts[0],
+                rows_per_rank=dim_shards.row_counts[0],
                 timeout_ns=timeout_ns,
                 loaded=self._loaded,
                 biases=[_dense(bias) for bias in asked.biases],
             )
             call.finish(*outputs, *([gathered] if asked.return_gathered else []))
-        return [dim_shards.placed(y) for y in outputs], dim_shards.placed(gathered) if asked.return_gathered else None
+        return [dim_shards.from_rank_major(y) for y in outputs], dim_shards.from_rank_major(
+            gathered
+        ) if asked.return_gathered else None
 
     def _gather_matmul_direct(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.gemm import all_gather_gemm as module
 
-        rows_per_rank, dtype = dim_shards.counts[0], asked.x_shard.dtype
+        rows_per_rank, dtype = dim_shards.row_counts[0], asked.x_shard.dtype
         nbytes = module.workspace_bytes(rows_per_rank, dim_shards.shape[-1], dtype, self.world_size)
         with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
             outputs, gathered = module.all_gather_gemm(
@@ -166,24 +168,26 @@ class FusedKernel(KernelSchedule):
                 asked.weights,
                 workspace=workspace,
                 launch=self._gather_launch(asked, dim_shards),
-                rows=sum(dim_shards.counts),
+                rows=sum(dim_shards.row_counts),
                 rows_per_rank=rows_per_rank,
                 biases=[_dense(bias) for bias in asked.biases],
                 gathered=asked.return_gathered,
             )
-        return [dim_shards.placed(y) for y in outputs], None if gathered is None else dim_shards.placed(gathered)
+        return [
+            dim_shards.from_rank_major(y) for y in outputs
+        ], None if gathered is None else dim_shards.from_rank_major(gathered)
 
     def _gather_launch(self, asked: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
         widest = max(w.shape[0] for w in asked.weights)
-        return self._launch(asked.x_shard.dtype, sum(dim_shards.counts), widest, least_margin=1)
+        return self._launch(asked.x_shard.dtype, sum(dim_shards.row_counts), widest, least_margin=1)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
     ) -> Tensor:
         from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
 
-        x, counts, n = products[0][0], dim_shards.counts, dim_shards.shape[-1]
+        x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
         launch = self._launch(x.dtype, sum(counts), n, least_margin=1)
@@ -198,7 +202,7 @@ class FusedKernel(KernelSchedule):
             )
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
         return self._sum_everywhere("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
 
     def matmul_all_reduce_rms_norm(
@@ -221,7 +225,7 @@ class FusedKernel(KernelSchedule):
         return normed.view(shape), new_residual.view(shape)
 
     def _sum_everywhere(
-        self, op: str, products: Sequence[Product], meanwhile: Work, **tail: Any
+        self, op: str, products: Sequence[Product], meanwhile: OverlappedWork, **tail: Any
     ) -> tuple[Tensor, Tensor | None]:
         from fused_tp.triton_kernels.gemm import gemm_all_reduce as module
 
