@@ -85,7 +85,7 @@ class SharedMemoryRing(SteppedRing):
         step 0 must also be signaled to the peers: the workspace is opened before the error is raised.
         """
         layouts = _workspace_layouts(call.rank_plan, k, v, _NUM_SLOTS if op.endswith("backward") else 0)
-        early = self._transport.settled
+        early = self._transport.is_settled
         if not early:
             try:
                 attend_own()
@@ -182,22 +182,24 @@ class _SharedMemoryKVExchange(KVExchange):
         dk, dv = self._term_views(self._rank, n, len(rows))
         return dk.zero_(), dv.zero_()
 
-    def send_gradients(self, index: int, own: Sequence[Tensor]) -> None:
+    def send_gradients(self, index: int, own_gradients: Sequence[Tensor]) -> None:
         n = index + 1
         self._workspace.signal(_stage_readable(n))
         if n > 1:
-            self._add_term(n - 1, own)
+            self._add_term(n - 1, own_gradients)
             self._workspace.signal(_stage_added(n - 1))
 
-    def finish_gradients(self, own: Sequence[Tensor]) -> None:
-        self._add_term(len(self._chunks), own)
+    def finish_gradients(self, own_gradients: Sequence[Tensor]) -> None:
+        self._add_term(len(self._chunks), own_gradients)
 
-    def _add_term(self, n: int, own: Sequence[Tensor]) -> None:
-        """Add the terms that the consumer of this rank's keys computed in chunk n to `own`."""
+    def _add_term(self, n: int, own_gradients: Sequence[Tensor]) -> None:
+        """Add the terms that the consumer of this rank's keys computed in chunk n to `own_gradients`."""
         chunk = self._chunks[n - 1]
         if chunk.send_rows.length:
             self._workspace.wait(chunk.consumer, _stage_readable(n))
-            for total, term in zip(own, self._term_views(chunk.consumer, n, chunk.send_rows.length), strict=True):
+            for total, term in zip(
+                own_gradients, self._term_views(chunk.consumer, n, chunk.send_rows.length), strict=True
+            ):
                 add_rows(total, chunk.send_rows, term)
 
     def _term_views(self, rank: int, n: int, rows: int) -> tuple[Tensor, Tensor]:

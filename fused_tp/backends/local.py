@@ -42,21 +42,26 @@ class LocalSchedule(Schedule):
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         return rows
 
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        x, weights, biases, _, _, return_gathered = asked
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x, weights, biases, _, _, return_gathered = request
         return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)], x.clone() if return_gathered else None
 
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: OverlappedWork = None
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        overlapped_work: OverlappedWork = None,
     ) -> Tensor:
-        return self.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+        return self.matmul_all_reduce(products, bias, overlapped_work=overlapped_work)
 
     def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: OverlappedWork = None
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
     ) -> Tensor:
         out = sum_of_products(products, bias)
-        if meanwhile is not None:
-            meanwhile()
+        if overlapped_work is not None:
+            overlapped_work()
         return out
 
 

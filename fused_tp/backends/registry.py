@@ -428,8 +428,8 @@ def _two_levels_available(group: Group, device: torch.device) -> Availability:
     hosts = group_hosts(group)
     if isinstance(hosts, Availability):
         return hosts
-    with raise_as_group_errors(group, hosts.inside):
-        found = {name: SCHEDULES[name].available(hosts.inside, device) for name in INSIDE}
+    with raise_as_group_errors(group, hosts.local_group):
+        found = {name: SCHEDULES[name].available(hosts.local_group, device) for name in INSIDE}
     reasons = "; ".join(f"{name}: {one.reason}" for name, one in found.items())
     mine = unavailable(f"its ranks have no fast links inside of a host ({reasons})")
     what = f"fast links inside of hosts on {device.type}"
@@ -532,18 +532,18 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
     def among_host(op: str, dtype: torch.dtype) -> Schedule:
         key = op, dtype, settings.shared_memory_allowed()  # shared memory may be turned off at any time
         if key not in inside:
-            with raise_as_group_errors(group, hosts.inside):
+            with raise_as_group_errors(group, hosts.local_group):
                 specs = (SCHEDULES[name] for name in INSIDE)
-                usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.inside, device))
+                usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.local_group, device))
                 spec = next(usable, SCHEDULES["plain"])
                 if spec.name not in made:
-                    made[spec.name] = spec.make(hosts.inside, device, None)
+                    made[spec.name] = spec.make(hosts.local_group, device, None)
             inside[key] = made[spec.name]
         return inside[key]
 
-    with raise_as_group_errors(group, hosts.across):
-        own = nccl_dist(hosts.across, device)
-        across = torch_dist(hosts.across, device.type) if isinstance(own, Availability) else own
+    with raise_as_group_errors(group, hosts.cross_group):
+        own = nccl_dist(hosts.cross_group, device)
+        across = torch_dist(hosts.cross_group, device.type) if isinstance(own, Availability) else own
     return Hierarchical(hosts, among_host, across, _plain(group, device))
 
 

@@ -102,18 +102,23 @@ class Schedule(ABC):
         return None
 
     @abstractmethod
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        """Return `gathered x @ w^T + b` for every weight, and the gathered x if `asked` requests it."""
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        """Return `gathered x @ w^T + b` for every weight, and the gathered x if `request` requests it."""
 
     @abstractmethod
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: OverlappedWork = None
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        overlapped_work: OverlappedWork = None,
     ) -> Tensor:
         """Return the slice of this rank along `scatter_dim` of the sum of all `products` over ranks, plus `bias`."""
 
     @abstractmethod
     def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: OverlappedWork = None
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
     ) -> Tensor:
         """Return the sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
 
@@ -123,21 +128,21 @@ class Schedule(ABC):
             return use(self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait())
 
     def grouped_matmul_reduce_scatter(
-        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: OverlappedWork = None
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, overlapped_work: OverlappedWork = None
     ) -> Tensor:
         """Return the slice of this rank along `scatter_dim` of `product` summed over ranks; tokens have `shape`."""
         with self.abort_scope("grouped_matmul_reduce_scatter"):
             partial = product.sum().view(*shape, product.shape[1])
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             return self.reduce_scatter(partial, scatter_dim=scatter_dim)
 
-    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: OverlappedWork = None) -> Tensor:
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, overlapped_work: OverlappedWork = None) -> Tensor:
         """Return the sum of `product` over ranks; the same bits on every rank."""
         with self.abort_scope("grouped_matmul_all_reduce"):
             partial = product.sum()
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             return self.all_reduce(partial)
 
     def all_reduce_rms_norm(
@@ -161,54 +166,61 @@ class RowSchedule(Schedule):
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         dim_shards = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size)
-        if (other := self._other("all_gather", x_shard.dtype, dim_shards.shape)) is not None:
-            return other.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        if (fallback := self._fallback_for("all_gather", x_shard.dtype, dim_shards.shape)) is not None:
+            return fallback.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         self.check("all_gather", (*dim_shards.shape, gather_dim), x_shard)
         return self._gather(x_shard, dim_shards)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         # Append a dim, so that `scatter_dim` is never the last one.
         dim_shards = DimShards.from_shape((*partial.shape, 1), scatter_dim, self.world_size)
-        if (other := self._other("reduce_scatter", partial.dtype, dim_shards.shape)) is not None:
-            return other.reduce_scatter(partial, scatter_dim=scatter_dim)
+        if (fallback := self._fallback_for("reduce_scatter", partial.dtype, dim_shards.shape)) is not None:
+            return fallback.reduce_scatter(partial, scatter_dim=scatter_dim)
         self.check("reduce_scatter", (*partial.shape, scatter_dim), partial)
         rows = dim_shards.to_rank_major(partial.unsqueeze(-1))
         return self._sum_rows(rows, dim_shards).view(dim_shards.shard_shapes[self.rank][:-1])
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        if (other := self._other("all_reduce", partial.dtype, partial.shape)) is not None:
-            return other.all_reduce(partial)
+        if (fallback := self._fallback_for("all_reduce", partial.dtype, partial.shape)) is not None:
+            return fallback.all_reduce(partial)
         self.check("all_reduce", partial.shape, partial)
         return self._all_reduced(partial)
 
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        x_shard, dim = asked.x_shard, asked.gather_dim
-        dim_shards = DimShards.from_shard(x_shard.shape, dim, asked.gather_size, self.world_size)
-        if (other := self._other("all_gather_matmul", x_shard.dtype, dim_shards.shape)) is not None:
-            return other.all_gather_matmul(asked)
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x_shard, dim = request.x_shard, request.gather_dim
+        dim_shards = DimShards.from_shard(x_shard.shape, dim, request.gather_size, self.world_size)
+        if (fallback := self._fallback_for("all_gather_matmul", x_shard.dtype, dim_shards.shape)) is not None:
+            return fallback.all_gather_matmul(request)
         self.check("all_gather_matmul", (*dim_shards.shape, dim), x_shard)
-        return self._gather_matmul(asked, dim_shards)
+        return self._gather_matmul(request, dim_shards)
 
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: OverlappedWork = None
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        overlapped_work: OverlappedWork = None,
     ) -> Tensor:
         x, w = products[0]
         dim_shards = DimShards.from_shape((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
-        if (other := self._other("matmul_reduce_scatter", x.dtype, dim_shards.shape)) is not None:
-            return other.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+        if (fallback := self._fallback_for("matmul_reduce_scatter", x.dtype, dim_shards.shape)) is not None:
+            return fallback.matmul_reduce_scatter(
+                products, bias, scatter_dim=scatter_dim, overlapped_work=overlapped_work
+            )
         self.check("matmul_reduce_scatter", (*dim_shards.shape, scatter_dim, bias is not None), x)
         rows = [(dim_shards.to_rank_major(x), w) for x, w in products]
-        return self._matmul_scatter(rows, dim_shards, bias, meanwhile).view(dim_shards.shard_shapes[self.rank])
+        return self._matmul_scatter(rows, dim_shards, bias, overlapped_work).view(dim_shards.shard_shapes[self.rank])
 
     def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: OverlappedWork = None
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
     ) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
-        if (other := self._other("matmul_all_reduce", x.dtype, shape)) is not None:
-            return other.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+        if (fallback := self._fallback_for("matmul_all_reduce", x.dtype, shape)) is not None:
+            return fallback.matmul_all_reduce(products, bias, overlapped_work=overlapped_work)
         self.check("matmul_all_reduce", (*shape, bias is not None), x)
-        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
+        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -225,7 +237,7 @@ class RowSchedule(Schedule):
 
     # -- implemented by subclasses ------------------------------------------------------------------------------------
 
-    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+    def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         """Return the fallback schedule if this one does not support `op` in `dtype` and global `shape`; else None."""
         return None
 
@@ -240,12 +252,12 @@ class RowSchedule(Schedule):
     def _all_reduced(self, partial: Tensor) -> Tensor:
         """Implement `all_reduce`."""
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         """Implement `all_gather_matmul`; `dim_shards` is the sharding of the gathered x."""
         with self.abort_scope("all_gather_matmul"):
-            x = self.all_gather(asked.x_shard, gather_dim=dim_shards.dim, gather_size=asked.gather_size).wait()
-            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
-            return outputs, x if asked.return_gathered else None
+            x = self.all_gather(request.x_shard, gather_dim=dim_shards.dim, gather_size=request.gather_size).wait()
+            outputs = [linear(x, w, b) for w, b in zip(request.weights, request.biases, strict=True)]
+            return outputs, x if request.return_gathered else None
 
     @abstractmethod
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
@@ -253,12 +265,12 @@ class RowSchedule(Schedule):
 
     @abstractmethod
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         """Return this rank's rows of the sum of all `products`; `dim_shards` is the sharding of the sum."""
 
     @abstractmethod
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         """Return the sum [M, N] over ranks of all `products`, whose x is given as rows."""
 
 

@@ -101,8 +101,8 @@ def _choose_cached(
     transfer_bytes = m * (columns or 0) * dtype.itemsize
     keys: list[str] = []
     level: Any = load_table(path)
-    for wanted in (arch, transport, op):
-        key = wanted if wanted in level else "default"
+    for level_key in (arch, transport, op):
+        key = level_key if level_key in level else "default"
         if key not in level:
             raise ValueError(
                 f"The dispatch table has no entry for {key!r} below {'/'.join(keys) or 'arch'}, and no default there. "

@@ -132,7 +132,7 @@ _EXIT_SECONDS = 0.5  # longest time that the process exit waits for a thread tha
 
 
 class PendingMessages:
-    """Sends and receives that one thread waits for, so that the caller can poll other conditions meanwhile.
+    """Sends and receives that one thread waits for, so that the caller can poll other conditions during the wait.
 
     Args:
         works: pairs (group rank of the peer, work). Receives come first: they report closed connections more reliably.

@@ -88,12 +88,12 @@ def must_match_values() -> dict[str, str]:
 _SWITCH_VALUES = dict.fromkeys(("1", "true", "on", "yes"), True) | dict.fromkeys(("0", "false", "off", "no", ""), False)
 
 
-def _switch_setting(name: str, default: str, meaning: str, unset: T, **more: Any) -> Setting[bool | T]:
-    return Setting(name, default, meaning, unset, lambda text: _SWITCH_VALUES[text.strip().lower()], "1 or 0", **more)
+def _switch_setting(name: str, default: str, meaning: str, unset: T, **fields: Any) -> Setting[bool | T]:
+    return Setting(name, default, meaning, unset, lambda text: _SWITCH_VALUES[text.strip().lower()], "1 or 0", **fields)
 
 
-def _text_setting(name: str, default: str, meaning: str, **more: Any) -> Setting[str | None]:
-    return Setting(name, default, meaning, None, lambda text: text or None, **more)
+def _text_setting(name: str, default: str, meaning: str, **fields: Any) -> Setting[str | None]:
+    return Setting(name, default, meaning, None, lambda text: text or None, **fields)
 
 
 def _parse_seconds(text: str) -> float:

@@ -51,27 +51,27 @@ class _NullSpan:
 _NULL_SPAN = cast(AbstractContextManager[object], _NullSpan())
 
 
-def span(name: str, *parts: object) -> AbstractContextManager[object]:
+def span(name: str, *items: object) -> AbstractContextManager[object]:
     """Context manager that records a profiler range; takes some tens of nanoseconds if no profiler is active.
 
-    The range's name is `name` and `parts`, which are formatted only if a profiler is active: a tensor as its shape, a
+    The range's name is `name` and `items`, which are formatted only if a profiler is active: a tensor as its shape, a
     list with tensors as the shapes of its matrices and the dtype, other parts by `str`; None is skipped. For example,
     the name for ("op", (x, weight), "plain") is "op [8, 64]x[32, 64] bf16 plain".
     """
     if not _profiler._is_profiler_enabled and not (settings.RAW_ENVIRON.get(NVTX_KEY) or HAS_NVTX_TOOL):
         return _NULL_SPAN
-    return _make_range(name, parts) if is_recording() else _NULL_SPAN
+    return _make_range(name, items) if is_recording() else _NULL_SPAN
 
 
 @contextmanager
-def op_span(group: str, name: str, *parts: object) -> Iterator[None]:
+def op_span(group: str, name: str, *items: object) -> Iterator[None]:
     """Record a `span` around an op of `group`.
 
     Native code records no ranges. So in a torch profile, the span ends with an empty range that is named after the time
     of native waits and the group, for example "waited 0.000120 s, group 3".
     """
     seconds_before = _native_seconds()
-    with span(name, *parts):
+    with span(name, *items):
         yield
         if _profiler._is_profiler_enabled:
             with torch.profiler.record_function(f"waited {_native_seconds() - seconds_before:.6f} s, group {group}"):
@@ -111,11 +111,11 @@ def _warn_without_nvtx() -> None:
     _LOG.warning("No NVTX ranges are recorded, because this torch was built without CUDA and so has no NVTX.")
 
 
-def _make_range(name: str, parts: tuple[object, ...]) -> AbstractContextManager[object]:
+def _make_range(name: str, items: tuple[object, ...]) -> AbstractContextManager[object]:
     profiled = bool(_profiler._is_profiler_enabled)
     # Under emit_nvtx torch converts profiler ranges to NVTX ranges, so adding an NVTX range would record it twice.
     emits_nvtx = profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
-    return _ProfilerRange(range_name(name, *parts), profiled, not emits_nvtx and _records_nvtx())
+    return _ProfilerRange(range_name(name, *items), profiled, not emits_nvtx and _records_nvtx())
 
 
 class _ProfilerRange:
@@ -141,9 +141,9 @@ class _ProfilerRange:
             torch.cuda.nvtx.range_pop()
 
 
-def range_name(name: str, *parts: object) -> str:
+def range_name(name: str, *items: object) -> str:
     """Return the name of the range that `span(name, *parts)` records."""
-    return " ".join([name, *(_describe_part(part) for part in parts if part is not None)]).rstrip()
+    return " ".join([name, *(_describe_part(part) for part in items if part is not None)]).rstrip()
 
 
 def _describe_part(part: object) -> str:

@@ -116,8 +116,8 @@ def record_replaced_parameters(old_parameters: Mapping[nn.Parameter, str], model
 def install_hooks() -> None:
     """Register this module's functions with torch, once per process, when the first parameter is sharded."""
     register_optimizer_step_pre_hook(_before_step)
-    for kind in (torch.amp.GradScaler, ShardedGradScaler):  # patch both: the second class overrides the method
-        kind._unscale_grads_ = _with_shared_result(kind._unscale_grads_)  # type: ignore[method-assign]
+    for scaler_class in (torch.amp.GradScaler, ShardedGradScaler):  # patch both: the second class overrides the method
+        scaler_class._unscale_grads_ = _with_shared_result(scaler_class._unscale_grads_)  # type: ignore[method-assign]
 
 
 def _models_with(parameters: Iterable[Tensor]) -> list[nn.Module]:

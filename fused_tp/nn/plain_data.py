@@ -92,7 +92,9 @@ def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
     Raises:
         pickle.UnpicklingError: the file holds an object of another type; `refused_type` names it.
     """
-    dtypes: list[Any] = [type(np.dtype(kind)) for kind in np.sctypeDict.values() if not np.issubdtype(kind, np.void)]
+    dtypes: list[Any] = [
+        type(np.dtype(scalar_type)) for scalar_type in np.sctypeDict.values() if not np.issubdtype(scalar_type, np.void)
+    ]
     # Allow both module paths: numpy.core (NumPy 1) and numpy._core (NumPy 2).
     numpy_core: Any = np._core if hasattr(np, "_core") else np.core
     numpy_constructors = (numpy_core.multiarray._reconstruct, numpy_core.multiarray.scalar)

@@ -149,7 +149,7 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
             shape = _shape(g)[:-1]
             product = GroupedProduct(g.d_output, g.weight.transpose(1, 2), g.routing, prod(shape))
             d_x = schedule.grouped_matmul_reduce_scatter(
-                product, shape, scatter_dim=g.gather_dim, meanwhile=compute_weight_grad
+                product, shape, scatter_dim=g.gather_dim, overlapped_work=compute_weight_grad
             )
     return d_x, d_weight
 

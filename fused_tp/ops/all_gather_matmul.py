@@ -224,7 +224,7 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
             d_x = None if g.needs_x else g.x_shard.new_empty(0)
         else:
             d_x = schedule.matmul_reduce_scatter(
-                products, None, scatter_dim=g.gather_dim, meanwhile=compute_weight_grads
+                products, None, scatter_dim=g.gather_dim, overlapped_work=compute_weight_grads
             )
         if g.d_gathered is not None:
             d_returned_x = schedule.reduce_scatter(g.d_gathered, scatter_dim=g.gather_dim)

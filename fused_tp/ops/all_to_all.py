@@ -103,7 +103,7 @@ class HeadsExchange(NamedTuple):
 
 class _Args(NamedTuple):
     xs: list[Tensor]
-    moved: HeadsExchange
+    exchange: HeadsExchange
     attention: AttentionArguments
     group: AnyGroup
 
@@ -113,19 +113,19 @@ class _Args(NamedTuple):
 
     @property
     def head_shares(self) -> HeadShares:
-        return HeadShares(self.moved.heads, self.moved.kv_heads, self.ranks.size)
+        return HeadShares(self.exchange.heads, self.exchange.kv_heads, self.ranks.size)
 
     def layout_shard(self, rank: int) -> int:
-        return self.moved.first_part + rank * self.moved.stride
+        return self.exchange.first_part + rank * self.exchange.stride
 
     def num_rows(self, role: str, rank: int) -> int:
         """Number of queries (`role` "q") or keys ("k") that `rank` holds."""
         length = self.attention.seq_len if role == "q" else self.attention.seq_len_kv
-        return local_length(length, self.moved.parts, self.layout_shard(rank), self.attention.layout)
+        return local_length(length, self.exchange.parts, self.layout_shard(rank), self.attention.layout)
 
     def result_dtypes(self, to_heads: bool) -> list[torch.dtype]:
         """Dtypes of the results; see `HeadShares.dtype_by_heads`."""
-        roles_and_tensors = zip(self.moved.kinds, self.xs, strict=True)
+        roles_and_tensors = zip(self.exchange.kinds, self.xs, strict=True)
         if to_heads:
             return [self.head_shares.dtype_by_heads(role, x.dtype) for role, x in roles_and_tensors]
         return [x.dtype if role == "q" else self.xs[0].dtype for role, x in roles_and_tensors]
@@ -136,22 +136,34 @@ class _Args(NamedTuple):
         Raises:
             ValueError: cu_seqlens is invalid.
         """
-        moved, mask, batch = self.moved, self.attention.mask(), self.xs[0].shape[0]
+        exchange, mask, batch = self.exchange, self.attention.mask(), self.xs[0].shape[0]
         description = describe_call(
-            self.attention, mask, alibi_slopes=moved.has_slopes, sinks=moved.has_sinks, return_lse=moved.return_lse
+            self.attention,
+            mask,
+            alibi_slopes=exchange.has_slopes,
+            sinks=exchange.has_sinks,
+            return_lse=exchange.return_lse,
         )
         shares_by_role = {
             "q": self._tensor_share("q", mask.seq_len, mask.cu_seqlens),
             "k": self._tensor_share("k", mask.seq_len_kv, mask.cu_seqlens_kv or mask.cu_seqlens),
         }
-        dims = (batch, mask.seq_len, moved.heads, moved.kv_heads, moved.columns, len(self.xs), checksum(description))
-        shares = tuple(shares_by_role[role] for role in moved.kinds)
+        dims = (
+            batch,
+            mask.seq_len,
+            exchange.heads,
+            exchange.kv_heads,
+            exchange.columns,
+            len(self.xs),
+            checksum(description),
+        )
+        shares = tuple(shares_by_role[role] for role in exchange.kinds)
         return Swap(ULYSSES_OP, dims, self.ranks.rank, shares, tuple(self.result_dtypes(to_heads))), description
 
     def _tensor_share(self, role: str, length: int, bounds: tuple[int, ...]) -> TensorShare:
-        tokens = tokens_by_rank(length, self.moved.parts, self.attention.layout, bounds)
+        tokens = tokens_by_rank(length, self.exchange.parts, self.attention.layout, bounds)
         ranks = range(self.ranks.size)
-        num_heads = self.moved.heads if role == "q" else self.moved.kv_heads
+        num_heads = self.exchange.heads if role == "q" else self.exchange.kv_heads
         heads = tuple(self.head_shares.heads_of_rank(role, rank) for rank in ranks)
         return TensorShare(
             row_ranges_in_sequence(tuple(tokens[self.layout_shard(rank)] for rank in ranks)), heads, num_heads
@@ -161,7 +173,7 @@ class _Args(NamedTuple):
 def _key(a: _Args) -> ScheduleKey:
     """Key for dispatch, by the size of the first exchange of a call, which sends q, k and v."""
     tokens = a.attention.seq_len * a.xs[0].shape[0]
-    return ScheduleKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.moved.columns)
+    return ScheduleKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.exchange.columns)
 
 
 def _run_swap(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
@@ -174,7 +186,7 @@ def _run_swap(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
 
 def _to_heads_fake(a: _Args) -> list[Tensor]:
     group, results = a.ranks, []
-    for role, x, dtype in zip(a.moved.kinds, a.xs, a.result_dtypes(to_heads=True), strict=True):
+    for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(to_heads=True), strict=True):
         length = sum(a.num_rows(role, rank) for rank in range(group.size))
         shape = (x.shape[0], length, len(a.head_shares.heads_of_rank(role, group.rank)), x.shape[3])
         results.append(x.new_empty(shape, dtype=dtype))
@@ -183,8 +195,8 @@ def _to_heads_fake(a: _Args) -> list[Tensor]:
 
 def _to_sequence_fake(a: _Args) -> list[Tensor]:
     results = []
-    for role, x, dtype in zip(a.moved.kinds, a.xs, a.result_dtypes(to_heads=False), strict=True):
-        heads = a.moved.heads if role == "q" else a.moved.kv_heads
+    for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(to_heads=False), strict=True):
+        heads = a.exchange.heads if role == "q" else a.exchange.kv_heads
         results.append(x.new_empty((x.shape[0], a.num_rows(role, a.ranks.rank), heads, x.shape[3]), dtype=dtype))
     return results
 
@@ -192,15 +204,15 @@ def _to_sequence_fake(a: _Args) -> list[Tensor]:
 # Gradients of all results are sent, with zeros for unused results: different ranks may use different results, but their
 # message sizes must agree.
 def _backward(reverse_op: str, s: SavedForBackward[_Args], grads: list[Tensor]) -> dict[str, Any]:
-    return {"xs": OPS[reverse_op](grads, *s.args.moved, *s.args.attention, s.args.group)}
+    return {"xs": OPS[reverse_op](grads, *s.args.exchange, *s.args.attention, s.args.group)}
 
 
 def _example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
     arguments = checked_arguments(AttentionArguments(), q, k, v, size, 0)
     check_head_count(q.shape[2], size)
     columns = elements_per_token(q.shape, k.shape, v.shape)
-    moved = HeadsExchange("qkk", q.shape[2], k.shape[2], columns, False, False, False, size, 0, 1)
-    return _Args([q, k, v], moved, arguments, None)
+    exchange = HeadsExchange("qkk", q.shape[2], k.shape[2], columns, False, False, False, size, 0, 1)
+    return _Args([q, k, v], exchange, arguments, None)
 
 
 # Converts each tensor from [B, this rank's tokens, all heads, D] to [B, all tokens of the group, this rank's heads, D].

@@ -103,7 +103,7 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor
         compute_weight_grad()
         return g.x.new_empty(0), d_weight
     product = GroupedProduct(g.d_output, g.weight.transpose(1, 2), g.routing, prod(g.x.shape[:-1]))
-    d_x = schedule.grouped_matmul_all_reduce(product, meanwhile=compute_weight_grad)
+    d_x = schedule.grouped_matmul_all_reduce(product, overlapped_work=compute_weight_grad)
     return d_x.view(g.x.shape), d_weight
 
 

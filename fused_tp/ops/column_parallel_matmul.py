@@ -124,7 +124,7 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
         compute_weight_grads()
         return [g.x.new_empty(0), *d_weights]
     products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
-    return [schedule.matmul_all_reduce(products, None, meanwhile=compute_weight_grads), *d_weights]
+    return [schedule.matmul_all_reduce(products, None, overlapped_work=compute_weight_grads), *d_weights]
 
 
 def _sum_key(a: _Args | _Grads) -> ScheduleKey:

@@ -165,11 +165,11 @@ class Op(Generic[A]):
         self.backward = backward
         self.has_local_backward = has_local_backward
         self.returns_list = returns == "Tensor[]"
-        self._saved_names, self._saved_outputs = frozenset(saves), [one for one in saves if isinstance(one, int)]
-        self.weight_indices = [at for at, field in enumerate(self.fields) if field in _WEIGHTS]
+        self._saved_names, self._saved_outputs = frozenset(saves), [item for item in saves if isinstance(item, int)]
+        self.weight_indices = [index for index, field in enumerate(self.fields) if field in _WEIGHTS]
         self._materialize_grads, self._non_differentiable = materialize_grads, non_differentiable
         self._plans: GroupSlot[dict[Any, _Plan]] = GroupSlot(empty_dict)
-        schema = ", ".join(f"{kind} {field}" for field, kind in annotations.items())
+        schema = ", ".join(f"{type_name} {field}" for field, type_name in annotations.items())
         LIBRARY.define(f"{name}({schema}) -> {returns}")
         LIBRARY.impl(name, self._run_dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(self.qualified_name, self._run_fake, lib=LIBRARY)
@@ -199,13 +199,13 @@ class Op(Generic[A]):
             or (group := cached_group(values[-1])) is None
         ):
             return self._call_without_plan(values)
-        given: Sequence[Any] = values[:-1]
+        args: Sequence[Any] = values[:-1]
         # The key is built as nested tuples, because appending to a list would take a quarter of this function's time.
         key: tuple[Any, ...] = _raw_setting(_SCHEDULE_KEY), _raw_setting(_SHM_KEY), _raw_setting(_TABLE_KEY)
         grad_mode, needs_grad = _grad_enabled(), False
-        for value in given:
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:
+        for value in args:
+            value_type = type(value)
+            if value_type is Tensor or value_type is Parameter:
                 try:
                     key = key, value.shape, value.dtype, value.device, value.layout
                 except RuntimeError:  # a nested tensor has no shape; the argument checks reject it
@@ -214,7 +214,7 @@ class Op(Generic[A]):
                     needs_grad = True
             elif value is None:
                 key = key, None
-            elif kind is list or kind is tuple:
+            elif value_type is list or value_type is tuple:
                 parts: list[Any] = []
                 for item in value:
                     if type(item) is Tensor or type(item) is Parameter:
@@ -232,7 +232,7 @@ class Op(Generic[A]):
             elif isinstance(value, Tensor):
                 return self._call_with_subclasses(values)
             else:
-                key = key, kind, value  # with the type: True == 1, but the argument checks distinguish them
+                key = key, value_type, value  # with the type: True == 1, but the argument checks distinguish them
         try:
             plan = self._plans[group].get(key)
         except TypeError:  # an argument is not hashable; the argument checks reject it
@@ -241,22 +241,22 @@ class Op(Generic[A]):
             return self._call_without_plan(values, key)
         schedule, repeatable, changed_args, name = plan
         if changed_args:
-            given = replaced = list(given)
+            args = replaced = list(args)
             for index, value in changed_args:
                 replaced[index] = value
         # `repeatable` begins with a torch op, which handles conjugate and negative bits, so they are not checked here.
         if repeatable is not None and not needs_grad:
-            found = repeatable(*given)
+            found = repeatable(*args)
             return self._call_without_plan(values) if found is None else found
-        for value in given:
+        for value in args:
             for item in value if type(value) is list else (value,):
                 if type(item) in _PLAIN_TYPES and (
                     item.is_neg() or item.is_conj() or (not item.data_ptr() and item.numel())
                 ):
                     return self._call_without_plan(values)
         if needs_grad:
-            return self._run_with_grad(schedule, self.pack((*self._redirect_main_grads(given), name)))
-        result = self.forward(schedule, self.pack((*given, name)))
+            return self._run_with_grad(schedule, self.pack((*self._redirect_main_grads(args), name)))
+        result = self.forward(schedule, self.pack((*args, name)))
         if type(result) is Tensor:
             return result.data if result._is_view() else result  # inlined `_detach_views`
         for item in result:
@@ -309,21 +309,21 @@ class Op(Generic[A]):
         values = self._redirect_main_grads(values)  # before autocast casts weights: the casts have no main_grad
         if not is_dynamo_compiling():  # compiled code calls torch's dispatcher, which resolves conjugate tensors
             values = [_materialize(value) for value in values]
-        *given, group = values if self.prepare is None else _flatten(self.prepare(self.pack(values)))
+        *prepared, group = values if self.prepare is None else _flatten(self.prepare(self.pack(values)))
         name = str(group) if isinstance(group, GroupName) else group_identity(group).name
         if not is_dynamo_compiling() and _in_dispatch_mode():
             count_collectives(OPS)
         if (
             is_dynamo_compiling()
             or _in_dispatch_mode()
-            or any(type(t) not in _PLAIN_TYPES for t in _iterate_tensors(given))
+            or any(type(t) not in _PLAIN_TYPES for t in _iterate_tensors(prepared))
         ):
             if is_backward_split() and not is_dynamo_compiling() and torch.is_grad_enabled():
-                args = self.pack((*given, name))
-                split_results = apply_split(self, partial(self.overload, *given, name), args, given)
+                args = self.pack((*prepared, name))
+                split_results = apply_split(self, partial(self.overload, *prepared, name), args, prepared)
                 if split_results is not None:
                     return split_results
-            return self.overload(*given, name)
+            return self.overload(*prepared, name)
         if forward_ad._current_level >= 0:
             raise RuntimeError(
                 f"{self.qualified_name} does not support forward-mode AD, because ranks do not exchange tangents. Use "
@@ -335,8 +335,8 @@ class Op(Generic[A]):
                 "values of its tensors to other ranks. Call it with a batch dim, and use backward() or "
                 "torch.autograd.grad."
             )
-        args = self.pack((*given, GroupName(name)))
-        if self.key is not None and group_by_name(name).size > 1 and any(t.is_meta for t in _iterate_tensors(given)):
+        args = self.pack((*prepared, GroupName(name)))
+        if self.key is not None and group_by_name(name).size > 1 and any(t.is_meta for t in _iterate_tensors(prepared)):
             raise ValueError(
                 f"{self.name} does not support meta tensors on several ranks: they have no data to send. Use "
                 "FakeTensorMode to trace shapes."
@@ -344,7 +344,7 @@ class Op(Generic[A]):
         schedule = self.select(args)
         if key is not None:
             self._save_plan(key, values, args, schedule)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _iterate_tensors(given))
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _iterate_tensors(prepared))
         run = self._run_with_grad if needs_grad else self._run
         if not is_recording():
             return run(schedule, args)
@@ -596,8 +596,8 @@ def _schema_types(arguments: Any) -> dict[str, str]:
 def _nested_type(arguments: Any, name: str) -> Any:
     """Return the type of field `name` if it is a NamedTuple, otherwise None."""
     annotation = arguments.__annotations__[name]
-    kind = getattr(sys.modules[arguments.__module__], getattr(annotation, "__forward_arg__", annotation), None)
-    return kind if hasattr(kind, "_fields") else None
+    field_type = getattr(sys.modules[arguments.__module__], getattr(annotation, "__forward_arg__", annotation), None)
+    return field_type if hasattr(field_type, "_fields") else None
 
 
 def _make_packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
@@ -606,18 +606,18 @@ def _make_packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
     Without nested NamedTuples it is `tuple.__new__`, a C function, because the generated constructor is slower.
     """
     nested = [
-        (index, kind)
+        (index, nested_type)
         for index, name in enumerate(arguments._fields)
-        if (kind := _nested_type(arguments, name)) is not None
+        if (nested_type := _nested_type(arguments, name)) is not None
     ]
     if not nested:
         return partial(tuple.__new__, arguments)
 
     def pack(values: Sequence[Any]) -> Any:
         parts = list(values)
-        for index, kind in nested:
-            stop = index + len(kind._fields)
-            parts[index:stop] = [tuple.__new__(kind, parts[index:stop])]
+        for index, nested_type in nested:
+            stop = index + len(nested_type._fields)
+            parts[index:stop] = [tuple.__new__(nested_type, parts[index:stop])]
         return tuple.__new__(arguments, parts)
 
     return pack
@@ -633,9 +633,9 @@ def _materialize(value: Any) -> Any:
 
     Native code and peers read raw memory, which does not hold the values of such tensors.
     """
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind(map(_materialize, value))
+    value_type = type(value)
+    if value_type is list or value_type is tuple:
+        return value_type(map(_materialize, value))
     if isinstance(value, Tensor) and (value.is_neg() or value.is_conj() or value._is_zerotensor()):
         return value.clone().resolve_neg().resolve_conj()
     return value

@@ -26,7 +26,7 @@ class SequenceBalance:
         runs: number of contiguous ranges of tokens per rank.
     """
 
-    what: str
+    description: str
     tokens: tuple[int, ...]
     work: tuple[int, ...]
     runs: tuple[int, ...]
@@ -43,7 +43,7 @@ class SequenceBalance:
             rows.append((str(rank), str(tokens), str(runs), str(work), f"{work / mean:.3f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([f"{self.what}: balance {self.balance:.3f}", *lines])
+        return "\n".join([f"{self.description}: balance {self.balance:.3f}", *lines])
 
 
 def sequence_balance(
@@ -122,5 +122,5 @@ def sequence_balance(
     )
 
 
-def _count_with_unit(count: int, what: str) -> str:
-    return f"{count} {what}" + "s" * (count != 1)
+def _count_with_unit(count: int, unit: str) -> str:
+    return f"{count} {unit}" + "s" * (count != 1)

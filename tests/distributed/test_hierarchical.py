@@ -94,7 +94,7 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         explained = str(fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=dtype, group=group))
         hosts = group_hosts(resolve_group(group))
         assert isinstance(hosts, Hosts)
-        return [explained, str(hosts.inside.ranks), str(hosts.across.ranks)]
+        return [explained, str(hosts.local_group.ranks), str(hosts.cross_group.ranks)]
 
 
 def integers(made: Hierarchical) -> None:
@@ -179,7 +179,7 @@ def test_three_hosts_of_two_ranks_and_two_of_them(_: Any) -> None:
             assert torch.equal(fused_tp.all_reduce(x, group=group), 4 * x)
             hosts = group_hosts(resolve_group(group))
             assert isinstance(hosts, Hosts)
-            parts = [hosts.inside, hosts.across]
+            parts = [hosts.local_group, hosts.cross_group]
     for gone in (*others, group):
         if gone is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(gone)

@@ -219,6 +219,6 @@ def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
     schedule = DeviceSchedule("two_shot", Device(), None)  # a fake device with only the methods used here
     products = [(torch.ones(4, 3), torch.ones(2, 3))]
     for meanwhile in (None, lambda: None):
-        schedule.matmul_all_reduce(products, None, meanwhile=meanwhile)
-        schedule.matmul_reduce_scatter(products, None, scatter_dim=0, meanwhile=meanwhile)
+        schedule.matmul_all_reduce(products, None, overlapped_work=meanwhile)
+        schedule.matmul_reduce_scatter(products, None, scatter_dim=0, overlapped_work=meanwhile)
     assert asked[:2] == asked[2:]

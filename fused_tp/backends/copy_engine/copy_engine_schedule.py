@@ -11,8 +11,8 @@ the decomposition is from Wang et al., "Overlap Communication with Dependent Com
 Learning Models", ASPLOS 2023). This schedule adds deadlines, any number of ranks, any sizes, and CUDA graphs. No kernel
 waits for a peer, so all multiprocessors are available to the matmuls.
 
-`meanwhile` runs on the caller's stream, after the last send and before the first wait, so that it overlaps with the
-transfer of the last blocks. On a separate stream it would only compete with the matmuls.
+`overlapped_work` runs on the caller's stream, after the last send and before the first wait, so that it overlaps with
+the transfer of the last blocks. On a separate stream it would only compete with the matmuls.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class CopyEngineSchedule(KernelSchedule):
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
 
-    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+    def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         return self.fallback if op == "reduce_scatter" and not dtype.is_floating_point else None
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         blocks = rows.split(dim_shards.row_counts)
-        own = blocks[self.rank]
-        out = torch.empty_like(own)
+        own_block = blocks[self.rank]
+        out = torch.empty_like(own_block)
         with (
             span("reduce_scatter", rows, self.name),
             self.engine.call("reduce_scatter", scatter_bytes=_max_bytes(blocks)) as call,
@@ -95,51 +95,51 @@ class CopyEngineSchedule(KernelSchedule):
             scatter = call.scatter()
             for owner in self._peers:
                 scatter.push(owner, blocks[owner])
-            scatter.terms(own.shape, own.dtype)[self.rank].copy_(own)
+            scatter.terms(own_block.shape, own_block.dtype)[self.rank].copy_(own_block)
             self._sum_block(scatter, out, None)
             call.finish(out)
         return out
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         counts = dim_shards.row_counts
-        own = as_rows(asked.x_shard).contiguous()
-        gathered = own.new_empty((sum(counts), dim_shards.shape[-1]))
+        own_rows = as_rows(request.x_shard).contiguous()
+        gathered = own_rows.new_empty((sum(counts), dim_shards.shape[-1]))
         shards = gathered.split(counts)
-        outputs = [own.new_empty((sum(counts), w.shape[0])) for w in asked.weights]
+        outputs = [own_rows.new_empty((sum(counts), w.shape[0])) for w in request.weights]
         parts = [y.split(counts) for y in outputs]
         with self.engine.call("all_gather_matmul", gather_bytes=_max_bytes(shards)) as call:
-            call.gather(own, shards)
+            call.gather(own_rows, shards)
             for source in (self.rank, *self._peers):
                 if source != self.rank:
                     call.wait_for(source)
                 with span("all_gather_matmul of the shard of rank", source, self.name):
-                    rows = own if source == self.rank else shards[source]
-                    for part, w, bias in zip(parts, asked.weights, asked.biases, strict=True):
+                    rows = own_rows if source == self.rank else shards[source]
+                    for part, w, bias in zip(parts, request.weights, request.biases, strict=True):
                         sum_of_products([(rows, w)], bias, out=part[source])
-            if asked.return_gathered:
-                shards[self.rank].copy_(own)
+            if request.return_gathered:
+                shards[self.rank].copy_(own_rows)
                 call.finish(*outputs, gathered)
             else:
                 call.finish(*outputs)
         return [dim_shards.from_rank_major(y) for y in outputs], dim_shards.from_rank_major(
             gathered
-        ) if asked.return_gathered else None
+        ) if request.return_gathered else None
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
         most_bytes = max(counts) * n * x.element_size()
         with self.engine.call("matmul_reduce_scatter", scatter_bytes=most_bytes) as call:
             scatter = self._multiply_and_send("matmul_reduce_scatter", call, products, partial, counts)
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             self._sum_block(scatter, out, bias)
             call.finish(out)
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
         m, n = len(x), w.shape[0]
         partial, out = x.new_empty((m, n)), x.new_empty((m, n))
@@ -157,8 +157,8 @@ class CopyEngineSchedule(KernelSchedule):
                     # The transfer of the previous chunk has overlapped with a matmul, so this wait is short.
                     self._reduce_and_gather(call, *previous_chunk, bias)
                 previous_chunk = scatter, out[start:stop]
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             assert previous_chunk is not None
             self._reduce_and_gather(call, *previous_chunk, bias)
             call.finish(out)

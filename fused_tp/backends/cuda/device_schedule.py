@@ -62,8 +62,8 @@ class DeviceSchedule(KernelSchedule):
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if (other := self._other("all_reduce_rms_norm", partial.dtype, partial.shape)) is not None:
-            return other.all_reduce_rms_norm(partial, residual, norm_weight, eps)
+        if (fallback := self._fallback_for("all_reduce_rms_norm", partial.dtype, partial.shape)) is not None:
+            return fallback.all_reduce_rms_norm(partial, residual, norm_weight, eps)
         if not partial.dtype == residual.dtype == norm_weight.dtype:
             return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
         self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
@@ -73,8 +73,8 @@ class DeviceSchedule(KernelSchedule):
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         shape = (*x.shape[:-1], weight.shape[0])
-        if (other := self._other("matmul_all_reduce_rms_norm", x.dtype, shape)) is not None:
-            return other.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+        if (fallback := self._fallback_for("matmul_all_reduce_rms_norm", x.dtype, shape)) is not None:
+            return fallback.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         if not x.dtype == residual.dtype == norm_weight.dtype:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
@@ -84,7 +84,7 @@ class DeviceSchedule(KernelSchedule):
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
 
-    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+    def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         return None if dtype in SUMMED_DTYPES and prod(shape) > 0 else self.fallback
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
@@ -95,11 +95,11 @@ class DeviceSchedule(KernelSchedule):
         if settings.check_ranks():
             self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        x = self._gathered(asked.x_shard, dim_shards)
-        with span("matmul", x, *asked.weights):
-            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
-        return outputs, x if asked.return_gathered else None
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        x = self._gathered(request.x_shard, dim_shards)
+        with span("matmul", x, *request.weights):
+            outputs = [linear(x, w, b) for w, b in zip(request.weights, request.biases, strict=True)]
+        return outputs, x if request.return_gathered else None
 
     def _gathered(self, x_shard: Tensor, dim_shards: DimShards, *, overlapped: bool = False) -> Tensor:
         others = prod(dim_shards.shape[: dim_shards.dim]) * prod(dim_shards.shape[dim_shards.dim + 1 :])
@@ -113,19 +113,19 @@ class DeviceSchedule(KernelSchedule):
             return self.device.reduce_scatter(rows, dim_shards.row_counts)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
-        with self._side_stream(meanwhile, partial.device), span("reduce_scatter", partial, self.name):
-            # Overlapped even without `meanwhile`: the number of blocks must be equal on all ranks, and `meanwhile` may
-            # be None on some ranks only (for example if a weight is frozen there).
+        with self._side_stream(overlapped_work, partial.device), span("reduce_scatter", partial, self.name):
+            # Overlapped even without `overlapped_work`: the number of blocks must be equal on all ranks, and
+            # `overlapped_work` may be None on some ranks only (for example if a weight is frozen there).
             return self.device.reduce_scatter(partial, dim_shards.row_counts, bias, overlapped=True)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
-        with self._side_stream(meanwhile, partial.device), span("all_reduce", partial, self.name):
+        with self._side_stream(overlapped_work, partial.device), span("all_reduce", partial, self.name):
             return self.device.all_reduce(partial, self.name, bias, out=partial, overlapped=True)  # see _matmul_scatter
 
     def _reduce_and_normalize(

@@ -50,17 +50,17 @@ def host_id() -> str:
 class Hosts:
     """A group of `count` hosts with equally many ranks each: rank = host * ranks per host + local rank."""
 
-    inside: Group  # the ranks of this host, by local rank
-    across: Group  # the ranks with the same local rank, by host
+    local_group: Group  # the ranks of this host, by local rank
+    cross_group: Group  # the ranks with the same local rank, by host
 
     @property
-    def count(self) -> int:
-        return self.across.size
+    def num_hosts(self) -> int:
+        return self.cross_group.size
 
     @property
-    def own(self) -> int:
+    def host_index(self) -> int:
         """Return the index of this rank's host."""
-        return self.across.rank
+        return self.cross_group.rank
 
 
 _HOSTS_BY_GROUP: GroupSlot[Hosts | Availability | FusedTPError] = GroupSlot()
@@ -126,12 +126,12 @@ def split_by_host(group: Group, size: int) -> tuple[Group, Group] | Availability
         return availability
     count = group.size // size
     block, position = divmod(group.rank, size)
-    inside = [group.ranks[i * size : (i + 1) * size] for i in range(count)]
-    across = [group.ranks[i::size] for i in range(size)]
+    blocks = [group.ranks[i * size : (i + 1) * size] for i in range(count)]
+    positions = [group.ranks[i::size] for i in range(size)]
     whole_world = group.size == dist.get_world_size()
     subgroups: list[Group] = []
     final_group_count = _world.group_count + count + size
-    for parts, own_ranks in ((inside, inside[block]), (across, across[position])):
+    for parts, own_ranks in ((blocks, blocks[block]), (positions, positions[position])):
         # If `group` is the world, all ranks must create all subgroups (new_group); else only a subgroup's members do.
         if not whole_world and not (availability := _can_create_subgroups(group, own_ranks)):
             return availability
@@ -242,14 +242,14 @@ class TwoLevelGroup:
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
         """Context manager like `GroupCalls.abort_scope`, for the group and its subgroups."""
-        flat, before = self._flat, self._count_all_started()
+        flat, count_before = self._flat, self._count_all_started()
         call = flat.last_call(op)
         try:
             yield
         except FusedTPError:  # a call inside raised it, and has notified the peers
             raise
         except BaseException as error:
-            if flat.fatal_error is None and (before is None or self._count_all_started() != before):
+            if flat.fatal_error is None and (count_before is None or self._count_all_started() != count_before):
                 flat.abort_midway(call, error)
             raise
 
@@ -280,7 +280,7 @@ class TwoLevelGroup:
 
     def count_started(self) -> int | None:
         """Return the number of exchanges of the subgroups that peers may have joined; None if unknown."""
-        shared = known_shm_transport(self._hosts.inside)
+        shared = known_shm_transport(self._hosts.local_group)
         return (
             None
             if shared is None
@@ -297,40 +297,42 @@ class TwoLevelGroup:
         if self._has_left:
             return
         self._has_left = True
-        if (shared := known_shm_transport(self._hosts.inside)) is not None:
+        if (shared := known_shm_transport(self._hosts.local_group)) is not None:
             shared.core_group.close()
         for level in self._subgroup_calls():
             level.abort_because("the group that contains it was aborted")
 
     def _subgroup_calls(self) -> list[GroupCalls]:
-        return [*group_transports(self._hosts.inside), *group_transports(self._hosts.across)]
+        return [*group_transports(self._hosts.local_group), *group_transports(self._hosts.cross_group)]
 
     def _to_group_error(self, error: FusedTPError) -> FusedTPError:
         # Errors of shared memory do not name their group; they stem from the subgroup inside the host.
-        level = self._hosts.across if error.group == self._hosts.across.name else self._hosts.inside
+        level = self._hosts.cross_group if error.group == self._hosts.cross_group.name else self._hosts.local_group
         return to_group_error(error, level, self._flat.group)
 
 
 class LevelScope:
     """Context manager in which errors abort the group; see `TwoLevelGroup.call`. May be entered several times."""
 
-    __slots__ = ("_before", "_call", "_levels")
+    __slots__ = ("_call", "_count_before", "_levels")
 
-    def __init__(self, levels: TwoLevelGroup, call: StartedCall, before: int | None) -> None:
+    def __init__(self, levels: TwoLevelGroup, call: StartedCall, count_before: int | None) -> None:
         self._levels = levels
         self._call = call
-        self._before = before
+        self._count_before = count_before
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         if error is None:
             return
         if (
             not isinstance(error, FusedTPError)
-            and self._before is not None
-            and self._levels.count_started() == self._before
+            and self._count_before is not None
+            and self._levels.count_started() == self._count_before
         ):
             return  # no exchange has started
         raised = self._levels.abort(self._call, error)

@@ -32,22 +32,22 @@ class Pipelined(Plain):
 
     name = "pipelined"
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
-            x_shard = asked.x_shard.contiguous()
+            x_shard = request.x_shard.contiguous()
             # If all dims before the gathered one are 1, shards arrive in place; otherwise each in a separate buffer.
             gathered = x_shard.new_empty(dim_shards.shape) if dim_shards.is_rank_major else None
             arriving = [self._start_shift(x_shard, gathered, dim_shards, step) for step in range(1, self.world_size)]
-            outputs = [x_shard.new_empty((*dim_shards.shape[:-1], w.shape[0])) for w in asked.weights]
+            outputs = [x_shard.new_empty((*dim_shards.shape[:-1], w.shape[0])) for w in request.weights]
             parts = [output.split(dim_shards.sizes, dim_shards.dim) for output in outputs]
             shards = [x_shard] * self.world_size
             for step in range(self.world_size):
                 source = (self.rank - step) % self.world_size
                 shard = shards[source] = arriving[step - 1].wait() if step else x_shard
                 with span("chunk of rank", source, shard):
-                    for part, w, b in zip(parts, asked.weights, asked.biases, strict=True):
+                    for part, w, b in zip(parts, request.weights, request.biases, strict=True):
                         _linear_into(part[source], shard, w, b)
-            if not asked.return_gathered:
+            if not request.return_gathered:
                 return outputs, None
             if gathered is None:
                 return outputs, dim_shards.join_shards(shards) if prod(dim_shards.shape) else x_shard.new_empty(
@@ -57,18 +57,24 @@ class Pipelined(Plain):
             return outputs, gathered
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return sum_of_products([(x, w[start:stop]) for x, w in products])
 
-        return self._scatter_columns("matmul_reduce_scatter", columns, dim_shards, products[0][0], bias, meanwhile)
+        return self._scatter_columns(
+            "matmul_reduce_scatter", columns, dim_shards, products[0][0], bias, overlapped_work
+        )
 
-    def _grouped_scatter(self, product: GroupedProduct, dim_shards: DimShards, meanwhile: OverlappedWork) -> Tensor:
+    def _grouped_scatter(
+        self, product: GroupedProduct, dim_shards: DimShards, overlapped_work: OverlappedWork
+    ) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return product.columns(start, stop).sum()
 
-        return self._scatter_columns("grouped_matmul_reduce_scatter", columns, dim_shards, product.x, None, meanwhile)
+        return self._scatter_columns(
+            "grouped_matmul_reduce_scatter", columns, dim_shards, product.x, None, overlapped_work
+        )
 
     def _scatter_columns(
         self,
@@ -77,32 +83,32 @@ class Pipelined(Plain):
         dim_shards: DimShards,
         x: Tensor,
         bias: Tensor | None,
-        meanwhile: OverlappedWork,
+        overlapped_work: OverlappedWork,
     ) -> Tensor:
         counts = dim_shards.row_counts
         with self.transport.abort_scope(op):
-            moving: list[Pending[Tensor]] = []
+            pending: list[Pending[Tensor]] = []
             for start, stop in self._column_chunks(sum(counts), dim_shards.shape[-1], x):
                 with span("chunk of columns", (start, stop)):
                     part = None if bias is None else bias[start:stop]
-                    moving.append(self.transport.reduce_scatter(op, columns(start, stop), counts, part))
-            if meanwhile is not None:
-                meanwhile()
-            return _concatenate_columns([chunk.wait() for chunk in moving])
+                    pending.append(self.transport.reduce_scatter(op, columns(start, stop), counts, part))
+            if overlapped_work is not None:
+                overlapped_work()
+            return _concatenate_columns([chunk.wait() for chunk in pending])
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
 
         def columns(start: int, stop: int) -> Tensor:
             return sum_of_products([(x, w[start:stop]) for x, w in products])
 
-        return self._sum_columns("matmul_all_reduce", columns, (x.shape[0], w.shape[0]), x, bias, meanwhile)
+        return self._sum_columns("matmul_all_reduce", columns, (x.shape[0], w.shape[0]), x, bias, overlapped_work)
 
-    def _grouped_sum(self, product: GroupedProduct, meanwhile: OverlappedWork) -> Tensor:
+    def _grouped_sum(self, product: GroupedProduct, overlapped_work: OverlappedWork) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return product.columns(start, stop).sum()
 
-        return self._sum_columns("grouped_matmul_all_reduce", columns, product.shape, product.x, None, meanwhile)
+        return self._sum_columns("grouped_matmul_all_reduce", columns, product.shape, product.x, None, overlapped_work)
 
     def _sum_columns(
         self,
@@ -111,7 +117,7 @@ class Pipelined(Plain):
         shape: tuple[int, int],
         x: Tensor,
         bias: Tensor | None,
-        meanwhile: OverlappedWork,
+        overlapped_work: OverlappedWork,
     ) -> Tensor:
         with self.transport.abort_scope(op):
             first: list[Pending[Pending[Tensor]]] = []
@@ -123,8 +129,8 @@ class Pipelined(Plain):
                     if len(first) > 1:
                         # The first step of the previous chunk has overlapped with a matmul; now start its second step.
                         second.append(first[-2].wait())
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             second.append(first[-1].wait())
             return _concatenate_columns([chunk.wait() for chunk in second])
 

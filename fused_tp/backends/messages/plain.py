@@ -19,7 +19,7 @@ from fused_tp.core.pending import Pending, PendingCall
 class Plain(RowSchedule):
     """The ops of one group as compute followed by a torch.distributed collective.
 
-    `meanwhile`, such as the weight gradient, runs while the collective is in flight.
+    `overlapped_work`, such as the weight gradient, runs while the collective is in flight.
     """
 
     name = "plain"
@@ -51,49 +51,51 @@ class Plain(RowSchedule):
             return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), dim_shards.row_counts).wait()
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         with self.transport.abort_scope("matmul_reduce_scatter"):
             partial = sum_of_products(products)
-            moving = self.transport.reduce_scatter("matmul_reduce_scatter", partial, dim_shards.row_counts, bias)
-            if meanwhile is not None:
-                meanwhile()
-            return moving.wait()
+            pending = self.transport.reduce_scatter("matmul_reduce_scatter", partial, dim_shards.row_counts, bias)
+            if overlapped_work is not None:
+                overlapped_work()
+            return pending.wait()
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         with self.transport.abort_scope("matmul_all_reduce"):
-            moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
-            if meanwhile is not None:
-                meanwhile()
-            return moving.wait()
+            pending = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
+            if overlapped_work is not None:
+                overlapped_work()
+            return pending.wait()
 
     def grouped_matmul_reduce_scatter(
-        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: OverlappedWork = None
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, overlapped_work: OverlappedWork = None
     ) -> Tensor:
         dim_shards = DimShards.from_shape((*shape, product.shape[1]), scatter_dim, self.world_size)
         self.check("grouped_matmul_reduce_scatter", (*dim_shards.shape, scatter_dim), product.x)
         if not dim_shards.is_rank_major:
             product = product.reorder_tokens(dim_shards.rank_major_indices(product.x.device))
-        return self._grouped_scatter(product, dim_shards, meanwhile).view(dim_shards.shard_shapes[self.rank])
+        return self._grouped_scatter(product, dim_shards, overlapped_work).view(dim_shards.shard_shapes[self.rank])
 
-    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: OverlappedWork = None) -> Tensor:
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, overlapped_work: OverlappedWork = None) -> Tensor:
         self.check("grouped_matmul_all_reduce", product.shape, product.x)
-        return self._grouped_sum(product, meanwhile)
+        return self._grouped_sum(product, overlapped_work)
 
-    def _grouped_scatter(self, product: GroupedProduct, dim_shards: DimShards, meanwhile: OverlappedWork) -> Tensor:
+    def _grouped_scatter(
+        self, product: GroupedProduct, dim_shards: DimShards, overlapped_work: OverlappedWork
+    ) -> Tensor:
         op = "grouped_matmul_reduce_scatter"
         with self.transport.abort_scope(op):
-            moving = self.transport.reduce_scatter(op, product.sum(), dim_shards.row_counts)
-            if meanwhile is not None:
-                meanwhile()
-            return moving.wait()
+            pending = self.transport.reduce_scatter(op, product.sum(), dim_shards.row_counts)
+            if overlapped_work is not None:
+                overlapped_work()
+            return pending.wait()
 
-    def _grouped_sum(self, product: GroupedProduct, meanwhile: OverlappedWork) -> Tensor:
+    def _grouped_sum(self, product: GroupedProduct, overlapped_work: OverlappedWork) -> Tensor:
         with self.transport.abort_scope("grouped_matmul_all_reduce"):
-            moving = self.transport.all_reduce("grouped_matmul_all_reduce", product.sum())
-            if meanwhile is not None:
-                meanwhile()
-            return moving.wait()
+            pending = self.transport.all_reduce("grouped_matmul_all_reduce", product.sum())
+            if overlapped_work is not None:
+                overlapped_work()
+            return pending.wait()
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
         self.transport.check(op, dims, x.dtype, x.device)

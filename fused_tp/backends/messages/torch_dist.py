@@ -221,19 +221,19 @@ class TorchDist(GroupCalls):
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
             return PendingValue(out)
-        moving = self._start_transfer(op, lambda: all_gather_single(out, x, group=self.process_group, async_op=True))
-        return pending_output(moving, out)
+        pending = self._start_transfer(op, lambda: all_gather_single(out, x, group=self.process_group, async_op=True))
+        return pending_output(pending, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
-        moving = self._start_transfer(
+        pending = self._start_transfer(
             op,
             lambda: dist.all_to_all_single(
                 out, x, list(recv_sizes), list(send_sizes), group=self.process_group, async_op=True
             ),
         )
-        return pending_output(moving, out)
+        return pending_output(pending, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` is not sent.
@@ -285,15 +285,15 @@ class TorchDist(GroupCalls):
 
     def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
         """Return this rank's rows of the sum of `x` [sum(sizes), ...] over ranks, plus `bias`."""
-        own = sizes[self.rank]
+        own_count = sizes[self.rank]
         if self.backend == "nccl" and len(set(sizes)) == 1:
-            out = x.new_empty((own, *x.shape[1:]))
-            moving = self._start_transfer(
+            out = x.new_empty((own_count, *x.shape[1:]))
+            pending = self._start_transfer(
                 op, lambda: reduce_scatter_single(out, x, group=self.process_group, async_op=True)
             )
-            return _add_bias(bias, pending_output(moving, out))
-        terms = self.all_to_all(op, x, sizes, [own] * self.world_size)
-        return PendingCall(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
+            return _add_bias(bias, pending_output(pending, out))
+        terms = self.all_to_all(op, x, sizes, [own_count] * self.world_size)
+        return PendingCall(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own_count, *x.shape[1:]), bias))
 
     def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
         """Return the sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; same bits on all ranks."""
@@ -303,8 +303,8 @@ class TorchDist(GroupCalls):
     def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
         """Start `all_reduce` in up to two steps, so that a caller can interleave the steps of several sums."""
         if self.backend == "nccl":
-            moving = self._start_transfer(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
-            total = _add_bias(bias, pending_output(moving, x))
+            pending = self._start_transfer(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
+            total = _add_bias(bias, pending_output(pending, x))
             return PendingCall(lambda: PendingValue(total.wait()))
         if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
             terms = self.all_gather(op, x.unsqueeze(0))
@@ -331,8 +331,8 @@ class TorchDist(GroupCalls):
         return PendingCall(start_all_gather)
 
 
-def _add_bias(bias: Tensor | None, moving: Pending[Tensor]) -> Pending[Tensor]:
-    return moving if bias is None else PendingCall(lambda: moving.wait().add_(bias))
+def _add_bias(bias: Tensor | None, pending: Pending[Tensor]) -> Pending[Tensor]:
+    return pending if bias is None else PendingCall(lambda: pending.wait().add_(bias))
 
 
 def _decode_signature(signature: Tensor) -> str:

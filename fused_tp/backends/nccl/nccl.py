@@ -101,7 +101,7 @@ class ExchangeQueue:
 
     def is_captured(self) -> bool:
         """True if some exchange is part of a CUDA graph."""
-        return any(ticket is not None and ticket.is_captured for ticket in self.tickets)
+        return any(ticket is not None and ticket.captured for ticket in self.tickets)
 
 
 EnqueueExchanges = Callable[

@@ -77,35 +77,35 @@ class NcclPipeline(Plain):
             sum_into(out, terms)
             return out
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
             counts = dim_shards.row_counts
-            own = as_rows(asked.x_shard).contiguous()
+            own_rows = as_rows(request.x_shard).contiguous()
             start = rank_offsets(counts)[self.rank]
-            gathered = own.new_empty((sum(counts), own.shape[1]))
+            gathered = own_rows.new_empty((sum(counts), own_rows.shape[1]))
             plan = gather_plan(counts, self.rank, self._num_chunks(gathered.nbytes))
-            moving = self.transport.gather("all_gather_matmul", own, gathered, plan)
-            outputs = [own.new_empty((len(gathered), w.shape[0])) for w in asked.weights]
+            moving = self.transport.gather("all_gather_matmul", own_rows, gathered, plan)
+            outputs = [own_rows.new_empty((len(gathered), w.shape[0])) for w in request.weights]
 
             def multiply(x: Tensor, start: int) -> None:
-                for output, w, b in zip(outputs, asked.weights, asked.biases, strict=True):
+                for output, w, b in zip(outputs, request.weights, request.biases, strict=True):
                     if len(x):
                         sum_of_products([(x, w)], b, out=output[start : start + len(x)])
 
-            with span("own rows", own, self.name):
-                multiply(own, start)
+            with span("own rows", own_rows, self.name):
+                multiply(own_rows, start)
             for i, ranges in enumerate(plan.row_ranges):
                 with span("chunk", i + 1, "of", len(plan.row_ranges), ranges, self.name):
                     moving.wait(i)
                     for begin, end in ranges:
                         multiply(gathered[begin:end], begin)
-            if asked.return_gathered and not moving.includes_own_rows:
-                gathered[start : start + len(own)].copy_(own)
+            if request.return_gathered and not moving.includes_own_rows:
+                gathered[start : start + len(own_rows)].copy_(own_rows)
             outputs = [dim_shards.from_rank_major(y) for y in outputs]
-            return outputs, dim_shards.from_rank_major(gathered) if asked.return_gathered else None
+            return outputs, dim_shards.from_rank_major(gathered) if request.return_gathered else None
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         x, counts = products[0][0], dim_shards.row_counts
         own_count, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
@@ -113,7 +113,7 @@ class NcclPipeline(Plain):
         terms = x.new_empty((self.world_size, own_count, columns))
         plan = scatter_plan(counts, self.rank, self._num_chunks(len(x) * columns * x.element_size()))
         pending = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
-        side_stream_work, main_stream_work = (meanwhile, None) if x.is_cuda else (None, meanwhile)
+        side_stream_work, main_stream_work = (overlapped_work, None) if x.is_cuda else (None, overlapped_work)
         with self.transport.abort_scope("matmul_reduce_scatter"), self._side_stream(side_stream_work, x.device):
             for i, ranges in enumerate(plan.row_ranges):
                 with span("chunk", i + 1, "of", len(plan.row_ranges), ranges, self.name):
@@ -137,10 +137,10 @@ class NcclPipeline(Plain):
                     sum_into(out[begin:end], terms[:, begin:end], bias)
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
         out = x.new_empty((len(x), w.shape[0]))
-        side_stream_work, main_stream_work = (meanwhile, None) if x.is_cuda else (None, meanwhile)
+        side_stream_work, main_stream_work = (overlapped_work, None) if x.is_cuda else (None, overlapped_work)
         with self.transport.abort_scope("matmul_all_reduce"), self._side_stream(side_stream_work, x.device):
             if out.nbytes <= ONE_SHOT_BYTES:
                 with span("one shot", out, self.name):

@@ -124,8 +124,8 @@ class SharedMemorySchedule(RowSchedule):
             workspace.wait_all(1)
             return use(x)
 
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        x_shard, weights, biases, gather_dim, gather_size, return_gathered = asked
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x_shard, weights, biases, gather_dim, gather_size, return_gathered = request
 
         def multiply(x: Tensor) -> tuple[list[Tensor], Tensor | None]:
             outputs = []
@@ -136,7 +136,7 @@ class SharedMemorySchedule(RowSchedule):
         return self.gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
         own_bias = bias if self.rank == 0 else None  # the bias must be added once, so only rank 0 adds it
@@ -144,16 +144,16 @@ class SharedMemorySchedule(RowSchedule):
         def write(partial: Tensor) -> object:
             return sum_of_products(products, own_bias, out=partial)
 
-        return self._write_and_scatter(op, write, dim_shards, products[0][0].dtype, meanwhile)
+        return self._write_and_scatter(op, write, dim_shards, products[0][0].dtype, overlapped_work)
 
     def grouped_matmul_reduce_scatter(
-        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: OverlappedWork = None
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, overlapped_work: OverlappedWork = None
     ) -> Tensor:
         dim_shards = DimShards.from_shape((*shape, product.shape[1]), scatter_dim, self.world_size)
         if not dim_shards.is_rank_major:
             product = product.reorder_tokens(dim_shards.rank_major_indices(product.x.device))
         op, dtype, rows = "grouped_matmul_reduce_scatter", product.x.dtype, self._product_buffer(product)
-        out = self._write_and_scatter(op, partial(product.sum, rows=rows), dim_shards, dtype, meanwhile)
+        out = self._write_and_scatter(op, partial(product.sum, rows=rows), dim_shards, dtype, overlapped_work)
         return out.view(dim_shards.shard_shapes[self.rank])
 
     def _write_and_scatter(
@@ -162,14 +162,14 @@ class SharedMemorySchedule(RowSchedule):
         write: Callable[[Tensor], object],
         dim_shards: DimShards,
         dtype: torch.dtype,
-        meanwhile: OverlappedWork,
+        overlapped_work: OverlappedWork,
     ) -> Tensor:
         dims, n, counts = (*fold_dims(dim_shards.shape), dim_shards.dim), dim_shards.shape[-1], dim_shards.row_counts
         with self.transport.begin(op, dims, dtype, prod(dim_shards.shape) * dtype.itemsize) as workspace:
             write(workspace.buffer(self.rank, (sum(counts), n), dtype))
             workspace.signal(1)
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             workspace.wait_all(1)
             out = self.transport.empty((counts[self.rank], n), dtype)
             if out.numel():
@@ -182,38 +182,38 @@ class SharedMemorySchedule(RowSchedule):
         """Return pool memory, which has no page faults, for the experts' products of the rows."""
         return self.transport.empty((len(product.x), product.shape[1]), product.x.dtype)
 
-    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: OverlappedWork = None) -> Tensor:
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, overlapped_work: OverlappedWork = None) -> Tensor:
         op, shape = "grouped_matmul_all_reduce", product.shape
         if prod(shape) * product.x.dtype.itemsize >= _MIN_STEPPED_BYTES:
             write = partial(product.sum, rows=self._product_buffer(product))
-            return self.transport.write_and_all_reduce(op, shape, product.x.dtype, write, meanwhile)
+            return self.transport.write_and_all_reduce(op, shape, product.x.dtype, write, overlapped_work)
         y = product.sum()
-        if meanwhile is not None:
-            meanwhile()
+        if overlapped_work is not None:
+            overlapped_work()
         return self.transport.all_reduce(y, y, op)
 
     def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: OverlappedWork = None
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
     ) -> Tensor:
         x, w = products[0]
         own_bias = bias if self.rank == 0 else None
         shape = torch.Size((*x.shape[:-1], w.shape[0]))
         if shape.numel() * x.dtype.itemsize < _MIN_STEPPED_BYTES:
             y = sum_of_products(products, own_bias)
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             self.transport.all_reduce(y, y, "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias")
             return y
-        return self._matmul_sum(products, bias, meanwhile)
+        return self._matmul_sum(products, bias, overlapped_work)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
         op, columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
 
         def write(y: Tensor) -> None:
             sum_of_products(products, bias if self.rank == 0 else None, out=y.view(-1, columns))
 
-        return self.transport.write_and_all_reduce(op, (*x.shape[:-1], columns), x.dtype, write, meanwhile)
+        return self.transport.write_and_all_reduce(op, (*x.shape[:-1], columns), x.dtype, write, overlapped_work)
 
     def make_repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
         if op != "matmul_all_reduce":

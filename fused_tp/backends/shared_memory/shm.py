@@ -123,8 +123,10 @@ class ShmCall:
     def __enter__(self) -> ShmCall:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if error_class is None:
             self._call.end()
         else:
             if self.peers_may_end and error is not None and not isinstance(error, FusedTPError):
@@ -194,7 +196,7 @@ class ShmTransport:
         return ShmCall(call, self.core_group, self.calls_before_op)
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """True if `begin` with `reuse` would not wait."""
         settled: bool = self.core_group.settled()
         return settled
@@ -205,7 +207,7 @@ class ShmTransport:
         shape: Sequence[int],
         dtype: torch.dtype,
         write: Callable[[Tensor], object],
-        meanwhile: Callable[[], None] | None = None,
+        overlapped_work: Callable[[], None] | None = None,
     ) -> Tensor:
         """Return the sum over ranks of the tensors of `shape`, not empty, that `write(term)` fills.
 
@@ -214,7 +216,7 @@ class ShmTransport:
 
         Args:
             op: name of the op; must agree on all ranks, as must `shape` and `dtype`.
-            meanwhile: work to do once the term is written, while peers may still be busy with theirs.
+            overlapped_work: called once the term is written, while peers may still compute their terms.
 
         Example:
             y = transport.all_reduce_of("matmul_all_reduce", (m, n), x.dtype, lambda y: torch.mm(x, w.t(), out=y))
@@ -238,9 +240,9 @@ class ShmTransport:
                     else torch.frombuffer(memory, dtype=dtype).view(shape)
                 )
                 write(term)
-                if meanwhile is not None:
+                if overlapped_work is not None:
                     workspace.signal(1)
-                    meanwhile()
+                    overlapped_work()
                 workspace.peers_may_end = True  # sum_workspaces signals
                 _core.sum_workspaces(self.core_group, call, count, dtype_index)
                 return term.clone() if memory is None else term

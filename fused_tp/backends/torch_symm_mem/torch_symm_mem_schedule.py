@@ -81,25 +81,25 @@ class TorchSymmMemSchedule(KernelSchedule):
 
         return gather_blocks(x_shard, dim_shards, move).wait()
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        rows = as_rows(asked.x_shard).contiguous()
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        rows = as_rows(request.x_shard).contiguous()
         # With multicast, torch gathers all of x in the workspace; otherwise it only stores a shard there.
         max_bytes = rows.nbytes * self.world_size
         if not self._is_even(dim_shards, rows.nbytes) or not self.symm_mem.reserve_memory(
             "all_gather_matmul", workspace=max_bytes
         ):
-            return self.fallback._gather_matmul(asked, dim_shards)
-        transposed = [w.t() for w in asked.weights]
-        with self.symm_mem.turn(), span("all_gather_matmul", rows, *asked.weights, self.name):
+            return self.fallback._gather_matmul(request, dim_shards)
+        transposed = [w.t() for w in request.weights]
+        with self.symm_mem.turn(), span("all_gather_matmul", rows, *request.weights, self.name):
             gathered, outputs = self.symm_mem.ops["fused_all_gather_matmul"](
-                rows, transposed, 0, self.symm_mem.name, return_A=asked.return_gathered
+                rows, transposed, 0, self.symm_mem.name, return_A=request.return_gathered
             )
-        for y, bias in zip(outputs, asked.biases, strict=True):
+        for y, bias in zip(outputs, request.biases, strict=True):
             if bias is not None:
                 y.add_(bias)
         return [dim_shards.from_rank_major(y) for y in outputs], dim_shards.from_rank_major(
             gathered
-        ) if asked.return_gathered else None
+        ) if request.return_gathered else None
 
     # -- reduce-scatters ----------------------------------------------------------------------------------------------
 
@@ -116,20 +116,20 @@ class TorchSymmMemSchedule(KernelSchedule):
             return _wait_for_result(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         (x, w), *others = products
         part_bytes = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
         if not self._is_even(dim_shards, part_bytes) or not self.symm_mem.reserve_memory(
             "matmul_reduce_scatter", workspace=2 * part_bytes
         ):
-            return self.fallback._matmul_scatter(products, dim_shards, bias, meanwhile)
+            return self.fallback._matmul_scatter(products, dim_shards, bias, overlapped_work)
         if others:  # torch's op does not sum products: concatenate their features into one product
             x, w = (torch.cat([product[side] for product in products], dim=-1) for side in (0, 1))
         with self.symm_mem.turn(), span("matmul_reduce_scatter", x, w, self.name):
             total: Tensor = self.symm_mem.ops["fused_matmul_reduce_scatter"](x, w.t(), "sum", 0, self.symm_mem.name)
-        if meanwhile is not None:
-            meanwhile()  # not on a side stream, where it would compete with torch's matmuls
+        if overlapped_work is not None:
+            overlapped_work()  # not on a side stream, where it would compete with torch's matmuls
         return total if bias is None else total.add_(bias)
 
     # -- all-reduces --------------------------------------------------------------------------------------------------
@@ -142,17 +142,17 @@ class TorchSymmMemSchedule(KernelSchedule):
             term.copy_(partial)
             return self._sum_term(term)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
         shape = torch.Size((x.shape[0], w.shape[0]))
         nbytes = shape.numel() * x.element_size()
         if not self._can_sum("matmul_all_reduce", x.dtype, nbytes):
-            return self.fallback._matmul_sum(products, bias, meanwhile)
+            return self.fallback._matmul_sum(products, bias, overlapped_work)
         with self.symm_mem.turn():
             term = self.symm_mem.summand(shape, x.dtype)
             with span("matmul", products):
                 sum_of_products(products, out=term)
-            with self._side_stream(meanwhile, x.device), span("all_reduce", term, self.name):
+            with self._side_stream(overlapped_work, x.device), span("all_reduce", term, self.name):
                 total = self._sum_term(term)
         return total if bias is None else total.add_(bias)
 

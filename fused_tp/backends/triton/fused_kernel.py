@@ -101,35 +101,37 @@ class FusedKernel(KernelSchedule):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+    def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         # K = 0: there is nothing to gather, and the products are zero.
         return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         return self.fallback._sum_rows(rows, dim_shards)  # there is no kernel for a sum without a matmul
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        direct = prod(dim_shards.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        direct = prod(dim_shards.shape) * request.x_shard.dtype.itemsize <= DIRECT_BYTES
         if self.copies is None or direct:
-            return self._gather_matmul_direct(asked, dim_shards)
-        if not runs_at_once(asked.x_shard):
-            return self.copies._gather_matmul(asked, dim_shards)
-        return self.gather_matmul_copied(asked, dim_shards, self.copies.engine, self._gather_launch(asked, dim_shards))
+            return self._gather_matmul_direct(request, dim_shards)
+        if not runs_at_once(request.x_shard):
+            return self.copies._gather_matmul(request, dim_shards)
+        return self.gather_matmul_copied(
+            request, dim_shards, self.copies.engine, self._gather_launch(request, dim_shards)
+        )
 
     def gather_matmul_copied(
-        self, asked: GatherMatmul, dim_shards: DimShards, engine: CopyEngine, launch: Any
+        self, request: GatherMatmul, dim_shards: DimShards, engine: CopyEngine, launch: Any
     ) -> tuple[list[Tensor], Tensor | None]:
         """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
         from fused_tp.triton_kernels.comm.arrivals import Arrivals
         from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving
 
-        own = as_rows(asked.x_shard).contiguous()
+        own = as_rows(request.x_shard).contiguous()
         if own.data_ptr() % 16:
             own = own.clone()  # TMA requires 16-byte alignment
         gathered = own.new_empty((sum(dim_shards.row_counts), dim_shards.shape[-1]))
         places = list(gathered.split(dim_shards.row_counts))
         largest = max(place.nbytes for place in places)
-        if not asked.return_gathered:
+        if not request.return_gathered:
             places[self.rank] = places[self.rank][:0]
         # The matmul's own deadline is only an upper bound: the streams that copy enforce the deadline.
         timeout_ns = int(min(2 * settings.timeout_seconds(), LONGEST_SECONDS) * 1e9)
@@ -142,7 +144,7 @@ class FusedKernel(KernelSchedule):
             outputs = multiply_arriving(
                 own,
                 gathered,
-                asked.weights,
+                request.weights,
                 start=start,
                 rank=self.rank,
                 world_size=self.world_size,
@@ -150,40 +152,40 @@ class FusedKernel(KernelSchedule):
                 rows_per_rank=dim_shards.row_counts[0],
                 timeout_ns=timeout_ns,
                 loaded=self._loaded,
-                biases=[_dense(bias) for bias in asked.biases],
+                biases=[_dense(bias) for bias in request.biases],
             )
-            call.finish(*outputs, *([gathered] if asked.return_gathered else []))
+            call.finish(*outputs, *([gathered] if request.return_gathered else []))
         return [dim_shards.from_rank_major(y) for y in outputs], dim_shards.from_rank_major(
             gathered
-        ) if asked.return_gathered else None
+        ) if request.return_gathered else None
 
-    def _gather_matmul_direct(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul_direct(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.gemm import all_gather_gemm as module
 
-        rows_per_rank, dtype = dim_shards.row_counts[0], asked.x_shard.dtype
+        rows_per_rank, dtype = dim_shards.row_counts[0], request.x_shard.dtype
         nbytes = module.workspace_bytes(rows_per_rank, dim_shards.shape[-1], dtype, self.world_size)
         with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
             outputs, gathered = module.all_gather_gemm(
-                as_rows(asked.x_shard),
-                asked.weights,
+                as_rows(request.x_shard),
+                request.weights,
                 workspace=workspace,
-                launch=self._gather_launch(asked, dim_shards),
+                launch=self._gather_launch(request, dim_shards),
                 rows=sum(dim_shards.row_counts),
                 rows_per_rank=rows_per_rank,
-                biases=[_dense(bias) for bias in asked.biases],
-                gathered=asked.return_gathered,
+                biases=[_dense(bias) for bias in request.biases],
+                gathered=request.return_gathered,
             )
         return [
             dim_shards.from_rank_major(y) for y in outputs
         ], None if gathered is None else dim_shards.from_rank_major(gathered)
 
-    def _gather_launch(self, asked: GatherMatmul, dim_shards: DimShards) -> Any:
+    def _gather_launch(self, request: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
-        widest = max(w.shape[0] for w in asked.weights)
-        return self._launch(asked.x_shard.dtype, sum(dim_shards.row_counts), widest, least_margin=1)
+        widest = max(w.shape[0] for w in request.weights)
+        return self._launch(request.x_shard.dtype, sum(dim_shards.row_counts), widest, least_margin=1)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: OverlappedWork
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
 
@@ -195,15 +197,15 @@ class FusedKernel(KernelSchedule):
         nbytes = module.workspace_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
         with (
             self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
-            self._side_stream(meanwhile, x.device),
+            self._side_stream(overlapped_work, x.device),
         ):
             out: Tensor = module.gemm_reduce_scatter(
                 _few(products), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
             )
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
-        return self._sum_everywhere("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+        return self._sum_everywhere("matmul_all_reduce", products, overlapped_work, bias=_dense(bias))[0]
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -225,7 +227,7 @@ class FusedKernel(KernelSchedule):
         return normed.view(shape), new_residual.view(shape)
 
     def _sum_everywhere(
-        self, op: str, products: Sequence[Product], meanwhile: OverlappedWork, **tail: Any
+        self, op: str, products: Sequence[Product], overlapped_work: OverlappedWork, **tail: Any
     ) -> tuple[Tensor, Tensor | None]:
         from fused_tp.triton_kernels.gemm import gemm_all_reduce as module
 
@@ -235,7 +237,7 @@ class FusedKernel(KernelSchedule):
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self._check_launch(op, launch, x)
         nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
-        with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(meanwhile, x.device):
+        with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(overlapped_work, x.device):
             result: tuple[Tensor, Tensor | None] = module.gemm_all_reduce(
                 _few(products), workspace=workspace, launch=launch, two_shot=two_shot, **tail
             )
