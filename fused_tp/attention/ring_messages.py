@@ -97,7 +97,7 @@ class _MessageKVExchange(KVExchange):
     def _start_receiving_keys(self, index: int) -> Pending[KVPair]:
         """Start receiving the keys of chunk `index`, and sending this rank's keys to the rank that reads them.
 
-        After the last chunk, does nothing and returns this rank's keys as a placeholder.
+        After the last chunk, do nothing and return this rank's keys as a placeholder.
         """
         if index == len(self._chunks):
             return PendingValue(self._own_kv)

@@ -153,7 +153,7 @@ class RingPlan:
         self.kv_chunks: dict[int, Any] = {}  # by rank; see `ring_fused`
 
     def source_rank(self, rank: int, t: int) -> int:
-        """The rank whose keys `rank` reads at step t."""
+        """Return the rank whose keys `rank` reads at step t."""
         return (rank - t) % self.world_size
 
     def step(self, rank: int, t: int, view: RowRanges | None = None) -> Step:

@@ -1,4 +1,4 @@
-"""Running softmax that a rank carries from step to step, and gradient terms per row, in fp32 (fp64 for fp64)."""
+"""Running softmax over the steps of a ring, and per-row terms of its gradient, in fp32 (fp64 for fp64)."""
 
 from __future__ import annotations
 

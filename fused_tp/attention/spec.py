@@ -75,7 +75,7 @@ class AttentionMask:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """`window`; its right side is 0 if the mask is `causal`."""
+        """Return `window` with the right side 0 if the mask is `causal`."""
         left, right = self.window
         return left, (0 if self.causal else right)
 
@@ -119,7 +119,7 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """p * 2^32, clamped to 32 bits."""
+        """Probability p as a 32-bit threshold: p * 2^32, clamped to 32 bits."""
         return min(int(self.p * 2**32), _WORD_MASK)
 
     def keep_mask(self, batch: int, heads: int, q_indices: Tensor, k_indices: Tensor) -> Tensor:

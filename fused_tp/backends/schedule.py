@@ -103,7 +103,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        """Return `gathered x @ w^T + b` for every weight, and the gathered x if `request` requests it."""
+        """Return `gathered x @ w^T + b` for every weight, and the gathered x if `request.return_gathered`."""
 
     @abstractmethod
     def matmul_reduce_scatter(

@@ -14,7 +14,7 @@ _ERROR_FIELDS = ("op", "call", "group", "rank", "size", "missing", "reason", "ca
 
 
 class FusedTPError(RuntimeError):
-    """Base class of failures between ranks; raised itself by calls on a group that an earlier failure made unusable.
+    """Base class of failures between ranks. Calls on a group that an earlier failure made unusable raise it directly.
 
     If neither `op`, `group` nor `rank` is set, `sentence` is the message. Otherwise it is a format string with fields
     in braces, so that the message can be rebuilt for another group (`in_parent_group`) and on other ranks (`as_dict`).

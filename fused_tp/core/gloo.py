@@ -1,4 +1,4 @@
-"""Workarounds for calls that gloo lacks: detect connections that peers have closed, close the own ones, bounded waits.
+"""Operations that gloo lacks: detect connections that peers have closed, close connections, and wait with a deadline.
 
 The first two start receives with reserved tags, which no peer answers. gloo raises when a receive is started on a
 closed connection. A receive that times out closes every connection of this process in the group

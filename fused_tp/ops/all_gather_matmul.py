@@ -111,7 +111,7 @@ def all_gather_matmul(
         y [..., M, ..., N]; for a list of weights, a list with a y for each. With `return_gathered`, (y, gathered x).
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:

@@ -41,7 +41,7 @@ def all_reduce_rms_norm(
         (normed, new_residual), both [..., N] in residual's dtype.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:

@@ -45,7 +45,7 @@ def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int 
         The shards in rank order, `gather_size` along `dim`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
 
     Example:
         x = all_gather(x_shard_m, 0, group=mesh["tp"])
@@ -66,7 +66,7 @@ def reduce_scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
         A tensor like `x`, with this rank's shard of `dim`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
 
     Example:
         y_shard_m = reduce_scatter(partial, 0, group=mesh["tp"])
@@ -86,7 +86,7 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
         A tensor like `x`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
 
     Example:
         y = all_reduce(partial, group=mesh["tp"])

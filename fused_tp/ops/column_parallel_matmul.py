@@ -52,7 +52,7 @@ def column_parallel_matmul(
         y [..., N]; for a list of weights, a list with a y for each.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: in backward, a peer failed or made another call.
 
     Example:

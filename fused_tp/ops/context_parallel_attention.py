@@ -88,7 +88,7 @@ def context_parallel_attention(
         The same as `ring_attention`. Sum gradients of alibi_slopes and sinks over all ranks of the mesh.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_tp.core.group import GroupName, group_by_name
 
-# torch's name of the collective that each dispatch key stands for. A ring counts one for each of its W - 1 steps.
+# Maps the op of a dispatch key to torch's name of the collective that it runs. A ring runs one for each of W - 1 steps.
 _COLLECTIVE_BY_KEY_OP = {
     "all_gather": "all_gather_into_tensor",
     "all_gather_matmul": "all_gather_into_tensor",
@@ -109,7 +109,7 @@ def _collective_names(op: Any, values: Sequence[Any]) -> list[str]:
 
 
 def _matmul_sizes(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (batch, m, k, n) of each matmul that this rank computes; masked parts of attention are counted, too."""
+    """Yield (batch, m, k, n) of each matmul that this rank computes; masked parts of attention are also counted."""
     if name in ("ring_attention", "ring_attention_backward"):
         (b, q, h, d), keys, dv = a.q.shape, a.attention.seq_len_kv, a.v.shape[3]
         yield from ((b * h, q, d, keys), (b * h, q, keys, dv))

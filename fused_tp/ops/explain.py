@@ -93,8 +93,8 @@ def explain(
         shapes: shapes of the op's first tensors on this rank: x and weight; q, k and v; one tensor for other ops. All
             ranks are assumed to hold equal shards. Tensors may be passed instead of shapes; for x and weight the
             result then also reports if the kernels for few rows multiply them, or why not.
-        dtype: dtype of the tensors; None: that of the tensors passed, otherwise bfloat16.
-        device: device of the tensors; None: that of the tensors passed, otherwise the CPU.
+        dtype: dtype of the tensors. None: the dtype of a tensor passed in `shapes`, otherwise bfloat16.
+        device: device of the tensors. None: the device of a tensor passed in `shapes`, otherwise the CPU.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must call `explain`: if needed,
             they set up shared memory or exchange the capabilities of their devices now.
         dim: dim that `all_gather` and `reduce_scatter` gather or scatter; None is 0.
@@ -174,7 +174,7 @@ def explain_hypothetical(
     Raises:
         ValueError: `explain` would raise; or `transport` does not support tensors of this device type; or
             `FUSED_TP_SCHEDULE` or the dispatch table specifies a schedule that is not available (the op itself would
-            raise, too).
+            also raise).
     """
     device_type = "cuda" if arch.startswith("sm_") else arch
     device_types_by_transport = {"shm": ["cpu"], "nvlink": ["cuda"], **dist.Backend.backend_capability}

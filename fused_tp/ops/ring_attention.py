@@ -107,7 +107,7 @@ def ring_attention(
         gradients of any replicated parameter.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
             Over messages, a mismatch is reliably detected only with FUSED_TP_CHECK=1; otherwise the call may time out,
             or return wrong results.
@@ -281,7 +281,7 @@ def _make_call(ring: RingSchedule, group: Group, a: _Args | _Grads, grad_lse: bo
     return RingCall(rank_plan, kernel, Scores(arguments.scale, arguments.softcap), dims), description
 
 
-_PER_HEAD_ARGUMENTS = ("alibi_slopes", "sinks")  # arguments per head, which have gradients, too
+_PER_HEAD_ARGUMENTS = ("alibi_slopes", "sinks")  # differentiable arguments with one number per head
 
 # A CUDA graph reads the device tensors of its plans at every replay, and there is no notification when a graph is
 # deleted. So captured plans are kept forever. They hash by identity, so each is kept once.

@@ -56,7 +56,7 @@ def sequence_positions(
         int64 [seq_local], ascending; with `within_documents`, ascending inside each document.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
 
     Example:
         cos, sin = rotary(sequence_positions(4096, group=mesh["cp"]))
@@ -95,7 +95,7 @@ def shard_sequence(
         A new tensor like `x` with only this rank's tokens along `dim`; it may be empty.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
 
     Example:
         hidden = shard_sequence(hidden, 1, group=mesh["cp"])
@@ -130,7 +130,7 @@ def unshard_sequence(
         A new tensor like `x_shard` with `seq_len` tokens along `dim`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or passed a different
             shape or layout (always checked on CPU; on other devices only with FUSED_TP_CHECK=1).
 

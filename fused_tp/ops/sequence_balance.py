@@ -71,7 +71,7 @@ def sequence_balance(
         prints as a table.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
 
     Example:
         >>> print(sequence_balance(torch.tensor([0, 5, 8]), world_size=2, layout="contiguous"))

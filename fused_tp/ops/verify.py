@@ -6,7 +6,7 @@
     beside    the same, while torch.distributed runs another collective
     graph     the same, captured in a CUDA graph and replayed with other inputs (GPUs only)
 
-Bitwise differences between calls are allowed if the plain schedule has them, too. For ops whose result is equal on all
+Bitwise differences between calls are allowed if the plain schedule also has them. For ops whose result is equal on all
 ranks, the bits are also compared between ranks.
 
 Each rank generates the inputs of all ranks, and computes the float64 reference from them. So the reference does not

@@ -64,7 +64,7 @@ def vocab_parallel_cross_entropy(
         mean is NaN if every target is ignored.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or was called with other
             keywords or targets (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 

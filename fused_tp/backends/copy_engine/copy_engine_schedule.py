@@ -164,7 +164,7 @@ class CopyEngineSchedule(KernelSchedule):
             call.finish(out)
         return out
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _multiply_and_send(
         self, op: str, call: CopyCall, products: Sequence[Product], partial: Tensor, counts: Sequence[int]

@@ -27,7 +27,7 @@ from fused_tp.core.partition import shard_sizes
 # the sum (PTX ISA, multimem.ld_reduce).
 ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
 # multimem is excluded, because the switch cannot normalize: a rank would have to read its rows from the switch,
-# normalize them and send them to its peers, which is what two_shot does.
+# normalize them and send them to its peers, as two_shot does.
 NORM_ALGORITHMS = ("one_shot", "two_shot")
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

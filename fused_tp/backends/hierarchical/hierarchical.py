@@ -211,7 +211,7 @@ class Hierarchical(Schedule):
         self._flat_schedule.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
         return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _scatter_to_hosts(
         self,

@@ -168,7 +168,7 @@ class NcclPipeline(Plain):
                 chunk.wait()
         return out
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _num_chunks(self, nbytes: int) -> int:
         """Return the number of exchanges, from the size of the gathered x or the result, which all ranks know."""
