@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 
 from .case import DTYPES, EFFICIENCY, OURS, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
@@ -88,10 +88,10 @@ def ring_attention(
         how["window"] = (window - 1, 0)
 
     def whole() -> Callable[[], list[Tensor]]:
-        from fused_tp.ops.ring_attention import attention_over
+        from fused_tp.ops.ring_attention import ring_attention_from_head
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention_over(q, k, v, None, alone=True, **how)
+            return ring_attention_from_head(q, k, v, None, is_unsharded=True, **how)
 
         return _runner(attention, q, k, v, d_out, backward)
 
@@ -146,7 +146,7 @@ def _torch(bounds: list[int]) -> Attention:
 
 def _without_shared_memory(run: Callable[[], Any]) -> Callable[[], Any]:
     def by_messages() -> Any:
-        with environment({"FUSED_TP_SHM": "0"}):
+        with override_environment({"FUSED_TP_SHM": "0"}):
             return run()
 
     return by_messages

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 
 from .case import DTYPES, OURS, SPEEDUP, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
@@ -67,11 +67,11 @@ def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
     expected_out, expected_dx, expected_dnorm = TransformerBlock(size, WholeLayers(weights)).step(x, d_out)
 
     def contestant(layers: Callable[[], WholeLayers], forced: dict[str, str]) -> Contestant:
-        with environment(forced):
+        with override_environment(forced):
             block = TransformerBlock(size, layers())
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            with environment(forced):
+            with override_environment(forced):
                 return block.step(x[rows], d_out[rows])
 
         def check() -> None:

@@ -105,8 +105,8 @@ def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple
             _, _, index = whole.gate(x[0])
         chosen, order = index.reshape(-1).sort(stable=True)
         routing = routing_from_sorted_experts(chosen, order // TOP_K, EXPERTS)
-        rows, inner = routing.rows_of(x), x.new_ones(len(order), down.shape[2])
-        d_up, d_down = x.new_ones(len(order), up.shape[1]), routing.rows_of(d)
+        rows, inner = routing.gather_rows(x), x.new_ones(len(order), down.shape[2])
+        d_up, d_down = x.new_ones(len(order), up.shape[1]), routing.gather_rows(d)
 
         def run() -> None:
             linear(rows, up, routing)

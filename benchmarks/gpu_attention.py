@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_tp.attention.kernels.triton import TRITON, terms_of
+from fused_tp.attention.kernels.triton import TRITON_KERNEL, to_kernel_terms
 from fused_tp.attention.layout import TokenLayout
-from fused_tp.attention.ring import Backward, Forward, LocalRing, RingCall, RingSaved, fp32_accumulator
-from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.ring import LocalRing, RingBackward, RingCall, RingForward, RingSaved, fp32_accumulator
+from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionMask, Scores
 
@@ -219,9 +219,9 @@ def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Se
         dk, dv = [fp32_accumulator(x) for x in k], [fp32_accumulator(x) for x in v]
         dq = []
         for rank, call in enumerate(calls):
-            state = Backward(call, RingSaved(q[rank], k[rank], v[rank], *outs[rank], grad[rank], None))
+            state = RingBackward(call, RingSaved(q[rank], k[rank], v[rank], *outs[rank], grad[rank], None))
             for t in range(ranks):
-                source = call.plan.source(rank, t)
+                source = call.plan.source_rank(rank, t)
                 state.attend(t, k[source], v[source], dk[source], dv[source])
             dq.append(state.result([dk[rank], dv[rank]]).dq)
         return [whole(dq), *(whole([x.to(DTYPE) for x in parts]) for parts in (dk, dv))]
@@ -231,9 +231,9 @@ def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Se
 
 def _steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Run all steps of one rank, which reads other ranks' keys in place."""
-    state = Forward(call, q, v[call.rank])
+    state = RingForward(call, q, v[call.rank])
     for t in range(len(k)):
-        source = call.plan.source(call.rank, t)
+        source = call.plan.source_rank(call.rank, t)
         state.attend(t, k[source], v[source])
     return state.result()
 
@@ -256,7 +256,7 @@ def _sharded(inputs: Inputs, ranks: int) -> tuple[list[RingCall], list[Tensor], 
 def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
     plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, TokenLayout("zigzag"))
-    return RingCall(plan.of_rank(rank), TRITON, Scores(head_dim**-0.5))
+    return RingCall(plan.rank_plan(rank), TRITON_KERNEL, Scores(head_dim**-0.5))
 
 
 class RingRanks:
@@ -268,7 +268,9 @@ class RingRanks:
         self.inputs = inputs
         self.programs = max(1, context.sms // world_size - RELAYS)
         self.calls, self.where, (self.q, self.k, self.v, _) = _sharded(inputs, world_size)
-        self.layouts = [keys_layout(call.plan, call.rank, self.k[call.rank], self.v[call.rank]) for call in self.calls]
+        self.layouts = [
+            make_keys_layout(call.plan, call.rank, self.k[call.rank], self.v[call.rank]) for call in self.calls
+        ]
         sums = torch.empty(self.q[0].shape[:3], dtype=torch.float32, device=context.device)
         self.ranks = KernelRanks(
             context,
@@ -286,7 +288,7 @@ class RingRanks:
         shards = self.q[rank], self.k[rank], self.v[rank]
         chunks, layout = kv_chunks(plan, rank), self.layouts[rank]
         out: Tensor = ring_forward(
-            *shards, chunks, terms_of(scores), layout, workspace=workspace, programs=self.programs
+            *shards, chunks, to_kernel_terms(scores), layout, workspace=workspace, programs=self.programs
         )[0]
         return out
 

@@ -69,7 +69,7 @@ class CopiedGather:
         """Gather the ranks' shards to `rows` rows and multiply; return (results by weight, gathered x or None)."""
         biases = [None] * len(weights) if biases is None else biases
         asked = GatherMatmul(x_shard, weights, biases, 0, rows, gathered)
-        cut = DimShards.of((rows, x_shard.shape[1]), 0, self.rank.world_size)
+        cut = DimShards.from_shape((rows, x_shard.shape[1]), 0, self.rank.world_size)
         return self.schedule.gather_matmul_copied(asked, cut, self.engine, launch)
 
     def expired(self) -> str | None:

@@ -114,13 +114,13 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._folder = tempfile.TemporaryDirectory(prefix="fused_tp_bench_")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        from fused_tp.core.settings import environment
+        from fused_tp.core.settings import override_environment
 
         context = mp.get_context("spawn")  # fork would inherit the parent's thread pools and settings
         values = dict(_ENVIRONMENT)
         if sys.platform == "linux":
             values["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one host need no network
-        with environment(values):  # before the child imports torch, which reads it once
+        with override_environment(values):  # before the child imports torch, which reads it once
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(

@@ -28,7 +28,7 @@ from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.backends.autotune import fastest
 from fused_tp.core import dispatch, settings
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 
 from .case import DTYPES, BenchCase, Contestant, Makers, paired, slowest
 from .cpu_matmul import operands, shared_memory
@@ -248,7 +248,7 @@ def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers
             shared_memory()
 
         def run() -> None:
-            with environment({"FUSED_TP_SCHEDULE": schedule}):
+            with override_environment({"FUSED_TP_SCHEDULE": schedule}):
                 call(x, weight, group=None)
 
         return Contestant(run)
@@ -258,19 +258,19 @@ def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers
 
 def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
     """Makers for one direction of causal attention on one rank, by each of KERNELS."""
-    from fused_tp.ops.ring_attention import attention_over
+    from fused_tp.ops.ring_attention import ring_attention_from_head
 
     tensors = (torch.randn(1, TOKENS, HEADS, head_dim).to(DTYPES[dtype]) for _ in range(4))
     q, k, v, d_out = (tensor.requires_grad_(backward) for tensor in tensors)
 
     def contestant(kernel: str) -> Contestant:
-        out = attention_over(q, k, v, None, alone=True, causal=True) if backward else q
+        out = ring_attention_from_head(q, k, v, None, is_unsharded=True, causal=True) if backward else q
 
         def run() -> object:
-            with environment({"FUSED_TP_ATTENTION": kernel}):
+            with override_environment({"FUSED_TP_ATTENTION": kernel}):
                 if backward:
                     return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-                return attention_over(q, k, v, None, alone=True, causal=True)
+                return ring_attention_from_head(q, k, v, None, is_unsharded=True, causal=True)
 
         return Contestant(run)
 
@@ -281,4 +281,4 @@ def _incumbent(measured: Measured, transport: str, world_size: int) -> str:
     gathers = measured.op == "all_gather_matmul"
     k, n = (FEATURES, None) if gathers else (None, FEATURES)
     key = dispatch.ScheduleKey(measured.op, measured.dtype, torch.device("cpu"), measured.rows, k, n)
-    return dispatch.choose(key, world_size, transport, "cpu").schedule
+    return dispatch.choose_schedule(key, world_size, transport, "cpu").schedule

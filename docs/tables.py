@@ -142,12 +142,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def settings() -> str:
-    rows = ((f"`{one.name}`", one.default, one.meaning) for one in SETTINGS if not one.installing)
+    rows = ((f"`{one.name}`", one.default, one.meaning) for one in SETTINGS if not one.is_install_time)
     return table(("variable", "default", "meaning"), rows)
 
 
 def install_settings() -> str:
-    rows = ((f"`{one.name}`", one.default, one.meaning) for one in SETTINGS if one.installing)
+    rows = ((f"`{one.name}`", one.default, one.meaning) for one in SETTINGS if one.is_install_time)
     return table(("variable", "default", "meaning"), rows)
 
 
@@ -178,7 +178,7 @@ def defaults() -> str:
 
     def chosen(op: str, rows: int, transport: str, arch: str) -> str:
         key = dispatch.ScheduleKey(op, torch.bfloat16, torch.device("cpu"), rows, HIDDEN, HIDDEN)
-        return f"`{dispatch.choose(key, RANKS, transport, arch).schedule}`"
+        return f"`{dispatch.choose_schedule(key, RANKS, transport, arch).schedule}`"
 
     rows = []
     for op, key in OPS.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fused_tp.core.checkout import find_folders
+from fused_tp.core.checkout import install_checkout_finder
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ _LAZY = {
     "vocab_parallel_cross_entropy": "fused_tp.ops.vocab_parallel_cross_entropy",
 }
 
-find_folders()
+install_checkout_finder()
 
 __all__ = [
     "all_gather_matmul",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fused_tp.attention.layout import all_tokens
+from fused_tp.attention.layout import tokens_by_rank
 from fused_tp.attention.spec import Dropout
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.ops.ring_attention import ring_attention
@@ -76,8 +76,8 @@ def results_of(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attent
     results: list[list[Tensor | None]] = []
     for one in cases:
         bounds, bounds_kv = tuple(one.get("cu_seqlens") or ()), tuple(one.get("cu_seqlens_kv") or ())
-        of_q = all_tokens(one["seq_len"], size, one["layout"], bounds)[rank]
-        of_k = all_tokens(one.get("seq_len_kv") or one["seq_len"], size, one["layout"], bounds_kv or bounds)[rank]
+        of_q = tokens_by_rank(one["seq_len"], size, one["layout"], bounds)[rank]
+        of_k = tokens_by_rank(one.get("seq_len_kv") or one["seq_len"], size, one["layout"], bounds_kv or bounds)[rank]
         queries, keys = (torch.from_numpy(tokens.indices) for tokens in (of_q, of_k))
         q, k, v, grad_out, grad_lse = inputs(one)
         q, k, v = (cut(t, 1, i) for t, i in ((q, queries), (k, keys), (v, keys)))

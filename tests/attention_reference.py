@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
-from fused_tp.attention.layout import Tokens
+from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
+from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
@@ -92,7 +92,7 @@ def dense_attention(
     p = torch.where(empty, 0.0, torch.exp(torch.where(empty, 0.0, scores) - lse))[..., : k.shape[1]]
     if dropout is not None:
         places = (torch.arange(n) for n in (q.shape[1], k.shape[1]))
-        p = p * dropout.kept(q.shape[0], q.shape[2], *places) / (1 - dropout.p)
+        p = p * dropout.keep_mask(q.shape[0], q.shape[2], *places) / (1 - dropout.p)
     lse = torch.where(empty, -torch.inf, lse).squeeze(-1)
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
 
@@ -140,9 +140,9 @@ def whole_reference(mask: AttentionMask, scores: Scores, x: Inputs) -> tuple[Ten
     return out.detach(), lse.detach(), Gradients(*grads)
 
 
-def everything(mask: AttentionMask) -> tuple[Tokens, Tokens]:
+def everything(mask: AttentionMask) -> tuple[TokenRanges, TokenRanges]:
     """All queries and all keys."""
-    return Tokens((range(mask.seq_len),)), Tokens((range(mask.seq_len_kv),))
+    return TokenRanges((range(mask.seq_len),)), TokenRanges((range(mask.seq_len_kv),))
 
 
 def one_step(mask: AttentionMask) -> Step:
@@ -151,14 +151,14 @@ def one_step(mask: AttentionMask) -> Step:
 
 
 def forward(
-    kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, *, keys: Sequence[Tokens] = ()
+    kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, *, keys: Sequence[TokenRanges] = ()
 ) -> SoftmaxState:  # fmt: skip
     """Softmax state of all queries after one step per element of `keys`; by default one step over all keys."""
     queries, all_keys = everything(mask)
     state = SoftmaxState.empty(x.q, x.v.shape[-1])
     for tokens in keys or [all_keys]:
         step = make_step(mask, queries, tokens)
-        if not step.empty:
+        if not step.is_empty:
             k, v = (t[:, tokens.indices] if keys else t for t in (x.k, x.v))
             k, v = (t[:, step.k_start : step.k_stop] for t in (k, v))
             part = state.rows(step.q_start, step.q_stop)
@@ -168,7 +168,7 @@ def forward(
 
 def backward(
     kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, out: Tensor, lse: Tensor,
-    sums: Tensor | None = None, *, keys: Sequence[Tokens] = (), start: float = 0.0,
+    sums: Tensor | None = None, *, keys: Sequence[TokenRanges] = (), start: float = 0.0,
 ) -> Gradients:  # fmt: skip
     """Gradients over one step per element of `keys` (default: one step over all keys), accumulated onto `start`."""
     wide = accumulate_dtype(x.q.dtype)
@@ -177,13 +177,15 @@ def backward(
     queries, all_keys = everything(mask)
     for tokens in keys or [all_keys]:
         step, indices = make_step(mask, queries, tokens), torch.from_numpy(tokens.indices)
-        if step.empty:
+        if step.is_empty:
             continue
         rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
         k, v = (t[:, indices] if keys else t for t in (x.k, x.v))
         dk, dv = (t[:, indices] for t in (found.dk, found.dv))
         saved = StepRows(x.q, k, v, out.to(x.q.dtype), lse.to(wide), x.grad_out, sums.to(wide))
         slopes = found.d_slopes if scores.alibi_slopes is not None else None
-        kernel.backward(step, scores, saved.part(rows, seen), Sums(found.dq, dk, dv, slopes).part(rows, seen))
+        kernel.backward(
+            step, scores, saved.select(rows, seen), GradientSums(found.dq, dk, dv, slopes).select(rows, seen)
+        )
         found.dk[:, indices], found.dv[:, indices] = dk, dv
     return found

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import fused_tp
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 from tests import faults
 from tests.distributed import test_failures
 from tests.distributed.shm_tools import core_resources
@@ -193,12 +193,12 @@ def inject(number: int, name: str, schedule: str, victim: int, alive: list[int],
         env["FUSED_TP_SCHEDULE"] = schedule
     if kind in ("shape", "dtype", "op", "setting"):
         env["FUSED_TP_CHECK"] = "1"
-    with environment(env):
+    with override_environment(env):
         # torch may reuse the name of an earlier group of the same ranks for a group that only its members make.
         group = dist.new_group(alive, use_local_synchronization=len(alive) < dist.get_world_size())
         run = faults.calls_of(group, [MATMULS[0], *ops] if kind == "threads" else ops)
         if not fault.first:
-            with environment({"FUSED_TP_TIMEOUT": "60"}):
+            with override_environment({"FUSED_TP_TIMEOUT": "60"}):
                 for _op in ops:
                     run()
         meet(f"{number} is set up", alive)
@@ -206,7 +206,7 @@ def inject(number: int, name: str, schedule: str, victim: int, alive: list[int],
         if kind in ("shape", "dtype", "op", "setting"):
             differs = kind == "setting" and rank == victim
             call, _ = test_failures.DISAGREE["op" if kind == "setting" else kind]
-            with environment({setting: SETTINGS[setting]} if differs else {}):
+            with override_environment({setting: SETTINGS[setting]} if differs else {}):
                 error = error_of(call, group, kind != "setting" and rank == victim)
             found = type(error).__name__, str(error)
             seconds = time.monotonic() - begun

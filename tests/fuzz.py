@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fused_tp
-from fused_tp.attention.layout import all_tokens
+from fused_tp.attention.layout import tokens_by_rank
 from fused_tp.backends import gemm
 from fused_tp.core.partition import shard_sizes
 from tests.attention_reference import dense_attention, dense_mask
@@ -338,7 +338,7 @@ PROBLEMS: dict[str, Callable[[Source], Problem]] = {
 
 
 def tokens_of_ranks(s: Source, length: int, layout: str, bounds: Tensor | None) -> list[Tensor]:
-    held = all_tokens(length, s.ranks, layout, () if bounds is None else tuple(bounds.tolist()))
+    held = tokens_by_rank(length, s.ranks, layout, () if bounds is None else tuple(bounds.tolist()))
     return [torch.from_numpy(tokens.indices.copy()) for tokens in held]
 
 
@@ -543,7 +543,7 @@ def make_odd(s: Source, problem: Problem) -> None:
                 one[name] = how(odd_numbers(s, one[name], problem.huge) if numbers else one[name])
 
 
-@mock.patch.object(gemm, "_SMALLEST_NATIVE", 0)  # small inputs use the native core, too
+@mock.patch.object(gemm, "_MIN_NATIVE_ELEMENTS", 0)  # small inputs use the native core, too
 def fuzz_rank(group: Any, name: str, seed: int, calls: int) -> list[str]:
     """Make random calls of an op; return a description of each failure."""
     rank, size, failures = group.rank(), group.size(), []

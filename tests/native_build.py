@@ -33,7 +33,7 @@ from fused_tp.backends.cuda import native_kernels
 from fused_tp.backends.nccl import nccl
 
 REPOSITORY = Path(__file__).parent.parent
-INSTALLED = native_kernels.LIBRARY
+INSTALLED = native_kernels.KERNEL_LIBRARY
 # -g1: sanitizers only report line numbers; full debug information takes the compiler about a third longer.
 COMMON_FLAGS = ("-std=c++17", "-g1", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror")
 
@@ -188,19 +188,19 @@ def cache() -> Path:
 def use_library(path: str | Path | None) -> None:
     """Load device kernels from the library at `path`, such as `cpu_device_library()`, for CPU tensors; None restores
     those of this installation."""
-    native_kernels.LIBRARY = INSTALLED if path is None else Path(path).resolve()
-    native_kernels.DEVICES = ("cuda",) if path is None else ("cpu",)
+    native_kernels.KERNEL_LIBRARY = INSTALLED if path is None else Path(path).resolve()
+    native_kernels.KERNEL_DEVICES = ("cuda",) if path is None else ("cpu",)
 
 
 def use_driver(path: str | Path | None) -> None:
     """Use the double of the CUDA driver at `path` for copy engines of CPU tensors; None: the CPU has none."""
-    copy_engine.LIBRARIES.pop("cpu", None)
+    copy_engine.DRIVER_LIBRARIES.pop("cpu", None)
     if path is not None:
-        copy_engine.LIBRARIES["cpu"] = str(path)
+        copy_engine.DRIVER_LIBRARIES["cpu"] = str(path)
 
 
 def use_nccl(nccl_library: str | Path | None, driver: str | Path | None = None) -> None:
     """Use doubles of NCCL and of the CUDA driver for communicators of CPU tensors; None: CPU tensors have none."""
-    nccl.LIBRARIES.pop("cpu", None)
+    nccl.NCCL_LIBRARIES.pop("cpu", None)
     if nccl_library is not None:
-        nccl.LIBRARIES["cpu"] = (str(nccl_library), str(driver))
+        nccl.NCCL_LIBRARIES["cpu"] = (str(nccl_library), str(driver))

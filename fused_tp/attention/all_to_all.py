@@ -18,22 +18,22 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layout import Tokens
+from fused_tp.attention.layout import TokenRanges
 from fused_tp.backends.cuda.device_schedule import DeviceSchedule
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import Schedule
-from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
 from fused_tp.backends.shared_memory.shm import ShmTransport
 from fused_tp.core.pending import accumulate_dtype
 
-Places = tuple[range, ...]
+Ranges = tuple[range, ...]
 Shape = tuple[int, ...]
 
 # Rows in more ranges than this are copied by one indexed copy: on a GPU every slice copy is a kernel launch.
-_MOST_RANGES = 16
-_MESSAGE_ALIGNMENT = 16  # alignment of each tensor in a message, in bytes
-_MEMORY_ALIGNMENT = 64  # alignment of each tensor in shared memory, in bytes: a cache line
-_READABLE = 1  # stage that a rank signals once its input tensors are in shared memory
+_MAX_RANGES = 16
+_MESSAGE_ALIGNMENT_BYTES = 16  # alignment of each tensor in a message, in bytes
+_MEMORY_ALIGNMENT_BYTES = 64  # alignment of each tensor in shared memory, in bytes: a cache line
+_INPUTS_READABLE_STAGE = 1  # stage that a rank signals once its input tensors are in shared memory
 
 
 @dataclass(frozen=True)
@@ -41,71 +41,76 @@ class TensorShare:
     """Distribution of one tensor: the rows and the heads of each rank.
 
     Attributes:
-        places: for each rank, the ranges of global positions of its rows, ascending.
+        row_ranges: for each rank, the ranges of global positions of its rows, ascending.
         heads: for each rank, the heads that it receives.
-        all_heads: total number of heads.
+        num_heads: total number of heads.
     """
 
-    places: tuple[Places, ...]
+    row_ranges: tuple[Ranges, ...]
     heads: tuple[range, ...]
-    all_heads: int
+    num_heads: int
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Number of rows that each rank holds."""
-        return tuple(sum(map(len, places)) for places in self.places)
+        return tuple(sum(map(len, row_ranges)) for row_ranges in self.row_ranges)
 
     @cached_property
     def length(self) -> int:
         return sum(self.rows)
 
-    def by_sequence(self, rank: int) -> tuple[int, int]:
-        """(rows, heads) of `rank` if the tensor is sharded along the sequence."""
-        return self.rows[rank], self.all_heads
+    def sequence_shard_size(self, rank: int) -> tuple[int, int]:
+        """Return (rows, heads) of `rank` if the tensor is sharded along the sequence."""
+        return self.rows[rank], self.num_heads
 
-    def by_heads(self, rank: int) -> tuple[int, int]:
+    def head_shard_size(self, rank: int) -> tuple[int, int]:
         return self.length, len(self.heads[rank])
 
-    def part(self, holder: int, reader: int) -> tuple[int, int]:
-        """(rows, heads) of the block with the rows of rank `holder` and the heads of rank `reader`."""
+    def block_size(self, holder: int, reader: int) -> tuple[int, int]:
+        """Return (rows, heads) of the block with the rows of rank `holder` and the heads of rank `reader`."""
         return self.rows[holder], len(self.heads[reader])
 
     @cached_property
-    def repeated(self) -> bool:
+    def has_repeated_heads(self) -> bool:
         """True if several ranks receive the same head."""
-        return sum(map(len, self.heads)) > self.all_heads
+        return sum(map(len, self.heads)) > self.num_heads
 
     @cached_property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """True if all ranks hold equally many rows and no two ranks receive the same head."""
-        return len(set(self.rows)) == 1 and not self.repeated
+        return len(set(self.rows)) == 1 and not self.has_repeated_heads
 
-    def only(self, rank: int) -> range:
+    def exclusive_heads(self, rank: int) -> range:
         """The heads that only `rank` receives. They are contiguous, because each rank's heads are a range."""
         others = {head for other, heads in enumerate(self.heads) if other != rank for head in heads}
-        own = [head for head in self.heads[rank] if head not in others]
-        return range(own[0], own[-1] + 1) if own else range(0)
+        exclusive = [head for head in self.heads[rank] if head not in others]
+        return range(exclusive[0], exclusive[-1] + 1) if exclusive else range(0)
 
 
 @lru_cache(maxsize=64)
-def places_of(tokens: tuple[Tokens, ...]) -> tuple[Places, ...]:
-    """`TensorShare.places` for `tokens`, the global tokens of each rank."""
-    pieces = sorted((r.start, rank, len(r)) for rank, one in enumerate(tokens) for r in one.ranges)
-    found: list[list[range]] = [[] for _ in tokens]
-    at = 0
-    for _, rank, length in pieces:
-        own = found[rank]
-        start = own.pop().start if own and own[-1].stop == at else at
-        own.append(range(start, at + length))
-        at += length
-    return tuple(map(tuple, found))
+def row_ranges_in_sequence(tokens: tuple[TokenRanges, ...]) -> tuple[Ranges, ...]:
+    """Return `TensorShare.row_ranges` for `tokens`, the global tokens of each rank."""
+    ranges_in_order = sorted(
+        (r.start, rank, len(r)) for rank, rank_tokens in enumerate(tokens) for r in rank_tokens.ranges
+    )
+    row_ranges: list[list[range]] = [[] for _ in tokens]
+    next_row = 0
+    for _, rank, length in ranges_in_order:
+        rank_ranges = row_ranges[rank]
+        start = rank_ranges.pop().start if rank_ranges and rank_ranges[-1].stop == next_row else next_row
+        rank_ranges.append(range(start, next_row + length))
+        next_row += length
+    return tuple(map(tuple, row_ranges))
 
 
 @dataclass(frozen=True)
 class Swap:
     """Description of one all-to-all of several tensors, on this rank.
 
-    `op` is the op that it is part of, for error messages. `dims` must be equal on all ranks.
+    Attributes:
+        op: name of the enclosing op, for error messages.
+        dims: numbers that must be equal on all ranks.
+        dtypes: dtypes of the results.
     """
 
     op: str
@@ -115,153 +120,159 @@ class Swap:
     dtypes: tuple[torch.dtype, ...]
 
     @property
-    def ranks(self) -> int:
-        return len(self.shares[0].places)
+    def world_size(self) -> int:
+        return len(self.shares[0].row_ranges)
 
     @property
     def peers(self) -> list[int]:
-        """All ranks but this one. The order differs per rank, so that they do not all read the same memory at once."""
-        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+        """All other ranks, starting with rank + 1: no two ranks read the same memory at the same time."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def of(self, which: Sequence[int]) -> Swap:
-        """The exchange of only the tensors whose indices are in `which`."""
-        shares, dtypes = tuple(self.shares[i] for i in which), tuple(self.dtypes[i] for i in which)
+    def subset(self, indices: Sequence[int]) -> Swap:
+        """Return the description of an all-to-all of only the tensors with these indices."""
+        shares, dtypes = tuple(self.shares[i] for i in indices), tuple(self.dtypes[i] for i in indices)
         return replace(self, shares=shares, dtypes=dtypes)
 
 
-Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+Allocator = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
-class Move:
-    """One direction of an exchange: the input tensors of this rank, and the results, filled block by block.
+class SwapDirection:
+    """One direction of a swap: the input tensors of this rank, and the results, filled block by block.
 
     Args:
         to_heads: True: x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]. False: the
             reverse direction, which sums the copies of a head that several ranks hold.
-        empty: allocator of the results. None: allocate on the devices of `xs`.
+        allocate: allocates the results. None: allocate them on the devices of `inputs`.
     """
 
-    def __init__(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
-        self.to_heads, self.exchange, self.xs, self.shares = to_heads, exchange, xs, exchange.shares
-        self.op = f"{exchange.op} to {'heads' if to_heads else 'sequence'}"
-        self._summed = [share.repeated and not to_heads for share in exchange.shares]
-        self._outs = [self._result(index, empty) for index in range(len(xs))]
+    def __init__(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor], allocate: Allocator | None = None) -> None:
+        self.to_heads, self.swap, self.inputs, self.shares = to_heads, swap, inputs, swap.shares
+        self.op = f"{swap.op} to {'heads' if to_heads else 'sequence'}"
+        self._is_summed = [share.has_repeated_heads and not to_heads for share in swap.shares]
+        self._results = [self._allocate_result(index, allocate) for index in range(len(inputs))]
 
-    def _result(self, index: int, empty: Empty | None) -> Tensor:
-        x, share, rank = self.xs[index], self.shares[index], self.exchange.rank
-        shape = self._shape(index, share.by_heads(rank) if self.to_heads else share.by_sequence(rank))
-        if self._summed[index]:
+    def _allocate_result(self, index: int, allocate: Allocator | None) -> Tensor:
+        x, share, rank = self.inputs[index], self.shares[index], self.swap.rank
+        shape = self._tensor_shape(
+            index, share.head_shard_size(rank) if self.to_heads else share.sequence_shard_size(rank)
+        )
+        if self._is_summed[index]:
             return x.new_zeros(shape, dtype=accumulate_dtype(x.dtype))
-        dtype = self.exchange.dtypes[index]
-        return x.new_empty(shape, dtype=dtype) if empty is None else empty(shape, dtype)
+        dtype = self.swap.dtypes[index]
+        return x.new_empty(shape, dtype=dtype) if allocate is None else allocate(shape, dtype)
 
-    def _shape(self, index: int, rows_and_heads: tuple[int, int]) -> Shape:
-        x = self.xs[index]
+    def _tensor_shape(self, index: int, rows_and_heads: tuple[int, int]) -> Shape:
+        x = self.inputs[index]
         return x.shape[0], *rows_and_heads, x.shape[3]
 
     @property
-    def order(self) -> list[int]:
+    def read_order(self) -> list[int]:
         """The order in which the ranks' blocks are read: this rank first, unless a sum must be in rank order."""
-        exchange = self.exchange
-        return list(range(exchange.ranks)) if any(self._summed) else [exchange.rank, *exchange.peers]
+        swap = self.swap
+        return list(range(swap.world_size)) if any(self._is_summed) else [swap.rank, *swap.peers]
 
     def shape(self, index: int, rank: int) -> Shape:
         """Shape of input tensor number `index` on `rank`."""
         share = self.shares[index]
-        return self._shape(index, share.by_sequence(rank) if self.to_heads else share.by_heads(rank))
+        return self._tensor_shape(
+            index, share.sequence_shard_size(rank) if self.to_heads else share.head_shard_size(rank)
+        )
 
-    def part_shape(self, index: int, source: int, target: int) -> Shape:
+    def block_shape(self, index: int, source: int, target: int) -> Shape:
         """Shape of the block of tensor number `index` that rank `source` sends to rank `target`."""
         share = self.shares[index]
-        return self._shape(index, share.part(source, target) if self.to_heads else share.part(target, source))
+        return self._tensor_shape(
+            index, share.block_size(source, target) if self.to_heads else share.block_size(target, source)
+        )
 
-    def pack(self, index: int, target: int, out: Tensor) -> None:
+    def pack_block(self, index: int, target: int, out: Tensor) -> None:
         """Copy the block of tensor number `index` that rank `target` receives to `out`."""
-        x, share = self.xs[index], self.shares[index]
+        x, share = self.inputs[index], self.shares[index]
         if self.to_heads:
-            out.copy_(_of_heads(x, share.heads[target]))
+            out.copy_(_select_heads(x, share.heads[target]))
         else:
-            _take(x, share.places[target], out)
+            _copy_rows(x, share.row_ranges[target], out)
 
-    def write(self, index: int, out: Tensor) -> None:
-        """Copy the blocks that other ranks read to `out`, which has the shape of the input, at the same indices."""
-        x, share, exchange = self.xs[index], self.shares[index], self.exchange
+    def write_inputs(self, index: int, out: Tensor) -> None:
+        """Copy the blocks that other ranks read to `out`, which has the shape of the input, at the same positions."""
+        x, share, swap = self.inputs[index], self.shares[index], self.swap
         if self.to_heads:
-            own = share.only(exchange.rank)
-            out[:, :, : own.start].copy_(x[:, :, : own.start])
-            out[:, :, own.stop :].copy_(x[:, :, own.stop :])
+            own_heads = share.exclusive_heads(swap.rank)
+            out[:, :, : own_heads.start].copy_(x[:, :, : own_heads.start])
+            out[:, :, own_heads.stop :].copy_(x[:, :, own_heads.stop :])
             return
         # No peer reads this rank's own rows, but copying them too is faster than many small copies around them.
-        others = [there for peer in exchange.peers for _, there in _pieces(share.places[peer])]
-        for there in [slice(None)] if len(others) > _MOST_RANGES else others:
+        global_rows = [there for peer in swap.peers for _, there in _local_and_global_rows(share.row_ranges[peer])]
+        for there in [slice(None)] if len(global_rows) > _MAX_RANGES else global_rows:
             out[:, there].copy_(x[:, there])
 
-    def put(self, index: int, source: int, part: Tensor) -> None:
+    def put_block(self, index: int, source: int, part: Tensor) -> None:
         """Write `part`, the block that rank `source` sends to this rank, into the result, or add it to a sum."""
-        out, share = self._outs[index], self.shares[index]
+        out, share = self._results[index], self.shares[index]
         if not self.to_heads:
-            out = _of_heads(out, share.heads[source])
-            out.add_(part) if self._summed[index] else out.copy_(part)
+            out = _select_heads(out, share.heads[source])
+            out.add_(part) if self._is_summed[index] else out.copy_(part)
             return
-        places = share.places[source]
-        if len(places) > _MOST_RANGES:
-            out.index_copy_(1, _indices(places, out.device), part.to(out.dtype))
+        row_ranges = share.row_ranges[source]
+        if len(row_ranges) > _MAX_RANGES:
+            out.index_copy_(1, _range_indices(row_ranges, out.device), part.to(out.dtype))
             return
-        for here, there in _pieces(places):
+        for here, there in _local_and_global_rows(row_ranges):
             out[:, there].copy_(part[:, here])
 
-    def put_from(self, index: int, source: int, whole: Tensor) -> None:
-        """`put` this rank's block of `whole`, the full input tensor of rank `source`."""
-        share, rank = self.shares[index], self.exchange.rank
+    def put_block_of(self, index: int, source: int, whole: Tensor) -> None:
+        """Write this rank's block of `whole`, the full input tensor of rank `source`, into the result, or add it."""
+        share, rank = self.shares[index], self.swap.rank
         if self.to_heads:
-            self.put(index, source, _of_heads(whole, share.heads[rank]))
+            self.put_block(index, source, _select_heads(whole, share.heads[rank]))
         else:
-            out = _of_heads(self._outs[index], share.heads[source])
-            _take(whole, share.places[rank], out, add=self._summed[index])
+            out = _select_heads(self._results[index], share.heads[source])
+            _copy_rows(whole, share.row_ranges[rank], out, add=self._is_summed[index])
 
     def results(self) -> list[Tensor]:
-        return [out.to(dtype) for out, dtype in zip(self._outs, self.exchange.dtypes, strict=True)]
+        return [out.to(dtype) for out, dtype in zip(self._results, self.swap.dtypes, strict=True)]
 
 
-def _take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
-    """Copy the rows of `whole` at positions `places` to `out`; with `add`, add them to `out`."""
-    if len(places) > _MOST_RANGES:
-        rows = whole.index_select(1, _indices(places, whole.device))
+def _copy_rows(whole: Tensor, ranges: Ranges, out: Tensor, *, add: bool = False) -> None:
+    """Copy the rows of `whole` at positions `ranges` to `out`; with `add`, add them to `out`."""
+    if len(ranges) > _MAX_RANGES:
+        rows = whole.index_select(1, _range_indices(ranges, whole.device))
         out.add_(rows) if add else out.copy_(rows)
         return
-    for here, there in _pieces(places):
+    for here, there in _local_and_global_rows(ranges):
         out[:, here].add_(whole[:, there]) if add else out[:, here].copy_(whole[:, there])
 
 
-def _pieces(places: Places) -> Iterator[tuple[slice, slice]]:
-    """Yield (local rows, their global positions) for each range of a rank's `places`."""
-    at = 0
-    for place in places:
-        yield slice(at, at + len(place)), slice(place.start, place.stop)
-        at += len(place)
+def _local_and_global_rows(ranges: Ranges) -> Iterator[tuple[slice, slice]]:
+    """Yield (local rows, global positions) of each range; `ranges` are the global positions of one rank's rows."""
+    next_row = 0
+    for row_range in ranges:
+        yield slice(next_row, next_row + len(row_range)), slice(row_range.start, row_range.stop)
+        next_row += len(row_range)
 
 
-def _indices(places: Places, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in places]).to(device)
+def _range_indices(ranges: Ranges, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in ranges]).to(device)
 
 
-def _of_heads(x: Tensor, heads: range) -> Tensor:
+def _select_heads(x: Tensor, heads: range) -> Tensor:
     return x[:, :, heads.start : heads.stop]
 
 
 class AllToAll(ABC):
-    """Transport of an exchange: transfers each rank's blocks. Results do not share memory with the inputs."""
+    """Transport of a swap: transfers each rank's blocks. Results do not share memory with the inputs."""
 
     name: str
 
     @abstractmethod
-    def move(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results of a `Move` of `xs`."""
+    def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Swap `inputs` in the direction given by `to_heads`, and return the results."""
 
 
-def all_to_all_by(schedule: Schedule) -> AllToAll:
+def all_to_all_for(schedule: Schedule) -> AllToAll:
     """Return the all-to-all that uses the transport of `schedule`."""
-    if isinstance(schedule, SharedMemory):
+    if isinstance(schedule, SharedMemorySchedule):
         return SharedMemoryAllToAll(schedule.transport)
     messages = MessageAllToAll(schedule.name, schedule.messages)
     return DeviceAllToAll(schedule, messages) if isinstance(schedule, DeviceSchedule) else messages
@@ -274,64 +285,65 @@ class MessageAllToAll(AllToAll):
         self.name = name
         self._transport = transport
 
-    def move(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor]) -> list[Tensor]:
-        move, rank = Move(to_heads, exchange, xs), exchange.rank
-        self.check(move.op, exchange, xs)
-        with self._transport.abort_scope(move.op):
-            send = _Packets(move, lambda index, peer: move.part_shape(index, rank, peer))
-            recv = _Packets(move, lambda index, peer: move.part_shape(index, peer, rank))
-            flat = torch.empty(sum(send.sizes), dtype=torch.uint8, device=xs[0].device)
-            for peer in exchange.peers:
-                for index, part in enumerate(send.parts(flat, peer)):
-                    move.pack(index, peer, part)
-            moving = self._transport.all_to_all(move.op, flat, send.sizes, recv.sizes)
+    def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
+        direction, rank = SwapDirection(to_heads, swap, inputs), swap.rank
+        self.check(direction.op, swap, inputs)
+        with self._transport.abort_scope(direction.op):
+            send = _PacketLayout(direction, lambda index, peer: direction.block_shape(index, rank, peer))
+            recv = _PacketLayout(direction, lambda index, peer: direction.block_shape(index, peer, rank))
+            flat = torch.empty(sum(send.sizes), dtype=torch.uint8, device=inputs[0].device)
+            for peer in swap.peers:
+                for index, part in enumerate(send.blocks(flat, peer)):
+                    direction.pack_block(index, peer, part)
+            pending = self._transport.all_to_all(direction.op, flat, send.sizes, recv.sizes)
             received: Tensor | None = None
-            for source in move.order:
+            for source in direction.read_order:
                 if source == rank:
-                    for index, x in enumerate(xs):
-                        move.put_from(index, rank, x)
+                    for index, x in enumerate(inputs):
+                        direction.put_block_of(index, rank, x)
                     continue
                 if received is None:
-                    received = moving.wait()
-                for index, part in enumerate(recv.parts(received, source)):
-                    move.put(index, source, part)
-        return move.results()
+                    received = pending.wait()
+                for index, part in enumerate(recv.blocks(received, source)):
+                    direction.put_block(index, source, part)
+        return direction.results()
 
-    def check(self, op: str, exchange: Swap, xs: Sequence[Tensor]) -> None:
-        self._transport.check(op, exchange.dims, xs[0].dtype, xs[0].device)
+    def check(self, op: str, swap: Swap, inputs: Sequence[Tensor]) -> None:
+        self._transport.check(op, swap.dims, inputs[0].dtype, inputs[0].device)
 
 
-class _Packets:
+class _PacketLayout:
     """Byte layout of one packet per peer, which holds a block of every tensor.
 
     Args:
-        part_shape: maps (index, peer) to the shape of tensor number `index` in the packet of rank `peer`.
+        block_shape: maps (index, peer) to the shape of tensor number `index` in the packet of rank `peer`.
 
     Attributes:
         sizes: bytes of each rank's packet; 0 for this rank.
     """
 
-    def __init__(self, move: Move, part_shape: Callable[[int, int], Shape]) -> None:
-        self._dtypes = [x.dtype for x in move.xs]
+    def __init__(self, direction: SwapDirection, block_shape: Callable[[int, int], Shape]) -> None:
+        self._dtypes = [x.dtype for x in direction.inputs]
         self._shapes = [
-            [part_shape(index, peer) for index in range(len(move.xs))] for peer in range(move.exchange.ranks)
+            [block_shape(index, peer) for index in range(len(direction.inputs))]
+            for peer in range(direction.swap.world_size)
         ]
         self.sizes = [
-            0 if peer == move.exchange.rank else sum(map(_message_bytes, shapes, self._dtypes))
+            0 if peer == direction.swap.rank else sum(map(_packed_bytes, shapes, self._dtypes))
             for peer, shapes in enumerate(self._shapes)
         ]
         self._starts = [0, *itertools.accumulate(self.sizes)]
 
-    def parts(self, flat: Tensor, peer: int) -> Iterator[Tensor]:
-        """Yield views of the tensors in the packet of `peer`; `flat` holds the packets of all ranks."""
-        at = self._starts[peer]
+    def blocks(self, packets: Tensor, peer: int) -> Iterator[Tensor]:
+        """Yield views of the tensors in the packet of `peer`; `packets` holds the packets of all ranks."""
+        offset = self._starts[peer]
         for shape, dtype in zip(self._shapes[peer], self._dtypes, strict=True):
-            yield flat[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            at += _message_bytes(shape, dtype)
+            yield packets[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            offset += _packed_bytes(shape, dtype)
 
 
-def _message_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    return _aligned_bytes(shape, dtype, _MESSAGE_ALIGNMENT)
+def _packed_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    return _aligned_bytes(shape, dtype, _MESSAGE_ALIGNMENT_BYTES)
 
 
 def _aligned_bytes(shape: Shape, dtype: torch.dtype, alignment: int) -> int:
@@ -350,28 +362,28 @@ class SharedMemoryAllToAll(AllToAll):
     def __init__(self, transport: ShmTransport) -> None:
         self._transport = transport
 
-    def move(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor]) -> list[Tensor]:
-        move, rank = Move(to_heads, exchange, xs, self._transport.empty), exchange.rank
+    def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
+        direction, rank = SwapDirection(to_heads, swap, inputs, self._transport.empty), swap.rank
 
-        def regions(of: int) -> Iterator[tuple[Shape, torch.dtype, int]]:
-            """Yield (shape, dtype, offset) of each tensor in the shared memory of rank `of`."""
+        def regions(owner: int) -> Iterator[tuple[Shape, torch.dtype, int]]:
+            """Yield (shape, dtype, offset) of each tensor in the shared memory of rank `owner`."""
             offset = 0
-            for index, x in enumerate(xs):
-                shape = move.shape(index, of)
+            for index, x in enumerate(inputs):
+                shape = direction.shape(index, owner)
                 yield shape, x.dtype, offset
-                offset += _aligned_bytes(shape, x.dtype, _MEMORY_ALIGNMENT)
+                offset += _aligned_bytes(shape, x.dtype, _MEMORY_ALIGNMENT_BYTES)
 
-        nbytes = sum(_aligned_bytes(shape, dtype, _MEMORY_ALIGNMENT) for shape, dtype, _ in regions(rank))
-        with self._transport.begin(move.op, exchange.dims, xs[0].dtype, nbytes) as workspace:
+        nbytes = sum(_aligned_bytes(shape, dtype, _MEMORY_ALIGNMENT_BYTES) for shape, dtype, _ in regions(rank))
+        with self._transport.begin(direction.op, swap.dims, inputs[0].dtype, nbytes) as workspace:
             for index, region in enumerate(regions(rank)):
-                move.write(index, workspace.buffer(rank, *region))
-            workspace.signal(_READABLE)
-            for source in move.order:
+                direction.write_inputs(index, workspace.buffer(rank, *region))
+            workspace.signal(_INPUTS_READABLE_STAGE)
+            for source in direction.read_order:
                 if source != rank:
-                    workspace.wait(source, _READABLE)
-                for index, (x, region) in enumerate(zip(xs, regions(source), strict=True)):
-                    move.put_from(index, source, x if source == rank else workspace.buffer(source, *region))
-        return move.results()
+                    workspace.wait(source, _INPUTS_READABLE_STAGE)
+                for index, (x, region) in enumerate(zip(inputs, regions(source), strict=True)):
+                    direction.put_block_of(index, source, x if source == rank else workspace.buffer(source, *region))
+        return direction.results()
 
 
 class DeviceAllToAll(AllToAll):
@@ -387,35 +399,37 @@ class DeviceAllToAll(AllToAll):
         self._device = schedule.device
         self._messages = messages
 
-    def move(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor]) -> list[Tensor]:
-        uneven = [i for i, share in enumerate(exchange.shares) if not share.even]
-        found: dict[int, Tensor] = {}
-        with self._abort_scope(exchange.op):
+    def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
+        uneven = [i for i, share in enumerate(swap.shares) if not share.is_even]
+        results: dict[int, Tensor] = {}
+        with self._abort_scope(swap.op):
             if uneven:
-                moved = self._messages.move(to_heads, exchange.of(uneven), [xs[i] for i in uneven])
-                found.update(zip(uneven, moved, strict=True))
+                uneven_results = self._messages.run(to_heads, swap.subset(uneven), [inputs[i] for i in uneven])
+                results.update(zip(uneven, uneven_results, strict=True))
             else:
-                way = "heads" if to_heads else "sequence"
-                self._messages.check(f"{exchange.op} to {way}", exchange, xs)
-            for i, x in enumerate(xs):
-                if i not in found:
-                    found[i] = self._by_kernel(to_heads, exchange.of([i]), x)
-        return [found[i] for i in range(len(xs))]
+                direction_name = "heads" if to_heads else "sequence"
+                self._messages.check(f"{swap.op} to {direction_name}", swap, inputs)
+            for i, x in enumerate(inputs):
+                if i not in results:
+                    results[i] = self._run_kernel(to_heads, swap.subset([i]), x)
+        return [results[i] for i in range(len(inputs))]
 
-    def _by_kernel(self, to_heads: bool, exchange: Swap, x: Tensor) -> Tensor:
-        (share,), (dtype,) = exchange.shares, exchange.dtypes
-        runs = [places[0] for places in share.places if len(places) == 1]
-        in_order = len(runs) == exchange.ranks and all(a.stop == b.start for a, b in itertools.pairwise(runs))
+    def _run_kernel(self, to_heads: bool, swap: Swap, x: Tensor) -> Tensor:
+        (share,), (dtype,) = swap.shares, swap.dtypes
+        rank_ranges = [row_ranges[0] for row_ranges in share.row_ranges if len(row_ranges) == 1]
+        is_in_rank_order = len(rank_ranges) == swap.world_size and all(
+            a.stop == b.start for a, b in itertools.pairwise(rank_ranges)
+        )
         if not to_heads:
-            if not in_order:
-                whole, x = x, x.new_empty(x.shape)
-                for places, part in zip(share.places, x.split(list(share.rows), 1), strict=True):
-                    _take(whole, places, part)
+            if not is_in_rank_order:
+                unordered, x = x, x.new_empty(x.shape)
+                for row_ranges, part in zip(share.row_ranges, x.split(list(share.rows), 1), strict=True):
+                    _copy_rows(unordered, row_ranges, part)
             return self._device.heads_to_sequence(x).to(dtype)
-        moved = self._device.sequence_to_heads(x)
-        if in_order:
-            return moved
-        move = Move(True, exchange, [x])
-        for source, part in enumerate(moved.split(list(share.rows), 1)):
-            move.put(0, source, part)
-        return move.results()[0]
+        gathered = self._device.sequence_to_heads(x)
+        if is_in_rank_order:
+            return gathered
+        direction = SwapDirection(True, swap, [x])
+        for source, part in enumerate(gathered.split(list(share.rows), 1)):
+            direction.put_block(0, source, part)
+        return direction.results()[0]

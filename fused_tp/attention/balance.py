@@ -35,10 +35,10 @@ import numpy as np
 
 # Allowed deviation of a rank's work from its share, as a fraction of the share, summed over all halvings: with a causal
 # mask and without a mask. Cutting more documents could reduce the deviation, but uncut documents need no communication.
-_CAUSAL, _FULL = 0.01, 0.1
-_CANDIDATES = 8  # number of documents tried for a cut
+_CAUSAL_TOLERANCE, _FULL_TOLERANCE = 0.01, 0.1
+_MAX_CUT_CANDIDATES = 8  # number of documents tried for a cut
 # Neighboring documents are bundled into one piece up to this fraction of a rank's tokens and of its work.
-_BUNDLE = 1 / 32
+_BUNDLE_FRACTION = 1 / 32
 
 
 class Piece(NamedTuple):
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
     work: int
     tokens: int
-    full: int  # work without a causal mask
+    full_work: int  # work without a causal mask
     start: int
     hole_start: int
     hole_stop: int
@@ -64,23 +64,24 @@ class Piece(NamedTuple):
 class PieceCut(NamedTuple):
     """Split of a piece between two sides, the taker and the giver.
 
-    One side gets `outside` tokens from the two ends of the piece, `head` of them from its start. The other side gets
-    the inside. `gets_outside` is True if the taker gets the outside. If the piece has a hole, the split may be of one
-    of its two runs. The other run is then moved to the taker (`goes`) or left with the giver (`stays`).
+    One side gets `outside_tokens` tokens from the two ends of the piece, `head_tokens` of them from its start. The
+    other side gets the inside. `taker_gets_outside` is True if the taker gets the outside. If the piece has a hole, the
+    split may be of one of its two runs. The other run is then moved to the taker (`moved_run`) or left with the giver
+    (`kept_run`).
     """
 
-    error: float
-    piece: Piece
-    outside: int
-    head: int
-    gets_outside: bool
-    goes: Piece | None = None
-    stays: Piece | None = None
+    relative_error: float
+    make_piece: Piece
+    outside_tokens: int
+    head_tokens: int
+    taker_gets_outside: bool
+    moved_run: Piece | None = None
+    kept_run: Piece | None = None
 
     @property
-    def even(self) -> bool:
+    def is_one_sided(self) -> bool:
         """True if the outside is at one end of the piece only, so that neither side gets an extra run of tokens."""
-        return self.head in (0, self.outside)
+        return self.head_tokens in (0, self.outside_tokens)
 
 
 class Documents:
@@ -91,38 +92,45 @@ class Documents:
         ends = np.asarray(bounds, dtype=np.int64)
         lengths = ends[1:] - ends[:-1]
         self.lengths = lengths.tolist()
-        self.causal = [0, *np.cumsum(lengths * (lengths + 1) // 2).tolist()]
-        self.full = [0, *np.cumsum(lengths * lengths).tolist()]
+        self.causal_work_before = [0, *np.cumsum(lengths * (lengths + 1) // 2).tolist()]
+        self.full_work_before = [0, *np.cumsum(lengths * lengths).tolist()]
 
-    def before(self, token: int) -> tuple[int, int]:
+    def work_before(self, token: int) -> tuple[int, int]:
         """Work of all tokens before index `token`: (with a causal mask, without a mask)."""
         document = min(bisect_right(self.bounds, token), len(self.lengths)) - 1
         offset = token - self.bounds[document]
-        return self.causal[document] + triangle(offset), self.full[document] + offset * self.lengths[document]
+        return self.causal_work_before[document] + triangle_number(offset), self.full_work_before[
+            document
+        ] + offset * self.lengths[document]
 
     def work(self, ranges: tuple[range, ...]) -> int:
         """Work of the tokens in `ranges` with a causal mask."""
-        return sum(self.before(r.stop)[0] - self.before(r.start)[0] for r in ranges)
+        return sum(self.work_before(r.stop)[0] - self.work_before(r.start)[0] for r in ranges)
 
     def pieces(self, world_size: int) -> list[Piece]:
         """Return the pieces of all non-empty documents. Small neighboring documents form one piece."""
-        most_tokens = self.bounds[-1] / world_size * _BUNDLE
-        most_work = self.causal[-1] / world_size * _BUNDLE
+        most_tokens = self.bounds[-1] / world_size * _BUNDLE_FRACTION
+        most_work = self.causal_work_before[-1] / world_size * _BUNDLE_FRACTION
         pieces = []
         first, count = 0, len(self.bounds) - 1
         while first < count:
-            start, causal, full = self.bounds[first], self.causal[first], self.full[first]
-            most = min(bisect_right(self.bounds, start + most_tokens), bisect_right(self.causal, causal + most_work))
-            last = max(most - 1, first + 1)
+            start, causal, full = self.bounds[first], self.causal_work_before[first], self.full_work_before[first]
+            last_candidate = min(
+                bisect_right(self.bounds, start + most_tokens),
+                bisect_right(self.causal_work_before, causal + most_work),
+            )
+            last = max(last_candidate - 1, first + 1)
             stop = self.bounds[last]
             if stop > start:
                 document = first if last == first + 1 else -1
-                work = self.causal[last] - causal
-                pieces.append(Piece(work, stop - start, self.full[last] - full, start, stop, stop, stop, document))
+                work = self.causal_work_before[last] - causal
+                pieces.append(
+                    Piece(work, stop - start, self.full_work_before[last] - full, start, stop, stop, stop, document)
+                )
             first = last
         return pieces
 
-    def piece(self, start: int, hole_start: int, hole_stop: int, stop: int, document: int) -> Piece:
+    def make_piece(self, start: int, hole_start: int, hole_stop: int, stop: int, document: int) -> Piece:
         """Build the piece of tokens [start, hole_start) and [hole_stop, stop); an empty hole is moved to the end."""
         if hole_start == hole_stop:
             hole_start = hole_stop = stop
@@ -130,48 +138,48 @@ class Documents:
             start, hole_start, hole_stop = hole_stop, stop, stop
         elif hole_stop == stop:
             hole_stop = stop = hole_start
-        work = full = 0
+        work = full_work = 0
         for run in (range(start, hole_start), range(hole_stop, stop)):
             if run:
-                (causal, whole), (causal_before, whole_before) = self.before(run.stop), self.before(run.start)
-                work, full = work + causal - causal_before, full + whole - whole_before
+                (causal, whole), (causal_before, full_before) = self.work_before(run.stop), self.work_before(run.start)
+                work, full_work = work + causal - causal_before, full_work + whole - full_before
         tokens = hole_start - start + stop - hole_stop
-        return Piece(work, tokens, full, start, hole_start, hole_stop, stop, document)
+        return Piece(work, tokens, full_work, start, hole_start, hole_stop, stop, document)
 
-    def cut(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
+    def best_cut(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
         """Find the cut that moves exactly `tokens` tokens and approximately `work` from `piece` to the taker.
 
         Among cuts whose work deviates by at most `allowed`, prefer those that create few runs of tokens.
         """
-        best = self._outside_or_inside(piece, tokens, work, allowed)
-        if best.error > allowed and piece.hole_stop < piece.stop:
-            runs = [self.piece(r.start, r.stop, r.stop, r.stop, piece.document) for r in piece.ranges]
+        best = self._best_cut_of_ends_or_middle(piece, tokens, work, allowed)
+        if best.relative_error > allowed and piece.hole_stop < piece.stop:
+            runs = [self.make_piece(r.start, r.stop, r.stop, r.stop, piece.document) for r in piece.ranges]
             for run, other in (runs, runs[::-1]):
                 if tokens <= run.tokens:
-                    cut = self._outside_or_inside(run, tokens, work, allowed)._replace(stays=other)
-                    best = min(best, cut, key=lambda cut: cut.error)
+                    cut = self._best_cut_of_ends_or_middle(run, tokens, work, allowed)._replace(kept_run=other)
+                    best = min(best, cut, key=lambda cut: cut.relative_error)
                 if tokens >= other.tokens:
-                    cut = self._outside_or_inside(run, tokens - other.tokens, work - other.work, allowed)
-                    best = min(best, cut._replace(goes=other), key=lambda cut: cut.error)
+                    cut = self._best_cut_of_ends_or_middle(run, tokens - other.tokens, work - other.work, allowed)
+                    best = min(best, cut._replace(moved_run=other), key=lambda cut: cut.relative_error)
         return best
 
-    def _outside_or_inside(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
+    def _best_cut_of_ends_or_middle(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
         cuts = [
-            *self._cuts(piece, tokens, work, True),
-            *self._cuts(piece, piece.tokens - tokens, piece.work - work, False),
+            *self._candidate_cuts(piece, tokens, work, True),
+            *self._candidate_cuts(piece, piece.tokens - tokens, piece.work - work, False),
         ]
-        return min(cuts, key=lambda cut: (max(cut.error, allowed), not cut.even, cut.error))
+        return min(cuts, key=lambda cut: (max(cut.relative_error, allowed), not cut.is_one_sided, cut.relative_error))
 
-    def _cuts(self, piece: Piece, outside: int, work: float, gets_outside: bool) -> list[PieceCut]:
+    def _candidate_cuts(self, piece: Piece, outside: int, work: float, gets_outside: bool) -> list[PieceCut]:
         if piece.document < 0:
-            all_head = self.before(piece.start + outside)[0] - self.before(piece.start)[0]
+            all_head = self.work_before(piece.start + outside)[0] - self.work_before(piece.start)[0]
             return [PieceCut(abs(all_head - work), piece, outside, outside, gets_outside)]
         whole = piece.hole_stop == piece.stop
         left = piece.tokens if whole else piece.hole_start - piece.start
         right = piece.tokens if whole else piece.stop - piece.hole_stop
         least, most = max(0, outside - right), min(outside, left)
         # Replacing a token of the tail by one of the head lowers the work of the outside by the length of the inside.
-        all_tail = outside * (piece.stop - self.bounds[piece.document]) - triangle(outside - 1)
+        all_tail = outside * (piece.stop - self.bounds[piece.document]) - triangle_number(outside - 1)
         inside = piece.stop - piece.start - outside
         best = min(max(round((all_tail - work) / inside), least), most) if inside else most
         return [
@@ -179,20 +187,20 @@ class Documents:
             for head in dict.fromkeys((least, most, best))
         ]
 
-    def apart(self, cut: PieceCut) -> tuple[list[Piece], list[Piece]]:
+    def apply_cut(self, cut: PieceCut) -> tuple[list[Piece], list[Piece]]:
         """Apply `cut`: return the pieces of the taker and the pieces of the giver."""
-        piece = cut.piece
-        start, stop = piece.start + cut.head, piece.stop - (cut.outside - cut.head)
-        outside = self.piece(piece.start, start, stop, piece.stop, piece.document)
+        piece = cut.make_piece
+        start, stop = piece.start + cut.head_tokens, piece.stop - (cut.outside_tokens - cut.head_tokens)
+        outside = self.make_piece(piece.start, start, stop, piece.stop, piece.document)
         if piece.hole_stop == piece.stop:
-            inside = self.piece(start, stop, stop, stop, piece.document)
+            inside = self.make_piece(start, stop, stop, stop, piece.document)
         else:
-            inside = self.piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
-        gets, left = (outside, inside) if cut.gets_outside else (inside, outside)
-        return [gets, *([cut.goes] if cut.goes else [])], [left, *([cut.stays] if cut.stays else [])]
+            inside = self.make_piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
+        gets, left = (outside, inside) if cut.taker_gets_outside else (inside, outside)
+        return [gets, *([cut.moved_run] if cut.moved_run else [])], [left, *([cut.kept_run] if cut.kept_run else [])]
 
 
-def merged(ranges: Iterable[range]) -> tuple[range, ...]:
+def merge_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
     """Sort ranges, drop empty ones and join those that touch or overlap."""
     runs: list[range] = []
     for r in sorted((r for r in ranges if r), key=lambda r: r.start):
@@ -213,10 +221,10 @@ def chunk_range(seq_len: int, chunks: int, index: int) -> range:
 def zigzag_ranges(seq_len: int, world_size: int) -> list[tuple[range, ...]]:
     """Tokens of each rank r in zigzag order: chunks r and 2 W - 1 - r of the 2 W chunks of the sequence."""
     chunks = [chunk_range(seq_len, 2 * world_size, index) for index in range(2 * world_size)]
-    return [merged((chunks[rank], chunks[-1 - rank])) for rank in range(world_size)]
+    return [merge_ranges((chunks[rank], chunks[-1 - rank])) for rank in range(world_size)]
 
 
-def triangle(n: int) -> int:
+def triangle_number(n: int) -> int:
     return n * (n + 1) // 2
 
 
@@ -227,20 +235,22 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
     [(range(0, 4), range(9, 11)), (range(4, 9), range(11, 12))]
     """
     documents = Documents(cu_seqlens)
-    size, longer = divmod(cu_seqlens[-1], world_size)
-    sizes = [size + (rank < longer) for rank in range(world_size)]
-    held: list[list[Piece]] = [[] for _ in sizes]
+    size, num_longer = divmod(cu_seqlens[-1], world_size)
+    sizes = [size + (rank < num_longer) for rank in range(world_size)]
+    pieces_by_rank: list[list[Piece]] = [[] for _ in sizes]
     levels = (world_size - 1).bit_length()
-    waiting = [(documents.pieces(world_size), 0, world_size)]
-    while waiting:
-        pieces, first, ranks = waiting.pop()
+    pending_halves = [(documents.pieces(world_size), 0, world_size)]
+    while pending_halves:
+        pieces, first, ranks = pending_halves.pop()
         if ranks == 1:
-            held[first] = pieces
+            pieces_by_rank[first] = pieces
             continue
-        few = ranks // 2
-        here, there = _halve(documents, pieces, few, ranks - few, sum(sizes[first : first + few]), levels)
-        waiting += [(here, first, few), (there, first + few, ranks - few)]
-    balanced = [merged([r for piece in pieces for r in piece.ranges]) for pieces in held]
+        num_first = ranks // 2
+        first_pieces, second_pieces = _halve_pieces(
+            documents, pieces, num_first, ranks - num_first, sum(sizes[first : first + num_first]), levels
+        )
+        pending_halves += [(first_pieces, first, num_first), (second_pieces, first + num_first, ranks - num_first)]
+    balanced = [merge_ranges([r for piece in pieces for r in piece.ranges]) for pieces in pieces_by_rank]
     zigzag = sorted(zigzag_ranges(cu_seqlens[-1], world_size), key=lambda ranges: -sum(map(len, ranges)))
     return min(balanced, zigzag, key=lambda ranges: max(map(documents.work, ranges)))
 
@@ -248,10 +258,10 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
 class _Side:
     """Pieces of one half of the ranks, and the tokens and work that this half still needs."""
 
-    def __init__(self, tokens: int, work: float, full: float) -> None:
+    def __init__(self, tokens: int, work: float, full_work: float) -> None:
         self.pieces: list[Piece] = []
         # Still needed: `add` subtracts from these, and a negative value is an excess.
-        self.tokens, self.work, self.full = tokens, work, full
+        self.tokens, self.work, self.full_work = tokens, work, full_work
 
     def add(self, *pieces: Piece) -> None:
         for piece in pieces:
@@ -259,150 +269,166 @@ class _Side:
                 self.pieces.append(piece)
                 self.tokens -= piece.tokens
                 self.work -= piece.work
-                self.full -= piece.full
+                self.full_work -= piece.full_work
 
     def remove(self, piece: Piece) -> None:
         self.pieces.remove(piece)
         self.tokens += piece.tokens
         self.work += piece.work
-        self.full += piece.full
+        self.full_work += piece.full_work
 
 
 class _Halving:
     """One trial distribution of `pieces` to two sides: `few` ranks with `tokens` tokens, and `many` ranks."""
 
     def __init__(
-        self, documents: Documents, pieces: list[Piece], few: int, many: int, tokens: int, levels: int
+        self, documents: Documents, pieces: list[Piece], num_first: int, num_second: int, first_tokens: int, levels: int
     ) -> None:
         self.documents, self.pieces = documents, pieces
-        self.part = part = few / (few + many)
+        self.share = share = num_first / (num_first + num_second)
         self.all_tokens = sum(piece.tokens for piece in pieces)
         self.all_work = sum(piece.work for piece in pieces)
-        all_full = sum(piece.full for piece in pieces)
-        self.here = _Side(tokens, part * self.all_work, part * all_full)
-        self.there = _Side(self.all_tokens - tokens, (1 - part) * self.all_work, (1 - part) * all_full)
-        self.work_allowed = part * self.all_work * _CAUSAL / levels or 1.0
-        self.full_allowed = part * all_full * _FULL / levels or 1.0
+        all_full_work = sum(piece.full_work for piece in pieces)
+        self.first_side = _Side(first_tokens, share * self.all_work, share * all_full_work)
+        self.second_side = _Side(
+            self.all_tokens - first_tokens, (1 - share) * self.all_work, (1 - share) * all_full_work
+        )
+        self.work_tolerance = share * self.all_work * _CAUSAL_TOLERANCE / levels or 1.0
+        self.full_work_tolerance = share * all_full_work * _FULL_TOLERANCE / levels or 1.0
 
-    def error(self, work: float, full: float) -> float:
-        """Return the larger relative deviation of `work` and `full` from the shares; 1.0 is the allowed maximum."""
-        return max(abs(work) / self.work_allowed, abs(full) / self.full_allowed)
+    def relative_error(self, work: float, full_work: float) -> float:
+        """Return the larger of the deviations `work` and `full_work`, as a multiple of its allowed maximum."""
+        return max(abs(work) / self.work_tolerance, abs(full_work) / self.full_work_tolerance)
 
-    def run(self, cut: int) -> float:
-        """Distribute the pieces, cutting the `cut` most expensive ones. Return the deviation of the work."""
-        for piece in self.pieces[1:cut]:
-            tokens = round(self.part * piece.tokens)
-            mine, others = self.documents.apart(self.documents.cut(piece, tokens, self.part * piece.work, 0.0))
-            self.here.add(*mine)
-            self.there.add(*others)
-        self.assign(self.pieces[cut:], self.pieces[0] if cut else None)
-        if cut:
-            self.there.add(self.pieces[0])
-        self.settle(self.pieces[0] if cut else None)
-        return self.error(self.here.work, self.here.full)
+    def distribute(self, num_cut: int) -> float:
+        """Distribute the pieces, cutting the `num_cut` most expensive ones. Return the deviation of the work."""
+        for piece in self.pieces[1:num_cut]:
+            tokens = round(self.share * piece.tokens)
+            first_pieces, second_pieces = self.documents.apply_cut(
+                self.documents.best_cut(piece, tokens, self.share * piece.work, 0.0)
+            )
+            self.first_side.add(*first_pieces)
+            self.second_side.add(*second_pieces)
+        self.assign_uncut(self.pieces[num_cut:], self.pieces[0] if num_cut else None)
+        if num_cut:
+            self.second_side.add(self.pieces[0])
+        self.balance_tokens(self.pieces[0] if num_cut else None)
+        return self.relative_error(self.first_side.work, self.first_side.full_work)
 
-    def assign(self, pieces: list[Piece], later: Piece | None) -> None:
+    def assign_uncut(self, pieces: list[Piece], cut_later: Piece | None) -> None:
         """Assign each of `pieces`, uncut, to the side where it brings the sums closer to the shares.
 
-        If the piece `later` is to be cut afterwards, a piece counts only the tokens that exceed those of `later` per
-        unit of work, so that `later` can be cut evenly.
+        If the piece `cut_later` is to be cut afterwards, a piece counts only its tokens in excess of its work times the
+        tokens per work of `cut_later`, so that `cut_later` can be cut evenly.
         """
-        part = self.part
+        share = self.share
         per_work, per_token = 1 / self.all_work, 1 / self.all_tokens
-        usual = later.tokens / later.work * per_token if later else 0.0
-        lean = (1 - 2 * part) / 2
+        expected_tokens = cut_later.tokens / cut_later.work * per_token if cut_later else 0.0
+        lean = (1 - 2 * share) / 2
         work = tokens = 0.0
         for piece in pieces:
-            w, t = piece.work * per_work, piece.tokens * per_token - piece.work * usual
+            w, t = piece.work * per_work, piece.tokens * per_token - piece.work * expected_tokens
             if work * w + tokens * t + lean * (w * w + t * t) <= 0:
-                self.here.add(piece)
-                work += (1 - part) * w
-                tokens += (1 - part) * t
+                self.first_side.add(piece)
+                work += (1 - share) * w
+                tokens += (1 - share) * t
             else:
-                self.there.add(piece)
-                work -= part * w
-                tokens -= part * t
+                self.second_side.add(piece)
+                work -= share * w
+                tokens -= share * t
 
-    def settle(self, first: Piece | None) -> None:
-        """Move, swap or cut pieces until both sides have their exact token counts and nearly their work."""
-        while self.here.tokens:
-            giver, taker = (self.there, self.here) if self.here.tokens > 0 else (self.here, self.there)
-            if first is None and self.swap(giver, taker):
+    def balance_tokens(self, preferred: Piece | None) -> None:
+        """Move, swap or cut pieces until both sides have exactly their tokens and nearly their shares of the work."""
+        while self.first_side.tokens:
+            giver, taker = (
+                (self.second_side, self.first_side)
+                if self.first_side.tokens > 0
+                else (self.first_side, self.second_side)
+            )
+            if preferred is None and self.move_or_swap(giver, taker):
                 return
             tokens = taker.tokens
-            able = [piece for piece in giver.pieces if piece.tokens >= tokens]
-            if not able:
+            large_enough = [piece for piece in giver.pieces if piece.tokens >= tokens]
+            if not large_enough:
                 largest = max(giver.pieces, key=lambda piece: piece.tokens)
                 giver.remove(largest)
                 taker.add(largest)
                 continue
-            step = max(1, len(able) // _CANDIDATES)
-            candidates = able[::step]
-            if first in able:
-                candidates.insert(0, first)
-            best: PieceCut | None = None
-            from_piece, least = able[0], float("inf")
+            step = max(1, len(large_enough) // _MAX_CUT_CANDIDATES)
+            candidates = large_enough[::step]
+            if preferred in large_enough:
+                candidates.insert(0, preferred)
+            smallest_cut: PieceCut | None = None
+            cut_piece, smallest_error = large_enough[0], float("inf")
             for piece in candidates:
-                cut = self.documents.cut(piece, tokens, taker.work, self.work_allowed)
-                error = self.error(cut.error, taker.full - tokens * piece.full / piece.tokens)
-                if error < least:
-                    best, from_piece, least = cut, piece, error
-                if least <= 1:
+                cut = self.documents.best_cut(piece, tokens, taker.work, self.work_tolerance)
+                error = self.relative_error(
+                    cut.relative_error, taker.full_work - tokens * piece.full_work / piece.tokens
+                )
+                if error < smallest_error:
+                    smallest_cut, cut_piece, smallest_error = cut, piece, error
+                if smallest_error <= 1:
                     break
-            assert best is not None
-            giver.remove(from_piece)
-            mine, others = self.documents.apart(best)
-            taker.add(*mine)
-            giver.add(*others)
+            assert smallest_cut is not None
+            giver.remove(cut_piece)
+            taken, kept = self.documents.apply_cut(smallest_cut)
+            taker.add(*taken)
+            giver.add(*kept)
 
-    def swap(self, giver: _Side, taker: _Side) -> bool:
+    def move_or_swap(self, giver: _Side, taker: _Side) -> bool:
         """Move one uncut piece to `taker`, or swap two.
 
         Return True if one move or swap meets both token counts within the allowed error; else change nothing.
         """
-        wanted = taker.tokens
+        missing_tokens = taker.tokens
         by_tokens = {piece.tokens: piece for piece in taker.pieces}
-        best: tuple[Piece, Piece | None] | None = None
-        least = 1.0
+        best_move: tuple[Piece, Piece | None] | None = None
+        smallest_error = 1.0
         for piece in giver.pieces:
-            back = by_tokens.get(piece.tokens - wanted)
-            if back is not None:
-                error = self.error(taker.work - piece.work + back.work, taker.full - piece.full + back.full)
-            elif piece.tokens == wanted:
-                error = self.error(taker.work - piece.work, taker.full - piece.full)
+            returned = by_tokens.get(piece.tokens - missing_tokens)
+            if returned is not None:
+                error = self.relative_error(
+                    taker.work - piece.work + returned.work, taker.full_work - piece.full_work + returned.full_work
+                )
+            elif piece.tokens == missing_tokens:
+                error = self.relative_error(taker.work - piece.work, taker.full_work - piece.full_work)
             else:
                 continue
-            if error <= least:
-                best, least = (piece, back), error
-        if best is None:
+            if error <= smallest_error:
+                best_move, smallest_error = (piece, returned), error
+        if best_move is None:
             return False
-        piece, back = best
+        piece, returned = best_move
         giver.remove(piece)
         taker.add(piece)
-        if back is not None:
-            taker.remove(back)
-            giver.add(back)
+        if returned is not None:
+            taker.remove(returned)
+            giver.add(returned)
         return True
 
 
-def _halve(
-    documents: Documents, pieces: list[Piece], few: int, many: int, tokens: int, levels: int
+def _halve_pieces(
+    documents: Documents, pieces: list[Piece], num_first: int, num_second: int, first_tokens: int, levels: int
 ) -> tuple[list[Piece], list[Piece]]:
-    """Split `pieces` between two sets of ranks: the first, of `few` ranks, gets `tokens` tokens; the second has `many`
-    ranks."""
+    """Split `pieces` between two sets of ranks, of `num_first` and `num_second` ranks.
+
+    The first set gets exactly `first_tokens` tokens.
+    """
     pieces = sorted(pieces, reverse=True)
     if not pieces:
         return [], []
     # A piece that exceeds the smaller side's share of the work must be cut. A piece of one token cannot be cut.
-    cut = int(pieces[0].work * (few + many) > few * sum(piece.work for piece in pieces))
-    most = sum(piece.tokens > 1 for piece in pieces)
-    best = _Halving(documents, pieces, few, many, tokens, levels)
-    least = best.run(cut)
+    num_cut = int(pieces[0].work * (num_first + num_second) > num_first * sum(piece.work for piece in pieces))
+    max_cuts = sum(piece.tokens > 1 for piece in pieces)
+    best = _Halving(documents, pieces, num_first, num_second, first_tokens, levels)
+    smallest_error = best.distribute(num_cut)
     # If only the work without a mask deviates, cut at most two pieces.
-    while least > 1 and cut < most and (cut < 2 or abs(best.here.work) > best.work_allowed):
-        cut = min(max(1, 2 * cut), most)
-        halving = _Halving(documents, pieces, few, many, tokens, levels)
-        error = halving.run(cut)
-        if error <= 1 or error < least / 2:
-            best, least = halving, error
-    return best.here.pieces, best.there.pieces
+    while (
+        smallest_error > 1 and num_cut < max_cuts and (num_cut < 2 or abs(best.first_side.work) > best.work_tolerance)
+    ):
+        num_cut = min(max(1, 2 * num_cut), max_cuts)
+        halving = _Halving(documents, pieces, num_first, num_second, first_tokens, levels)
+        error = halving.distribute(num_cut)
+        if error <= 1 or error < smallest_error / 2:
+            best, smallest_error = halving, error
+    return best.first_side.pieces, best.second_side.pieces

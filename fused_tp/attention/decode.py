@@ -26,8 +26,8 @@ from torch import Tensor
 from fused_tp.attention.cache import CacheRows
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
 from fused_tp.attention.kernels.select import forced_kernel
-from fused_tp.attention.kernels.triton import launchable, terms_of
-from fused_tp.attention.layout import BlockCyclicLayout, Tokens
+from fused_tp.attention.kernels.triton import to_kernel_terms, triton_availability
+from fused_tp.attention.layout import BlockCyclicLayout, TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionMask, Scores
@@ -38,9 +38,9 @@ _T = TypeVar("_T")
 
 MAX_DECODE_QUERIES = 16  # per sequence; a call with more queries is a prefill
 # Size of the fp32 copies to which reduced-precision keys are converted, chunk by chunk: they stay in a CPU cache.
-_CONVERTED_BYTES = 2 << 20
-CHECKSUMS = 2  # number of checksums sent with a rank's result: one of the keywords, one of the new tokens
-_MOST_ROWS = 8192  # maximum rows of keys per prefill step, which limits the copies of paged rows
+_MAX_CONVERTED_BYTES = 2 << 20
+NUM_CHECKSUMS = 2  # number of checksums sent with a rank's result: one of the keywords, one of the new tokens
+_MAX_STEP_ROWS = 8192  # maximum rows of keys per prefill step, which limits the copies of paged rows
 
 
 @dataclass(frozen=True)
@@ -49,96 +49,102 @@ class CacheCall:
 
     Attributes:
         limits: (left, right), the numbers of keys that a query sees before and after its position; -1: no limit.
-        paged: True if rows can be read for only one sequence at a time.
+        is_paged: True if rows can be read for only one sequence at a time.
     """
 
     layout: BlockCyclicLayout
     scores: Scores
     limits: tuple[int, int]
     kernel: AttentionKernel
-    paged: bool
+    is_paged: bool
 
 
-def exchanged_numbers(q_shape: Sequence[int], dim: int) -> int:
-    """Count of numbers that a rank sends for queries of shape `q_shape`: the result of `attend`, and checksums."""
-    return CHECKSUMS + prod(q_shape[:3]) * (dim + 1)
+def num_exchanged_elements(q_shape: Sequence[int], v_head_dim: int) -> int:
+    """Number of elements that a rank sends for queries of shape `q_shape`: its partial output, lse and checksums."""
+    return NUM_CHECKSUMS + prod(q_shape[:3]) * (v_head_dim + 1)
 
 
-def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:
-    """Attend to this rank's keys; return [batch, new, heads, dim + 1] in fp32 (fp64 for fp64): out, then its lse.
+def attend_to_cache(
+    call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, v_head_dim: int
+) -> Tensor:
+    """Attend to this rank's keys; return [batch, new, heads, v_head_dim + 1] in fp32 (fp64 for fp64): out, then lse.
 
-    `q` [batch, new, heads, head_dim] are the last tokens of sequences of lengths `lengths`. `dim` is the head dim of
-    the values. If a sequence has fewer tokens than `new`, its first queries are padding and see no keys.
+    `q` [batch, new, heads, head_dim] are the last tokens of sequences of lengths `lengths`. If a sequence has fewer
+    tokens than `new`, its first queries are padding and see no keys.
     """
-    found = q.new_empty((*q.shape[:3], dim + 1), dtype=accumulate_dtype(q.dtype))
+    result = q.new_empty((*q.shape[:3], v_head_dim + 1), dtype=accumulate_dtype(q.dtype))
     new, decoding = q.shape[1], q.shape[1] <= MAX_DECODE_QUERIES
-    for seqs, length in equal_length_runs(lengths, decoding or call.paged):
-        before = max(0, new - length)
-        _fill_masked(found[seqs, :before])
-        if before == new:
+    for seqs, length in equal_length_runs(lengths, decoding or call.is_paged):
+        num_padding = max(0, new - length)
+        _fill_empty(result[seqs, :num_padding])
+        if num_padding == new:
             continue
         if decoding:
-            _decode(call, q[seqs.start, before:], length, keys, values, seqs, found[seqs.start, before:])
+            _attend_few_queries(
+                call, q[seqs.start, num_padding:], length, keys, values, seqs, result[seqs.start, num_padding:]
+            )
         else:
-            _prefill(call, q[seqs, before:], length, keys, values, seqs, found[seqs, before:])
-    return found
+            _attend_many_queries(call, q[seqs, num_padding:], length, keys, values, seqs, result[seqs, num_padding:])
+    return result
 
 
-def merge(parts: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge the ranks' results of `attend` [W, ...] into (out [batch, new, heads, dim], lse [batch, heads, new]).
+def merge_partial_outputs(partials: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Merge the ranks' partial outputs [W, ...] into (out [batch, new, heads, dim], lse [batch, heads, new]).
 
     Sums are in the order of the ranks, so all ranks compute the same bits. `sinks` [heads] count once, not per rank.
     """
-    out, lse = parts[..., :-1], parts[..., -1]
-    highest = lse.amax(0)
+    out, lse = partials[..., :-1], partials[..., -1]
+    max_lse = lse.amax(0)
     if sinks is not None:
-        highest = torch.maximum(highest, sinks.to(highest.dtype))
-    base = highest.masked_fill(highest == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
-    shares = torch.exp(lse - base)
-    total = shares.sum(0)
+        max_lse = torch.maximum(max_lse, sinks.to(max_lse.dtype))
+    base = max_lse.masked_fill(max_lse == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
+    weights = torch.exp(lse - base)
+    weight_sum = weights.sum(0)
     if sinks is not None:
-        total = total + torch.exp(sinks.to(total.dtype) - base)
-    merged = (shares.unsqueeze(-1) * out).sum(0) / total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
-    return merged, (base + total.log()).transpose(1, 2)
+        weight_sum = weight_sum + torch.exp(sinks.to(weight_sum.dtype) - base)
+    merged = (weights.unsqueeze(-1) * out).sum(0) / weight_sum.clamp_min(torch.finfo(weight_sum.dtype).tiny).unsqueeze(
+        -1
+    )
+    return merged, (base + weight_sum.log()).transpose(1, 2)
 
 
-def equal_length_runs(lengths: Sequence[_T], one_by_one: bool = False) -> Iterator[tuple[slice, _T]]:
+def equal_length_runs(lengths: Sequence[_T], split_runs: bool = False) -> Iterator[tuple[slice, _T]]:
     """Yield (slice of sequences, value) for each maximal run of equal values in `lengths`.
 
-    With `one_by_one`, yield one slice per sequence.
+    With `split_runs`, yield one slice per sequence.
     """
-    at = 0
+    first = 0
     for length, run in itertools.groupby(lengths):
         count = len(list(run))
-        for start in range(at, at + count, 1 if one_by_one else count):
-            yield slice(start, start + 1 if one_by_one else at + count), length
-        at += count
+        for start in range(first, first + count, 1 if split_runs else count):
+            yield slice(start, start + 1 if split_runs else first + count), length
+        first += count
 
 
-def _fill_masked(found: Tensor) -> None:
-    found[..., :-1] = 0
-    found[..., -1] = -torch.inf
+def _fill_empty(result: Tensor) -> None:
+    result[..., :-1] = 0
+    result[..., -1] = -torch.inf
 
 
-def _decode(
-    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seq: slice, found: Tensor
+def _attend_few_queries(
+    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seq: slice, result: Tensor
 ) -> None:
     """Attend with few queries of one sequence: q [new, heads, head_dim] -> found [new, heads, dim + 1].
 
     One matmul computes all queries of a key head, so each key is read once.
     """
-    intervals = [rows_seen(call.layout, call.limits, length - len(q) + i, length) for i in range(len(q))]
+    intervals = [visible_rows(call.layout, call.limits, length - len(q) + i, length) for i in range(len(q))]
     start, stop = min(first for first, _ in intervals), max(last for _, last in intervals)
     if start >= stop:
-        _fill_masked(found)
+        _fill_empty(result)
         return
-    dtype, most = found.dtype, stop - start
-    if call.paged or dtype != q.dtype:
-        _, first = next(keys.parts(seq, start, stop, 1))
-        row = first.shape[2] * max(q.shape[2], found.shape[2]) * dtype.itemsize
-        most = max(64, _CONVERTED_BYTES // row)
+    dtype, max_rows = result.dtype, stop - start
+    if call.is_paged or dtype != q.dtype:
+        _, first = next(keys.read_blocks(seq, start, stop, 1))
+        row_bytes = first.shape[2] * max(q.shape[2], result.shape[2]) * dtype.itemsize
+        max_rows = max(64, _MAX_CONVERTED_BYTES // row_bytes)
     scores: Tensor | None = None
-    for at, k in keys.parts(seq, start, stop, most):
+    for at, k in keys.read_blocks(seq, start, stop, max_rows):
         k = k[0].to(dtype).permute(1, 2, 0)
         if scores is None:
             by_head = q.to(dtype).unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, G, new, head_dim]
@@ -150,40 +156,40 @@ def _decode(
         torch.matmul(queries, k, out=scores[..., at - start : at - start + k.shape[2]])
     assert scores is not None
     by_query = scores.unflatten(1, (-1, len(q)))  # [kv_heads, G, new, keys]
-    _shape_scores(call, by_query, length, start, stop, intervals)
-    highest = scores.amax(-1, keepdim=True)
-    p = scores.sub_(highest.masked_fill(highest == -torch.inf, 0.0)).exp_()
-    total = p.sum(-1, keepdim=True)
+    _transform_scores(call, by_query, length, start, stop, intervals)
+    max_score = scores.amax(-1, keepdim=True)
+    probabilities = scores.sub_(max_score.masked_fill(max_score == -torch.inf, 0.0)).exp_()
+    exp_sum = probabilities.sum(-1, keepdim=True)
     out: Tensor | None = None
-    for at, v in values.parts(seq, start, stop, most):
-        part = p[..., at - start : at - start + v.shape[1]] @ v[0].to(dtype).transpose(0, 1)
-        out = part if out is None else out.add_(part)
+    for at, v in values.read_blocks(seq, start, stop, max_rows):
+        block_out = probabilities[..., at - start : at - start + v.shape[1]] @ v[0].to(dtype).transpose(0, 1)
+        out = block_out if out is None else out.add_(block_out)
     assert out is not None
-    out /= total.clamp_min(torch.finfo(dtype).tiny)
-    both = torch.cat([out, highest + total.log()], -1).unflatten(1, (-1, len(q)))
-    found.copy_(both.permute(2, 0, 1, 3).flatten(1, 2))
+    out /= exp_sum.clamp_min(torch.finfo(dtype).tiny)
+    out_and_lse = torch.cat([out, max_score + exp_sum.log()], -1).unflatten(1, (-1, len(q)))
+    result.copy_(out_and_lse.permute(2, 0, 1, 3).flatten(1, 2))
 
 
-def rows_seen(layout: BlockCyclicLayout, limits: tuple[int, int], place: int, length: int) -> tuple[int, int]:
-    """Rows [start, stop) of this rank that a query at position `place` of a sequence of `length` tokens sees."""
+def visible_rows(layout: BlockCyclicLayout, limits: tuple[int, int], position: int, length: int) -> tuple[int, int]:
+    """Return the rows [start, stop) of this rank that a query sees, at `position` in a sequence of `length` tokens."""
     left, right = limits
     count = layout.count
-    stop = count(max(0, length if right < 0 else min(length, place + right + 1)))
-    return (0 if left < 0 else min(stop, count(max(0, place - left)))), stop
+    stop = count(max(0, length if right < 0 else min(length, position + right + 1)))
+    return (0 if left < 0 else min(stop, count(max(0, position - left)))), stop
 
 
-def _shape_scores(
+def _transform_scores(
     call: CacheCall, scores: Tensor, length: int, start: int, stop: int, intervals: Sequence[tuple[int, int]]
 ) -> None:
     """Apply softcap, ALiBi and the mask (-inf) in place to `scores` [kv_heads, G, new, stop - start]."""
-    how, new = call.scores, scores.shape[2]
-    if how.softcap:
-        scores.div_(how.softcap).tanh_().mul_(how.softcap)
-    if how.alibi_slopes is not None:
-        places = torch.arange(length - new, length, device=scores.device).unsqueeze(-1)
-        held = torch.from_numpy(call.layout.indices(start, stop)).to(scores.device)
-        slopes = how.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
-        scores -= slopes[:, :, None, None] * (places - held).abs()
+    definition, new = call.scores, scores.shape[2]
+    if definition.softcap:
+        scores.div_(definition.softcap).tanh_().mul_(definition.softcap)
+    if definition.alibi_slopes is not None:
+        positions = torch.arange(length - new, length, device=scores.device).unsqueeze(-1)
+        key_indices = torch.from_numpy(call.layout.indices(start, stop)).to(scores.device)
+        slopes = definition.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
+        scores -= slopes[:, :, None, None] * (positions - key_indices).abs()
     for i, (first, last) in enumerate(intervals):
         if first > start:
             scores[:, :, i, : first - start] = -torch.inf
@@ -191,26 +197,26 @@ def _shape_scores(
             scores[:, :, i, max(0, last - start) :] = -torch.inf
 
 
-def _prefill(
-    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seqs: slice, found: Tensor
+def _attend_many_queries(
+    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seqs: slice, result: Tensor
 ) -> None:
     """Attend with many queries, in steps: q [seqs, new, heads, head_dim] -> found [seqs, new, heads, dim + 1]."""
-    state = SoftmaxState.empty(q, found.shape[3] - 1)
+    state = SoftmaxState.empty(q, result.shape[3] - 1)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    for first, last, step in _steps(call.layout, call.limits, q.shape[1], length):
-        (_, k), (_, v) = (next(x.parts(seqs, first, last, sys.maxsize)) for x in (keys, values))
-        rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
+    for first, last, step in _prefill_steps(call.layout, call.limits, q.shape[1], length):
+        (_, k), (_, v) = (next(x.read_blocks(seqs, first, last, sys.maxsize)) for x in (keys, values))
+        rows, keys_seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
         call.kernel.forward(
-            step, call.scores, q[:, rows], k[:, seen], v[:, seen], state.rows(step.q_start, step.q_stop)
+            step, call.scores, q[:, rows], k[:, keys_seen], v[:, keys_seen], state.rows(step.q_start, step.q_stop)
         )
-    out, lse = state.result(found.dtype)
-    found[..., :-1] = out
-    found[..., -1] = lse.transpose(1, 2)
+    out, lse = state.result(result.dtype)
+    result[..., :-1] = out
+    result[..., -1] = lse.transpose(1, 2)
 
 
 # The layers of a model share an entry. Few are kept: an entry holds an interval of keys for each query.
 @lru_cache(maxsize=8)
-def _steps(
+def _prefill_steps(
     layout: BlockCyclicLayout, limits: tuple[int, int], new: int, length: int
 ) -> tuple[tuple[int, int, Step], ...]:
     """Return (first, last, step) for each step of `new` tokens at the end of a sequence; a step reads this rank's rows
@@ -222,13 +228,13 @@ def _steps(
     mask = AttentionMask(new, length, window=limits)
     left, right = limits
     start = layout.count(max(0, length - new - left)) if left >= 0 else 0
-    middle = max(start, layout.count(max(0, length - new + 1))) if right >= 0 else start
+    first_new_row = max(start, layout.count(max(0, length - new + 1))) if right >= 0 else start
     stop = layout.count(length)
-    bounds = [*range(start, middle, _MOST_ROWS), *range(middle, stop, _MOST_ROWS), stop]
+    bounds = [*range(start, first_new_row, _MAX_STEP_ROWS), *range(first_new_row, stop, _MAX_STEP_ROWS), stop]
     steps = []
     for first, last in itertools.pairwise(bounds):
-        step = make_step(mask, Tokens((range(new),)), layout.tokens(first, last))
-        if not step.empty:
+        step = make_step(mask, TokenRanges((range(new),)), layout.tokens(first, last))
+        if not step.is_empty:
             steps.append((first, last, step))
     return tuple(steps)
 
@@ -236,22 +242,27 @@ def _steps(
 # -- with a Triton kernel ---------------------------------------------------------------------------------------------
 
 
-def kernel_serves(query: KernelQuery, new: int) -> bool:
-    """True if `attend_by_kernel` is to compute `new` queries: by default on GPUs, and on any device if
+def uses_decode_kernel(query: KernelQuery, new: int) -> bool:
+    """True if `attend_with_kernel` is to compute `new` queries: by default on GPUs, and on any device if
     FUSED_TP_ATTENTION=triton."""
     forced = forced_kernel()
     wanted = forced == "triton" or (forced is None and query.device.type == "cuda")
-    return 0 < new <= MAX_DECODE_QUERIES and wanted and bool(launchable(query))
+    return 0 < new <= MAX_DECODE_QUERIES and wanted and bool(triton_availability(query))
 
 
-def attend_by_kernel(
+def attend_with_kernel(
     call: CacheCall, q: Tensor, lengths: Sequence[int], k: Tensor, v: Tensor, page_table: Tensor | None
 ) -> Tensor:
-    """Compute `attend` in one launch for all sequences. `k`, `v`, `page_table`: as in `context_parallel_decode`."""
+    """Return the result of `attend_to_cache`, computed in one launch for all sequences.
+
+    `k`, `v` and `page_table` are as in `context_parallel_decode`.
+    """
     layout, k_indices = call.layout, None
-    starts, stops, places, most = _seen_rows(layout, call.limits, q.shape[1], tuple(lengths), q.device)
+    starts, stops, positions, max_visible = _visible_row_tables(
+        layout, call.limits, q.shape[1], tuple(lengths), q.device
+    )
     if call.scores.alibi_slopes is not None:
-        k_indices = _row_indices(layout, max(map(layout.count, lengths)), q.device)
+        k_indices = _row_token_indices(layout, max(map(layout.count, lengths)), q.device)
     if page_table is not None:
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
     from fused_tp.triton_kernels.attention.decode import flash_decode
@@ -265,10 +276,19 @@ def attend_by_kernel(
         else:
             table.record_stream(torch.cuda.current_stream(table.device))
     q = q if q.stride(-1) == 1 else q.contiguous()
-    found: Tensor = flash_decode(
-        q, k, v, starts, stops, most, terms_of(call.scores), pages=page_table, places=places, k_indices=k_indices
+    result: Tensor = flash_decode(
+        q,
+        k,
+        v,
+        starts,
+        stops,
+        max_visible,
+        to_kernel_terms(call.scores),
+        pages=page_table,
+        places=positions,
+        k_indices=k_indices,
     )
-    return found
+    return result
 
 
 # A CUDA graph reads its tables at every replay, and there is no notification when a graph is deleted. So captured
@@ -276,7 +296,7 @@ def attend_by_kernel(
 _captured_tables: set[Tensor] = set()
 
 
-def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
+def _table_on_device(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
     if is_capturing(device):
         raise RuntimeError(
             "context_parallel_decode needs index tables for these cache_seqlens, which cannot be copied to the GPU "
@@ -286,7 +306,7 @@ def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
 
 
 @lru_cache(maxsize=4)  # the layers of a model share an entry
-def _seen_rows(
+def _visible_row_tables(
     layout: BlockCyclicLayout, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return (starts, stops, places, most).
@@ -294,23 +314,26 @@ def _seen_rows(
     Each query sees this rank's rows [starts, stops) and is at position places of its sequence; all are int32
     [batch, new]. `most` is the maximum over the sequences of the number of rows from the first to the last row seen.
     """
-    places = [[length - new + i for i in range(new)] for length in lengths]
+    positions = [[length - new + i for i in range(new)] for length in lengths]
     intervals = np.array(
         [
-            [rows_seen(layout, limits, place, length) if place >= 0 else (0, 0) for place in seq]
-            for seq, length in zip(places, lengths, strict=True)
+            [visible_rows(layout, limits, position, length) if position >= 0 else (0, 0) for position in seq]
+            for seq, length in zip(positions, lengths, strict=True)
         ],
         dtype=np.int32,
     )
     starts, stops = intervals[..., 0], intervals[..., 1]
-    sees = starts < stops
-    lowest, highest = np.where(sees, starts, np.iinfo(np.int32).max).min(1), np.where(sees, stops, 0).max(1)
-    both = _on(device, np.stack((starts, stops, np.array(places, dtype=np.int32))))
-    return both[0], both[1], both[2], int(np.maximum(highest.astype(np.int64) - lowest, 0).max())
+    is_visible = starts < stops
+    first_row, last_row = (
+        np.where(is_visible, starts, np.iinfo(np.int32).max).min(1),
+        np.where(is_visible, stops, 0).max(1),
+    )
+    tables = _table_on_device(device, np.stack((starts, stops, np.array(positions, dtype=np.int32))))
+    return tables[0], tables[1], tables[2], int(np.maximum(last_row.astype(np.int64) - first_row, 0).max())
 
 
 @lru_cache(maxsize=2)
-def _row_indices(layout: BlockCyclicLayout, rows: int, device: torch.device) -> Tensor:
+def _row_token_indices(layout: BlockCyclicLayout, rows: int, device: torch.device) -> Tensor:
     """Token index of each row, int32; `rows` is rounded up to a multiple of 1024."""
     rows = -(-rows // 1024) * 1024
-    return _on(device, layout.indices(0, rows).astype(np.int32))
+    return _table_on_device(device, layout.indices(0, rows).astype(np.int32))

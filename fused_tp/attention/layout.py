@@ -22,19 +22,19 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from fused_tp.attention.balance import balanced_ranges, chunk_range, merged, zigzag_ranges
+from fused_tp.attention.balance import balanced_ranges, chunk_range, merge_ranges, zigzag_ranges
 
-Ints = NDArray[np.int64]
+Int64s = NDArray[np.int64]
 
 # Maps layouts that shard each document separately to the layout used within one document.
-_EACH_DOCUMENT = {"zigzag_documents": "zigzag", "contiguous_documents": "contiguous"}
-OF_DOCUMENTS = ("balanced", *_EACH_DOCUMENT)
-LAYOUTS = ("zigzag", "contiguous", *OF_DOCUMENTS)
+_LAYOUT_WITHIN_DOCUMENT = {"zigzag_documents": "zigzag", "contiguous_documents": "contiguous"}
+DOCUMENT_LAYOUTS = ("balanced", *_LAYOUT_WITHIN_DOCUMENT)
+LAYOUTS = ("zigzag", "contiguous", *DOCUMENT_LAYOUTS)
 DEFAULT_BLOCK = 64  # default number of consecutive tokens of a cache on one rank
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenRanges:
     """The tokens of one rank: ascending, non-empty, disjoint ranges of global indices."""
 
     ranges: tuple[range, ...]
@@ -44,18 +44,18 @@ class Tokens:
         return sum(map(len, self.ranges))
 
     @cached_property
-    def indices(self) -> Ints:
+    def indices(self) -> Int64s:
         """Global positions of this rank's tokens, ascending."""
         parts = [np.arange(r.start, r.stop, dtype=np.int64) for r in self.ranges]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     @cached_property
-    def breaks(self) -> Ints:
+    def breaks(self) -> Int64s:
         """Local rows at which a new range begins; the first is 0."""
-        _, lengths = self._begins
+        _, lengths = self._range_starts_and_lengths
         return np.cumsum(lengths) - lengths
 
-    def rows_before(self, indices: Ints) -> Ints:
+    def count_before(self, indices: Int64s) -> Int64s:
         """Number of these tokens before each of `indices`, which are any global indices.
 
         For a token that this rank holds, the result is its local row. Equals np.searchsorted(self.indices, indices),
@@ -67,12 +67,12 @@ class Tokens:
                 of_range = indices - r.start
                 rows += np.clip(of_range, 0, len(r), out=of_range)
             return rows
-        begins, lengths = self._begins
-        of = np.maximum(np.searchsorted(begins, indices, side="right") - 1, 0)
-        return self.breaks[of] + np.clip(indices - begins[of], 0, lengths[of])
+        range_starts, lengths = self._range_starts_and_lengths
+        range_index = np.maximum(np.searchsorted(range_starts, indices, side="right") - 1, 0)
+        return self.breaks[range_index] + np.clip(indices - range_starts[range_index], 0, lengths[range_index])
 
     @cached_property
-    def _begins(self) -> tuple[Ints, Ints]:
+    def _range_starts_and_lengths(self) -> tuple[Int64s, Int64s]:
         """Starts and lengths of all ranges."""
         begins = np.asarray([r.start for r in self.ranges], dtype=np.int64)
         return begins, np.asarray([len(r) for r in self.ranges], dtype=np.int64)
@@ -82,7 +82,7 @@ def check_layout(layout: object, *, documents: bool = False) -> None:
     """Raise ValueError unless `layout` is one of LAYOUTS; a layout of OF_DOCUMENTS also requires `documents`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
-    if layout in OF_DOCUMENTS and not documents:
+    if layout in DOCUMENT_LAYOUTS and not documents:
         raise ValueError(
             f"layout {layout!r} is for packed documents and needs their cu_seqlens, which were not passed. Pass "
             "cu_seqlens, or use 'zigzag' for a single sequence."
@@ -102,7 +102,9 @@ def _chunk_length(seq_len: int, chunks: int, index: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
+def tokens_by_rank(
+    seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int, ...] = ()
+) -> tuple[TokenRanges, ...]:
     """Return the tokens that each rank holds.
 
     >>> [tokens.ranges for tokens in all_tokens(10, 2, "contiguous")]
@@ -111,17 +113,17 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     check_layout(layout, documents=bool(cu_seqlens))
     if layout == "balanced":
         ranges = balanced_ranges(cu_seqlens, world_size)
-    elif layout in _EACH_DOCUMENT:
-        ranges = _document_ranges(cu_seqlens, world_size, _EACH_DOCUMENT[layout])
+    elif layout in _LAYOUT_WITHIN_DOCUMENT:
+        ranges = _document_ranges(cu_seqlens, world_size, _LAYOUT_WITHIN_DOCUMENT[layout])
     else:
-        ranges = _ranges(seq_len, world_size, layout)
-    return tuple(map(Tokens, ranges))
+        ranges = _layout_ranges(seq_len, world_size, layout)
+    return tuple(map(TokenRanges, ranges))
 
 
-def _ranges(seq_len: int, world_size: int, layout: str) -> list[tuple[range, ...]]:
+def _layout_ranges(seq_len: int, world_size: int, layout: str) -> list[tuple[range, ...]]:
     if layout == "zigzag":
         return zigzag_ranges(seq_len, world_size)
-    return [merged([chunk_range(seq_len, world_size, rank)]) for rank in range(world_size)]
+    return [merge_ranges([chunk_range(seq_len, world_size, rank)]) for rank in range(world_size)]
 
 
 def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) -> list[tuple[range, ...]]:
@@ -129,17 +131,17 @@ def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) 
 
     Shards of a document must be equal, so that the number of tokens of a rank follows from the total length alone.
     """
-    held: list[list[range]] = [[] for _ in range(world_size)]
-    for number, (start, stop) in enumerate(pairwise(cu_seqlens)):
+    ranges_by_rank: list[list[range]] = [[] for _ in range(world_size)]
+    for document, (start, stop) in enumerate(pairwise(cu_seqlens)):
         if (stop - start) % world_size:
             raise ValueError(
-                f"document {number} has {stop - start} tokens; for layout '{layout}_documents' the length must be a "
+                f"document {document} has {stop - start} tokens; for layout '{layout}_documents' the length must be a "
                 f"multiple of the {world_size} ranks. Pad documents to a multiple of {world_size}, or use layout "
                 "'balanced'."
             )
-        for tokens, ranges in zip(held, _ranges(stop - start, world_size, layout), strict=True):
+        for tokens, ranges in zip(ranges_by_rank, _layout_ranges(stop - start, world_size, layout), strict=True):
             tokens += [range(start + r.start, start + r.stop) for r in ranges]
-    return list(map(merged, held))
+    return list(map(merge_ranges, ranges_by_rank))
 
 
 @dataclass(frozen=True)
@@ -157,10 +159,10 @@ class TokenLayout:
     joined: int = 1
     strided: bool = False
 
-    def tokens(self, seq_len: int, world_size: int, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
+    def tokens(self, seq_len: int, world_size: int, cu_seqlens: tuple[int, ...] = ()) -> tuple[TokenRanges, ...]:
         """Return the tokens that each of `world_size` ranks holds."""
-        tokens = all_tokens(seq_len, world_size * self.joined, self.name, cu_seqlens)
-        return tokens if self.joined == 1 else _join(tokens, self.joined, self.strided)
+        tokens = tokens_by_rank(seq_len, world_size * self.joined, self.name, cu_seqlens)
+        return tokens if self.joined == 1 else _join_virtual_ranks(tokens, self.joined, self.strided)
 
     def __str__(self) -> str:
         if self.joined == 1:
@@ -169,10 +171,12 @@ class TokenLayout:
 
 
 @lru_cache(maxsize=16)
-def _join(tokens: tuple[Tokens, ...], joined: int, strided: bool) -> tuple[Tokens, ...]:
+def _join_virtual_ranks(tokens: tuple[TokenRanges, ...], joined: int, strided: bool) -> tuple[TokenRanges, ...]:
     count = len(tokens) // joined
-    held = [tokens[rank::count] if strided else tokens[rank * joined : (rank + 1) * joined] for rank in range(count)]
-    return tuple(Tokens(merged(r for one in ranks for r in one.ranges)) for ranks in held)
+    joined_tokens = [
+        tokens[rank::count] if strided else tokens[rank * joined : (rank + 1) * joined] for rank in range(count)
+    ]
+    return tuple(TokenRanges(merge_ranges(r for one in ranks for r in one.ranges)) for ranks in joined_tokens)
 
 
 @dataclass(frozen=True)
@@ -195,12 +199,12 @@ class BlockCyclicLayout:
         rounds, rest = divmod(length, self.block * self.world_size)
         return rounds * self.block + min(max(rest - self.rank * self.block, 0), self.block)
 
-    def indices(self, start: int, stop: int) -> Ints:
+    def indices(self, start: int, stop: int) -> Int64s:
         """Token indices of the rows [start, stop), ascending."""
         rows = np.arange(start, stop, dtype=np.int64)
         return (rows // self.block * self.world_size + self.rank) * self.block + rows % self.block
 
-    def tokens(self, start: int, stop: int) -> Tokens:
+    def tokens(self, start: int, stop: int) -> TokenRanges:
         """Return the tokens in the rows [start, stop)."""
         ranges = []
         while start < stop:
@@ -208,12 +212,12 @@ class BlockCyclicLayout:
             first = (start // self.block * self.world_size + self.rank) * self.block + start % self.block
             ranges.append(range(first, first + end - start))
             start = end
-        return Tokens(tuple(ranges))
+        return TokenRanges(tuple(ranges))
 
-    def rows(self, tokens: Ints) -> Ints:
+    def rows(self, tokens: Int64s) -> Int64s:
         """Row of each of `tokens` on the rank that holds it."""
         return tokens // (self.block * self.world_size) * self.block + tokens % self.block
 
-    def owners(self, tokens: Ints) -> Ints:
+    def owners(self, tokens: Int64s) -> Int64s:
         """The rank that holds each of `tokens`."""
         return tokens // self.block % self.world_size

@@ -17,36 +17,36 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
-from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RingPlan, Rows, keys_of_step
+from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
+from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RingPlan, RowRanges, restrict_to_keys
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
 from fused_tp.attention.spec import Scores
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.core.tracing import span
 
-OP = "ring_attention"
+RING_OP = "ring_attention"
 
 
 class RingCall(NamedTuple):
     """Parameters that all steps of a forward or a backward share.
 
     Attributes:
-        mine: the steps and transfers of this rank.
+        rank_plan: the steps and transfers of this rank.
         dims: at most eight numbers that must be equal on all ranks.
     """
 
-    mine: RankPlan
+    rank_plan: RankPlan
     kernel: AttentionKernel
     scores: Scores
     dims: tuple[int, ...] = ()
 
     @property
     def plan(self) -> RingPlan:
-        return self.mine.plan
+        return self.rank_plan.plan
 
     @property
     def rank(self) -> int:
-        return self.mine.rank
+        return self.rank_plan.rank
 
     def of_heads(self, heads: slice) -> RingCall:
         """The call restricted to the query heads `heads`."""
@@ -73,7 +73,7 @@ class RingSaved(NamedTuple):
         return RingSaved(q, k, v, out, self.lse[:, heads], grad_out, grad_lse, self.kv_grad_dtype)
 
 
-class Gradients(NamedTuple):
+class AttentionGradients(NamedTuple):
     """Gradients of one call.
 
     dq, dk and dv have the shapes of q, k and v. d_slopes [H], in the accumulation dtype, and d_sinks [H], in the dtype
@@ -87,25 +87,25 @@ class Gradients(NamedTuple):
     d_sinks: Tensor | None
 
 
-class Forward:
+class RingForward:
     """Forward of one call: a running softmax over the keys of the steps so far. Only `result` rounds."""
 
     def __init__(self, call: RingCall, q: Tensor, v: Tensor) -> None:
         self._call, self._q = call, q
-        self._state, self._fresh = SoftmaxState.uninitialised(q, v.shape[3]), True
+        self._state, self._fresh = SoftmaxState.uninitialized(q, v.shape[3]), True
 
     def attend(self, t: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Compute step t. `k` and `v` [B, rows, Hkv, D] are the source's rows from row `first` on."""
         call, q, state, fresh = self._call, self._q, self._state, self._fresh
-        step = call.mine.steps[t]
-        if step.empty:
+        step = call.rank_plan.steps[t]
+        if step.is_empty:
             return
-        if step.rows != q.shape[1]:
+        if step.num_rows != q.shape[1]:
             if fresh:  # this step writes only some rows of the uninitialized state
                 state.clear()
             q, state, fresh = q[:, step.q_start : step.q_stop], state.rows(step.q_start, step.q_stop), False
         self._fresh = False
-        if step.keys != k.shape[1]:
+        if step.num_keys != k.shape[1]:
             k, v = (x[:, step.k_start - first : step.k_stop - first] for x in (k, v))
         with span("ring_attention step", t):
             call.kernel.forward(step, call.scores, q, k, v, state, fresh=fresh)
@@ -117,7 +117,7 @@ class Forward:
         return self._state.result(self._q.dtype, self._call.scores.sinks)
 
 
-class Backward:
+class RingBackward:
     """Backward of one call: running sums of dq and of the gradient of the slopes. Only `result` rounds dq."""
 
     def __init__(self, call: RingCall, saved: RingSaved) -> None:
@@ -136,19 +136,19 @@ class Backward:
         """
         call, saved = self._call, self._saved
         # Cache the step's tensors on the GPU: re-copying them is slow, and captured CUDA graphs read them in place.
-        step = keys_of_step(call.mine.steps[t], first, first + k.shape[1], keep=k.is_cuda)
-        if step.empty:
+        step = restrict_to_keys(call.rank_plan.steps[t], first, first + k.shape[1], keep=k.is_cuda)
+        if step.is_empty:
             return
         rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
         with span("ring_attention backward step", t):
-            given = StepRows(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._row_sums)
-            sums = Sums(self._dq, dk, dv, self._d_slopes)
-            call.kernel.backward(step, call.scores, given.part(rows, keys), sums.part(rows, keys))
+            step_rows = StepRows(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._row_sums)
+            sums = GradientSums(self._dq, dk, dv, self._d_slopes)
+            call.kernel.backward(step, call.scores, step_rows.select(rows, keys), sums.select(rows, keys))
 
-    def result(self, own: list[Tensor]) -> Gradients:
-        """Return the gradients; `own` is [dk, dv] of this rank's keys, summed over all steps.
+    def result(self, own_gradients: list[Tensor]) -> AttentionGradients:
+        """Return the gradients, where `own_gradients` is [dk, dv] of this rank's keys, summed over all steps.
 
-        Empties `own` and frees the sum of dq: each sum is freed as soon as it is rounded, to lower peak memory.
+        Empties `own_gradients` and frees the sum of dq: each sum is freed once it is rounded, to lower peak memory.
         """
         saved, sinks = self._saved, self._call.scores.sinks
         d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._row_sums)
@@ -156,78 +156,86 @@ class Backward:
         del self._dq
         kv_dtype = saved.kv_grad_dtype or saved.k.dtype
         # The op's fake implementation returns contiguous tensors, so these must be contiguous.
-        dk, dv = (own.pop(0).to(kv_dtype).contiguous() for _ in range(2))
-        return Gradients(dq, dk, dv, self._d_slopes, d_sinks)
+        dk, dv = (own_gradients.pop(0).to(kv_dtype).contiguous() for _ in range(2))
+        return AttentionGradients(dq, dk, dv, self._d_slopes, d_sinks)
 
 
 class KVExchange(ABC):
     """Transfers of one call: other ranks' keys to this rank, and partial gradients of these keys back."""
 
     @abstractmethod
-    def keys(self, index: int) -> tuple[Tensor, Tensor]:
+    def receive_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Return K and V of the `recv_rows` of chunk `index`. Called once per chunk, in order.
 
         The K and V of the previous chunk become invalid.
         """
 
     @abstractmethod
-    def terms(self, index: int) -> tuple[Tensor, Tensor]:
+    def gradient_buffers(self, index: int) -> tuple[Tensor, Tensor]:
         """Return zeroed buffers for the partial dK and dV of chunk `index`."""
 
     @abstractmethod
-    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
+    def send_gradients(self, index: int, own_gradients: Sequence[Tensor]) -> None:
         """Start sending the partial dK and dV of chunk `index` to the owner of its keys.
 
-        Also add the partial gradients that arrived for the previous chunk to `own`, dK and dV of this rank's keys.
+        Also add the partial gradients that arrived for the previous chunk to `own_gradients`, the dK and dV of this
+        rank's keys.
         """
 
     @abstractmethod
-    def finish(self, own: Sequence[Tensor]) -> None:
-        """Add the partial gradients that arrive for the last chunk to `own`."""
+    def finish_gradients(self, own_gradients: Sequence[Tensor]) -> None:
+        """Add the partial gradients that arrive for the last chunk to `own_gradients`."""
 
 
-class Ring(ABC):
+class RingSchedule(ABC):
     """Schedule of ring attention: transfers keys to queries and gradients back."""
 
     name: str
-    view: ClassVar[KVView] = KVView.FULL
+    kv_view: ClassVar[KVView] = KVView.FULL
 
     @abstractmethod
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, Dv], lse [B, H, S])."""
 
     @abstractmethod
-    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
+    def backward(self, call: RingCall, saved: RingSaved) -> AttentionGradients:
         """Return the gradients; dk and dv are summed over all ranks and rounded once."""
 
 
-class SteppedRing(Ring):
-    """Ring attention step by step; each transport implements `_exchange`."""
+class SteppedRing(RingSchedule):
+    """Ring attention step by step; each transport implements `_exchange_scope`."""
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        state, chunks = Forward(call, q, v), call.mine.unsplit_steps
-        with self._exchange(OP, call, chunks, k, v, partial(state.attend, 0, k, v)) as exchange:
+        state, chunks = RingForward(call, q, v), call.rank_plan.unsplit_steps
+        with self._exchange_scope(RING_OP, call, chunks, k, v, partial(state.attend, 0, k, v)) as exchange:
             for index, chunk in enumerate(chunks):
-                state.attend(chunk.t, *exchange.keys(index), chunk.recv_rows.start)
+                state.attend(chunk.t, *exchange.receive_keys(index), chunk.recv_rows.start)
         del exchange  # frees its buffers before the result is allocated
         return state.result()
 
-    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
-        k, v, chunks = saved.k, saved.v, call.mine.chunks
-        state, own = Backward(call, saved), [fp32_accumulator(k), fp32_accumulator(v)]
-        with self._exchange(
-            f"{OP}_backward", call, chunks, k, v, partial(state.attend, 0, k, v, own[0], own[1])
+    def backward(self, call: RingCall, saved: RingSaved) -> AttentionGradients:
+        k, v, chunks = saved.k, saved.v, call.rank_plan.chunks
+        state, own_gradients = RingBackward(call, saved), [fp32_accumulator(k), fp32_accumulator(v)]
+        with self._exchange_scope(
+            f"{RING_OP}_backward",
+            call,
+            chunks,
+            k,
+            v,
+            partial(state.attend, 0, k, v, own_gradients[0], own_gradients[1]),
         ) as exchange:
             for index, chunk in enumerate(chunks):
-                state.attend(chunk.t, *exchange.keys(index), *exchange.terms(index), chunk.recv_rows.start)
-                exchange.return_terms(index, own)
+                state.attend(
+                    chunk.t, *exchange.receive_keys(index), *exchange.gradient_buffers(index), chunk.recv_rows.start
+                )
+                exchange.send_gradients(index, own_gradients)
             if chunks:
-                exchange.finish(own)
+                exchange.finish_gradients(own_gradients)
         del exchange
-        return state.result(own)
+        return state.result(own_gradients)
 
     @abstractmethod
-    def _exchange(
+    def _exchange_scope(
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> AbstractContextManager[KVExchange]:
         """Context manager of one call, which yields its `KVExchange`.
@@ -242,15 +250,15 @@ class LocalRing(SteppedRing):
     name = "local"
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        step = call.mine.steps[0]
-        if step.rows == q.shape[1] > 0:
+        step = call.rank_plan.steps[0]
+        if step.num_rows == q.shape[1] > 0:
             keys = slice(step.k_start, step.k_stop)
-            result = call.kernel.forward_once(step, call.scores, q, k[:, keys], v[:, keys])
+            result = call.kernel.forward_single_step(step, call.scores, q, k[:, keys], v[:, keys])
             if result is not None:
                 return result
         return super().forward(call, q, k, v)
 
-    def _exchange(
+    def _exchange_scope(
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> AbstractContextManager[Any]:
         attend_own()
@@ -262,7 +270,7 @@ def fp32_accumulator(x: Tensor) -> Tensor:
     return x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
 
 
-def add_to(total: Tensor, rows: Rows, term: Tensor) -> None:
+def add_rows(total: Tensor, rows: RowRanges, term: Tensor) -> None:
     """Add `term` [B, rows, H, D] to the rows `rows` of `total` [B, S, H, D]."""
     start = 0
     for r in rows.ranges:

@@ -18,29 +18,29 @@ from torch import Tensor
 
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import forced_kernel
-from fused_tp.attention.kernels.triton import TRITON, launchable, terms_of
-from fused_tp.attention.ring import OP, Gradients, Ring, RingCall, RingSaved
+from fused_tp.attention.kernels.triton import TRITON_KERNEL, to_kernel_terms, triton_availability
+from fused_tp.attention.ring import RING_OP, AttentionGradients, RingCall, RingSaved, RingSchedule
 from fused_tp.attention.ring_messages import MessageRing
-from fused_tp.attention.ring_plan import KVView, RingPlan, keys_of_step
+from fused_tp.attention.ring_plan import KVView, RingPlan, restrict_to_keys
 from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import settings
 from fused_tp.core.availability import Availability, unavailable
 from fused_tp.core.group import Group, GroupSlot
-from fused_tp.core.store import agree
+from fused_tp.core.store import agree_on_availability
 from fused_tp.core.tracing import span
 
 # Values of FUSED_TP_ATTENTION that a group has used, in order of first use.
-_FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])
+_FORCED_KERNELS: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])
 _RESERVED_SMS = 1  # multiprocessors left to the small kernels that run between the copies
-_ROWS_OF_A_CHUNK = 16384  # maximum rows per chunk, unless this results in more than _MOST_CHUNKS chunks
-_MOST_CHUNKS = 63  # maximum chunks per call
+_MAX_CHUNK_ROWS = 16384  # maximum rows per chunk, unless this results in more than _MOST_CHUNKS chunks
+_MAX_CHUNKS = 63  # maximum chunks per call
 
 
-class FusedRing(Ring):
+class FusedRing(RingSchedule):
     """Ring attention by the Triton kernel, over the memory of a `FusedKernel` schedule."""
 
     name = "fused_kernel"
-    view = KVView.NEEDED  # used by backward only, which exchanges K/V with send/recv
+    kv_view = KVView.NEEDED  # used by backward only, which exchanges K/V with send/recv
 
     def __init__(self, kernels: FusedKernel) -> None:
         self._kernels = kernels
@@ -49,30 +49,32 @@ class FusedRing(Ring):
         from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 
         kernels, chunks = self._kernels, kv_chunks(call.plan, call.rank)
-        kernels.check(OP, call.dims, q)
-        layout = keys_layout(call.plan, call.rank, k, v)
+        kernels.check(RING_OP, call.dims, q)
+        layout = make_keys_layout(call.plan, call.rank, k, v)
         with (
             span("ring_attention launch"),
-            kernels.abort_scope(OP),  # from the first launch on, peers wait for this rank: an error must abort them
-            kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), OP) as workspace,
+            kernels.abort_scope(
+                RING_OP
+            ),  # from the first launch on, peers wait for this rank: an error must abort them
+            kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), RING_OP) as workspace,
         ):
             result: tuple[Tensor, Tensor] = ring_forward(
                 q,
                 k,
                 v,
                 chunks,
-                terms_of(call.scores),
+                to_kernel_terms(call.scores),
                 layout,
                 workspace=workspace,
-                programs=self._programs(),
+                programs=self._num_programs(),
                 sinks=call.scores.sinks,
             )
         return result
 
-    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
+    def backward(self, call: RingCall, saved: RingSaved) -> AttentionGradients:
         return MessageRing(self._kernels.messages).backward(call, saved)
 
-    def _programs(self) -> int:
+    def _num_programs(self) -> int:
         memory = self._kernels.memory
         if not memory.arch:  # Triton's interpreter
             return memory.sms
@@ -82,12 +84,12 @@ class FusedRing(Ring):
 def fused_ring_available(query: KernelQuery) -> Availability:
     """Available if this rank can run a forward of schedule `fused_kernel` as one launch; otherwise it uses messages."""
     forced = forced_kernel()
-    if forced not in (None, TRITON.name):
+    if forced not in (None, TRITON_KERNEL.name):
         return unavailable(f"FUSED_TP_ATTENTION={forced} selects other kernels")
-    return launchable(query)
+    return triton_availability(query)
 
 
-def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
+def fused_ring_available_on_all_ranks(group: Group, query: KernelQuery) -> Availability:
     """Available if `fused_ring_available` holds on all ranks of `group`: devices and environments may differ.
 
     The first call for a query is collective: all ranks must make it together.
@@ -98,19 +100,21 @@ def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
     """
     # The agreement's name must be equal on all ranks, but values of FUSED_TP_ATTENTION may differ: so it contains the
     # index of the value in the order of use.
-    values = _FORCED[group]
+    forced_kernels = _FORCED_KERNELS[group]
     forced = forced_kernel()
-    if forced not in values:
-        values.append(forced)
-    what = (
-        f"{OP} in one launch (on {query.device.type}, {query.dtype}, head dims {query.head_dim} and "
-        f"{query.v_head_dim}, value {values.index(forced) + 1} of FUSED_TP_ATTENTION)"
+    if forced not in forced_kernels:
+        forced_kernels.append(forced)
+    feature = (
+        f"{RING_OP} in one launch (on {query.device.type}, {query.dtype}, head dims {query.head_dim} and "
+        f"{query.v_head_dim}, value {forced_kernels.index(forced) + 1} of FUSED_TP_ATTENTION)"
     )
-    on_all = agree(group, what, lambda: fused_ring_available(replace(query, positive_scale=True)))
-    return fused_ring_available(query) if on_all else on_all
+    all_ranks = agree_on_availability(
+        group, feature, lambda: fused_ring_available(replace(query, has_positive_scale=True))
+    )
+    return fused_ring_available(query) if all_ranks else all_ranks
 
 
-def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
+def make_keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
     """Return the memory layout of a call's keys on all ranks, a `triton_kernels.attention.ring_keys.KeysLayout`."""
     from fused_tp.triton_kernels.attention import ring_keys as module
 
@@ -121,7 +125,7 @@ def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
         rank=rank,
         rows=rows,
         chunks=tuple(
-            module.KeyChunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).others
+            module.KeyChunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).peer_chunks
         ),
         max_chunk_rows=kv_chunks(plan, rank).most_rows,
         pairs=pairs,
@@ -146,84 +150,86 @@ class KVChunks:
     Describes the mask of a call for `triton_kernels.attention.ring_forward`.
 
     Attributes:
-        others: the chunks of other ranks' keys.
+        peer_chunks: the chunks of other ranks' keys.
     """
 
     def __init__(self, plan: RingPlan, rank: int) -> None:
         self._plan, self._rank = plan, rank
         own = KVChunk(0, rank, range(plan.keys[rank].length))
-        self.others = tuple(_chunks_of_others(plan, rank))
-        self._chunks = (own, *self.others)
+        self.peer_chunks = tuple(_peer_chunks(plan, rank))
+        self._chunks = (own, *self.peer_chunks)
         self._tables: dict[Any, dict[str, Tensor]] = {}
 
-    def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
+    def tables_on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
         """Return the kernel's tables on `device` for tiles of `rows` queries and `block` keys; cached."""
         from fused_tp.triton_kernels.attention.tiles import tiles_of_chunks
 
         if (device, rows, block) not in self._tables:
             vectors = self._tables.get(device)
             if vectors is None:
-                vectors = self._tables[device] = {name: _moved(x, device) for name, x in self._vectors.items()}
-            starts, stops = self._vectors["starts"], self._vectors["stops"]
+                vectors = self._tables[device] = {
+                    name: _int32_on_device(x, device) for name, x in self._host_vectors.items()
+                }
+            starts, stops = self._host_vectors["starts"], self._host_vectors["stops"]
             tiles, bounds = tiles_of_chunks(
-                self._plan.seen(self._rank)[1:],
+                self._plan.visible_intervals(self._rank)[1:],
                 [int(b) for b in self._plan.queries[self._rank].breaks if b],
                 starts,
                 stops,
                 rows,
                 block,
             )
-            tables = {"tiles": _moved(tiles, device), "bounds": _moved(bounds, device)}
+            tables = {"tiles": _int32_on_device(tiles, device), "bounds": _int32_on_device(bounds, device)}
             self._tables[device, rows, block] = vectors | tables
         return self._tables[device, rows, block]
 
     @cached_property
-    def most_rows(self) -> int:
+    def max_peer_rows(self) -> int:
         """The largest number of rows of other ranks' keys that any rank reads."""
         ranks = range(self._plan.world_size)
-        return max(sum(len(chunk.rows) for chunk in _chunks_of_others(self._plan, rank)) for rank in ranks)
+        return max(sum(len(chunk.rows) for chunk in _peer_chunks(self._plan, rank)) for rank in ranks)
 
     @cached_property
-    def _vectors(self) -> dict[str, np.ndarray[Any, Any]]:
+    def _host_vectors(self) -> dict[str, np.ndarray[Any, Any]]:
         plan, rank, chunks = self._plan, self._rank, self._chunks
         queries = plan.queries[rank]
         starts = np.zeros((len(chunks), queries.length), dtype=np.int32)
         stops = np.zeros_like(starts)
         for number, (t, _, rows) in enumerate(chunks):
-            step = keys_of_step(plan.step(rank, t), rows.start, rows.stop, keep=False)
-            if not step.empty:
-                seeing = slice(step.q_start, step.q_stop)
-                starts[number, seeing] = step.starts + np.int32(step.k_start - rows.start)
-                stops[number, seeing] = step.stops + np.int32(step.k_start - rows.start)
+            step = restrict_to_keys(plan.step(rank, t), rows.start, rows.stop, keep=False)
+            if not step.is_empty:
+                visible = slice(step.q_start, step.q_stop)
+                starts[number, visible] = step.starts + np.int32(step.k_start - rows.start)
+                stops[number, visible] = step.stops + np.int32(step.k_start - rows.start)
         lengths = [len(rows) for _, _, rows in chunks]
-        begins = np.cumsum(lengths) - lengths
+        chunk_starts = np.cumsum(lengths) - lengths
         # This rank's keys are stored in one buffer, the keys of all other ranks in another; both begin at row 0.
-        places = np.where(np.arange(len(chunks)) > 0, begins - lengths[0], 0)
+        buffer_rows = np.where(np.arange(len(chunks)) > 0, chunk_starts - lengths[0], 0)
         return {
             "starts": starts,
             "stops": stops,
-            "chunks": np.stack(([source for _, source, _ in chunks], places, begins), 1),
-            "places": plan.seen(rank)[0],
+            "chunks": np.stack(([source for _, source, _ in chunks], buffer_rows, chunk_starts), 1),
+            "places": plan.visible_intervals(rank)[0],
             "q_indices": queries.indices,
             "k_indices": np.concatenate([plan.keys[s].indices[rows.start : rows.stop] for _, s, rows in chunks]),
         }
 
 
-def _chunks_of_others(plan: RingPlan, rank: int) -> list[KVChunk]:
+def _peer_chunks(plan: RingPlan, rank: int) -> list[KVChunk]:
     """Return the chunks of other ranks' keys that `rank` reads, in step order. Long ranges are split."""
-    sources = [(t, plan.source(rank, t)) for t in range(1, plan.world_size)]
-    seen = [KVChunk(t, s, rows) for t, s in sources for rows in plan.needed(rank, s).ranges]
-    parts = [
-        KVChunk(t, source, rows[first : first + _ROWS_OF_A_CHUNK])
-        for t, source, rows in seen
-        for first in range(0, len(rows), _ROWS_OF_A_CHUNK)
+    sources = [(t, plan.source_rank(rank, t)) for t in range(1, plan.world_size)]
+    needed_chunks = [KVChunk(t, s, rows) for t, s in sources for rows in plan.needed_rows(rank, s).ranges]
+    split_chunks = [
+        KVChunk(t, source, rows[first : first + _MAX_CHUNK_ROWS])
+        for t, source, rows in needed_chunks
+        for first in range(0, len(rows), _MAX_CHUNK_ROWS)
     ]
-    if len(parts) <= _MOST_CHUNKS:
-        return parts
-    if len(seen) <= _MOST_CHUNKS:
-        return seen
-    whole = [(t, s, plan.needed(rank, s).ranges) for t, s in sources]
-    return [KVChunk(t, s, range(rows[0].start, rows[-1].stop)) for t, s, rows in whole if rows]
+    if len(split_chunks) <= _MAX_CHUNKS:
+        return split_chunks
+    if len(needed_chunks) <= _MAX_CHUNKS:
+        return needed_chunks
+    source_ranges = [(t, s, plan.needed_rows(rank, s).ranges) for t, s in sources]
+    return [KVChunk(t, s, range(rows[0].start, rows[-1].stop)) for t, s, rows in source_ranges if rows]
 
 
 def kv_chunks(plan: RingPlan, rank: int) -> KVChunks:
@@ -234,5 +240,5 @@ def kv_chunks(plan: RingPlan, rank: int) -> KVChunks:
     return known
 
 
-def _moved(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+def _int32_on_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(device)

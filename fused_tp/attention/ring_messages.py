@@ -23,24 +23,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fused_tp.attention.ring import (
-    OP,
-    Backward,
-    Forward,
-    Gradients,
+    RING_OP,
+    AttentionGradients,
     KVExchange,
-    Ring,
+    RingBackward,
     RingCall,
+    RingForward,
     RingSaved,
+    RingSchedule,
     SteppedRing,
-    add_to,
+    add_rows,
     fp32_accumulator,
 )
-from fused_tp.attention.ring_plan import Chunk, KVView, Rows
+from fused_tp.attention.ring_plan import Chunk, KVView, RowRanges
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.core import settings
-from fused_tp.core.pending import After, Done, Pending, accumulate_dtype
+from fused_tp.core.pending import Pending, PendingCall, PendingValue, accumulate_dtype
 
-Pair = tuple[Tensor, Tensor]
+KVPair = tuple[Tensor, Tensor]
 _MAX_GATHERED_BYTES = 64 << 20  # maximum size of the K/V gathered at a time, at least one key head
 
 
@@ -48,23 +48,23 @@ class MessageRing(SteppedRing):
     """Ring attention step by step, by messages."""
 
     name = "pipelined"
-    view = KVView.NEEDED
+    kv_view = KVView.NEEDED
 
     def __init__(self, transport: TorchDist) -> None:
         self._transport = transport
 
     @contextmanager
-    def _exchange(
+    def _exchange_scope(
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> Iterator[KVExchange]:
         self._transport.check(op, call.dims, k.dtype, k.device)
         with self._transport.abort_scope(op):
-            exchange = _RingMessages(self._transport, chunks, k, v)
+            exchange = _MessageKVExchange(self._transport, chunks, k, v)
             attend_own()
             yield exchange
 
 
-class _Buffers:
+class _BufferPairs:
     """`count` pairs of buffers [rows, B, H, D], for chunks of K and V or of their gradients, used in turn."""
 
     def __init__(self, k: Tensor, v: Tensor, rows: Iterable[int], dtype: torch.dtype, count: int) -> None:
@@ -75,88 +75,91 @@ class _Buffers:
 
         self._pairs = [(buffer(k), buffer(v)) for _ in range(count)]
 
-    def at(self, number: int, rows: int) -> Pair:
+    def get(self, number: int, rows: int) -> KVPair:
         first, second = self._pairs[number % len(self._pairs)]
         return first[:rows], second[:rows]
 
 
-class _RingMessages(KVExchange):
+class _MessageKVExchange(KVExchange):
     def __init__(self, transport: TorchDist, chunks: Sequence[Chunk], k: Tensor, v: Tensor) -> None:
-        self._transport, self._chunks, self._own = transport, chunks, (k, v)
+        self._transport, self._chunks, self._own_kv = transport, chunks, (k, v)
         self._wire_dtype = k.dtype if settings.narrow_gradients() else accumulate_dtype(k.dtype)
-        self._recv = [len(chunk.recv_rows) for chunk in chunks]
-        self._keys = _Buffers(k, v, self._recv, k.dtype, min(2, len(chunks)))
-        self._returning: tuple[Rows, Pending[Pair]] | None = None
-        self._arriving = self._start(0)
+        self._receive_counts = [len(chunk.recv_rows) for chunk in chunks]
+        self._key_buffers = _BufferPairs(k, v, self._receive_counts, k.dtype, min(2, len(chunks)))
+        self._pending_gradients: tuple[RowRanges, Pending[KVPair]] | None = None
+        self._pending_keys = self._start_receiving_keys(0)
 
-    def keys(self, index: int) -> Pair:
-        arrived = self._arriving.wait()
-        self._arriving = self._start(index + 1)
+    def receive_keys(self, index: int) -> KVPair:
+        arrived = self._pending_keys.wait()
+        self._pending_keys = self._start_receiving_keys(index + 1)
         return arrived
 
-    def _start(self, index: int) -> Pending[Pair]:
+    def _start_receiving_keys(self, index: int) -> Pending[KVPair]:
         """Start receiving the keys of chunk `index`, and sending this rank's keys to the rank that reads them.
 
-        After the last chunk, does nothing and returns this rank's keys as a placeholder.
+        After the last chunk, do nothing and return this rank's keys as a placeholder.
         """
         if index == len(self._chunks):
-            return Done(self._own)
+            return PendingValue(self._own_kv)
         chunk = self._chunks[index]
-        return _both(
-            self._transport.shift("ring_attention K/V", _to_wire(own, chunk.send_rows), room, chunk.t)
-            for own, room in zip(self._own, self._keys.at(index, self._recv[index]), strict=True)
+        return _pending_pair(
+            self._transport.shift("ring_attention K/V", _pack_rows(own, chunk.send_rows), room, chunk.t)
+            for own, room in zip(self._own_kv, self._key_buffers.get(index, self._receive_counts[index]), strict=True)
         )
 
     @cached_property
-    def _found(self) -> _Buffers:
+    def _gradient_send_buffers(self) -> _BufferPairs:
         """Buffers of partial gradients to send: one chunk is computed while the previous chunk is sent."""
-        wide = accumulate_dtype(self._own[0].dtype)
-        return _Buffers(*self._own, self._recv, wide, min(2, len(self._chunks)))
+        wide = accumulate_dtype(self._own_kv[0].dtype)
+        return _BufferPairs(*self._own_kv, self._receive_counts, wide, min(2, len(self._chunks)))
 
     @cached_property
-    def _returned(self) -> _Buffers:
-        return _Buffers(*self._own, (chunk.send_rows.length for chunk in self._chunks), self._wire_dtype, 1)
+    def _gradient_receive_buffers(self) -> _BufferPairs:
+        return _BufferPairs(*self._own_kv, (chunk.send_rows.length for chunk in self._chunks), self._wire_dtype, 1)
 
-    def terms(self, index: int) -> Pair:
-        first, second = self._found.at(index, self._recv[index])
+    def gradient_buffers(self, index: int) -> KVPair:
+        first, second = self._gradient_send_buffers.get(index, self._receive_counts[index])
         return first.zero_().transpose(0, 1), second.zero_().transpose(0, 1)
 
-    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
-        self.finish(own)
+    def send_gradients(self, index: int, own_gradients: Sequence[Tensor]) -> None:
+        self.finish_gradients(own_gradients)
         chunk = self._chunks[index]
-        found, rooms = self._found.at(index, self._recv[index]), self._returned.at(0, chunk.send_rows.length)
-        moving = _both(
-            self._transport.shift("ring_attention dK/dV", term.to(self._wire_dtype), room, -chunk.t)
-            for term, room in zip(found, rooms, strict=True)
+        computed, buffers = (
+            self._gradient_send_buffers.get(index, self._receive_counts[index]),
+            self._gradient_receive_buffers.get(0, chunk.send_rows.length),
         )
-        self._returning = chunk.send_rows, moving
+        pending = _pending_pair(
+            self._transport.shift("ring_attention dK/dV", term.to(self._wire_dtype), buffer, -chunk.t)
+            for term, buffer in zip(computed, buffers, strict=True)
+        )
+        self._pending_gradients = chunk.send_rows, pending
 
-    def finish(self, own: Sequence[Tensor]) -> None:
-        """Add the partial gradients that arrive for the last chunk whose gradients were sent, if any, to `own`."""
-        if self._returning is None:
+    def finish_gradients(self, own_gradients: Sequence[Tensor]) -> None:
+        """Add the partial gradients that arrive for the last chunk, if any were sent, to `own_gradients`."""
+        if self._pending_gradients is None:
             return
-        rows, moving = self._returning
-        for total, term in zip(own, moving.wait(), strict=True):
-            add_to(total, rows, term)
-        self._returning = None
+        rows, pending = self._pending_gradients
+        for total, term in zip(own_gradients, pending.wait(), strict=True):
+            add_rows(total, rows, term)
+        self._pending_gradients = None
 
 
-def _to_wire(x: Tensor, rows: Rows) -> Tensor:
+def _pack_rows(x: Tensor, rows: RowRanges) -> Tensor:
     """Return the rows `rows` of `x` [B, S, H, D] as contiguous [rows, B, H, D]; a view if B = 1 and one range."""
     parts = [x[:, r.start : r.stop].transpose(0, 1) for r in rows.ranges or (range(0),)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
-def _both(moving: Iterable[Pending[Tensor]]) -> Pending[Pair]:
-    first, second = moving
+def _pending_pair(pending: Iterable[Pending[Tensor]]) -> Pending[KVPair]:
+    first, second = pending
 
-    def finish() -> Pair:
+    def finish() -> KVPair:
         return first.wait().transpose(0, 1), second.wait().transpose(0, 1)
 
-    return After(finish)
+    return PendingCall(finish)
 
 
-class AllGatherRing(Ring):
+class AllGatherRing(RingSchedule):
     """Ring attention by collectives: all-gathers K/V, computes, and reduce-scatters dK/dV.
 
     Intended for short sequences, where latency dominates the cost of W - 1 messages. To limit memory, longer sequences
@@ -170,88 +173,90 @@ class AllGatherRing(Ring):
         self._transport = transport
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self._transport.check(OP, call.dims, q.dtype, q.device)
+        self._transport.check(RING_OP, call.dims, q.dtype, q.device)
         groups, results = _head_groups(call, q, k, v), []
-        with self._transport.abort_scope(OP):
-            for heads, kv_heads, everyone in self._gathered(call, groups, k, v):
-                state = Forward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
+        with self._transport.abort_scope(RING_OP):
+            for heads, kv_heads, gathered_kv in self._gather_head_groups(call, groups, k, v):
+                state = RingForward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
                 for t in range(call.plan.world_size):
-                    state.attend(t, *_keys_of(call, everyone, t, k))
+                    state.attend(t, *_source_kv(call, gathered_kv, t, k))
                 results.append(state.result())
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
-    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
+    def backward(self, call: RingCall, saved: RingSaved) -> AttentionGradients:
         k, v = saved.k, saved.v
-        self._transport.check(f"{OP}_backward", call.dims, k.dtype, k.device)
+        self._transport.check(f"{RING_OP}_backward", call.dims, k.dtype, k.device)
         groups = _head_groups(call, saved.q, k, v)
-        with self._transport.abort_scope(f"{OP}_backward"):
-            parts = [
-                self._gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), everyone)
-                for heads, kv_heads, everyone in self._gathered(call, groups, k, v)
+        with self._transport.abort_scope(f"{RING_OP}_backward"):
+            group_gradients = [
+                self._group_gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), gathered_kv)
+                for heads, kv_heads, gathered_kv in self._gather_head_groups(call, groups, k, v)
             ]
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        return group_gradients[0] if len(group_gradients) == 1 else _concatenate_head_groups(group_gradients)
 
-    def _gathered(
+    def _gather_head_groups(
         self, call: RingCall, groups: list[tuple[slice, slice]], k: Tensor, v: Tensor
     ) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield (query heads, key heads, K/V of all ranks) of each group while the next group's K/V are gathered."""
-        arriving = self._gather(call, k, v, groups[0][1])
+        pending = self._start_gather(call, k, v, groups[0][1])
         for index, (heads, kv_heads) in enumerate(groups):
-            everyone = arriving.wait()
+            gathered_kv = pending.wait()
             if index + 1 < len(groups):
-                arriving = self._gather(call, k, v, groups[index + 1][1])
-            yield heads, kv_heads, everyone
+                pending = self._start_gather(call, k, v, groups[index + 1][1])
+            yield heads, kv_heads, gathered_kv
 
-    def _gradients(self, call: RingCall, saved: RingSaved, everyone: Tensor) -> Gradients:
+    def _group_gradients(self, call: RingCall, saved: RingSaved, gathered_kv: Tensor) -> AttentionGradients:
         """Compute the gradients of one group of heads."""
-        state, k = Backward(call, saved), saved.k
-        sums = fp32_accumulator(everyone)
+        state, k = RingBackward(call, saved), saved.k
+        sums = fp32_accumulator(gathered_kv)
         for t in range(call.plan.world_size):
-            state.attend(t, *_keys_of(call, everyone, t, k), *_keys_of(call, sums, t, k))
+            state.attend(t, *_source_kv(call, gathered_kv, t, k), *_source_kv(call, sums, t, k))
         # The partial gradients of this rank's own keys are reduce-scattered too, so that sums are in rank order.
-        rows = everyone.shape[1]
-        own = self._transport.reduce_scatter(
+        rows = gathered_kv.shape[1]
+        own_gradients = self._transport.reduce_scatter(
             "ring_attention dK/dV", sums.flatten(0, 1), [rows] * call.plan.world_size
         ).wait()
-        return state.result([x[:, : k.shape[1]] for x in _split(own, k)])
+        return state.result([x[:, : k.shape[1]] for x in _split_kv(own_gradients, k)])
 
-    def _gather(self, call: RingCall, k: Tensor, v: Tensor, kv_heads: slice) -> Pending[Tensor]:
+    def _start_gather(self, call: RingCall, k: Tensor, v: Tensor, kv_heads: slice) -> Pending[Tensor]:
         """Start gathering the concatenated K and V of all ranks: [W, rows of the longest shard, B, heads, D + Dv]."""
         rows = max(tokens.length for tokens in call.plan.keys)
-        mine = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
-        mine = pad(mine, (0, 0, 0, 0, 0, 0, 0, rows - mine.shape[0])).contiguous()
-        gathered = self._transport.all_gather("ring_attention K/V", mine)
+        own_kv = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
+        own_kv = pad(own_kv, (0, 0, 0, 0, 0, 0, 0, rows - own_kv.shape[0])).contiguous()
+        gathered = self._transport.all_gather("ring_attention K/V", own_kv)
 
         def finish() -> Tensor:
             return gathered.wait().unflatten(0, (call.plan.world_size, rows))
 
-        return After(finish)
+        return PendingCall(finish)
 
 
 def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
     """Return (query heads, key heads) of each group that is gathered at a time; equal on all ranks."""
     kv_heads, per_kv_head = k.shape[2], q.shape[2] // k.shape[2]
-    row = k.shape[0] * (k.shape[3] + v.shape[3]) * accumulate_dtype(k.dtype).itemsize
-    most = max(1, _MAX_GATHERED_BYTES // max(1, call.plan.mask.seq_len_kv * row))
-    count = -(-kv_heads // most)
+    row_bytes = k.shape[0] * (k.shape[3] + v.shape[3]) * accumulate_dtype(k.dtype).itemsize
+    max_heads = max(1, _MAX_GATHERED_BYTES // max(1, call.plan.mask.seq_len_kv * row_bytes))
+    count = -(-kv_heads // max_heads)
     bounds = [kv_heads * index // count for index in range(count + 1)]
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     return [(slice(s.start * per_kv_head, s.stop * per_kv_head), s) for s in spans]
 
 
-def _keys_of(call: RingCall, everyone: Tensor, t: int, k: Tensor) -> tuple[Tensor, Tensor]:
-    return _split(everyone[call.plan.source(call.rank, t)], k)
+def _source_kv(call: RingCall, gathered_kv: Tensor, t: int, k: Tensor) -> tuple[Tensor, Tensor]:
+    return _split_kv(gathered_kv[call.plan.source_rank(call.rank, t)], k)
 
 
-def _split(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Split `both` [rows, B, heads, D + Dv] into K [B, rows, heads, D] and V [B, rows, heads, Dv]."""
-    both = both.transpose(0, 1)
-    return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+def _split_kv(keys_and_values: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Split `keys_and_values` [rows, B, heads, D + Dv] into K [B, rows, heads, D] and V [B, rows, heads, Dv]."""
+    keys_and_values = keys_and_values.transpose(0, 1)
+    return keys_and_values[..., : k.shape[-1]], keys_and_values[..., k.shape[-1] :]
 
 
-def _joined(parts: list[Gradients]) -> Gradients:
-    dq, dk, dv, d_slopes, d_sinks = zip(*parts, strict=True)
-    of_heads = (torch.cat(found, 2) for found in (dq, dk, dv))
-    return Gradients(*of_heads, *(None if found[0] is None else torch.cat(found) for found in (d_slopes, d_sinks)))
+def _concatenate_head_groups(group_gradients: list[AttentionGradients]) -> AttentionGradients:
+    dq, dk, dv, d_slopes, d_sinks = zip(*group_gradients, strict=True)
+    gradients = (torch.cat(tensors, 2) for tensors in (dq, dk, dv))
+    return AttentionGradients(
+        *gradients, *(None if tensors[0] is None else torch.cat(tensors) for tensors in (d_slopes, d_sinks))
+    )

@@ -6,7 +6,7 @@ in local indices. Both ends of the intervals are ascending, so the queries that 
 
 If ranks hold several ranges of tokens, the key rows that a rank reads may be several ranges with holes between them.
 For example, with a two-sided window a zigzag rank reads the beginning and the end of a neighbor's shard. Holes are not
-sent. The step that reads the received rows has compact row indices, which do not count the holes (`compact`).
+sent. The step that reads the received rows has compact row indices, which do not count the holes (`compact_step`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.attention.balance import merged
-from fused_tp.attention.layout import Ints, TokenLayout, Tokens
+from fused_tp.attention.balance import merge_ranges
+from fused_tp.attention.layout import Int64s, TokenLayout, TokenRanges
 from fused_tp.attention.spec import AttentionMask
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
-Rows: TypeAlias = Tokens  # ranges of rows of a rank's keys, in local indices
-_MOST_RANGES = 8  # maximum ranges that a rank reads of another rank's keys: each range costs one copy
+RowRanges: TypeAlias = TokenRanges  # ranges of rows of a rank's keys, in local indices
+_MAX_RANGES = 8  # maximum ranges that a rank reads of another rank's keys: each range costs one copy
 # Maximum chunks per step. With 8 chunks and bf16 inputs, the buffers of a chunk (three of fp32 gradients, two of keys)
 # take as much memory as the K/V of one shard.
-_MOST_CHUNKS = 8
-_FEWEST_ROWS_OF_A_CHUNK = 2048
+_MAX_CHUNKS = 8
+_MIN_CHUNK_ROWS = 2048
 
-_Seen = tuple[Ints, Ints, Ints]  # position, start and stop of each query, as in `AttentionMask.seen`
+_VisibleIntervals = tuple[
+    Int64s, Int64s, Int64s
+]  # position, start and stop of each query, as in `AttentionMask.visible_intervals`
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,73 +56,73 @@ class Step:
     k_stop: int
     starts: Int32s
     stops: Int32s
-    places: Ints
-    q_indices: Ints
-    k_indices: Ints
+    places: Int64s
+    q_indices: Int64s
+    k_indices: Int64s
     q_breaks: tuple[int, ...]
     k_breaks: tuple[int, ...]
 
     @cached_property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         return self.q_stop - self.q_start
 
     @cached_property
-    def keys(self) -> int:
+    def num_keys(self) -> int:
         return self.k_stop - self.k_start
 
     @cached_property
-    def empty(self) -> bool:
-        return self.rows == 0
+    def is_empty(self) -> bool:
+        return self.num_rows == 0
 
     @cached_property
     def is_full(self) -> bool:
         """True if every query of the step sees every key."""
-        return bool((self.starts == 0).all() and (self.stops == self.keys).all())
+        return bool((self.starts == 0).all() and (self.stops == self.num_keys).all())
 
     @cached_property
-    def seen_by(self) -> tuple[Int32s, Int32s]:
-        """(first, last), both int32 [keys]: the queries q_start + [first[j], last[j]) see key k_start + j."""
-        return _seen_by(self.starts, self.stops, self.keys)
+    def queries_per_key(self) -> tuple[Int32s, Int32s]:
+        """Return (first, last), both int32 [keys]: the queries q_start + [first[j], last[j]) see key k_start + j."""
+        return _compute_queries_per_key(self.starts, self.stops, self.num_keys)
 
-    def part(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
+    def sub_step(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
         """Return the step of queries [q_start, q_stop) and keys [k_start, k_stop), relative to this step's; cached."""
         key = q_start, q_stop, k_start, k_stop
-        if key not in self._parts:
-            self._parts[key] = _part_of_step(self, *key)
-        return self._parts[key]
+        if key not in self._sub_steps:
+            self._sub_steps[key] = _make_sub_step(self, *key)
+        return self._sub_steps[key]
 
     @cached_property
-    def _parts(self) -> dict[tuple[int, int, int, int], Step]:
+    def _sub_steps(self) -> dict[tuple[int, int, int, int], Step]:
         return {}
 
     @cached_property
-    def addresses(self) -> dict[bool, Any]:
+    def native_vectors(self) -> dict[bool, Any]:
         """Addresses that the native kernels read, and the tensors that own this memory; see `kernels.native`."""
         return {}
 
     @cached_property
-    def _on_devices(self) -> dict[torch.device, _OnDevice]:
+    def _on_devices(self) -> dict[torch.device, _DeviceVectors]:
         return {}
 
-    def on(self, device: torch.device) -> dict[str, Tensor]:
-        """Map the names of this step's vectors (and "first" and "last" of `seen_by`) to int32 tensors on `device`."""
+    def vectors_on(self, device: torch.device) -> dict[str, Tensor]:
+        """Map names to int32 tensors on `device`: this step's vectors, and "first" and "last" of `queries_per_key`."""
         if device not in self._on_devices:
-            self._on_devices[device] = _OnDevice(self, device)
+            self._on_devices[device] = _DeviceVectors(self, device)
         return self._on_devices[device]
 
 
-class _OnDevice(dict[str, Tensor]):
+class _DeviceVectors(dict[str, Tensor]):
     """Vectors of a step on one device. A vector is copied at its first use: they are large, and few calls use all."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
-        self._device, self._keys = device, step.keys
+        self._device, self._keys = device, step.num_keys
         names = ("starts", "stops", "places", "q_indices", "k_indices")
         self._arrays: dict[str, np.ndarray[Any, Any]] = {name: getattr(step, name) for name in names}
 
     def __missing__(self, name: str) -> Tensor:
         if name in ("first", "last"):
-            seen_by = _seen_by(self._arrays["starts"], self._arrays["stops"], self._keys)
-            self._arrays.update(zip(("first", "last"), seen_by, strict=True))
+            queries_per_key = _compute_queries_per_key(self._arrays["starts"], self._arrays["stops"], self._keys)
+            self._arrays.update(zip(("first", "last"), queries_per_key, strict=True))
         self[name] = torch.from_numpy(self._arrays[name].astype(np.int32, copy=False)).to(self._device)
         return self[name]
 
@@ -143,59 +145,61 @@ class RingPlan:
         self.queries = layout.tokens(mask.seq_len, world_size, mask.cu_seqlens)
         self.keys = layout.tokens(mask.seq_len_kv, world_size, mask.cu_seqlens_kv)
         self._steps: dict[tuple[int, int], Step] = {}
-        self._compact: dict[tuple[int, int, Rows], Step] = {}
-        self._extents: dict[tuple[int, int], tuple[range, Rows]] = {}
-        self._given: dict[int, Rows] = {}
-        self._ranks: dict[tuple[int, KVView], RankPlan] = {}
-        self._seen: tuple[int, _Seen] | None = None
+        self._compact_steps: dict[tuple[int, int, RowRanges], Step] = {}
+        self._extents: dict[tuple[int, int], tuple[range, RowRanges]] = {}
+        self._shared_rows: dict[int, RowRanges] = {}
+        self._rank_plans: dict[tuple[int, KVView], RankPlan] = {}
+        self._last_visible_intervals: tuple[int, _VisibleIntervals] | None = None
         self.kv_chunks: dict[int, Any] = {}  # by rank; see `ring_fused`
 
-    def source(self, rank: int, t: int) -> int:
-        """The rank whose keys `rank` reads at step t."""
+    def source_rank(self, rank: int, t: int) -> int:
+        """Return the rank whose keys `rank` reads at step t."""
         return (rank - t) % self.world_size
 
-    def step(self, rank: int, t: int, view: Rows | None = None) -> Step:
+    def step(self, rank: int, t: int, view: RowRanges | None = None) -> Step:
         """Return the step that `rank` computes at t.
 
-        If only the rows `view` of the source's keys are present, and they have holes, the step is made `compact`.
+        If only the rows `view` of the source's keys are present, and they have holes, return the compact step.
         """
         if view is not None and len(view.ranges) > 1:
             key = rank, t, view
-            if key not in self._compact:
-                self._compact[key] = compact(self.step(rank, t), view)
-            return self._compact[key]
-        source = self.source(rank, t)
+            if key not in self._compact_steps:
+                self._compact_steps[key] = compact_step(self.step(rank, t), view)
+            return self._compact_steps[key]
+        source = self.source_rank(rank, t)
         if (rank, source) not in self._steps:
             rows, _ = self._extent(rank, source)
-            self._steps[rank, source] = _make_step(self.seen(rank), rows, self.queries[rank], self.keys[source])
+            self._steps[rank, source] = _make_step(
+                self.visible_intervals(rank), rows, self.queries[rank], self.keys[source]
+            )
         return self._steps[rank, source]
 
-    def of_rank(self, rank: int, view: KVView = KVView.FULL) -> RankPlan:
+    def rank_plan(self, rank: int, view: KVView = KVView.FULL) -> RankPlan:
         """Return the steps and transfers of `rank` if it can access the rows `view` of other ranks' keys."""
-        if (rank, view) not in self._ranks:
-            self._ranks[rank, view] = RankPlan(self, rank, view)
-        return self._ranks[rank, view]
+        if (rank, view) not in self._rank_plans:
+            self._rank_plans[rank, view] = RankPlan(self, rank, view)
+        return self._rank_plans[rank, view]
 
-    def seen(self, rank: int) -> tuple[Ints, Ints, Ints]:
-        """Position, start and stop of each query of `rank`, as in `AttentionMask.seen`."""
+    def visible_intervals(self, rank: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Position, start and stop of each query of `rank`, as in `AttentionMask.visible_intervals`."""
         # Only the last rank is cached: a process usually computes the steps of one rank.
-        known = self._seen  # read once: another thread may replace it
+        known = self._last_visible_intervals  # read once: another thread may replace it
         if known is None or known[0] != rank:
-            known = self._seen = rank, self.mask.seen(self.queries[rank].indices)
+            known = self._last_visible_intervals = rank, self.mask.visible_intervals(self.queries[rank].indices)
         return known[1]
 
-    def needed(self, rank: int, source: int) -> Rows:
+    def needed_rows(self, rank: int, source: int) -> RowRanges:
         """Rows of the keys of `source` that `rank` reads; computed without building the step."""
         return self._extent(rank, source)[1]
 
-    def given(self, source: int) -> Rows:
+    def shared_rows(self, source: int) -> RowRanges:
         """Rows of the keys of `source` that any other rank reads."""
-        if source not in self._given:
-            others = (self.needed(rank, source).ranges for rank in range(self.world_size) if rank != source)
-            self._given[source] = Rows(merged(itertools.chain.from_iterable(others)))
-        return self._given[source]
+        if source not in self._shared_rows:
+            others = (self.needed_rows(rank, source).ranges for rank in range(self.world_size) if rank != source)
+            self._shared_rows[source] = RowRanges(merge_ranges(itertools.chain.from_iterable(others)))
+        return self._shared_rows[source]
 
-    def _extent(self, rank: int, source: int) -> tuple[range, Rows]:
+    def _extent(self, rank: int, source: int) -> tuple[range, RowRanges]:
         if (rank, source) not in self._extents:
             self._extents[rank, source] = _extent(self.mask, self.queries[rank], self.keys[source])
         return self._extents[rank, source]
@@ -215,87 +219,92 @@ class Chunk(NamedTuple):
     source: int
     consumer: int
     recv_rows: range
-    send_rows: Rows
+    send_rows: RowRanges
 
 
 class RankPlan:
     """The steps and transfers of one rank in `plan`; computed at first use and kept."""
 
-    def __init__(self, plan: RingPlan, rank: int, view: KVView) -> None:
+    def __init__(self, plan: RingPlan, rank: int, kv_view: KVView) -> None:
         self.plan = plan
         self.rank = rank
-        self.view = view
+        self.kv_view = kv_view
         self.layouts: dict[Any, Any] = {}  # memory layouts by shapes of k and v; see `ring_shared_memory`
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The step at each t; key indices are relative to this rank's view of the keys."""
-        sources = [self.plan.source(self.rank, t) for t in range(self.plan.world_size)]
+        sources = [self.plan.source_rank(self.rank, t) for t in range(self.plan.world_size)]
         return tuple(
-            self.plan.step(self.rank, t, self._rows(self.rank, source) if t else None)
+            self.plan.step(self.rank, t, self._view_rows(self.rank, source) if t else None)
             for t, source in enumerate(sources)
         )
 
     @cached_property
     def unsplit_steps(self) -> tuple[Chunk, ...]:
         """The steps after step 0, each as one chunk."""
-        return self._split(1, max(tokens.length for tokens in self.plan.keys))
+        return self._split_steps(1, max(tokens.length for tokens in self.plan.keys))
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The steps after step 0, split into chunks. Every rank has the same number of chunks."""
         longest = max(tokens.length for tokens in self.plan.keys)
-        size = max(_FEWEST_ROWS_OF_A_CHUNK, -(-longest // _MOST_CHUNKS))
-        return self._split(max(1, -(-longest // size)), size)
+        size = max(_MIN_CHUNK_ROWS, -(-longest // _MAX_CHUNKS))
+        return self._split_steps(max(1, -(-longest // size)), size)
 
-    def _split(self, parts: int, size: int) -> tuple[Chunk, ...]:
-        """Split the steps after step 0 into `parts` chunks each, of up to `size` rows."""
-        found, world_size = [], self.plan.world_size
+    def _split_steps(self, chunks_per_step: int, chunk_rows: int) -> tuple[Chunk, ...]:
+        """Split the steps after step 0 into `chunks_per_step` chunks each, of up to `chunk_rows` rows."""
+        chunks, world_size = [], self.plan.world_size
         for t in range(1, world_size):
-            source, consumer = self.plan.source(self.rank, t), (self.rank + t) % world_size
-            received, read = self._indices(self.rank, source), self._indices(consumer, self.rank)
-            view = self._rows(consumer, self.rank)
-            for part in range(parts):
-                rows, indices = _part(received, part, size), _part(read, part, size)
-                send = Rows((indices,) if indices else ()) if view is None else expand_index(view, indices)
-                found.append(Chunk(t, source, consumer, rows, send))
-        return tuple(found)
+            source, consumer = self.plan.source_rank(self.rank, t), (self.rank + t) % world_size
+            received_range, read_range = self._read_range(self.rank, source), self._read_range(consumer, self.rank)
+            view_rows = self._view_rows(consumer, self.rank)
+            for number in range(chunks_per_step):
+                rows, indices = (
+                    _chunk_rows(received_range, number, chunk_rows),
+                    _chunk_rows(read_range, number, chunk_rows),
+                )
+                send = (
+                    RowRanges((indices,) if indices else ()) if view_rows is None else expand_index(view_rows, indices)
+                )
+                chunks.append(Chunk(t, source, consumer, rows, send))
+        return tuple(chunks)
 
-    def _indices(self, reader: int, source: int) -> range:
+    def _read_range(self, reader: int, source: int) -> range:
         """Range from the first to the last key of `source` that rank `reader` reads, as indices in its view."""
-        needed, view = self.plan.needed(reader, source).ranges, self._rows(reader, source)
+        needed, view = self.plan.needed_rows(reader, source).ranges, self._view_rows(reader, source)
         if not needed or view is None:
             return range(needed[0].start, needed[-1].stop) if needed else range(0)
         return range(compact_index(view, needed[0].start), compact_index(view, needed[-1].stop))
 
-    def _rows(self, reader: int, source: int) -> Rows | None:
+    def _view_rows(self, reader: int, source: int) -> RowRanges | None:
         """Rows of the keys of `source` that rank `reader` can access; None: all rows."""
-        if self.view is KVView.FULL:
+        if self.kv_view is KVView.FULL:
             return None
-        return self.plan.given(source) if self.view is KVView.UNION else self.plan.needed(reader, source)
+        return self.plan.shared_rows(source) if self.kv_view is KVView.UNION else self.plan.needed_rows(reader, source)
 
 
-def _part(rows: range, part: int, size: int) -> range:
-    start = min(rows.start + part * size, rows.stop)
-    return range(start, min(start + size, rows.stop))
+def _chunk_rows(rows: range, number: int, chunk_rows: int) -> range:
+    start = min(rows.start + number * chunk_rows, rows.stop)
+    return range(start, min(start + chunk_rows, rows.stop))
 
 
-def make_step(mask: AttentionMask, queries: Tokens, keys: Tokens) -> Step:
+def make_step(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges) -> Step:
     """Build the step of the queries `queries` and the keys `keys` under `mask`."""
     rows, _ = _extent(mask, queries, keys)
-    return _make_step(mask.seen(queries.indices), rows, queries, keys)
+    return _make_step(mask.visible_intervals(queries.indices), rows, queries, keys)
 
 
-def _make_step(seen: _Seen, rows: range, queries: Tokens, keys: Tokens) -> Step:
-    """Build a step. `seen` has an entry for each of `queries`; only queries in `rows` see any of `keys`."""
-    places, starts, stops = (ends[rows.start : rows.stop] for ends in seen)
-    starts, stops = keys.rows_before(starts), keys.rows_before(stops)
-    seeing = stops > starts
-    if not seeing.any():
-        nothing = np.empty(0, dtype=np.int64)
-        ends = nothing.astype(np.int32)
-        return Step(0, 0, 0, 0, ends, ends, nothing, nothing, nothing, (), ())
-    first, last = int(seeing.argmax()), len(seeing) - int(seeing[::-1].argmax())
+def _make_step(intervals: _VisibleIntervals, rows: range, queries: TokenRanges, keys: TokenRanges) -> Step:
+    """Build a step. `intervals` has an entry for each of `queries`; only queries in `rows` see any of `keys`."""
+    places, starts, stops = (no_intervals[rows.start : rows.stop] for no_intervals in intervals)
+    starts, stops = keys.count_before(starts), keys.count_before(stops)
+    sees_any = stops > starts
+    if not sees_any.any():
+        no_positions = np.empty(0, dtype=np.int64)
+        no_intervals = no_positions.astype(np.int32)
+        return Step(0, 0, 0, 0, no_intervals, no_intervals, no_positions, no_positions, no_positions, (), ())
+    first, last = int(sees_any.argmax()), len(sees_any) - int(sees_any[::-1].argmax())
     k_start, k_stop = int(starts[first]), int(stops[last - 1])
     q_start, q_stop = rows.start + first, rows.start + last
     return Step(
@@ -308,12 +317,12 @@ def _make_step(seen: _Seen, rows: range, queries: Tokens, keys: Tokens) -> Step:
         places[first:last],
         queries.indices[q_start:q_stop],
         keys.indices[k_start:k_stop],
-        _inside(queries.breaks, q_start, q_stop),
-        _inside(keys.breaks, k_start, k_stop),
+        _breaks_inside(queries.breaks, q_start, q_stop),
+        _breaks_inside(keys.breaks, k_start, k_stop),
     )
 
 
-def _seen_by(starts: Int32s, stops: Int32s, keys: int) -> tuple[Int32s, Int32s]:
+def _compute_queries_per_key(starts: Int32s, stops: Int32s, keys: int) -> tuple[Int32s, Int32s]:
     first, last = _count_ends(stops, keys), _count_ends(starts, keys)
     return first, np.maximum(first, last)
 
@@ -323,61 +332,61 @@ def _count_ends(ends: Int32s, keys: int) -> Int32s:
     return np.cumsum(np.bincount(ends, minlength=keys + 1)[:keys], dtype=np.int32)
 
 
-def _inside(breaks: Ints, start: int, stop: int) -> tuple[int, ...]:
+def _breaks_inside(breaks: Int64s, start: int, stop: int) -> tuple[int, ...]:
     return tuple(int(b) - start for b in breaks if start < b < stop)
 
 
-def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, Rows]:
+def _extent(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges) -> tuple[range, RowRanges]:
     """Return (query rows that contain all queries that see any of `keys`, rows of `keys` that are seen).
 
     Each range of key rows extends from the first to the last key that one range of queries sees. The ends of the
     intervals ascend within a range of queries, so only its first and last query are evaluated.
     """
-    ends = np.asarray([end for r in queries.ranges for end in (r.start, r.stop - 1)], dtype=np.int64)
-    _, starts, stops = mask.seen(ends)
-    first, last = keys.rows_before(starts[0::2]), keys.rows_before(stops[1::2])
-    some = np.flatnonzero(last > first)
-    if not len(some):
-        return range(0), Rows(())
-    begin, end = int(some[0]), int(some[-1])
-    rows = range(int(queries.breaks[begin]), int(queries.breaks[end]) + len(queries.ranges[end]))
-    first, last = first[some], np.maximum.accumulate(last[some])
+    ends = np.asarray([last_range for r in queries.ranges for last_range in (r.start, r.stop - 1)], dtype=np.int64)
+    _, starts, stops = mask.visible_intervals(ends)
+    first, last = keys.count_before(starts[0::2]), keys.count_before(stops[1::2])
+    nonempty = np.flatnonzero(last > first)
+    if not len(nonempty):
+        return range(0), RowRanges(())
+    first_range, last_range = int(nonempty[0]), int(nonempty[-1])
+    rows = range(int(queries.breaks[first_range]), int(queries.breaks[last_range]) + len(queries.ranges[last_range]))
+    first, last = first[nonempty], np.maximum.accumulate(last[nonempty])
     # Keep only the widest holes, which limits the number of ranges if there are many short documents.
     holes = first[1:] - last[:-1]
-    widest = np.argsort(-holes, kind="stable")[: _MOST_RANGES - 1]
-    cuts = np.sort(widest[holes[widest] > 0])
-    begins, ends = first[np.concatenate(([0], cuts + 1))], last[np.concatenate((cuts, [-1]))]
-    return rows, Rows(tuple(range(int(a), int(b)) for a, b in zip(begins, ends, strict=True)))
+    widest = np.argsort(-holes, kind="stable")[: _MAX_RANGES - 1]
+    kept_holes = np.sort(widest[holes[widest] > 0])
+    begins, ends = first[np.concatenate(([0], kept_holes + 1))], last[np.concatenate((kept_holes, [-1]))]
+    return rows, RowRanges(tuple(range(int(a), int(b)) for a, b in zip(begins, ends, strict=True)))
 
 
-def compact_index(view: Rows, row: int) -> int:
+def compact_index(view: RowRanges, row: int) -> int:
     """Index of `row` (or of the stop of a range of rows) among the rows of `view`; the first row keeps its index."""
-    return view.ranges[0].start + int(view.rows_before(np.asarray([row]))[0]) if view.ranges else 0
+    return view.ranges[0].start + int(view.count_before(np.asarray([row]))[0]) if view.ranges else 0
 
 
-def expand_index(view: Rows, indices: range) -> Rows:
+def expand_index(view: RowRanges, indices: range) -> RowRanges:
     """Return the rows of `view` at the compact indices `indices`: the inverse of `compact_index`."""
-    found, index = [], view.ranges[0].start if view.ranges else 0
+    rows, index = [], view.ranges[0].start if view.ranges else 0
     for r in view.ranges:
         start, stop = max(indices.start, index), min(indices.stop, index + len(r))
         if start < stop:
-            found.append(range(r.start + start - index, r.start + stop - index))
+            rows.append(range(r.start + start - index, r.start + stop - index))
         index += len(r)
-    return Rows(tuple(found))
+    return RowRanges(tuple(rows))
 
 
-def compact(step: Step, view: Rows) -> Step:
+def compact_step(step: Step, view: RowRanges) -> Step:
     """Convert `step` to the row indices of keys of which only the rows `view` are present.
 
     `view` must contain all rows that the step's queries see.
     """
-    if step.empty:
+    if step.is_empty:
         return step
     inside = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in view.ranges)
     k_start = compact_index(view, step.k_start)
     first = view.ranges[0].start - k_start
     starts, stops = (
-        (view.rows_before(ends.astype(np.int64) + step.k_start) + first).astype(np.int32)
+        (view.count_before(ends.astype(np.int64) + step.k_start) + first).astype(np.int32)
         for ends in (step.starts, step.stops)
     )
     k_indices = np.concatenate([step.k_indices[r.start - step.k_start : r.stop - step.k_start] for r in inside if r])
@@ -401,7 +410,7 @@ def ring_plan(mask: AttentionMask, world_size: int, layout: TokenLayout) -> Ring
     return RingPlan(mask, world_size, layout)
 
 
-def _part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
+def _make_sub_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
     rows, keys = slice(q_start, q_stop), slice(k_start, k_stop)
     return Step(
         step.q_start + q_start,
@@ -418,14 +427,18 @@ def _part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: i
     )
 
 
-def keys_of_step(step: Step, k_start: int, k_stop: int, *, keep: bool) -> Step:
+def restrict_to_keys(step: Step, k_start: int, k_stop: int, *, keep: bool) -> Step:
     """Restrict `step` to the keys [k_start, k_stop), indexed like `Step.k_start`, and the queries that see any of them.
 
     `keep` caches the result. For a long sequence the cached parts together take more memory than its keys.
     """
     first, last = max(k_start, step.k_start) - step.k_start, min(k_stop, step.k_stop) - step.k_start
-    if last - first == step.keys:
+    if last - first == step.num_keys:
         return step
-    seeing = np.flatnonzero((step.stops > first) & (step.starts < last) & (step.stops > step.starts))
-    part = (0, 0, 0, 0) if last <= first or not len(seeing) else (int(seeing[0]), int(seeing[-1]) + 1, first, last)
-    return step.part(*part) if keep else _part_of_step(step, *part)
+    visible_rows = np.flatnonzero((step.stops > first) & (step.starts < last) & (step.stops > step.starts))
+    bounds = (
+        (0, 0, 0, 0)
+        if last <= first or not len(visible_rows)
+        else (int(visible_rows[0]), int(visible_rows[-1]) + 1, first, last)
+    )
+    return step.sub_step(*bounds) if keep else _make_sub_step(step, *bounds)

@@ -28,15 +28,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.ring import KVExchange, RingCall, SteppedRing, add_to
-from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, Rows
+from fused_tp.attention.ring import KVExchange, RingCall, SteppedRing, add_rows
+from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RowRanges
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport
 from fused_tp.core.pending import accumulate_dtype
 
-_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-_KEYS_READABLE = 1  # stage
-_SLOTS = 2
-_MOST_LAYOUTS = 32  # maximum number of cached layouts per plan and rank
+_ALIGNMENT_BYTES = 64  # bytes: a cache line, and the widest vector register
+_KEYS_READABLE_STAGE = 1  # stage
+_NUM_SLOTS = 2
+_MAX_CACHED_LAYOUTS = 32  # maximum number of cached layouts per plan and rank
 
 
 class _Region(NamedTuple):
@@ -47,7 +47,7 @@ class _Region(NamedTuple):
     offset: int
 
 
-class _Layout(NamedTuple):
+class _WorkspaceLayout(NamedTuple):
     """Memory layout of one rank's workspace. Every rank can compute the layouts of all ranks.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Layout(NamedTuple):
         nbytes: size of the workspace.
     """
 
-    rows: Rows
+    rows: RowRanges
     keys: tuple[_Region, _Region]
     terms: tuple[tuple[_Region, _Region], ...]
     nbytes: int
@@ -67,13 +67,13 @@ class SharedMemoryRing(SteppedRing):
     """Ring attention of CPU tensors between ranks on one host."""
 
     name = "one_sided"
-    view = KVView.UNION
+    kv_view = KVView.UNION
 
     def __init__(self, transport: ShmTransport) -> None:
         self._transport = transport
 
     @contextmanager
-    def _exchange(
+    def _exchange_scope(
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> Iterator[KVExchange]:
         """Open the workspace of one call and write this rank's K/V.
@@ -84,8 +84,8 @@ class SharedMemoryRing(SteppedRing):
         A peer that reads no keys of this rank may finish the call as soon as this rank has begun it. So an error in
         step 0 must also be signaled to the peers: the workspace is opened before the error is raised.
         """
-        layouts = _layouts(call.mine, k, v, _SLOTS if op.endswith("backward") else 0)
-        early = self._transport.settled
+        layouts = _workspace_layouts(call.rank_plan, k, v, _NUM_SLOTS if op.endswith("backward") else 0)
+        early = self._transport.is_settled
         if not early:
             try:
                 attend_own()
@@ -96,114 +96,118 @@ class SharedMemoryRing(SteppedRing):
         nbytes = layouts[call.rank].nbytes
         with self._transport.begin(op, call.dims, k.dtype, nbytes, reuse=True) as workspace:
             workspace.peers_may_end = True
-            exchange = _InPlace(workspace, call.rank, layouts, chunks, k, v)
+            exchange = _SharedMemoryKVExchange(workspace, call.rank, layouts, chunks, k, v)
             if early:
                 attend_own()
             yield exchange
 
 
-def _layouts(mine: RankPlan, k: Tensor, v: Tensor, slots: int) -> tuple[_Layout, ...]:
-    """Return the layouts of all ranks, cached in `mine`.
+def _workspace_layouts(rank_plan: RankPlan, k: Tensor, v: Tensor, slots: int) -> tuple[_WorkspaceLayout, ...]:
+    """Return the layouts of all ranks, cached in `rank_plan`.
 
     The cache key omits the numbers of rows of k and v: they differ between ranks, and the plan determines them.
     """
-    known, key = mine.layouts, (k.dtype, k.shape[0], k.shape[2:], v.shape[2:], slots)
-    if key not in known:
-        if len(known) >= _MOST_LAYOUTS:
-            known.clear()
-        ranks = range(mine.plan.world_size)
-        known[key] = tuple(_layout(mine.plan.of_rank(rank, mine.view), k, v, slots) for rank in ranks)
-    found: tuple[_Layout, ...] = known[key]
-    return found
+    layouts, key = rank_plan.layouts, (k.dtype, k.shape[0], k.shape[2:], v.shape[2:], slots)
+    if key not in layouts:
+        if len(layouts) >= _MAX_CACHED_LAYOUTS:
+            layouts.clear()
+        ranks = range(rank_plan.plan.world_size)
+        layouts[key] = tuple(
+            _make_layout(rank_plan.plan.rank_plan(rank, rank_plan.kv_view), k, v, slots) for rank in ranks
+        )
+    result: tuple[_WorkspaceLayout, ...] = layouts[key]
+    return result
 
 
-def _layout(of: RankPlan, k: Tensor, v: Tensor, slots: int) -> _Layout:
+def _make_layout(rank_plan: RankPlan, k: Tensor, v: Tensor, slots: int) -> _WorkspaceLayout:
     """Compute the layout of one rank. `k` and `v` may be any rank's tensors: their numbers of rows are not read."""
     end = 0
 
     def region(like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
         nonlocal end
-        made = _Region((rows, like.shape[0], *like.shape[2:]), dtype, end)
-        end += -(-math.prod(made.shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        return made
+        new_region = _Region((rows, like.shape[0], *like.shape[2:]), dtype, end)
+        end += -(-math.prod(new_region.shape) * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return new_region
 
-    rows, wide = of.plan.given(of.rank), accumulate_dtype(k.dtype)
+    rows, wide_dtype = rank_plan.plan.shared_rows(rank_plan.rank), accumulate_dtype(k.dtype)
     keys = region(k, rows.length, k.dtype), region(v, rows.length, v.dtype)
-    most = max((len(chunk.recv_rows) for chunk in of.chunks), default=0)
-    count = min(slots, len(of.chunks))
-    terms = tuple((region(k, most, wide), region(v, most, wide)) for _ in range(count))
-    return _Layout(rows, keys, terms, end)
+    max_rows = max((len(chunk.recv_rows) for chunk in rank_plan.chunks), default=0)
+    count = min(slots, len(rank_plan.chunks))
+    terms = tuple((region(k, max_rows, wide_dtype), region(v, max_rows, wide_dtype)) for _ in range(count))
+    return _WorkspaceLayout(rows, keys, terms, end)
 
 
-class _InPlace(KVExchange):
+class _SharedMemoryKVExchange(KVExchange):
     """`KVExchange` of one call: keys and terms are views of the workspaces of all ranks."""
 
     def __init__(
         self,
         workspace: ShmCall,
         rank: int,
-        layouts: Sequence[_Layout],
+        layouts: Sequence[_WorkspaceLayout],
         chunks: Sequence[Chunk],
         k: Tensor,
         v: Tensor,
     ) -> None:
         self._workspace, self._rank, self._layouts, self._chunks = workspace, rank, layouts, chunks
         self._k, self._v = k, v
-        self._written: dict[int, int] = {}  # maps each slot to the chunk whose terms it holds
+        self._chunk_in_slot: dict[int, int] = {}  # maps each slot to the chunk whose terms it holds
         mine, start = layouts[rank], 0
-        shared_k, shared_v = self._views(rank, mine.keys)
+        shared_k, shared_v = self._region_views(rank, mine.keys)
         for r in mine.rows.ranges:
             rows, shared = slice(r.start, r.stop), slice(start, start + len(r))
             shared_k[:, shared].copy_(k[:, rows])
             shared_v[:, shared].copy_(v[:, rows])
             start += len(r)
-        workspace.signal(_KEYS_READABLE)
+        workspace.signal(_KEYS_READABLE_STAGE)
 
-    def keys(self, index: int) -> tuple[Tensor, Tensor]:
+    def receive_keys(self, index: int) -> tuple[Tensor, Tensor]:
         chunk = self._chunks[index]
         rows = chunk.recv_rows
         if not rows:
             return self._k[:, :0], self._v[:, :0]
-        self._workspace.wait(chunk.source, _KEYS_READABLE)
+        self._workspace.wait(chunk.source, _KEYS_READABLE_STAGE)
         layout = self._layouts[chunk.source]
         first = layout.rows.ranges[0].start
-        k, v = self._views(chunk.source, layout.keys)
+        k, v = self._region_views(chunk.source, layout.keys)
         return k[:, rows.start - first : rows.stop - first], v[:, rows.start - first : rows.stop - first]
 
-    def terms(self, index: int) -> tuple[Tensor, Tensor]:
+    def gradient_buffers(self, index: int) -> tuple[Tensor, Tensor]:
         n, rows = index + 1, self._chunks[index].recv_rows
         if not rows:
             return self._k[:, :0], self._v[:, :0]
-        if (m := self._written.get(n % _SLOTS)) is not None:
+        if (m := self._chunk_in_slot.get(n % _NUM_SLOTS)) is not None:
             self._workspace.wait(self._chunks[m - 1].source, _stage_added(m))
-        self._written[n % _SLOTS] = n
-        dk, dv = self._terms_of(self._rank, n, len(rows))
+        self._chunk_in_slot[n % _NUM_SLOTS] = n
+        dk, dv = self._term_views(self._rank, n, len(rows))
         return dk.zero_(), dv.zero_()
 
-    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
+    def send_gradients(self, index: int, own_gradients: Sequence[Tensor]) -> None:
         n = index + 1
         self._workspace.signal(_stage_readable(n))
         if n > 1:
-            self._add(n - 1, own)
+            self._add_term(n - 1, own_gradients)
             self._workspace.signal(_stage_added(n - 1))
 
-    def finish(self, own: Sequence[Tensor]) -> None:
-        self._add(len(self._chunks), own)
+    def finish_gradients(self, own_gradients: Sequence[Tensor]) -> None:
+        self._add_term(len(self._chunks), own_gradients)
 
-    def _add(self, n: int, own: Sequence[Tensor]) -> None:
-        """Add the terms that the consumer of this rank's keys computed in chunk n to `own`."""
+    def _add_term(self, n: int, own_gradients: Sequence[Tensor]) -> None:
+        """Add the terms that the consumer of this rank's keys computed in chunk n to `own_gradients`."""
         chunk = self._chunks[n - 1]
         if chunk.send_rows.length:
             self._workspace.wait(chunk.consumer, _stage_readable(n))
-            for total, term in zip(own, self._terms_of(chunk.consumer, n, chunk.send_rows.length), strict=True):
-                add_to(total, chunk.send_rows, term)
+            for total, term in zip(
+                own_gradients, self._term_views(chunk.consumer, n, chunk.send_rows.length), strict=True
+            ):
+                add_rows(total, chunk.send_rows, term)
 
-    def _terms_of(self, rank: int, n: int, rows: int) -> tuple[Tensor, Tensor]:
+    def _term_views(self, rank: int, n: int, rows: int) -> tuple[Tensor, Tensor]:
         slots = self._layouts[rank].terms
-        dk, dv = self._views(rank, slots[n % len(slots)])
+        dk, dv = self._region_views(rank, slots[n % len(slots)])
         return dk[:, :rows], dv[:, :rows]
 
-    def _views(self, rank: int, regions: tuple[_Region, _Region]) -> tuple[Tensor, Tensor]:
+    def _region_views(self, rank: int, regions: tuple[_Region, _Region]) -> tuple[Tensor, Tensor]:
         """Return views [B, rows, heads, dim] of two regions in the workspace of `rank`."""
         k, v = regions
         return self._workspace.buffer(rank, *k).transpose(0, 1), self._workspace.buffer(rank, *v).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Running softmax that a rank carries from step to step, and gradient terms per row, in fp32 (fp64 for fp64)."""
+"""Running softmax over the steps of a ring, and per-row terms of its gradient, in fp32 (fp64 for fp64)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_tp.core.pending import accumulate_dtype
 
-_ROWS = 1024  # rows per block in `row_sums`
+_BLOCK_ROWS = 1024  # rows per block in `row_sums`
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class SoftmaxState:
     @classmethod
     def empty(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
         """Return the state of queries `q` [B, S, H, D] that have seen no keys."""
-        state = cls.uninitialised(q, v_head_dim)
+        state = cls.uninitialized(q, v_head_dim)
         state.clear()
         return state
 
     @classmethod
-    def uninitialised(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
+    def uninitialized(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
         """Return a state with uninitialized tensors, for queries `q` [B, S, H, D]."""
         dtype, (batch, rows, heads, _) = accumulate_dtype(q.dtype), q.shape
         weighted = q.new_empty((batch, rows, heads, v_head_dim), dtype=dtype)
@@ -58,13 +58,13 @@ class SoftmaxState:
 
         `out` may have any dtype.
         """
-        highest = torch.maximum(self.highest, lse)
+        max_score = torch.maximum(self.highest, lse)
         # exp(-inf - -inf) would be NaN. With base 0, the sums of a row that has seen no keys stay 0.
-        base = highest.masked_fill(highest == -torch.inf, 0.0)
-        before, now = torch.exp(self.highest - base), torch.exp(lse - base)
-        self.weighted.mul_(_per_row(before)).addcmul_(out.to(self.weighted.dtype), _per_row(now))
-        self.total.mul_(before).add_(now)
-        self.highest.copy_(highest)
+        base = max_score.masked_fill(max_score == -torch.inf, 0.0)
+        old_factor, new_factor = torch.exp(self.highest - base), torch.exp(lse - base)
+        self.weighted.mul_(_per_row(old_factor)).addcmul_(out.to(self.weighted.dtype), _per_row(new_factor))
+        self.total.mul_(old_factor).add_(new_factor)
+        self.highest.copy_(max_score)
 
     def result(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf for a query that has seen no keys.
@@ -86,8 +86,8 @@ def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """
     batch, length, heads, _ = out.shape
     sums = out.new_empty((batch, heads, length), dtype=accumulate_dtype(out.dtype))
-    for start in range(0, length, _ROWS):  # in blocks, to limit the size of the fp32 temporaries
-        rows = slice(start, start + _ROWS)
+    for start in range(0, length, _BLOCK_ROWS):  # in blocks, to limit the size of the fp32 temporaries
+        rows = slice(start, start + _BLOCK_ROWS)
         product = grad_out[:, rows].to(sums.dtype) * out[:, rows]
         torch.sum(product, -1, out=sums[..., rows].transpose(1, 2))
     return sums if grad_lse is None else sums - grad_lse

@@ -26,7 +26,7 @@ from fused_tp.attention.layout import TokenLayout
 from fused_tp.core.partition import SymInt
 from fused_tp.core.pending import accumulate_dtype
 
-Ints = NDArray[np.int64]
+Int64s = NDArray[np.int64]
 UNLIMITED = -1  # a side of a window without a limit
 
 
@@ -42,7 +42,7 @@ class AttentionMask:
             keys of its own document. Empty cu_seqlens: one document. Empty cu_seqlens_kv: the same as cu_seqlens.
 
     >>> mask = AttentionMask(4, 4, causal=True, window=(1, 0))
-    >>> [list(map(int, ends)) for ends in mask.seen(np.arange(4))[1:]]
+    >>> [list(map(int, ends)) for ends in mask.visible_intervals(np.arange(4))[1:]]
     [[0, 0, 1, 2], [1, 2, 3, 4]]
     """
 
@@ -57,15 +57,15 @@ class AttentionMask:
         if self.cu_seqlens and not self.cu_seqlens_kv:
             object.__setattr__(self, "cu_seqlens_kv", self.cu_seqlens)
 
-    def seen(self, queries: Ints) -> tuple[Ints, Ints, Ints]:
+    def visible_intervals(self, queries: Int64s) -> tuple[Int64s, Int64s, Int64s]:
         """Return (place, start, stop) of each of `queries` (ascending indices); a query sees keys [start, stop)."""
-        begins, ends, shift = self._documents
+        key_starts, key_ends, offsets = self._document_bounds
         if self._has_documents:
-            document = np.searchsorted(self._query_begins, queries, side="right") - 1
-            places, starts, stops = queries + shift[document], begins[document], ends[document]
+            document = np.searchsorted(self._query_document_starts, queries, side="right") - 1
+            places, starts, stops = queries + offsets[document], key_starts[document], key_ends[document]
         else:
-            places = queries + shift[0]
-            starts, stops = np.full_like(places, begins[0]), np.full_like(places, ends[0])
+            places = queries + offsets[0]
+            starts, stops = np.full_like(places, key_starts[0]), np.full_like(places, key_ends[0])
         left, right = self.limits
         if left >= 0:
             starts = np.maximum(starts, places - left)
@@ -75,7 +75,7 @@ class AttentionMask:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """`window`; its right side is 0 if the mask is `causal`."""
+        """Return `window` with the right side 0 if the mask is `causal`."""
         left, right = self.window
         return left, (0 if self.causal else right)
 
@@ -90,11 +90,11 @@ class AttentionMask:
         return len(self.cu_seqlens) > 2
 
     @cached_property
-    def _query_begins(self) -> Ints:
+    def _query_document_starts(self) -> Int64s:
         return np.asarray((self.cu_seqlens or (0, self.seq_len))[:-1], dtype=np.int64)
 
     @cached_property
-    def _documents(self) -> tuple[Ints, Ints, Ints]:
+    def _document_bounds(self) -> tuple[Int64s, Int64s, Int64s]:
         """(first key, end of keys, offset from a query's index to its place) of each document."""
         queries = np.asarray(self.cu_seqlens or (0, self.seq_len), dtype=np.int64)
         keys = np.asarray(self.cu_seqlens_kv or (0, self.seq_len_kv), dtype=np.int64)
@@ -119,10 +119,10 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """p * 2^32, clamped to 32 bits."""
-        return min(int(self.p * 2**32), _WORD)
+        """Probability p as a 32-bit threshold: p * 2^32, clamped to 32 bits."""
+        return min(int(self.p * 2**32), _WORD_MASK)
 
-    def kept(self, batch: int, heads: int, q_indices: Tensor, k_indices: Tensor) -> Tensor:
+    def keep_mask(self, batch: int, heads: int, q_indices: Tensor, k_indices: Tensor) -> Tensor:
         """Return a mask, bool [batch, heads, queries, keys], that is False for dropped elements.
 
         `q_indices` and `k_indices` are global token indices.
@@ -130,30 +130,32 @@ class Dropout:
         device = q_indices.device
         shape = (batch, heads, len(q_indices), len(k_indices))
 
-        def along(values: Tensor, dim: int) -> Tensor:
+        def broadcast_along(values: Tensor, dim: int) -> Tensor:
             return values.to(torch.int64).view([-1 if d == dim else 1 for d in range(4)]).expand(shape)
 
         head = torch.arange(heads, device=device) + self.first_head
-        counter = along(k_indices // 4, 3), along(q_indices, 2), along(head, 1)
-        words = _philox(*counter, along(torch.arange(batch, device=device), 0), self.seed & _WORD, self.seed >> 32)
-        bits = torch.stack(words).gather(0, along(k_indices % 4, 3).unsqueeze(0)).squeeze(0)
+        counter = broadcast_along(k_indices // 4, 3), broadcast_along(q_indices, 2), broadcast_along(head, 1)
+        words = _philox(
+            *counter, broadcast_along(torch.arange(batch, device=device), 0), self.seed & _WORD_MASK, self.seed >> 32
+        )
+        bits = torch.stack(words).gather(0, broadcast_along(k_indices % 4, 3).unsqueeze(0)).squeeze(0)
         return bits >= self.threshold
 
 
-_WORD = 0xFFFFFFFF
+_WORD_MASK = 0xFFFFFFFF
 
 
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: int, key1: int) -> tuple[Tensor, ...]:
     """Return the four output words of Philox4x32-10 for the counter (c0, c1, c2, c3), as int64 tensors below 2^32."""
     for _ in range(10):
-        high0, low0 = _product(c0, 0xD2511F53)
-        high2, low2 = _product(c2, 0xCD9E8D57)
+        high0, low0 = _wide_product(c0, 0xD2511F53)
+        high2, low2 = _wide_product(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high2 ^ c1 ^ key0, low2, high0 ^ c3 ^ key1, low0
-        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
+        key0, key1 = (key0 + 0x9E3779B9) & _WORD_MASK, (key1 + 0xBB67AE85) & _WORD_MASK
     return c0, c1, c2, c3
 
 
-def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+def _wide_product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     """Return the high and the low word of the product of 32-bit words; multiplies halves of `b`, which cannot overflow
     int64."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
@@ -181,7 +183,7 @@ class Scores:
     sinks: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """True if a score is scale * q.k and nothing is dropped."""
         return self.softcap == 0.0 and self.alibi_slopes is None and self.dropout is None
 
@@ -196,16 +198,16 @@ class Scores:
         )
 
 
-CHECKED: Any = None
-"""Default (None) of fields that the argument check fills in."""
+FILLED_BY_CHECK: Any = None
+"""Default value (None) of fields that the argument check fills in."""
 
 
 class AttentionArguments(NamedTuple):
     """Arguments of one call after q, k and v, with their default values.
 
-    `ops.attention_arguments.checked_arguments` fills in the fields that are `CHECKED`, and moves cu_seqlens to the CPU.
-    The result is passed through torch.library. Only the op itself reads the values of cu_seqlens, so that torch.compile
-    does not trace these reads.
+    `ops.attention_arguments.checked_arguments` fills in the fields that are `FILLED_BY_CHECK`, and moves cu_seqlens to
+    the CPU. The result is passed through torch.library. Only the op itself reads the values of cu_seqlens, so that
+    torch.compile does not trace these reads.
 
     Attributes:
         window: after the check, [left, right].
@@ -219,16 +221,16 @@ class AttentionArguments(NamedTuple):
     cu_seqlens_kv: Tensor | None = None
     seed: Tensor | None = None
     causal: bool = False
-    window: list[int] = CHECKED
-    scale: float = CHECKED
+    window: list[int] = FILLED_BY_CHECK
+    scale: float = FILLED_BY_CHECK
     softcap: float = 0.0
     dropout_p: float = 0.0
     first_head: int = 0
     layout: str = "zigzag"
     joined: int = 0
     strided: bool = False
-    seq_len: SymInt = CHECKED
-    seq_len_kv: SymInt = CHECKED
+    seq_len: SymInt = FILLED_BY_CHECK
+    seq_len_kv: SymInt = FILLED_BY_CHECK
 
     def __str__(self) -> str:
         return (

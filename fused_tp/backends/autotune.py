@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fused_tp.backends.hierarchical.two_level import own_host
+from fused_tp.backends.hierarchical.two_level import host_id
 from fused_tp.backends.registry import SCHEDULES, schedule_named, transport_key
 from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
@@ -49,10 +49,10 @@ from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.store import exchange
 
 PLAIN = "plain"
-ROUNDS = 9
+NUM_ROUNDS = 9
 ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
 MAX_CALLS = 50  # largest number of calls per schedule and round
-MARGIN = 0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
+MAX_TIME_RATIO = 0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
 MAX_SLOWDOWN = 3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
 REPLICATED_OPS = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
@@ -66,24 +66,24 @@ _FILE_DESCRIPTION = (
 )
 _LOG = logging.getLogger("fused_tp")
 _SECTIONS = ("choices", "wrong", "right")  # of the file
-_SAVED: GroupSlot[dict[str, Any]] = GroupSlot()
+_SAVED_CHOICES: GroupSlot[dict[str, Any]] = GroupSlot()
 
-Run = Callable[[Schedule], Any]
+RunOnSchedule = Callable[[Schedule], Any]
 
 
-def measures(name: str, key: ScheduleKey, group: Group) -> bool:
+def is_measured(name: str, key: ScheduleKey, group: Group) -> bool:
     """True if the first call of op `name` with `key` is measured. All ranks call together."""
     if group.size == 1 or settings.forced_schedule() is not None:
         return False
     setting = settings.autotune()
-    if setting != settings.ONLINE:
+    if setting != settings.AUTOTUNE_UNSET:
         return setting is not None
     if settings.table_path() is not None or transport_key(group, key.device) != "nvlink":
         return False
-    return len(_candidates(name, key, group, _load_once(group, key.device))) > 1
+    return len(_candidate_schedules(name, key, group, _load_choices_once(group, key.device))) > 1
 
 
-def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: Run) -> Schedule | None:
+def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: RunOnSchedule) -> Schedule | None:
     """Return the fastest schedule for a call of op `name`, and measure the schedules if there is no saved choice.
 
     Returns None if schedules cannot be measured: during CUDA graph capture, or if `FUSED_TP_AUTOTUNE` is not set and
@@ -95,38 +95,38 @@ def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: Run) -> Sched
     Raises:
         FusedTPError: a schedule failed and left the group unusable; the message names the schedule.
     """
-    saved = _load_once(group, key.device)
+    saved = _load_choices_once(group, key.device)
     # Checked at every call: the chosen schedule may have been disabled, or found wrong at other sizes, since.
-    choice = _saved_choice(name, key, group, saved)
+    choice = _valid_choice(name, key, group, saved)
     if choice is None:
         if is_capturing(key.device):
             return None
         with torch.no_grad():
-            choice = _measure(name, key, group, run, saved)
+            choice = _measure_candidates(name, key, group, run, saved)
         if choice is None:
             return None
         call = _choice_keys(name, key)[-1]
         saved["choices"][call] = choice
         if group.rank == 0:
-            _save(saved)
+            _save_choices(saved)
             _LOG.info("autotune: %s: %s", call, describe_choice(choice))
     return schedule_named(choice["schedule"], group, key.device)
 
 
 def saved_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
     """Return the saved choice of this group for a call of op `name` with `key`; None if there is none."""
-    saved = _SAVED.get(group)
-    return None if saved is None else _saved_choice(name, key, group, saved)
+    saved = _SAVED_CHOICES.get(group)
+    return None if saved is None else _valid_choice(name, key, group, saved)
 
 
 def describe_choices(group: Group) -> dict[str, str]:
     """Return descriptions of all choices of this group, keyed by the description of the call."""
-    return {call: describe_choice(choice) for call, choice in _SAVED.get(group, {"choices": {}})["choices"].items()}
+    return {call: describe_choice(choice) for call, choice in _SAVED_CHOICES.get(group, {"choices": {}})["choices"].items()}
 
 
 def saved_files() -> list[tuple[Path, dict[str, Any]]]:
     """Return (path, content) of all files of saved choices in the folder that this process uses."""
-    found = ((path, _read(path)) for path in sorted(_results_folder().glob("autotune-*.json")))
+    found = ((path, _read_choices(path)) for path in sorted(_results_folder().glob("autotune-*.json")))
     return [(path, content) for path, content in found if content is not None]
 
 
@@ -136,28 +136,28 @@ def usable_schedules(
     """Return the names of the schedules available to `group` for `op`, "plain" first. All ranks call together.
 
     Args:
-        among: names of schedules to consider; None: all.
+        names: names of schedules to consider; None: all.
     """
     rest = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (among is None or spec.name in among))
     return [PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
-def _candidates(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
+def _candidate_schedules(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
     """Return the schedules that support a call and have not returned wrong results; always includes "plain"."""
     among = None
-    if settings.autotune() == settings.ONLINE:
+    if settings.autotune() == settings.AUTOTUNE_UNSET:
         right = saved.get("right", {})
         among = [one for one in SCHEDULES if one in _ALWAYS_CANDIDATES or right.get(_verdict_key(one, name, key.dtype))]
     found = usable_schedules(key.op, key.dtype, key.device, group, among)
     return [one for one in found if one == PLAIN or not saved["wrong"].get(_verdict_key(one, name, key.dtype))]
 
 
-def _saved_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+def _valid_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the saved choice for a call if its schedule is still a candidate, else None."""
     choices = [choice for call in _choice_keys(name, key) if (choice := saved["choices"].get(call)) is not None]
     if not choices:
         return None
-    candidates = _candidates(name, key, group, saved)
+    candidates = _candidate_schedules(name, key, group, saved)
     return next((choice for choice in choices if choice["schedule"] in candidates), None)
 
 
@@ -168,36 +168,38 @@ def _verdict_key(schedule: str, name: str, dtype: torch.dtype) -> str:
 
 def known_problem(group: Group, device: torch.device, schedule: str, name: str, dtype: torch.dtype) -> str:
     """Return the recorded problem of op `name` on a schedule; empty if there is none. All ranks call together."""
-    return str(_load_once(group, device)["wrong"].get(_verdict_key(schedule, name, dtype), ""))
+    return str(_load_choices_once(group, device)["wrong"].get(_verdict_key(schedule, name, dtype), ""))
 
 
 def record_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
     """Save problems by (schedule, op, dtype); an empty problem clears an earlier one. All ranks call together."""
-    saved = _load_once(group, device)
+    saved = _load_choices_once(group, device)
     saved["wrong"].update({_verdict_key(*what): problem for what, problem in found.items()})
     saved["right"].update({_verdict_key(*what): "" for what in found})
     if group.rank == 0:
-        _save(saved)
+        _save_choices(saved)
 
 
 def record_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
     """Save that the (schedule, op, dtype) in `found` are verified by fused-tp tune. All ranks call together."""
-    saved = _load_once(group, device)
+    saved = _load_choices_once(group, device)
     saved["right"].update(dict.fromkeys((_verdict_key(*what) for what in found), "checked by fused-tp tune"))
     if group.rank == 0:
-        _save(saved)
+        _save_choices(saved)
 
 
-def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[str, Any]) -> dict[str, Any] | None:
+def _measure_candidates(
+    name: str, key: ScheduleKey, group: Group, run: RunOnSchedule, saved: dict[str, Any]
+) -> dict[str, Any] | None:
     """Measure all candidates and return the choice; None if memory is short. Records wrong results in `saved`."""
-    names = _candidates(name, key, group, saved)
+    names = _candidate_schedules(name, key, group, saved)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
     reference = _tensors(run(schedules[PLAIN]))
-    if settings.autotune() == settings.ONLINE:
+    if settings.autotune() == settings.AUTOTUNE_UNSET:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
-        moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
-        short = sum(t.nbytes for t in reference) * 3 + 4 * moved > _free_bytes(key.device)
-        if any(exchange(group, f"autotuning of {name}: memory", short)):
+        transfer_bytes = key.m * (key.n or key.k or 0) * key.dtype.itemsize
+        is_memory_short = sum(t.nbytes for t in reference) * 3 + 4 * transfer_bytes > _free_bytes(key.device)
+        if any(exchange(group, f"autotuning of {name}: memory", is_memory_short)):
             return None
     trials = exchange(
         group,
@@ -205,7 +207,7 @@ def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[st
         {one: _try_schedule(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
     )
     for one in names:
-        problem = _problem([trial[one] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS)
+        problem = _schedule_problem([trial[one] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS)
         if problem and one != PLAIN:
             saved["wrong"][_verdict_key(one, name, key.dtype)] = problem
             del schedules[one]
@@ -213,15 +215,15 @@ def _measure(name: str, key: ScheduleKey, group: Group, run: Run, saved: dict[st
     shortest = min(first_calls.values())
     rivals = [one for one in schedules if one == PLAIN or first_calls[one] < MAX_SLOWDOWN * shortest]
     calls = min(MAX_CALLS, 1 + int(ROUND_SECONDS / max(shortest, 1e-9)))
-    rounds = [[_seconds_per_call(schedules[one], run, calls, key.device) for one in rivals] for _ in range(ROUNDS)]
+    rounds = [[_seconds_per_call(schedules[one], run, calls, key.device) for one in rivals] for _ in range(NUM_ROUNDS)]
     by_rank = exchange(group, f"autotuning of {name}: times", rounds)
-    slowest = {one: [max(times[i][at] for times in by_rank) for i in range(ROUNDS)] for at, one in enumerate(rivals)}
+    slowest = {one: [max(times[i][at] for times in by_rank) for i in range(NUM_ROUNDS)] for at, one in enumerate(rivals)}
     medians = {one: statistics.median(times) for one, times in slowest.items()}
     return {"schedule": fastest(slowest), "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
 
 
 def _try_schedule(
-    name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], device: torch.device
+    name: str, schedule: Schedule, run: RunOnSchedule, reference: Sequence[Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Run the call three times on a schedule; return its problem, its duration and the checksums of its results."""
     try:
@@ -229,25 +231,27 @@ def _try_schedule(
         seconds = _seconds_per_call(schedule, run, 1, device)
         again = _tensors(run(schedule))
     except FusedTPError as error:
-        more = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
-        raise error.copy(more, tried=name) from error
+        suffix = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
+        raise error.copy(suffix, tried=name) from error
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
     return {
-        "problem": difference(first, reference),
+        "problem": describe_difference(first, reference),
         "seconds": seconds,
-        "bits": [checksum(t) for t in first],
-        "again": [checksum(t) for t in again],
+        "bits": [tensor_checksum(t) for t in first],
+        "again": [tensor_checksum(t) for t in again],
     }
 
 
-def _problem(trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], everywhere: bool) -> str:
-    """Return the problem of a schedule, from the results of `_try` on each rank; empty if there is none.
+def _schedule_problem(
+    trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], is_replicated: bool
+) -> str:
+    """Return the problem of a schedule, from the results of `_try_schedule` on each rank; empty if there is none.
 
     Args:
         trials: results for this schedule, by rank.
         plain: results for the plain schedule, by rank.
-        everywhere: True if all ranks get the same result from this op.
+        is_replicated: True if all ranks get the same result from this op.
     """
     for rank, trial in enumerate(trials):
         if trial["problem"]:
@@ -255,44 +259,44 @@ def _problem(trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, A
     for rank, (trial, reference) in enumerate(zip(trials, plain, strict=True)):
         if trial["bits"] != trial["again"] and reference["bits"] == reference["again"]:
             return f"on rank {rank} two equal calls returned different bits"
-    differ = [len({tuple(trial["bits"]) for trial in one}) > 1 for one in (trials, plain)]
-    return "ranks hold different bits" if everywhere and differ == [True, False] else ""
+    ranks_differ = [len({tuple(trial["bits"]) for trial in rank_trials}) > 1 for rank_trials in (trials, plain)]
+    return "ranks hold different bits" if is_replicated and ranks_differ == [True, False] else ""
 
 
-def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
+def describe_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     """Describe a difference between two results that is larger than rounding; empty if there is none.
 
     Elements are compared one by one, because one wrong tile of a large result would not change its norm noticeably.
     """
-    if [t.shape for t in found] != [t.shape for t in wanted]:
-        return f"the result has shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in wanted]}"
-    for mine, reference in zip(found, wanted, strict=True):
+    if [t.shape for t in results] != [t.shape for t in expected]:
+        return f"the result has shapes {[tuple(t.shape) for t in results]}, not {[tuple(t.shape) for t in expected]}"
+    for result, reference in zip(results, expected, strict=True):
         if not reference.numel():
             continue
         if not reference.is_floating_point():
-            if not torch.equal(mine, reference):
+            if not torch.equal(result, reference):
                 return "the result differs"
             continue
         # Schedules round the terms of a sum differently, and GPUs may multiply float32 as tf32 (10 bits).
         eps = torch.finfo(reference.dtype).eps
         tolerance = 8 * (eps if reference.dtype == torch.float64 else max(eps, 2.0**-11))
-        wide = torch.float64 if reference.dtype == torch.float64 else torch.float32
-        known = reference.isfinite()
-        size = torch.where(known, reference, 0).to(wide).square().mean().sqrt()
-        error = (mine.to(wide) - reference.to(wide)).abs()
-        allowed = tolerance * (reference.to(wide).abs() + size)
-        bad = known & ~(error <= allowed)
-        if bad.any():
-            part = bad.sum().item() / reference.numel()
-            worst = float((error / size)[bad].max())
-            return f"{part:.2%} of the result are wrong, by up to {worst:.2g} of its root mean square"
+        wide_dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
+        is_known = reference.isfinite()
+        rms = torch.where(is_known, reference, 0).to(wide_dtype).square().mean().sqrt()
+        error = (result.to(wide_dtype) - reference.to(wide_dtype)).abs()
+        allowed = tolerance * (reference.to(wide_dtype).abs() + rms)
+        is_wrong = is_known & ~(error <= allowed)
+        if is_wrong.any():
+            wrong_share = is_wrong.sum().item() / reference.numel()
+            worst = float((error / rms)[is_wrong].max())
+            return f"{wrong_share:.2%} of the result are wrong, by up to {worst:.2g} of its root mean square"
     return ""
 
 
 def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
     """Choose from seconds by name and round: the incumbent, unless another is clearly faster in most rounds.
 
-    A rival must take less than `MARGIN` of the incumbent's time in three quarters of the rounds, so that noise changes
+    A rival must take less than `MAX_TIME_RATIO` of the incumbent's time in three quarters of the rounds, so that noise changes
     no choice; of such rivals, the one with the smallest median ratio is chosen. Without times of the incumbent, the one
     with the smallest median time is.
 
@@ -305,11 +309,11 @@ def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> s
         name: sorted(rival / own for rival, own in zip(times, seconds[incumbent], strict=True))
         for name, times in seconds.items()
     }
-    faster = [name for name, values in ratios.items() if values[(3 * len(values) - 1) // 4] < MARGIN]
+    faster = [name for name, values in ratios.items() if values[(3 * len(values) - 1) // 4] < MAX_TIME_RATIO]
     return min(faster, key=lambda name: statistics.median(ratios[name]), default=incumbent)
 
 
-def _seconds_per_call(schedule: Schedule, run: Run, calls: int, device: torch.device) -> float:
+def _seconds_per_call(schedule: Schedule, run: RunOnSchedule, calls: int, device: torch.device) -> float:
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -335,7 +339,7 @@ def _tensors(results: Any) -> list[Tensor]:
     return [t for t in tree_leaves(results) if isinstance(t, Tensor)]
 
 
-def checksum(t: Tensor) -> int:
+def tensor_checksum(t: Tensor) -> int:
     """Return a CRC of the bytes of `t`."""
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
@@ -353,7 +357,11 @@ def _choice_keys(name: str, key: ScheduleKey) -> list[str]:
     Choices made while it is not set compare few schedules, so they have a separate key.
     """
     call = _describe_call(name, key)
-    return [call] if settings.autotune() != settings.ONLINE else [call, f"{call}, where FUSED_TP_AUTOTUNE is not set"]
+    return (
+        [call]
+        if settings.autotune() != settings.AUTOTUNE_UNSET
+        else [call, f"{call}, where FUSED_TP_AUTOTUNE is not set"]
+    )
 
 
 def _round_up(rows: int) -> int:
@@ -377,15 +385,15 @@ def describe_choice(choice: Mapping[str, Any]) -> str:
 
 def _results_folder() -> Path:
     named = settings.autotune()
-    if named in (None, settings.ONLINE, "1"):
+    if named in (None, settings.AUTOTUNE_UNSET, "1"):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
-    return Path(str(named))
+    return Path(str(setting))
 
 
-def _machine(group: Group, device: torch.device) -> dict[str, Any]:
+def _describe_machine(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the hardware and versions for which saved choices are valid. A collective call."""
-    hosts = exchange(group, "autotuning: hosts", own_host())
-    ranks = [hosts.count(one) for one in dict.fromkeys(hosts)]
+    hosts = exchange(group, "autotuning: hosts", host_id())
+    ranks = [hosts.count(host) for host in dict.fromkeys(hosts)]
     if device.type == "cuda":
         name, driver = torch.cuda.get_device_name(device), getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
     else:
@@ -394,27 +402,27 @@ def _machine(group: Group, device: torch.device) -> dict[str, Any]:
     return {**versions, "ranks of each host": ranks, "device": name, "driver": driver}
 
 
-def _load_once(group: Group, device: torch.device) -> dict[str, Any]:
-    saved = _SAVED.get(group)
+def _load_choices_once(group: Group, device: torch.device) -> dict[str, Any]:
+    saved = _SAVED_CHOICES.get(group)
     if saved is None:
-        saved = _SAVED[group] = _load(group, device)
+        saved = _SAVED_CHOICES[group] = _load_choices(group, device)
     return saved
 
 
-def _load(group: Group, device: torch.device) -> dict[str, Any]:
+def _load_choices(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the content of rank 0's file of saved choices. A collective call."""
-    machine = _machine(group, device)
+    machine = _describe_machine(group, device)
     path = _results_folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
-    mine = _read(path) if group.rank == 0 else None
+    mine = _read_choices(path) if group.rank == 0 else None
     theirs = exchange(group, "autotuning: saved choices", mine)[0] or {}
     sections = {section: theirs.get(section, {}) for section in _SECTIONS}
     return {"about": _FILE_DESCRIPTION, "machine": machine, **sections, "path": str(path)}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_choices(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text())
-        if all(isinstance(content[part], dict) for part in ("machine", "choices", "wrong")):
+        if all(isinstance(content[section], dict) for section in ("machine", "choices", "wrong")):
             return dict(content)
     except FileNotFoundError:
         return None
@@ -423,14 +431,19 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _save(saved: Mapping[str, Any]) -> None:
+def _save_choices(saved: Mapping[str, Any]) -> None:
     """Merge `saved` into its file, and replace the file atomically, because other groups and programs may write it."""
     path = Path(saved["path"])
-    before = _read(path) or {}
+    previous = _read_choices(path) or {}
     content = {
         "about": saved["about"],
         "machine": saved["machine"],
-        **{part: {k: v for k, v in (before.get(part, {}) | saved.get(part, {})).items() if v} for part in _SECTIONS},
+        **{
+            section: {
+                key: value for key, value in (previous.get(section, {}) | saved.get(section, {})).items() if value
+            }
+            for section in _SECTIONS
+        },
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,20 +22,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fused_tp.core.subclass import why_not_plain
+from fused_tp.core.subclass import reason_not_plain
 
 try:
     import fused_tp._core as _core
 
-    _BUILT = True
+    _HAS_CORE = True
 except ImportError:  # a pure Python installation
-    _BUILT = False
+    _HAS_CORE = False
 
 # (x [..., K], w [N, K]), multiplied as x @ w^T. Backward passes a transposed view as w, which needs no copy.
 Product: TypeAlias = tuple[Tensor, Tensor]
 
 # Multiply-adds below which oneDNN's dispatch costs more than it gains.
-_SMALLEST_FOR_ONEDNN = 1 << 24
+_MIN_ONEDNN_MULTIPLY_ADDS = 1 << 24
 
 
 @cache
@@ -66,35 +66,38 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
 def _onednn_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         bias = bias.contiguous()  # oneDNN ignores the stride of a bias
-    (rows, columns), (across, along) = w.shape, w.stride()
-    if not ((along == 1 and across >= columns) or (across == 1 and along >= rows)):
+    (rows, columns), (row_stride, column_stride) = w.shape, w.stride()
+    if not ((column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)):
         w = w.contiguous()  # oneDNN is a thousand times slower for an expanded w, such as the gradient of a sum
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
     return out
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # types whose memory holds their values; subclasses may interpret it differently
-_SMALLEST_NATIVE = 1 << 17  # fewest elements of w; for smaller weights the overhead of a call dominates
+_PLAIN_TYPES = (
+    Tensor,
+    torch.nn.Parameter,
+)  # types whose memory holds their values; subclasses may interpret it differently
+_MIN_NATIVE_ELEMENTS = 1 << 17  # fewest elements of w; for smaller weights the overhead of a call dominates
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
-_FEW_ROWS: int = _core.FEW_ROWS if _BUILT else 0  # largest number of rows that the native core supports
+_MAX_FEW_ROWS: int = _core.FEW_ROWS if _HAS_CORE else 0  # largest number of rows that the native core supports
 
 
 @cache
-def _native_rows(dtype: torch.dtype) -> int:
+def _max_native_rows(dtype: torch.dtype) -> int:
     """Return the largest number of rows of x for which the native core is used; 0 if never."""
     if dtype is torch.float32 and not _onednn_beats_mkl():
         return 0  # not measured against MKL on Intel CPUs
-    return _FEW_ROWS if _BUILT and _core.few_rows_isa(_NATIVE_DTYPES[dtype]) else 0
+    return _MAX_FEW_ROWS if _HAS_CORE and _core.few_rows_isa(_NATIVE_DTYPES[dtype]) else 0
 
 
-def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor | None:
+def _few_rows_matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor | None:
     """Return x @ w^T + bias (in `out` if given) by the native kernels for few rows; None if not supported."""
     dtype, depth = x.dtype, w.shape[-1]
-    if dtype not in _NATIVE_DTYPES or not 0 < x.numel() <= _native_rows(dtype) * depth:
+    if dtype not in _NATIVE_DTYPES or not 0 < x.numel() <= _max_native_rows(dtype) * depth:
         return None
-    if not x.is_cpu or w.numel() < _SMALLEST_NATIVE or w.dtype is not dtype or x.shape[-1] != depth:
+    if not x.is_cpu or w.numel() < _MIN_NATIVE_ELEMENTS or w.dtype is not dtype or x.shape[-1] != depth:
         return None
-    if type(x) not in _PLAIN or type(w) not in _PLAIN or w.stride(1) != 1 or x.stride(-1) != 1:
+    if type(x) not in _PLAIN_TYPES or type(w) not in _PLAIN_TYPES or w.stride(1) != 1 or x.stride(-1) != 1:
         return None
     if x.is_neg() or w.is_neg() or not (x.data_ptr() and w.data_ptr()):
         return None  # lazily negated, or without memory: the memory does not hold the values
@@ -120,20 +123,20 @@ def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = No
     return y
 
 
-def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
+def explain_few_rows(x: Tensor, w: Tensor) -> tuple[bool, str]:
     """Return (used, reason): whether the native kernels for few rows compute x @ w^T when no gradient is needed."""
     if not x.is_cpu:
         return False, f"the kernels for few rows run on CPUs, not on {x.device.type}"
     for name, t in (("x", x), ("weight", w)):
-        if (why := why_not_plain(type(t))) is not None:
-            return False, f"{name} is not a plain tensor: {why}"
-    if x.dtype not in _NATIVE_DTYPES or w.dtype is not x.dtype or not _native_rows(x.dtype):
+        if (reason := reason_not_plain(type(t))) is not None:
+            return False, f"{name} is not a plain tensor: {reason}"
+    if x.dtype not in _NATIVE_DTYPES or w.dtype is not x.dtype or not _max_native_rows(x.dtype):
         return False, f"the kernels for few rows do not multiply {x.dtype} by {w.dtype} on this CPU"
-    rows, most = prod(x.shape[:-1]), _native_rows(x.dtype)
-    if not 0 < rows <= most:
-        return False, f"x has {rows} rows, and the kernels for few rows support 1 to {most}"
-    if w.numel() < _SMALLEST_NATIVE:
-        return False, f"weight has {w.numel()} elements; the kernels for few rows need at least {_SMALLEST_NATIVE}"
+    rows, max_rows = prod(x.shape[:-1]), _max_native_rows(x.dtype)
+    if not 0 < rows <= max_rows:
+        return False, f"x has {rows} rows, and the kernels for few rows support 1 to {max_rows}"
+    if w.numel() < _MIN_NATIVE_ELEMENTS:
+        return False, f"weight has {w.numel()} elements; the kernels for few rows need at least {_MIN_NATIVE_ELEMENTS}"
     for name, t in (("x", x), ("weight", w)):
         if t.stride(-1) != 1:
             return False, f"the last dim of {name} has stride {t.stride(-1)}; the kernels for few rows need stride 1"
@@ -145,9 +148,9 @@ def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ w^T + bias` for x [..., K], w [N, K] (any strides), bias [N]."""
     # Sizes that rule a library out are compared here, because a call costs more.
-    if w.numel() >= _SMALLEST_NATIVE and (y := _few_rows(x, w, bias)) is not None:
+    if w.numel() >= _MIN_NATIVE_ELEMENTS and (y := _few_rows_matmul(x, w, bias)) is not None:
         return y
-    if x.dtype is torch.float32 and x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN and _use_onednn(x, w):
+    if x.dtype is torch.float32 and x.numel() * w.shape[0] >= _MIN_ONEDNN_MULTIPLY_ADDS and _use_onednn(x, w):
         return _onednn_linear(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
 
@@ -157,9 +160,13 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
     (x, w), *others = products
     if out is None:
         out = linear(x, w, bias)
-    elif x.numel() <= _FEW_ROWS * w.shape[-1] and out.is_contiguous() and _few_rows(x, w, bias, out) is not None:
+    elif (
+        x.numel() <= _MAX_FEW_ROWS * w.shape[-1]
+        and out.is_contiguous()
+        and _few_rows_matmul(x, w, bias, out) is not None
+    ):
         pass
-    elif x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN and _use_onednn(x, w):
+    elif x.numel() * w.shape[0] >= _MIN_ONEDNN_MULTIPLY_ADDS and _use_onednn(x, w):
         out.copy_(_onednn_linear(x, w, bias).view(out.shape))
     elif bias is None:
         torch.mm(as_rows(x), w.t(), out=out)

@@ -21,12 +21,12 @@ from fused_tp.backends.gemm import as_rows, sum_of_products
 try:
     import fused_tp._core as _core
 
-    _BUILT = True
+    _HAS_CORE = True
 except ImportError:  # a pure Python installation
-    _BUILT = False
+    _HAS_CORE = False
 
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/dtype.h
-_ALIGNMENT = 16  # alignment in bytes that grouped_mm requires for rows and addresses
+_ALIGNMENT_BYTES = 16  # alignment in bytes that grouped_mm requires for rows and addresses
 
 
 class Routing(NamedTuple):
@@ -63,7 +63,7 @@ class Routing(NamedTuple):
                 yield expert, start, stop
                 start = stop
 
-    def rows_of(self, x: Tensor) -> Tensor:
+    def gather_rows(self, x: Tensor) -> Tensor:
         """Return [S, n]: for each routed row, its token's row of `x` [..., n]."""
         return as_rows(x).index_select(0, self.tokens)
 
@@ -91,9 +91,9 @@ class GroupedProduct(NamedTuple):
         """Return the product for output columns `start` to `stop`."""
         return self._replace(weight=self.weight[:, start:stop])
 
-    def in_order(self, places: Tensor) -> GroupedProduct:
-        """Return the product with reordered tokens; `places` [num_tokens] is the new index of each token."""
-        return self._replace(routing=self.routing._replace(tokens=places[self.routing.tokens]))
+    def reorder_tokens(self, new_indices: Tensor) -> GroupedProduct:
+        """Return the product with reordered tokens; `new_indices` [num_tokens] holds the new index of each token."""
+        return self._replace(routing=self.routing._replace(tokens=new_indices[self.routing.tokens]))
 
     def sum(self, out: Tensor | None = None, *, rows: Tensor | None = None) -> Tensor:
         """Return the sum by token, in `out` if given.
@@ -108,7 +108,7 @@ class GroupedProduct(NamedTuple):
         numbers = torch.arange(self.num_tokens + 1, device=order.device)
         starts = torch.searchsorted(self.routing.tokens[order], numbers)
         scale = None if self.scale is None else self.scale[order]
-        if _BUILT and y.is_cpu and y.dtype in _NATIVE_DTYPES and y.is_contiguous():
+        if _HAS_CORE and y.is_cpu and y.dtype in _NATIVE_DTYPES and y.is_contiguous():
             return _sum_rows(y, order, starts, scale, y.new_empty(self.shape) if out is None else out)
         if scale is not None and scale.dtype != y.dtype:  # routing weights are often float32 with bfloat16 activations
             dtype = torch.promote_types(scale.dtype, y.dtype)
@@ -143,9 +143,9 @@ def grouped_linear(
         by_token: `x` [..., K] has one row per token instead, and each routed row uses its token's row.
     """
     if _supports_grouped_mm(x, weight):
-        rows = routing.rows_of(x) if by_token else x.contiguous()  # grouped_mm does not accept expanded gradients
-        found = grouped_mm(rows, weight.transpose(1, 2), offs=routing.offsets)
-        return found if out is None else out.copy_(found)
+        rows = routing.gather_rows(x) if by_token else x.contiguous()  # grouped_mm does not accept expanded gradients
+        products = grouped_mm(rows, weight.transpose(1, 2), offs=routing.offsets)
+        return products if out is None else out.copy_(products)
     x = as_rows(x)
     out = x.new_empty((len(routing.tokens), weight.shape[1])) if out is None else out
     for expert, start, stop in routing.experts():
@@ -174,22 +174,22 @@ def grouped_weight_grad(d_output: Tensor, x: Tensor, weight: Tensor, routing: Ro
     return d_weight
 
 
-def scaled(x: Tensor, scale: Tensor) -> Tensor:
+def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
     """Return the rows of `x` times `scale`, in the dtype of `x`."""
     return (x * scale[:, None]).to(x.dtype)
 
 
-def scaled_grads(d_scaled: Tensor, x: Tensor, scale: Tensor | None, needs: Any) -> dict[str, Tensor]:
+def scale_grads(d_scaled: Tensor, x: Tensor, scale: Tensor | None, needs: Any) -> dict[str, Tensor]:
     """Return the gradients of `scale * x` by name, for "x" and "scale" if `needs` requests them."""
-    found = {"x": d_scaled if scale is None else scaled(d_scaled, scale)} if needs.x else {}
+    grads = {"x": d_scaled if scale is None else scale_rows(d_scaled, scale)} if needs.x else {}
     if needs.scale and scale is not None:
-        found["scale"] = (d_scaled * x).sum(1, dtype=torch.promote_types(scale.dtype, torch.float32)).to(scale.dtype)
-    return found
+        grads["scale"] = (d_scaled * x).sum(1, dtype=torch.promote_types(scale.dtype, torch.float32)).to(scale.dtype)
+    return grads
 
 
 def _supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     if x.is_cpu:
         return False
     sizes: Sequence[int] = (x.shape[-1], *weight.shape[1:])
-    aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in sizes)
-    return aligned and x.data_ptr() % _ALIGNMENT == 0 and weight.data_ptr() % _ALIGNMENT == 0
+    is_aligned = all(size * x.element_size() % _ALIGNMENT_BYTES == 0 for size in sizes)
+    return is_aligned and x.data_ptr() % _ALIGNMENT_BYTES == 0 and weight.data_ptr() % _ALIGNMENT_BYTES == 0

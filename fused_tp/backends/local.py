@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fused_tp.backends.gemm import Product, linear, sum_of_products
-from fused_tp.backends.schedule import GatherMatmul, Schedule, Work
-from fused_tp.core.pending import Done, Pending
+from fused_tp.backends.schedule import GatherMatmul, OverlappedWork, Schedule
+from fused_tp.core.pending import Pending, PendingValue
 
 if TYPE_CHECKING:
     from fused_tp.backends.messages.torch_dist import TorchDist
 
 
-class Local(Schedule):
+class LocalSchedule(Schedule):
     """The ops on one rank: only their compute."""
 
     name = "local"
@@ -31,7 +31,7 @@ class Local(Schedule):
         return nullcontext()
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        return Done(x_shard)
+        return PendingValue(x_shard)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         return partial.clone()
@@ -42,20 +42,27 @@ class Local(Schedule):
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         return rows
 
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        x, weights, biases, _, _, return_gathered = asked
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x, weights, biases, _, _, return_gathered = request
         return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)], x.clone() if return_gathered else None
 
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        overlapped_work: OverlappedWork = None,
     ) -> Tensor:
-        return self.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+        return self.matmul_all_reduce(products, bias, overlapped_work=overlapped_work)
 
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
+    ) -> Tensor:
         out = sum_of_products(products, bias)
-        if meanwhile is not None:
-            meanwhile()
+        if overlapped_work is not None:
+            overlapped_work()
         return out
 
 
-LOCAL = Local()
+LOCAL_SCHEDULE = LocalSchedule()

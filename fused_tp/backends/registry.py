@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fused_tp.backends.local import LOCAL
-from fused_tp.backends.messages.torch_dist import backend_of, torch_dist
+from fused_tp.backends.local import LOCAL_SCHEDULE
+from fused_tp.backends.messages.torch_dist import backend_for_device, torch_dist
 from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.shared_memory.shm import MAX_RANKS as SHM_RANKS
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.core import dispatch, settings
-from fused_tp.core.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
+from fused_tp.core.availability import AVAILABLE, Availability, has_triton, is_triton_interpreted, unavailable
 from fused_tp.core.dispatch import ScheduleKey
-from fused_tp.core.errors import FusedTPError, RankMismatchError, listed
+from fused_tp.core.errors import FusedTPError, RankMismatchError, join_words
 from fused_tp.core.group import Group, GroupSlot, empty_dict
-from fused_tp.core.store import agree, exchange, made_together
+from fused_tp.core.store import agree_on_availability, create_together, exchange
 
 if TYPE_CHECKING:
     from fused_tp.backends.copy_engine.copy_engine import CopyEngine
@@ -92,10 +92,10 @@ def select_schedule(key: ScheduleKey, group: Group) -> Schedule:
         RankMismatchError: in the first call, if ranks differ in settings that must be equal.
     """
     if group.size == 1:
-        return LOCAL
+        return LOCAL_SCHEDULE
     # A repeated call costs one lookup; the code below takes several times as long.
     schedules = _SELECTED[group]
-    call = key, settings.routing()
+    call = key, settings.routing_values()
     selected = schedules.get(call)
     if selected is None:
         if len(schedules) >= _MAX_REMEMBERED:  # reached if sequence lengths keep changing
@@ -109,7 +109,7 @@ def _differing_settings(group: Group) -> str:
 
     With different settings, ranks could wait for each other in different calls, or misread each other's data.
     """
-    mine = {**settings.equal_settings(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
+    mine = {**settings.must_match_values(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
     everyone = exchange(group, "the first call", mine)
     said = []
     for name in mine:
@@ -117,13 +117,13 @@ def _differing_settings(group: Group) -> str:
         for rank, theirs in enumerate(everyone):
             ranks.setdefault(theirs.get(name, "unknown"), []).append(str(rank))
         if len(ranks) > 1:
-            values = listed(f"{value} on rank{'s'[len(of) < 2 :]} {listed(of)}" for value, of in ranks.items())
+            values = join_words(f"{value} on rank{'s'[len(of) < 2 :]} {join_words(of)}" for value, of in ranks.items())
             said.append(f"{name} is {values}")
     return "; ".join(said)
 
 
 def _select(key: ScheduleKey, group: Group) -> Schedule:
-    if _DIFFERING.get(group) != "" and (differing := made_together(_DIFFERING, group, _differing_settings)):
+    if _DIFFERING.get(group) != "" and (differing := create_together(_DIFFERING, group, _differing_settings)):
         del _DIFFERING[group]  # so that the ranks compare again in their next call
         raise RankMismatchError(
             f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differing}."
@@ -176,7 +176,7 @@ def _forced_serves(name: str, key: ScheduleKey, group: Group) -> Availability:
     return SCHEDULES[name].available(group, key.device) if supported and name == "hierarchical" else supported
 
 
-def _choose(key: ScheduleKey, group: Group) -> dispatch.Choice:
+def _choose(key: ScheduleKey, group: Group) -> dispatch.TableChoice:
     """Return the first rule of the table whose schedule supports the call.
 
     With the shipped table, CPU ranks of several hosts use `hierarchical`, because messages between hosts are by far the
@@ -186,7 +186,7 @@ def _choose(key: ScheduleKey, group: Group) -> dispatch.Choice:
     transport = transport_key(group, device)
     may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
     if may_span_hosts and settings.table_path() is None and _forced_serves("hierarchical", key, group):
-        return dispatch.Choice("hierarchical", "CPU ranks of several hosts use the two-level schedule")
+        return dispatch.TableChoice("hierarchical", "CPU ranks of several hosts use the two-level schedule")
 
     def usable(spec: ScheduleSpec) -> Availability:
         supported = spec.supports(key.op, key.dtype)
@@ -206,7 +206,7 @@ def transport_key(group: Group, device: torch.device) -> str:
     """
     if _shared_memory_available(group, device):
         return "shm"
-    backend = backend_of(group, device.type)
+    backend = backend_for_device(group, device.type)
     if backend != "nccl":
         return backend
     from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
@@ -218,7 +218,7 @@ def transport_key(group: Group, device: torch.device) -> str:
 
 def choose_by_table(
     key: ScheduleKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
-) -> dispatch.Choice:
+) -> dispatch.TableChoice:
     """Return the first rule of the table whose schedule is usable, with the reasons why earlier rules are not.
 
     Raises:
@@ -226,7 +226,7 @@ def choose_by_table(
     """
     reasons: dict[str, str] = {}
     while True:
-        choice = dispatch.choose(key, size, transport, arch, tuple(reasons))
+        choice = dispatch.choose_schedule(key, size, transport, arch, tuple(reasons))
         if choice.schedule not in SCHEDULES:
             names = ", ".join(SCHEDULES)
             raise ValueError(
@@ -236,7 +236,7 @@ def choose_by_table(
         # Rules are checked one by one and only as needed, because `usable` may be a collective call.
         if found := usable(SCHEDULES[choice.schedule]):
             notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
-            return dispatch.Choice(choice.schedule, choice.rule + notes, choice.chunks)
+            return dispatch.TableChoice(choice.schedule, choice.rule + notes, choice.chunks)
         reasons[choice.schedule] = found.reason
 
 
@@ -248,7 +248,7 @@ def group_arch(group: Group, device: torch.device) -> str:
     Raises:
         CollectiveTimeoutError: a rank did not call within `FUSED_TP_TIMEOUT` seconds.
     """
-    own = dispatch.arch_of(device)
+    own = dispatch.device_arch(device)
     if device.type != "cuda":
         return own
     archs = _ARCHS[group]
@@ -266,7 +266,7 @@ def decide(key: ScheduleKey, group: Group) -> Decision:
         key = key._replace(device=torch.device("cuda", torch.cuda.current_device()))
     device = key.device
     name = select_schedule(key, group).name
-    transport = SCHEDULES[name].transport or backend_of(group, device.type)
+    transport = SCHEDULES[name].transport or backend_for_device(group, device.type)
     forced = settings.forced_schedule()
     if forced == name:
         return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(name)}")
@@ -319,11 +319,11 @@ def fused_kernels_on(device: torch.device) -> Availability:
     """True if fused kernels can run on `device`, for any group."""
     if not has_triton():
         return unavailable("Triton is not installed (pip install triton)")
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+    if device.type != "cuda" and not (device.type == "cpu" and is_triton_interpreted()):
         return unavailable(
             f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
         )
-    if device.type == "cuda" and interpreted():
+    if device.type == "cuda" and is_triton_interpreted():
         return unavailable("TRITON_INTERPRET is set, so kernels run on the CPU only")
     try:
         from fused_tp.backends.triton.fused_kernel import FusedKernel
@@ -369,7 +369,7 @@ def device_kernels_on(device: torch.device) -> Availability:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return native_kernels.native_kernels_available(10 * major + minor)
-    if device.type in native_kernels.DEVICES:
+    if device.type in native_kernels.KERNEL_DEVICES:
         return native_kernels.native_kernels_available()
     return unavailable(f"device kernels run on NVIDIA GPUs; this is {device.type}")
 
@@ -381,9 +381,9 @@ def _copy_engine_on(device: torch.device) -> Availability:
 
 
 def _torch_ops_on(device: torch.device) -> Availability:
-    from fused_tp.backends.torch_symm_mem.torch_symm_mem import torch_ops_on
+    from fused_tp.backends.torch_symm_mem.torch_symm_mem import torch_ops_availability
 
-    return torch_ops_on(device)
+    return torch_ops_availability(device)
 
 
 def _in_symmetric_memory(
@@ -398,7 +398,7 @@ def _in_symmetric_memory(
     def available(group: Group, device: torch.device) -> Availability:
         if group.size > max_ranks:
             return unavailable(f"a kernel's slots serve up to {max_ranks} ranks, and the group has {group.size}")
-        on_all = agree(group, f"{what} on {device.type}", lambda: on_device(device))
+        on_all = agree_on_availability(group, f"{what} on {device.type}", lambda: on_device(device))
         if not on_all:
             return on_all
         from fused_tp.backends.symmetric_memory.symm_mem import group_memory
@@ -425,17 +425,17 @@ INSIDE = ("one_sided", "fused_kernel", "two_shot")
 
 
 def _two_levels_available(group: Group, device: torch.device) -> Availability:
-    from fused_tp.backends.hierarchical.two_level import errors_of_group, hosts_of
+    from fused_tp.backends.hierarchical.two_level import group_hosts, raise_as_group_errors
 
-    hosts = hosts_of(group)
+    hosts = group_hosts(group)
     if isinstance(hosts, Availability):
         return hosts
-    with errors_of_group(group, hosts.inside):
-        found = {name: SCHEDULES[name].available(hosts.inside, device) for name in INSIDE}
+    with raise_as_group_errors(group, hosts.local_group):
+        found = {name: SCHEDULES[name].available(hosts.local_group, device) for name in INSIDE}
     reasons = "; ".join(f"{name}: {one.reason}" for name, one in found.items())
     mine = unavailable(f"its ranks have no fast links inside of a host ({reasons})")
     what = f"fast links inside of hosts on {device.type}"
-    return agree(group, what, lambda: AVAILABLE if any(found.values()) else mine)
+    return agree_on_availability(group, what, lambda: AVAILABLE if any(found.values()) else mine)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -458,9 +458,9 @@ def _pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedu
 
 
 def _shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+    from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
 
-    return SharedMemory(_known(ShmTransport, shm_transport(group)))
+    return SharedMemorySchedule(_known(ShmTransport, shm_transport(group)))
 
 
 def _known(kind: type[T], found: object) -> T:
@@ -524,28 +524,28 @@ def _nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Sc
 
 def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.hierarchical.hierarchical import Hierarchical
-    from fused_tp.backends.hierarchical.two_level import Hosts, errors_of_group, hosts_of
+    from fused_tp.backends.hierarchical.two_level import Hosts, group_hosts, raise_as_group_errors
     from fused_tp.backends.nccl.nccl import nccl_dist
 
-    hosts = _known(Hosts, hosts_of(group))
+    hosts = _known(Hosts, group_hosts(group))
     inside: dict[Any, Schedule] = {}
     made: dict[str, Schedule] = {}
 
     def among_host(op: str, dtype: torch.dtype) -> Schedule:
         key = op, dtype, settings.shared_memory_allowed()  # shared memory may be turned off at any time
         if key not in inside:
-            with errors_of_group(group, hosts.inside):
+            with raise_as_group_errors(group, hosts.local_group):
                 specs = (SCHEDULES[name] for name in INSIDE)
-                usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.inside, device))
+                usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.local_group, device))
                 spec = next(usable, SCHEDULES["plain"])
                 if spec.name not in made:
-                    made[spec.name] = spec.make(hosts.inside, device, None)
+                    made[spec.name] = spec.make(hosts.local_group, device, None)
             inside[key] = made[spec.name]
         return inside[key]
 
-    with errors_of_group(group, hosts.across):
-        own = nccl_dist(hosts.across, device)
-        across = torch_dist(hosts.across, device.type) if isinstance(own, Availability) else own
+    with raise_as_group_errors(group, hosts.cross_group):
+        own = nccl_dist(hosts.cross_group, device)
+        across = torch_dist(hosts.cross_group, device.type) if isinstance(own, Availability) else own
     return Hierarchical(hosts, among_host, across, _plain(group, device))
 
 

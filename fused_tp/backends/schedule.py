@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fused_tp.backends.messages.torch_dist import TorchDist
 
 # A function of the caller, called exactly once, that a schedule overlaps with communication.
-Work: TypeAlias = Callable[[], None] | None
+OverlappedWork: TypeAlias = Callable[[], None] | None
 T = TypeVar("T")
 
 
@@ -92,7 +92,7 @@ class Schedule(ABC):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+    def make_repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
         """Return a fast forward function of `op` for arguments of the shapes and dtypes of `args`; None if none.
 
         Decoding repeats one call, so work that is equal for every token is done once, in this method. The function
@@ -102,17 +102,24 @@ class Schedule(ABC):
         return None
 
     @abstractmethod
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        """Return `gathered x @ w^T + b` for every weight, and the gathered x if `asked` requests it."""
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        """Return `gathered x @ w^T + b` for every weight, and the gathered x if `request.return_gathered`."""
 
     @abstractmethod
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        overlapped_work: OverlappedWork = None,
     ) -> Tensor:
         """Return the slice of this rank along `scatter_dim` of the sum of all `products` over ranks, plus `bias`."""
 
     @abstractmethod
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
+    ) -> Tensor:
         """Return the sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
 
     def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
@@ -121,21 +128,21 @@ class Schedule(ABC):
             return use(self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait())
 
     def grouped_matmul_reduce_scatter(
-        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, overlapped_work: OverlappedWork = None
     ) -> Tensor:
         """Return the slice of this rank along `scatter_dim` of `product` summed over ranks; tokens have `shape`."""
         with self.abort_scope("grouped_matmul_reduce_scatter"):
             partial = product.sum().view(*shape, product.shape[1])
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             return self.reduce_scatter(partial, scatter_dim=scatter_dim)
 
-    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, overlapped_work: OverlappedWork = None) -> Tensor:
         """Return the sum of `product` over ranks; the same bits on every rank."""
         with self.abort_scope("grouped_matmul_all_reduce"):
             partial = product.sum()
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             return self.all_reduce(partial)
 
     def all_reduce_rms_norm(
@@ -158,53 +165,62 @@ class RowSchedule(Schedule):
     """
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        dim_shards = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
-        if (other := self._other("all_gather", x_shard.dtype, dim_shards.shape)) is not None:
-            return other.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        dim_shards = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size)
+        if (fallback := self._fallback_for("all_gather", x_shard.dtype, dim_shards.shape)) is not None:
+            return fallback.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         self.check("all_gather", (*dim_shards.shape, gather_dim), x_shard)
         return self._gather(x_shard, dim_shards)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         # Append a dim, so that `scatter_dim` is never the last one.
-        dim_shards = DimShards.of((*partial.shape, 1), scatter_dim, self.world_size)
-        if (other := self._other("reduce_scatter", partial.dtype, dim_shards.shape)) is not None:
-            return other.reduce_scatter(partial, scatter_dim=scatter_dim)
+        dim_shards = DimShards.from_shape((*partial.shape, 1), scatter_dim, self.world_size)
+        if (fallback := self._fallback_for("reduce_scatter", partial.dtype, dim_shards.shape)) is not None:
+            return fallback.reduce_scatter(partial, scatter_dim=scatter_dim)
         self.check("reduce_scatter", (*partial.shape, scatter_dim), partial)
-        rows = dim_shards.rank_major(partial.unsqueeze(-1))
+        rows = dim_shards.to_rank_major(partial.unsqueeze(-1))
         return self._sum_rows(rows, dim_shards).view(dim_shards.shard_shapes[self.rank][:-1])
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        if (other := self._other("all_reduce", partial.dtype, partial.shape)) is not None:
-            return other.all_reduce(partial)
+        if (fallback := self._fallback_for("all_reduce", partial.dtype, partial.shape)) is not None:
+            return fallback.all_reduce(partial)
         self.check("all_reduce", partial.shape, partial)
         return self._all_reduced(partial)
 
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        x_shard, dim = asked.x_shard, asked.gather_dim
-        dim_shards = DimShards.of_shards(x_shard.shape, dim, asked.gather_size, self.world_size)
-        if (other := self._other("all_gather_matmul", x_shard.dtype, dim_shards.shape)) is not None:
-            return other.all_gather_matmul(asked)
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x_shard, dim = request.x_shard, request.gather_dim
+        dim_shards = DimShards.from_shard(x_shard.shape, dim, request.gather_size, self.world_size)
+        if (fallback := self._fallback_for("all_gather_matmul", x_shard.dtype, dim_shards.shape)) is not None:
+            return fallback.all_gather_matmul(request)
         self.check("all_gather_matmul", (*dim_shards.shape, dim), x_shard)
-        return self._gather_matmul(asked, dim_shards)
+        return self._gather_matmul(request, dim_shards)
 
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        overlapped_work: OverlappedWork = None,
     ) -> Tensor:
         x, w = products[0]
-        dim_shards = DimShards.of((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
-        if (other := self._other("matmul_reduce_scatter", x.dtype, dim_shards.shape)) is not None:
-            return other.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+        dim_shards = DimShards.from_shape((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
+        if (fallback := self._fallback_for("matmul_reduce_scatter", x.dtype, dim_shards.shape)) is not None:
+            return fallback.matmul_reduce_scatter(
+                products, bias, scatter_dim=scatter_dim, overlapped_work=overlapped_work
+            )
         self.check("matmul_reduce_scatter", (*dim_shards.shape, scatter_dim, bias is not None), x)
-        rows = [(dim_shards.rank_major(x), w) for x, w in products]
-        return self._matmul_scatter(rows, dim_shards, bias, meanwhile).view(dim_shards.shard_shapes[self.rank])
+        rows = [(dim_shards.to_rank_major(x), w) for x, w in products]
+        return self._matmul_scatter(rows, dim_shards, bias, overlapped_work).view(dim_shards.shard_shapes[self.rank])
 
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
+    ) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
-        if (other := self._other("matmul_all_reduce", x.dtype, shape)) is not None:
-            return other.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+        if (fallback := self._fallback_for("matmul_all_reduce", x.dtype, shape)) is not None:
+            return fallback.matmul_all_reduce(products, bias, overlapped_work=overlapped_work)
         self.check("matmul_all_reduce", (*shape, bias is not None), x)
-        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
+        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -221,7 +237,7 @@ class RowSchedule(Schedule):
 
     # -- implemented by subclasses ------------------------------------------------------------------------------------
 
-    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+    def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         """Return the fallback schedule if this one does not support `op` in `dtype` and global `shape`; else None."""
         return None
 
@@ -236,12 +252,12 @@ class RowSchedule(Schedule):
     def _all_reduced(self, partial: Tensor) -> Tensor:
         """Implement `all_reduce`."""
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         """Implement `all_gather_matmul`; `dim_shards` is the sharding of the gathered x."""
         with self.abort_scope("all_gather_matmul"):
-            x = self.all_gather(asked.x_shard, gather_dim=dim_shards.dim, gather_size=asked.gather_size).wait()
-            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
-            return outputs, x if asked.return_gathered else None
+            x = self.all_gather(request.x_shard, gather_dim=dim_shards.dim, gather_size=request.gather_size).wait()
+            outputs = [linear(x, w, b) for w, b in zip(request.weights, request.biases, strict=True)]
+            return outputs, x if request.return_gathered else None
 
     @abstractmethod
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
@@ -249,12 +265,12 @@ class RowSchedule(Schedule):
 
     @abstractmethod
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         """Return this rank's rows of the sum of all `products`; `dim_shards` is the sharding of the sum."""
 
     @abstractmethod
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         """Return the sum [M, N] over ranks of all `products`, whose x is given as rows."""
 
 
@@ -281,13 +297,13 @@ class DimShards:
     # Cached, because calls of one shape repeat; a cache hit runs in C.
     @staticmethod
     @lru_cache(maxsize=1024)
-    def of(shape: tuple[int, ...], dim: int, world_size: int) -> DimShards:
+    def from_shape(shape: tuple[int, ...], dim: int, world_size: int) -> DimShards:
         """Return the sharding of dim `dim` of a tensor of `shape` that torch.chunk produces."""
         return DimShards(shape, dim, tuple(shard_sizes(shape[dim], world_size)))
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def of_shards(shard: tuple[int, ...], dim: int, size: int | None, world_size: int) -> DimShards:
+    def from_shard(shard: tuple[int, ...], dim: int, size: int | None, world_size: int) -> DimShards:
         """Return the sharding of the gathered tensor, from the shape of this rank's shard.
 
         `size` is the gathered length of `dim`; None: all shards have the same length.
@@ -296,52 +312,52 @@ class DimShards:
         return DimShards((*shard[:dim], sum(sizes), *shard[dim + 1 :]), dim, tuple(sizes))
 
     @cached_property
-    def in_order(self) -> bool:
+    def is_rank_major(self) -> bool:
         """True if rank-major order is the order of the tensor itself."""
         return prod(self.shape[: self.dim]) == 1
 
     @cached_property
-    def counts(self) -> tuple[int, ...]:
+    def row_counts(self) -> tuple[int, ...]:
         """Number of rows of each rank (product of all dims except the last)."""
         others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
         return tuple(others * size for size in self.sizes)
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
+    def row_starts(self) -> tuple[int, ...]:
         """First rank-major row of each rank."""
-        return tuple(rank_offsets(self.counts))
+        return tuple(rank_offsets(self.row_counts))
 
     @cached_property
     def shard_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shape of each rank's shard."""
         return tuple((*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes)
 
-    def rank_major(self, x: Tensor) -> Tensor:
+    def to_rank_major(self, x: Tensor) -> Tensor:
         """Return `x` (this shape, except for the last dim k) as contiguous rank-major rows [M, k]."""
-        if self.in_order:
+        if self.is_rank_major:
             return as_rows(x).contiguous()
         out = x.new_empty((prod(x.shape[:-1]), x.shape[-1]))
-        for rows, part in zip(out.split(self.counts), x.split(self.sizes, self.dim), strict=True):
+        for rows, part in zip(out.split(self.row_counts), x.split(self.sizes, self.dim), strict=True):
             rows.view(part.shape).copy_(part)
         return out
 
-    def places(self, device: torch.device) -> Tensor:
+    def rank_major_indices(self, device: torch.device) -> Tensor:
         """Return [M]: the rank-major index of each row of the tensor."""
         rows = torch.arange(prod(self.shape[:-1]), device=device)
-        places = torch.empty_like(rows)
-        places[self.rank_major(rows.view(*self.shape[:-1], 1)).view(-1)] = rows
-        return places
+        indices = torch.empty_like(rows)
+        indices[self.to_rank_major(rows.view(*self.shape[:-1], 1)).view(-1)] = rows
+        return indices
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def join_shards(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the ranks' contiguous shards, of any shape, to the unsharded tensor, which must not be empty."""
         lead, trail = self.shape[: self.dim], self.shape[self.dim + 1 :]
         return torch.cat([part.view(*lead, -1, *trail) for part in parts if part.numel()], dim=self.dim)
 
-    def placed(self, rows: Tensor) -> Tensor:
+    def from_rank_major(self, rows: Tensor) -> Tensor:
         """Return rank-major `rows` [M, n] as [*shape[:-1], n]; a copy if the dims before `dim` are longer than 1."""
-        if self.in_order or rows.numel() == 0:
+        if self.is_rank_major or rows.numel() == 0:
             return rows.view(*self.shape[:-1], rows.shape[-1])
-        return replace(self, shape=(*self.shape[:-1], rows.shape[-1])).joined(rows.split(self.counts))
+        return replace(self, shape=(*self.shape[:-1], rows.shape[-1])).join_shards(rows.split(self.row_counts))
 
 
 def rank_offsets(sizes: Sequence[int]) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any
 from fused_tp.cli import at_least, make_folder
 from fused_tp.cli.compare_result import WARMUP, Result
 from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 
 PLAIN = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}  # matmul, then a collective of torch.distributed
 SMALL: dict[str, Any] = {
@@ -186,14 +186,14 @@ def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
         variant, _, steps = runs[index]
         dist.barrier()  # all ranks start a step together, so that earlier delays do not count as waiting
         torch.set_num_threads(variant.threads)
-        with environment(PLAIN if variant.plain else {}):
+        with override_environment(PLAIN if variant.plain else {}):
             done = next(steps)
         results[index].seconds.append(done.seconds)
         results[index].waited.append(done.waited)
         results[index].losses.append(done.loss)
 
     for index, variant in enumerate(variants):
-        with environment(PLAIN if variant.plain else {}):
+        with override_environment(PLAIN if variant.plain else {}):
             run = TrainingRun(TrainSettings.of(variant.settings))
         runs.append((variant, run, run.steps()))
         tokens = run.settings.global_batch * run.settings.data.seq

@@ -31,7 +31,7 @@ from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.backends.registry import forced_schedule, fused_kernels_on
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -295,7 +295,7 @@ def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
             continue
         archs.append(10 * properties.major + properties.minor)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        multicast = ", multicast" * (cuda_driver.device_attribute(cuda_driver.MULTICAST, device) == 1)
+        multicast = ", multicast" * (cuda_driver.device_attribute(cuda_driver.MULTICAST_SUPPORTED, device) == 1)
         yield Finding(f"cuda:{device}", f"{properties.name}, sm_{archs[-1]}, {memory}{multicast}")
     if not on_gpu:
         yield Finding("CUDA devices", "none, or a torch built without CUDA; CPU ops need none", NOTE)
@@ -374,7 +374,7 @@ def _fused_kernels(on_gpu: bool) -> Finding:
 
 
 def _device_kernels(archs: list[int]) -> Finding:
-    built = native_kernels.built_for()
+    built = native_kernels.read_kernel_targets()
     what = f"built for {', '.join(built.archs)} by CUDA {dotted(built.toolkit[:2])}" if built is not None else "there"
     found = [native_kernels.native_kernels_available(arch) for arch in archs or [0]]
     problems = [available.reason for available in found if not available]
@@ -393,7 +393,9 @@ def _settings() -> Iterator[Finding]:
     }
     for setting in settings.SETTINGS:
         value = os.environ.get(setting.name)
-        meaning = f"{'when installing, ' if setting.installing else ''}{setting.meaning} (default: {setting.default})"
+        meaning = (
+            f"{'when installing, ' if setting.is_install_time else ''}{setting.meaning} (default: {setting.default})"
+        )
         if value is None:
             yield Finding(setting.name, f"not set; {meaning}")
             continue
@@ -434,14 +436,14 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
     shared = core is not None and shared_memory_allowed()
     ways = [("cpu", "shm" if shared else "gloo", "cpu")]
     if torch.cuda.is_available():
-        ways.append(("cuda", "nccl", dispatch.arch_of(torch.device("cuda", torch.cuda.current_device()))))
+        ways.append(("cuda", "nccl", dispatch.device_arch(torch.device("cuda", torch.cuda.current_device()))))
     for device, transport, arch in ways:
         for op, tensors in _OPS.items():
             try:
                 chosen = []
                 for tokens in _TOKENS.values():
                     shapes = ((tokens, _HIDDEN), (_HIDDEN, _HIDDEN))[:tensors]
-                    explanation = explain_for(
+                    explanation = explain_hypothetical(
                         op, *shapes, dtype=torch.bfloat16, world_size=_RANKS, transport=transport, arch=arch
                     )
                     decision = explanation.forward or explanation.backward

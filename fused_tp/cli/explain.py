@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from fused_tp.ops.explain import explain_for, tensor_arguments
+from fused_tp.ops.explain import explain_hypothetical, tensor_arguments
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--ranks must be at least 1, got {arguments.ranks}.")
         if arguments.arch != "cpu" and not arguments.arch.startswith("sm_"):
             raise ValueError(f"--arch must be cpu, or sm_80, sm_90, ... for GPUs, got {arguments.arch!r}.")
-        explanation = explain_for(
+        explanation = explain_hypothetical(
             arguments.op,
             *arguments.shapes,
             dtype=getattr(torch, arguments.dtype),

@@ -126,14 +126,14 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from fused_tp.core.settings import autotune, environment
+    from fused_tp.core.settings import autotune, override_environment
     from fused_tp.ops.verify import verify
 
     say: Callable[[str], None] = print_now if dist.get_rank() == 0 else lambda line: None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     folder = autotune() or "1" if arguments.folder is None else str(arguments.folder.resolve())
     found: dict[str, Any] = {"ranks": dist.get_world_size(), "right": [], "wrong": {}, "choices": {}}
-    with environment({"FUSED_TP_AUTOTUNE": folder, "FUSED_TP_SCHEDULE": ""}):
+    with override_environment({"FUSED_TP_AUTOTUNE": folder, "FUSED_TP_SCHEDULE": ""}):
         for name in arguments.dtypes:
             dtype = getattr(torch, DTYPES[name])
             verdicts = verify(dist.group.WORLD, device, dtype, CHECKED, calls=arguments.calls)

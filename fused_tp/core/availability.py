@@ -38,7 +38,7 @@ def has_triton() -> bool:
 
 
 @cache
-def interpreted() -> bool:
+def is_triton_interpreted() -> bool:
     """True if Triton interprets kernels on the CPU (`TRITON_INTERPRET=1`). Triton reads the variable at its import."""
     if "triton" in sys.modules:
         return bool(sys.modules["triton"].knobs.runtime.interpret)

@@ -34,7 +34,7 @@ class CheckoutFinder:
         return spec_from_file_location(name, init_file, submodule_search_locations=[str(init_file.parent)])
 
 
-def find_folders() -> None:
+def install_checkout_finder() -> None:
     """Make the folders importable if this package is in a checkout; do nothing in an installation."""
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / _CHECKOUT_FILE).exists() and not any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path):

@@ -9,10 +9,10 @@ from fused_tp.core import settings
 FIRST_CALLS = 3
 
 
-def is_due(call: int) -> bool:
+def is_check_due(call: int) -> bool:
     """True if ranks compare their data at call number `call`, counted from 1. False during CUDA graph capture."""
-    every = settings.batch_check_every()
-    return every > 0 and (call <= FIRST_CALLS or call % every == 0) and not is_capturing()
+    interval = settings.batch_check_every()
+    return interval > 0 and (call <= FIRST_CALLS or call % interval == 0) and not is_capturing()
 
 
 def is_capturing() -> bool:

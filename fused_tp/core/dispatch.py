@@ -22,9 +22,11 @@ from torch import Tensor
 
 from fused_tp.core import settings
 
-SHIPPED = Path(__file__).with_name("dispatch.json")
-_LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
-CHUNKED = frozenset({"copy_engine", "nccl_pipeline"})  # schedules for which a rule may set the number of chunks
+SHIPPED_TABLE = Path(__file__).with_name("dispatch.json")
+_RULE_LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
+CHUNKED_SCHEDULES = frozenset(
+    {"copy_engine", "nccl_pipeline"}
+)  # schedules for which a rule may set the number of chunks
 
 
 class ScheduleKey(NamedTuple):
@@ -47,13 +49,13 @@ class ScheduleKey(NamedTuple):
     n: int | None
 
     @staticmethod
-    def of(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> ScheduleKey:
+    def from_shard(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> ScheduleKey:
         """Return the key of a call of `op`, where `shape` [..., features] is the global shape of the shard `x`."""
         return ScheduleKey(op, x.dtype, x.device, prod(shape[:-1]), k, n)
 
 
 @dataclass(frozen=True)
-class Choice:
+class TableChoice:
     """A schedule's name and the table rule that selected it.
 
     Attributes:
@@ -67,38 +69,40 @@ class Choice:
 
 
 @cache
-def _arch_of_cuda(index: int | None) -> str:
+def _cuda_arch(index: int | None) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
 
 
-def arch_of(device: torch.device) -> str:
+def device_arch(device: torch.device) -> str:
     """Return the architecture of `device`, such as `cpu` or `sm_90`. For groups use `backends.registry.group_arch`."""
-    return _arch_of_cuda(device.index) if device.type == "cuda" else device.type
+    return _cuda_arch(device.index) if device.type == "cuda" else device.type
 
 
-def choose(key: ScheduleKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
+def choose_schedule(
+    key: ScheduleKey, world_size: int, transport: str, arch: str, excluded: tuple[str, ...] = ()
+) -> TableChoice:
     """Return the table's choice for one call.
 
     Args:
         transport: "shm", "nvlink" or the name of the torch.distributed backend.
-        arch: architecture, as returned by `arch_of`.
-        without: schedules that do not support this call; rules that name them are skipped.
+        arch: architecture, as returned by `device_arch`.
+        excluded: schedules that do not support this call; rules that name them are skipped.
     """
-    return _choose(settings.table_path(), key, world_size, transport, arch, without)
+    return _choose_cached(settings.table_path(), key, world_size, transport, arch, excluded)
 
 
 @lru_cache(maxsize=4096)
-def _choose(
-    path: str | None, call_key: ScheduleKey, world_size: int, transport: str, arch: str, without: tuple[str, ...]
-) -> Choice:
+def _choose_cached(
+    path: str | None, call_key: ScheduleKey, world_size: int, transport: str, arch: str, excluded: tuple[str, ...]
+) -> TableChoice:
     op, dtype, _, m, k, n = call_key
     columns = n if k is None else k  # of the communicated tensor: the gathered input or the summed output
-    moved = m * (columns or 0) * dtype.itemsize
+    transfer_bytes = m * (columns or 0) * dtype.itemsize
     keys: list[str] = []
     level: Any = load_table(path)
-    for wanted in (arch, transport, op):
-        key = wanted if wanted in level else "default"
+    for level_key in (arch, transport, op):
+        key = level_key if level_key in level else "default"
         if key not in level:
             raise ValueError(
                 f"The dispatch table has no entry for {key!r} below {'/'.join(keys) or 'arch'}, and no default there. "
@@ -109,16 +113,16 @@ def _choose(
     name = str(dtype).removeprefix("torch.")
     for rule in level:
         if (
-            rule["schedule"] not in without
+            rule["schedule"] not in excluded
             and m <= rule.get("max_m", m)
-            and moved <= rule.get("max_bytes", moved)
+            and transfer_bytes <= rule.get("max_bytes", transfer_bytes)
             and name in rule.get("dtypes", (name,))
             and world_size in rule.get("world_sizes", (world_size,))
         ):
-            limits = ", ".join(f"{key} {value}" for key, value in rule.items() if key in _LIMITS) or "every size"
+            limits = ", ".join(f"{key} {value}" for key, value in rule.items() if key in _RULE_LIMITS) or "every size"
             source = rule.get("source", "by default" if path is None else "")
             description = f"{'/'.join(keys)}: {limits}" + (f" ({source})" if source else "")
-            return Choice(rule["schedule"], description, rule.get("chunks"))
+            return TableChoice(rule["schedule"], description, rule.get("chunks"))
     raise ValueError(
         f"No rule of the dispatch table below {'/'.join(keys)} covers this call; add a last rule without limits there."
     )
@@ -127,7 +131,7 @@ def _choose(
 def table_checksum() -> str:
     """Return the checksum of the table in use, or the error if it cannot be read. Ranks compare the result."""
     try:
-        return f"{zlib.crc32(Path(settings.table_path() or SHIPPED).read_bytes()):08x}"
+        return f"{zlib.crc32(Path(settings.table_path() or SHIPPED_TABLE).read_bytes()):08x}"
     except OSError as error:
         return str(error)
 
@@ -138,32 +142,32 @@ def load_table(path: str | None = None) -> dict[str, Any]:
     Raises:
         ValueError: the file is missing or is not a dispatch table; the message names the invalid entry.
     """
-    return _load(path)[0]
+    return _load_rules(path)[0]
 
 
 def attention_rules(path: str | None = None) -> list[dict[str, Any]]:
     """Return the attention rules of the table at `path`, which select CPU kernels. Raises as `load_table` does."""
-    return _load(path)[1]
+    return _load_rules(path)[1]
 
 
 @cache
-def _load(path: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    file = SHIPPED if path is None else Path(path)
+def _load_rules(path: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    file = SHIPPED_TABLE if path is None else Path(path)
     try:
-        content = _entries(json.loads(file.read_text()), "the file")
-        table = _entries(content.get("arch"), "arch")
+        content = _require_object(json.loads(file.read_text()), "the file")
+        table = _require_object(content.get("arch"), "arch")
         for arch, transports in table.items():
-            for transport, ops in _entries(transports, arch).items():
-                for op, rules in _entries(ops, f"{arch}/{transport}").items():
-                    _check_rules(f"{arch}/{transport}/{op}", rules, ("schedule",), (*_LIMITS, "chunks", "source"))
+            for transport, ops in _require_object(transports, arch).items():
+                for op, rules in _require_object(ops, f"{arch}/{transport}").items():
+                    _check_rules(f"{arch}/{transport}/{op}", rules, ("schedule",), (*_RULE_LIMITS, "chunks", "source"))
         attention = content.get("attention", [])
         _check_rules("attention", attention, ("kernel", "dtypes", "backward"), ("max_head_dim",))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a dispatch table ({error}). {SHIPPED} shows the format.") from error
+        raise ValueError(f"{file} is not a dispatch table ({error}). {SHIPPED_TABLE} shows the format.") from error
     return table, attention
 
 
-def _entries(level: Any, where: str) -> dict[str, Any]:
+def _require_object(level: Any, where: str) -> dict[str, Any]:
     if not isinstance(level, dict):
         raise ValueError(f"{where} must be a JSON object, got {level!r}")
     return level
@@ -185,7 +189,10 @@ _RULE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(type(x) is int for x in value),
         "a list of world sizes",
     ),
-    "chunks": (lambda value: type(value) is int and value > 0, f"a positive integer, in rules for {sorted(CHUNKED)}"),
+    "chunks": (
+        lambda value: type(value) is int and value > 0,
+        f"a positive integer, in rules for {sorted(CHUNKED_SCHEDULES)}",
+    ),
     **dict.fromkeys(
         ("max_m", "max_bytes", "max_head_dim"),
         (lambda value: type(value) in (int, float) and value >= 0, "a number of at least 0"),
@@ -204,15 +211,15 @@ def _check_rules(where: str, rules: Any, required: Sequence[str], optional: Sequ
             )
         for key, value in rule.items():
             is_valid, valid_values = _RULE_FIELDS[key]
-            if not is_valid(value) or (key == "chunks" and rule["schedule"] not in CHUNKED):
+            if not is_valid(value) or (key == "chunks" and rule["schedule"] not in CHUNKED_SCHEDULES):
                 raise ValueError(f"{rule_text}: {key} must be {valid_values}")
 
 
-def attention_kernel(dtype: torch.dtype, head_dim: int, backward: bool) -> str | None:
+def choose_attention_kernel(dtype: torch.dtype, head_dim: int, backward: bool) -> str | None:
     """Return the kernel of the first attention rule that matches; None if no rule matches."""
     name = str(dtype).removeprefix("torch.")
     for rule in attention_rules(settings.table_path()):
-        named = name in rule["dtypes"] and backward == rule["backward"]
-        if named and head_dim <= rule.get("max_head_dim", head_dim):
+        matches = name in rule["dtypes"] and backward == rule["backward"]
+        if matches and head_dim <= rule.get("max_head_dim", head_dim):
             return str(rule["kernel"])
     return None

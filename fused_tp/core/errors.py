@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 _ErrorT = TypeVar("_ErrorT", bound="FusedTPError")
-_FIELDS = ("op", "call", "group", "rank", "size", "missing", "reason", "cause")
+_ERROR_FIELDS = ("op", "call", "group", "rank", "size", "missing", "reason", "cause")
 
 
 class FusedTPError(RuntimeError):
-    """Base class of failures between ranks; raised itself by calls on a group that an earlier failure made unusable.
+    """Base class of failures between ranks. Calls on a group that an earlier failure made unusable raise it directly.
 
     If neither `op`, `group` nor `rank` is set, `sentence` is the message. Otherwise it is a format string with fields
-    in braces, so that the message can be rebuilt for another group (`in_ranks_of`) and on other ranks (`as_dict`).
+    in braces, so that the message can be rebuilt for another group (`in_parent_group`) and on other ranks (`as_dict`).
 
     Attributes:
         op: the op that failed; empty if unknown.
@@ -62,7 +62,7 @@ class FusedTPError(RuntimeError):
     def __str__(self) -> str:
         if not self.op and not self.group and self.rank < 0:
             return self.sentence
-        missing = _list_ranks(self.missing)
+        missing = _describe_ranks(self.missing)
         fields = self._fields() | {"missing": missing, "Missing": missing[0].upper() + missing[1:]}
         return self.sentence.format(**fields)
 
@@ -70,26 +70,26 @@ class FusedTPError(RuntimeError):
         return f"{type(self).__name__}({str(self)!r})"
 
     def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _FIELDS}
+        return {name: getattr(self, name) for name in _ERROR_FIELDS}
 
-    def copy(self: _ErrorT, more: str = "", **fields: Any) -> _ErrorT:
-        """Return a copy with `fields` replaced and `more` appended to the message.
+    def copy(self: _ErrorT, suffix: str = "", **fields: Any) -> _ErrorT:
+        """Return a copy with `fields` replaced and `suffix` appended to the message.
 
         The copy has no traceback, because that would keep all tensors of its frames alive.
         """
         copied = copy.copy(self)
-        copied.args = (self.sentence + more,)
+        copied.args = (self.sentence + suffix,)
         vars(copied).update(fields)
         return copied
 
-    def in_ranks_of(self: _ErrorT, group: str, size: int, ranks: Sequence[int]) -> _ErrorT:
+    def in_parent_group(self: _ErrorT, group: str, size: int, ranks: Sequence[int]) -> _ErrorT:
         """Convert an error of a subgroup to one of the parent `group`, in which subgroup rank r is rank `ranks[r]`."""
         return self.copy(
             group=group,
             size=size,
             rank=ranks[self.rank] if self.rank >= 0 else -1,
-            missing={ranks[rank]: heard for rank, heard in self.missing.items()},
-            cause=self.cause and self.cause.in_ranks_of(group, size, ranks),
+            missing={ranks[rank]: last_state for rank, last_state in self.missing.items()},
+            cause=self.cause and self.cause.in_parent_group(group, size, ranks),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,10 +101,10 @@ class FusedTPError(RuntimeError):
     def from_dict(content: Mapping[str, Any]) -> FusedTPError:
         """Restore an error from the result of `as_dict`, in this or another process."""
         fields = dict(content)
-        kind = _CLASSES.get(fields.pop("class"), FusedTPError)
-        fields["missing"] = {int(rank): heard for rank, heard in fields["missing"].items()}
+        error_class = _ERROR_CLASSES.get(fields.pop("class"), FusedTPError)
+        fields["missing"] = {int(rank): last_state for rank, last_state in fields["missing"].items()}
         fields["cause"] = fields["cause"] and FusedTPError.from_dict(fields["cause"])
-        return kind(**fields)
+        return error_class(**fields)
 
 
 class CollectiveTimeoutError(FusedTPError):
@@ -122,10 +122,10 @@ class RankMismatchError(FusedTPError):
     """
 
 
-_CLASSES = {kind.__name__: kind for kind in (CollectiveTimeoutError, PeerLostError, RankMismatchError)}
+_ERROR_CLASSES = {kind.__name__: kind for kind in (CollectiveTimeoutError, PeerLostError, RankMismatchError)}
 
 
-def raised_midway(error: BaseException) -> str:
+def describe_midway_error(error: BaseException) -> str:
     """Return the end of a message about an op that raised `error` on this rank after its peers had started the op."""
     lines = str(error).splitlines()
     reason = type(error).__name__ + (f" ({lines[0][:300]})" if lines else "")
@@ -135,15 +135,15 @@ def raised_midway(error: BaseException) -> str:
     )
 
 
-def listed(words: Iterable[str]) -> str:
+def join_words(words: Iterable[str]) -> str:
     """Join `words` to "1", "1 and 2" or "1, 2 and 3"."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _list_ranks(missing: Mapping[int, str]) -> str:
+def _describe_ranks(missing: Mapping[int, str]) -> str:
     """Describe the missing ranks: "rank 2", or "ranks 1 (last heard of at call 4, all_gather) and 2"."""
     if not missing:
         return "a peer"
-    words = [f"{rank} ({heard})" if heard else str(rank) for rank, heard in missing.items()]
-    return f"rank{'s' if len(words) > 1 else ''} {listed(words)}"
+    words = [f"{rank} ({last_state})" if last_state else str(rank) for rank, last_state in missing.items()]
+    return f"rank{'s' if len(words) > 1 else ''} {join_words(words)}"

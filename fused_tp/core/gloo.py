@@ -1,4 +1,4 @@
-"""Workarounds for calls that gloo lacks: detect connections that peers have closed, close the own ones, bounded waits.
+"""Operations that gloo lacks: detect connections that peers have closed, close connections, and wait with a deadline.
 
 The first two start receives with reserved tags, which no peer answers. gloo raises when a receive is started on a
 closed connection. A receive that times out closes every connection of this process in the group
@@ -11,7 +11,7 @@ detected by its published status (`failure`).
 
 gloo does not finish all transfers on a closed connection. It drops a message that was being written when the peer
 closed (`Pair::signalException` skips it), so a worker thread of the process group waits for that message until the
-group's own timeout, by default half an hour. The group's destructor waits for that thread (`outlive`).
+group's own timeout, by default half an hour. The group's destructor waits for that thread (`keep_alive_if_pending`).
 
 Sends and receives accept host memory only, because they pass its address to the socket (`ProcessGroupGloo::send`,
 `recv`). The collectives broadcast, all-gather, all-to-all, gather and scatter accept GPU tensors and copy them to the
@@ -38,10 +38,12 @@ from torch import Tensor
 
 from fused_tp.core.pending import start_thread
 
-AT_ONCE = timedelta(milliseconds=1)  # for torch, 0 means "no timeout"
+IMMEDIATE_TIMEOUT = timedelta(milliseconds=1)  # for torch, 0 means "no timeout"
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
 _COMPLETION_SECONDS = 0.3  # gloo marks a finished work as completed within 1 ms, unless the machine is overloaded
-_CLOSED_HERE = "Application timeout"  # gloo's message for a connection that a timeout of this process has closed
+_CLOSED_HERE_MESSAGE = (
+    "Application timeout"  # gloo's message for a connection that a timeout of this process has closed
+)
 
 
 def closed_peers(group: dist.ProcessGroup) -> list[int]:
@@ -50,18 +52,18 @@ def closed_peers(group: dist.ProcessGroup) -> list[int]:
     Peers whose connection this process has closed itself are not included, because their state is unknown. Each call
     leaves a receive of one byte pending for every live peer, for which gloo allocates about 100 bytes.
     """
-    return [rank for rank in _peers(group) if _has_closed(group, rank)]
+    return [rank for rank in _probed_peers(group) if _has_closed(group, rank)]
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
     """Close this process's connections in `group`, which aborts the group's transfers on this rank and its peers."""
-    for rank in _peers(group):
+    for rank in _probed_peers(group):
         # The first receive that times out closes all connections; the receives after it then raise immediately.
         with suppress(RuntimeError):
-            _receive(group, rank, _CLOSE_TAG).wait(AT_ONCE)
+            _receive(group, rank, _CLOSE_TAG).wait(IMMEDIATE_TIMEOUT)
 
 
-def outlive(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
+def keep_alive_if_pending(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
     """Keep `group` alive until the process exits if some of its collectives `works` do not complete; True if kept.
 
     Otherwise whoever drops the last reference, such as `destroy_process_group` or a traceback, would run the group's
@@ -82,7 +84,7 @@ def uses_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
     return not {"gloo", "cpu:gloo"}.isdisjoint(dist.get_backend_config(group).split(","))
 
 
-def _peers(group: dist.ProcessGroup) -> list[int]:
+def _probed_peers(group: dist.ProcessGroup) -> list[int]:
     if os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "t", "true"):
         return []
     return [rank for rank in range(group.size()) if rank != group.rank()]
@@ -92,7 +94,7 @@ def _has_closed(group: dist.ProcessGroup, rank: int) -> bool:
     try:
         _receive(group, rank, _PROBE_TAG)
     except RuntimeError as error:
-        return _CLOSED_HERE not in str(error)
+        return _CLOSED_HERE_MESSAGE not in str(error)
     return False
 
 
@@ -104,7 +106,7 @@ def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
 # -- staging GPU tensors in host memory --------------------------------------------------------------------------------
 
 
-def on_host(x: Tensor) -> Tensor:
+def copy_to_host(x: Tensor) -> Tensor:
     """Return a copy of `x` in host memory, made in the order of the current stream and complete on return."""
     host = host_buffer(x)
     host.copy_(x, non_blocking=x.is_cuda)
@@ -119,7 +121,7 @@ def host_buffer(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
-def from_host(host: Tensor, out: Tensor) -> None:
+def copy_from_host(host: Tensor, out: Tensor) -> None:
     """Copy received data into `out` on the current stream; torch keeps pinned `host` alive until the copy is done."""
     out.copy_(host, non_blocking=out.is_cuda)
 
@@ -129,96 +131,98 @@ def from_host(host: Tensor, out: Tensor) -> None:
 _EXIT_SECONDS = 0.5  # longest time that the process exit waits for a thread that is blocked in gloo
 
 
-class Messages:
-    """Sends and receives that one thread waits for, so that the caller can poll other conditions meanwhile.
+class PendingMessages:
+    """Sends and receives that one thread waits for, so that the caller can poll other conditions during the wait.
 
     Args:
         works: pairs (group rank of the peer, work). Receives come first: they report closed connections more reliably.
         seconds: timeout, from the first `wait_for`; when it expires, gloo closes the connections of the group.
 
     Example:
-        messages = Messages([(1, dist.irecv(x, 1)), (2, dist.isend(y, 2))], 60.0)
+        messages = PendingMessages([(1, dist.irecv(x, 1)), (2, dist.isend(y, 2))], 60.0)
         while not messages.wait_for(0.5):
             poll_for_failures()
     """
 
     def __init__(self, works: Sequence[tuple[int, Any]], seconds: float) -> None:
-        self._left = list(works)
+        self._pending_works = list(works)
         self._seconds = seconds
-        self._finished = Event()
+        self._done_event = Event()
         self._error: BaseException | None = None
-        self._begun = False
+        self._has_begun = False
         if not works:
-            self._finished.set()
+            self._done_event.set()
 
     @property
-    def peer(self) -> int | None:
+    def awaited_peer(self) -> int | None:
         """Peer of the work that the thread waits for now; None if all works have finished."""
-        return next((peer for peer, _ in self._left), None)
+        return next((peer for peer, _ in self._pending_works), None)
 
     def wait_for(self, seconds: float) -> bool:
         """Wait up to `seconds`; return True if all works have finished. Raises the error of a work that failed."""
-        if not self._begun and self._left:
-            self._begun = True
-            _idle_or_new_waiter().put(self)
-        finished = self._finished.wait(seconds)
+        if not self._has_begun and self._pending_works:
+            self._has_begun = True
+            _idle_or_new_waiter().submit(self)
+        finished = self._done_event.wait(seconds)
         if self._error is not None:
             raise self._error
         return finished
 
-    def run(self) -> None:
+    def wait_all(self) -> None:
         """Wait for the works in order, on the calling thread."""
         deadline = time.perf_counter() + self._seconds
         try:
-            while self._left:
-                self._left[0][1].wait(max(timedelta(seconds=deadline - time.perf_counter()), AT_ONCE))
-                del self._left[0]
+            while self._pending_works:
+                self._pending_works[0][1].wait(
+                    max(timedelta(seconds=deadline - time.perf_counter()), IMMEDIATE_TIMEOUT)
+                )
+                del self._pending_works[0]
         except BaseException as error:  # not only Exception: the caller must not read memory that was not received
             self._error = error.with_traceback(None)  # the traceback would keep this object and its tensors alive
         finally:
-            self._finished.set()
+            self._done_event.set()
 
 
-class _Waiter:
-    """A thread that waits for one `Messages` object at a time. It is reused once these have finished."""
+class _WaiterThread:
+    """A thread that waits for one `PendingMessages` object at a time. It is reused once these have finished."""
 
     def __init__(self) -> None:
-        self._next: SimpleQueue[Messages | None] = SimpleQueue()
+        self._queue: SimpleQueue[PendingMessages | None] = SimpleQueue()
         # a daemon, so that the process can exit while the thread is blocked
         thread = Thread(target=self._run, name="fused_tp messages", daemon=True)
         start_thread(thread)
-        _threads.add(thread)
+        _waiter_threads.add(thread)
 
-    def put(self, messages: Messages | None) -> None:
+    def submit(self, messages: PendingMessages | None) -> None:
         """Make the thread wait for `messages` next; None ends the thread."""
-        self._next.put(messages)
+        self._queue.put(messages)
 
     def _run(self) -> None:
-        while (messages := self._next.get()) is not None:
-            messages.run()
+        while (messages := self._queue.get()) is not None:
+            messages.wait_all()
             del messages  # the loop variable would keep the tensors alive until the next messages
-            _idle.append(self)
+            _idle_waiters.append(self)
 
 
-_idle: list[_Waiter] = []
-_threads: weakref.WeakSet[Thread] = weakref.WeakSet()
+_idle_waiters: list[_WaiterThread] = []
+_waiter_threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_threads() -> None:
     """End the waiting threads: a thread that returns from torch during interpreter exit would abort the process."""
-    while _idle:
-        _idle.pop().put(None)
-    for thread in list(_threads):
+    while _idle_waiters:
+        _idle_waiters.pop().submit(None)
+    for thread in list(_waiter_threads):
         thread.join(_EXIT_SECONDS)
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # a forked child inherits the list, but not the threads
+os.register_at_fork(after_in_child=_idle_waiters.clear)  # a forked child inherits the list, but not the threads
 
 
-def _idle_or_new_waiter() -> _Waiter:
+def _idle_or_new_waiter() -> _WaiterThread:
     """Return an idle waiter, or a new one if none is idle."""
     try:
-        return _idle.pop()
+        return _idle_waiters.pop()
     except IndexError:
-        return _Waiter()
+        return _WaiterThread()

@@ -25,7 +25,7 @@ from fused_tp.core.errors import FusedTPError
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 T = TypeVar("T")
 
-SINGLE_NAME = ""  # torch.distributed never assigns the empty name
+SINGLE_GROUP_NAME = ""  # torch.distributed never assigns the empty name
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +35,8 @@ class Group:
     Attributes:
         process_group: None if torch.distributed is not initialised, so that the group is this process alone.
         ranks: global ranks, in the order of the group ranks.
-        owned: process groups that were created for this group; they are destroyed after it.
-        process: pid of the process that created this object.
+        owned_groups: process groups that were created for this group; they are destroyed after it.
+        creator_pid: pid of the process that created this object.
     """
 
     process_group: ProcessGroup | None
@@ -44,12 +44,12 @@ class Group:
     rank: int
     size: int
     ranks: tuple[int, ...]
-    owned: list[ProcessGroup] = field(default_factory=list, repr=False)
-    process: int = field(default_factory=os.getpid, repr=False)
+    owned_groups: list[ProcessGroup] = field(default_factory=list, repr=False)
+    creator_pid: int = field(default_factory=os.getpid, repr=False)
 
     def check_process(self) -> None:
         """Raise FusedTPError in a forked child, which inherited its parent's state and would act as the same rank."""
-        if self.size > 1 and self.process != os.getpid():
+        if self.size > 1 and self.creator_pid != os.getpid():
             raise FusedTPError(
                 "This process is a fork of rank {rank} of group {group!r}, and a forked process cannot call the ops of "
                 "an inherited group. Fork before init_process_group(), or spawn the process and create groups in it.",
@@ -70,7 +70,7 @@ class GroupSlot(dict[Group, T]):
     def __init__(self, make: Callable[[Group], T] | None = None) -> None:
         super().__init__()
         self._make = make
-        _slots.append(self)
+        _group_slots.append(self)
 
     def __missing__(self, group: Group) -> T:
         if self._make is None:
@@ -79,7 +79,7 @@ class GroupSlot(dict[Group, T]):
         return value
 
 
-_slots: list[GroupSlot[Any]] = []
+_group_slots: list[GroupSlot[Any]] = []
 
 
 def empty_dict(group: Group) -> dict[Any, Any]:
@@ -87,25 +87,27 @@ def empty_dict(group: Group) -> dict[Any, Any]:
     return {}
 
 
-SINGLE = Group(process_group=None, name=SINGLE_NAME, rank=0, size=1, ranks=(0,))
+SINGLE_GROUP = Group(process_group=None, name=SINGLE_GROUP_NAME, rank=0, size=1, ranks=(0,))
 
 # Keyed by process group and, for live groups, by name: destroy_process_group() and a second init reuse names.
-_groups: dict[ProcessGroup | str | None, Group] = {}
+_known_groups: dict[ProcessGroup | str | None, Group] = {}
 
 
-def _describe(process_group: ProcessGroup) -> Group:
-    known = _groups.get(process_group)
+def _get_group(process_group: ProcessGroup) -> Group:
+    known = _known_groups.get(process_group)
     if known is not None:
         return known
     name = process_group.group_name
     if process_group not in _pg_map:
         raise ValueError(f"group {name!r} has been destroyed, so its ops cannot be called. Create a new process group.")
     ranks = _world.pg_group_ranks[process_group] = _GroupRanks(_world.pg_group_ranks[process_group])
-    process = 0 if process_group in _inherited else os.getpid()
-    group = Group(process_group, name, process_group.rank(), process_group.size(), tuple(ranks), process=process)
+    creator_pid = 0 if process_group in _inherited_groups else os.getpid()
+    group = Group(
+        process_group, name, process_group.rank(), process_group.size(), tuple(ranks), creator_pid=creator_pid
+    )
     group.check_process()
-    weakref.finalize(ranks, _leave, group).atexit = False
-    _groups[process_group] = _groups[name] = group
+    weakref.finalize(ranks, _remove_group, group).atexit = False
+    _known_groups[process_group] = _known_groups[name] = group
     return group
 
 
@@ -121,30 +123,30 @@ class _GroupRanks(dict[int, int]):
     """
 
 
-_on_destroy: list[Callable[[Group], None]] = []
+_destroy_callbacks: list[Callable[[Group], None]] = []
 
 
-def on_destroy(leave: Callable[[Group], None]) -> Callable[[Group], None]:
+def on_destroy(callback: Callable[[Group], None]) -> Callable[[Group], None]:
     """Register `leave(group)`, which is called after torch has destroyed a group and before slots drop its data."""
-    _on_destroy.append(leave)
-    return leave
+    _destroy_callbacks.append(callback)
+    return callback
 
 
-def _leave(group: Group) -> None:
+def _remove_group(group: Group) -> None:
     for key in (group.process_group, group.name):
-        if _groups.get(key) is group:
-            del _groups[key]
-    is_member = group.process == os.getpid()  # False in a forked child, which must not act as the rank
-    for leave in _on_destroy if is_member else ():
-        leave(group)
-    for slot in _slots:
+        if _known_groups.get(key) is group:
+            del _known_groups[key]
+    is_member = group.creator_pid == os.getpid()  # False in a forked child, which must not act as the rank
+    for callback in _destroy_callbacks if is_member else ():
+        callback(group)
+    for slot in _group_slots:
         slot.pop(group, None)
-    for owned in group.owned if is_member else ():
+    for owned in group.owned_groups if is_member else ():
         if owned in _pg_map:
             dist.destroy_process_group(owned)
 
 
-_inherited: set[ProcessGroup] = set()  # in a forked child: the process groups of its parent
+_inherited_groups: set[ProcessGroup] = set()  # in a forked child: the process groups of its parent
 
 
 def _forget_groups_after_fork() -> None:
@@ -152,8 +154,8 @@ def _forget_groups_after_fork() -> None:
 
     Calls in the parent process, which find a cached Group, then need not compare pids.
     """
-    _inherited.update(_pg_map)
-    _groups.clear()
+    _inherited_groups.update(_pg_map)
+    _known_groups.clear()
 
 
 os.register_at_fork(after_in_child=_forget_groups_after_fork)
@@ -162,7 +164,7 @@ os.register_at_fork(after_in_child=_forget_groups_after_fork)
 def _process_group(group: object) -> ProcessGroup | None:
     if group is None:
         if _world.default_pg is None:
-            _check_alone()
+            _check_single_process()
         return _world.default_pg
     if isinstance(group, ProcessGroup):
         return group
@@ -179,7 +181,7 @@ def _process_group(group: object) -> ProcessGroup | None:
     raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}.")
 
 
-def _check_alone() -> None:
+def _check_single_process() -> None:
     """Raise ValueError if a launcher started several processes, so that this process is not the whole world."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
@@ -202,20 +204,20 @@ def resolve_group(group: GroupLike) -> Group:
         1
     """
     process_group = _process_group(group)
-    return SINGLE if process_group is None else _describe(process_group)
+    return SINGLE_GROUP if process_group is None else _get_group(process_group)
 
 
 class GroupName(str):
     """Name that an op passes as the group of an inner op call, when it knows only the name. Not for public callers."""
 
 
-def known_group(group: GroupLike | GroupName) -> Group | None:
+def cached_group(group: GroupLike | GroupName) -> Group | None:
     """Fast path of `resolve_group`: return the Group of a live group that was resolved before, else None."""
     if isinstance(group, GroupName):
-        known = _groups.get(group)
+        known = _known_groups.get(group)
         return known if known is not None and known.process_group in _pg_map else None
     process_group = group if isinstance(group, ProcessGroup) else _process_group(group)
-    return _groups.get(process_group) if process_group in _pg_map else None
+    return _known_groups.get(process_group) if process_group in _pg_map else None
 
 
 def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool = False) -> bool:
@@ -234,17 +236,17 @@ def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool
     if torch._C._len_torch_dispatch_stack():
         return False
     ranks = np.array(mesh.mesh.tolist())
-    numbers = [ranks.argsort(dim).argsort(dim) for dim in dims]
-    aligned = all(
-        np.array_equal(number, np.broadcast_to(number.take([0], other), ranks.shape))
-        for dim, number in zip(dims, numbers, strict=True)
+    group_ranks = [ranks.argsort(dim).argsort(dim) for dim in dims]
+    is_aligned = all(
+        np.array_equal(dim_ranks, np.broadcast_to(dim_ranks.take([0], other), ranks.shape))
+        for dim, dim_ranks in zip(dims, group_ranks, strict=True)
         for other in dims
         if other != dim
     )
-    if flattened and aligned:
+    if flattened and is_aligned:
         sizes = tuple(ranks.shape[dim] for dim in dims)
-        aligned = np.array_equal(np.ravel_multi_index(numbers, sizes).ravel(), ranks.ravel().argsort().argsort())
-    if not aligned:
+        is_aligned = np.array_equal(np.ravel_multi_index(group_ranks, sizes).ravel(), ranks.ravel().argsort().argsort())
+    if not is_aligned:
         raise ValueError(
             f"The ranks of mesh must ascend along every dim, got {ranks.tolist()}. torch numbers the ranks of a group "
             "in ascending order, so group ranks would differ from mesh coordinates."
@@ -260,7 +262,7 @@ class GroupIdentity(NamedTuple):
     rank: int
 
 
-ALONE = GroupIdentity(SINGLE_NAME, 1, 0)
+SINGLE_GROUP_IDENTITY = GroupIdentity(SINGLE_GROUP_NAME, 1, 0)
 
 
 def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
@@ -270,7 +272,7 @@ def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
         return GroupIdentity(known.name, known.size, known.rank)
     process_group = _process_group(group)
     if process_group is None:
-        return ALONE
+        return SINGLE_GROUP_IDENTITY
     name: str = process_group.group_name
     if not is_dynamo_compiling() and process_group not in _pg_map:  # destroyed; a newer group may have the same name
         raise RuntimeError(_NO_SUCH_GROUP.format(name))
@@ -286,10 +288,10 @@ def group_by_name(name: str) -> Group:
     Raises:
         RuntimeError: no group has this name, for example because the group was destroyed.
     """
-    if name == SINGLE_NAME:
-        return SINGLE
+    if name == SINGLE_GROUP_NAME:
+        return SINGLE_GROUP
     try:
         process_group = _resolve_process_group(name)  # type: ignore[arg-type]  # GroupName is str, and not in torch 2.10
     except RuntimeError as error:
         raise RuntimeError(_NO_SUCH_GROUP.format(name)) from error
-    return _describe(process_group)
+    return _get_group(process_group)

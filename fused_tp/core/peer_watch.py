@@ -14,10 +14,10 @@ from typing import Any
 
 from fused_tp.core.pending import start_thread
 
-_TICK_SECONDS = 0.2
+_POLL_INTERVAL_SECONDS = 0.2
 
 
-def own_process() -> tuple[str, int]:
+def process_identity() -> tuple[str, int]:
     """Return (pid namespace, pid in that namespace) of this process, which identify it to other processes."""
     try:
         return os.readlink("/proc/self/ns/pid"), os.getpid()
@@ -25,28 +25,28 @@ def own_process() -> tuple[str, int]:
         return "", os.getpid()
 
 
-def watchable(processes: Sequence[Any]) -> dict[int, int]:
-    """Return the pids, by rank, that this process can watch. `processes`: the result of `own_process` on each rank."""
-    namespace, own = own_process()
+def watchable_pids(processes: Sequence[Any]) -> dict[int, int]:
+    """Return the pids, by rank, that this process can watch. `processes`: `process_identity` of each rank."""
+    namespace, own_pid = process_identity()
     if not namespace or not hasattr(os, "pidfd_open"):
         return {}
     return {
         rank: pid
-        for rank, (where, pid) in enumerate(processes)
-        if where == namespace and pid != own and Path(f"/proc/{pid}").exists()
+        for rank, (peer_namespace, pid) in enumerate(processes)
+        if peer_namespace == namespace and pid != own_pid and Path(f"/proc/{pid}").exists()
     }
 
 
-_exiting = threading.Event()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_exit_event = threading.Event()
+_watch_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_threads() -> None:
     """End the watching threads: a thread that calls torch during interpreter exit would abort the process."""
-    _exiting.set()
-    for thread in list(_threads):
-        thread.join(5 * _TICK_SECONDS)
+    _exit_event.set()
+    for thread in list(_watch_threads):
+        thread.join(5 * _POLL_INTERVAL_SECONDS)
 
 
 class PeerWatch:
@@ -63,35 +63,35 @@ class PeerWatch:
     """
 
     def __init__(
-        self, owner: object, pids: Mapping[int, int], lost: Callable[..., None], tick: Callable[..., None]
+        self, owner: object, pids: Mapping[int, int], on_lost: Callable[..., None], on_tick: Callable[..., None]
     ) -> None:
         self._owner = weakref.ref(owner)
-        self._lost, self._tick = lost, tick
+        self._on_lost, self._on_tick = on_lost, on_tick
         self._ranks: dict[int, int] = {}
         for rank, pid in pids.items():
             try:
                 self._ranks[os.pidfd_open(pid)] = rank
             except OSError:  # the peer has exited already, or this process may not watch it
                 if not Path(f"/proc/{pid}").exists():
-                    lost(owner, rank)
+                    on_lost(owner, rank)
         thread = threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True)
         start_thread(thread)
-        _threads.add(thread)
+        _watch_threads.add(thread)
 
     def _run(self) -> None:
         poll = select.poll()
         for descriptor in self._ranks:
             poll.register(descriptor, select.POLLIN)
         while True:
-            exited = poll.poll(_TICK_SECONDS * 1000)
+            exited = poll.poll(_POLL_INTERVAL_SECONDS * 1000)
             owner = self._owner()
-            if owner is None or _exiting.is_set():
+            if owner is None or _exit_event.is_set():
                 break
             for descriptor, _ in exited:
                 poll.unregister(descriptor)
-                self._lost(owner, self._ranks.pop(descriptor))
+                self._on_lost(owner, self._ranks.pop(descriptor))
                 os.close(descriptor)
-            self._tick(owner)
+            self._on_tick(owner)
             del owner
         for descriptor in self._ranks:
             with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ class Pending(Protocol[T_co]):
     def wait(self) -> T_co: ...
 
 
-class Done(Pending[T_co]):
+class PendingValue(Pending[T_co]):
     """A `Pending` whose result is already available."""
 
     def __init__(self, value: T_co) -> None:
@@ -37,7 +37,7 @@ class Done(Pending[T_co]):
         return self._value
 
 
-class After(Pending[T_co]):
+class PendingCall(Pending[T_co]):
     """A `Pending` whose `wait` returns `finish()`."""
 
     def __init__(self, finish: Callable[[], T_co]) -> None:
@@ -47,14 +47,14 @@ class After(Pending[T_co]):
         return self._finish()
 
 
-def when(transfer: Pending[object], out: T) -> Pending[T]:
+def pending_output(transfer: Pending[object], out: T) -> Pending[T]:
     """Return a `Pending` that waits for `transfer`, which fills `out`, and then returns `out`."""
 
     def finish() -> T:
         transfer.wait()
         return out
 
-    return After(finish)
+    return PendingCall(finish)
 
 
 def start_thread(thread: Thread) -> None:
@@ -102,13 +102,15 @@ def checksum(text: Any) -> int:
     return zlib.crc32(text.encode() if isinstance(text, str) else text) & 0xFFFFFF
 
 
-def check_equal(checksums: Sequence[float], did: str, then: str) -> None:
+def check_equal_checksums(checksums: Sequence[float], difference: str, remedy: str) -> None:
     """Raise RankMismatchError unless all `checksums`, one per rank, are equal.
 
     Args:
-        did: predicate of the message, whose subject is the ranks that differ.
-        then: end of the message: this rank's state and the remedy.
+        difference: predicate of the message, whose subject is the ranks that differ.
+        remedy: end of the message: this rank's state and the remedy.
     """
-    for rank, theirs in enumerate(checksums):
-        if theirs != checksums[0]:
-            raise RankMismatchError(f"Ranks 0 and {rank} {did} (checksums {checksums[0]:.0f} and {theirs:.0f}){then}")
+    for rank, rank_checksum in enumerate(checksums):
+        if rank_checksum != checksums[0]:
+            raise RankMismatchError(
+                f"Ranks 0 and {rank} {difference} (checksums {checksums[0]:.0f} and {rank_checksum:.0f}){remedy}"
+            )

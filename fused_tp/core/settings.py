@@ -19,8 +19,8 @@ _LONGEST_SECONDS = 3e9  # about a century; three times this duration in nanoseco
 
 # The dict inside `os.environ`, if it has one. Every op call reads some settings, and `os.environ.get` runs several
 # Python functions, each of which takes microseconds after a matmul has evicted the interpreter from the CPU caches.
-RAW: Any = getattr(os.environ, "_data", os.environ)
-_DECODE: Callable[[Any], str] = getattr(os.environ, "decodevalue", str)
+RAW_ENVIRON: Any = getattr(os.environ, "_data", os.environ)
+_decode_value: Callable[[Any], str] = getattr(os.environ, "decodevalue", str)
 
 SETTINGS: list[Setting[Any]] = []  # all settings, for `fused-tp doctor` and the documentation
 
@@ -33,11 +33,11 @@ class Setting(Generic[T]):
         name: name of the variable.
         default: description of the value if the variable is not set.
         meaning: effect of the variable.
-        unset: the value if the variable is not set.
+        unset_value: the value if the variable is not set.
         parse: converts the text to the value; raises ValueError or KeyError for invalid text.
-        wanted: description of the valid values, used in messages after "Set it to".
-        installing: True if only the installation of fused_tp reads the variable.
-        equal: True if all ranks of a group need the same value; they compare it in the group's first call.
+        valid_values: description of the valid values, used in messages after "Set it to".
+        is_install_time: True if only the installation of fused_tp reads the variable.
+        must_match: True if all ranks of a group need the same value; they compare it in the group's first call.
 
     Raises:
         ValueError: the variable holds an invalid value; the message lists the valid ones.
@@ -46,66 +46,69 @@ class Setting(Generic[T]):
     name: str
     default: str
     meaning: str
-    unset: T
+    unset_value: T
     parse: Callable[[str], T]
-    wanted: str = ""
-    installing: bool = False
-    equal: bool = False
+    valid_values: str = ""
+    is_install_time: bool = False
+    must_match: bool = False
 
     def __post_init__(self) -> None:
         self.key: Any = getattr(os.environ, "encodekey", str)(self.name)  # the key in RAW
-        self._last: tuple[object, T] = None, self.unset  # last text and its value; equal text is not parsed again
+        self._last_parsed: tuple[object, T] = (
+            None,
+            self.unset_value,
+        )  # last text and its value; equal text is not parsed again
         SETTINGS.append(self)
 
     def __call__(self) -> T:
-        raw = RAW.get(self.key)
-        last_raw, value = self._last
+        raw = RAW_ENVIRON.get(self.key)
+        last_raw, value = self._last_parsed
         if raw != last_raw:
-            text = None if raw is None else _DECODE(raw)
+            text = None if raw is None else _decode_value(raw)
             try:
-                value = self.unset if text is None else self.parse(text)
+                value = self.unset_value if text is None else self.parse(text)
             except (ValueError, KeyError):
-                raise ValueError(f"{self.name} is {text!r}; set it to {self.wanted}.") from None
-            self._last = raw, value
+                raise ValueError(f"{self.name} is {text!r}; set it to {self.valid_values}.") from None
+            self._last_parsed = raw, value
         return value
 
 
-def equal_settings() -> dict[str, str]:
+def must_match_values() -> dict[str, str]:
     """Return the values of the settings that must be equal on all ranks, by name; of an invalid value, its text."""
-    found = {}
-    for one in SETTINGS:
-        if one.equal:
+    values = {}
+    for setting in SETTINGS:
+        if setting.must_match:
             try:
-                found[one.name] = str(one()) or "not set"
+                values[setting.name] = str(setting()) or "not set"
             except ValueError:
-                found[one.name] = os.environ[one.name]
-    return found
+                values[setting.name] = os.environ[setting.name]
+    return values
 
 
 _SWITCH_VALUES = dict.fromkeys(("1", "true", "on", "yes"), True) | dict.fromkeys(("0", "false", "off", "no", ""), False)
 
 
-def _switch(name: str, default: str, meaning: str, unset: T, **more: Any) -> Setting[bool | T]:
-    return Setting(name, default, meaning, unset, lambda text: _SWITCH_VALUES[text.strip().lower()], "1 or 0", **more)
+def _switch_setting(name: str, default: str, meaning: str, unset: T, **fields: Any) -> Setting[bool | T]:
+    return Setting(name, default, meaning, unset, lambda text: _SWITCH_VALUES[text.strip().lower()], "1 or 0", **fields)
 
 
-def _text(name: str, default: str, meaning: str, **more: Any) -> Setting[str | None]:
-    return Setting(name, default, meaning, None, lambda text: text or None, **more)
+def _text_setting(name: str, default: str, meaning: str, **fields: Any) -> Setting[str | None]:
+    return Setting(name, default, meaning, None, lambda text: text or None, **fields)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     if not 0.0 < (seconds := float(text)) < float("inf"):
         raise ValueError
     return min(seconds, _LONGEST_SECONDS)
 
 
-def _count(text: str, least: int, most: int = 1 << 31) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
+def _parse_count(text: str, minimum: int, maximum: int = 1 << 31) -> int:
+    if not text.isdecimal() or not minimum <= int(text) <= maximum:
         raise ValueError
     return int(text)
 
 
-def _one_of(pattern: str) -> Callable[[str], str]:
+def _pattern_parser(pattern: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if re.fullmatch(pattern, text.lower()) is None:
             raise ValueError
@@ -115,10 +118,19 @@ def _one_of(pattern: str) -> Callable[[str], str]:
 
 
 timeout_seconds = Setting(
-    "FUSED_TP_TIMEOUT", "600", "longest wait for a peer, in seconds", 600.0, _seconds, "a positive number of seconds"
+    "FUSED_TP_TIMEOUT",
+    "600",
+    "longest wait for a peer, in seconds",
+    600.0,
+    _parse_seconds,
+    "a positive number of seconds",
 )
-check_ranks = _switch(
-    "FUSED_TP_CHECK", "0", "1: ranks compare op, shapes and dtypes before every op on gloo and NCCL", False, equal=True
+check_ranks = _switch_setting(
+    "FUSED_TP_CHECK",
+    "0",
+    "1: ranks compare op, shapes and dtypes before every op on gloo and NCCL",
+    False,
+    must_match=True,
 )
 batch_check_every = Setting(
     "FUSED_TP_CHECK_BATCH",
@@ -126,14 +138,17 @@ batch_check_every = Setting(
     "calls of a parallel model between two comparisons of its ranks' tokens, labels and masks, and of their gradients "
     "of replicated parameters; the first 3 calls are compared too; 0: no comparisons",
     1000,
-    lambda text: _count(text.strip(), 0),
+    lambda text: _parse_count(text.strip(), 0),
     "a number of calls, or 0 for no comparisons",
-    equal=True,
+    must_match=True,
 )
-forced_schedule = _text(
-    "FUSED_TP_SCHEDULE", "the dispatch table", "name of the schedule to use for all ops that it implements", equal=True
+forced_schedule = _text_setting(
+    "FUSED_TP_SCHEDULE",
+    "the dispatch table",
+    "name of the schedule to use for all ops that it implements",
+    must_match=True,
 )
-forced_attention = _text(
+forced_attention = _text_setting(
     "FUSED_TP_ATTENTION",
     "the fastest available one",
     "implementation of attention steps: native-cpu, triton, torch-cpu, torch-cuda or torch-blocks",
@@ -146,14 +161,14 @@ narrow_gradients = Setting(
     False,
     lambda text: {"wide": False, "": False, "input": True}[text],
     "'wide' (float32, float64 for float64) or 'input' (the dtype of the keys)",
-    equal=True,
+    must_match=True,
 )
-table_path = _text(
+table_path = _text_setting(
     "FUSED_TP_TABLE",
     "the shipped table",
     "path of a dispatch table, such as fused-tp bench --tune writes; a process reads it once",
 )
-ONLINE = ""  # value of `autotune` if the variable is not set
+AUTOTUNE_UNSET = ""  # value of `autotune` if the variable is not set
 autotune: Setting[str | None] = Setting(
     "FUSED_TP_AUTOTUNE",
     "only between GPUs with NVLink, and only some schedules",
@@ -161,7 +176,7 @@ autotune: Setting[str | None] = Setting(
     "choice in ~/.cache/fused_tp; a folder: the same, saved in that folder; 0: nothing is measured; not set: between "
     "GPUs that write into each other's memory, measures only plain, symm_mem and the schedules that fused-tp tune has "
     "verified; read when an op is called with new sizes",
-    ONLINE,
+    AUTOTUNE_UNSET,
     lambda text: (
         None
         if _SWITCH_VALUES.get(text.strip().lower()) is False
@@ -169,31 +184,33 @@ autotune: Setting[str | None] = Setting(
         if text.strip().lower() in _SWITCH_VALUES
         else text
     ),
-    equal=True,
+    must_match=True,
 )
 sm_margin = Setting(
     "FUSED_TP_SM_MARGIN",
     "0",
     "number of multiprocessors that fused kernels leave free for concurrent kernels; must be the same on all ranks",
     0,
-    lambda text: _count((text or "0").strip(), 0),
+    lambda text: _parse_count((text or "0").strip(), 0),
     "a number of multiprocessors, 0 or more",
-    equal=True,
+    must_match=True,
 )
-host_name = _text(
+host_name = _text_setting(
     "FUSED_TP_HOST",
     "the boot id",
     "host name for grouping ranks; set a different one in each container if containers of one machine cannot share "
     "memory and GPUs",
 )
-nvtx = _switch("FUSED_TP_NVTX", "only under a tool that reads them", "1: always record NVTX ranges; 0: never", None)
-shared_memory_allowed = _switch("FUSED_TP_SHM", "1", "0: do not use CPU shared memory", True, equal=True)
+nvtx = _switch_setting(
+    "FUSED_TP_NVTX", "only under a tool that reads them", "1: always record NVTX ranges; 0: never", None
+)
+shared_memory_allowed = _switch_setting("FUSED_TP_SHM", "1", "0: do not use CPU shared memory", True, must_match=True)
 shared_memory_reserve = Setting(
     "FUSED_TP_SHM_RESERVE",
     "32 GiB",
     "bytes of address space (not memory) that each rank reserves for the shared memory of a group",
     32 << 30,
-    lambda text: _count(text, 1, 1 << 56),  # kMaxReserveBytes in csrc/shm/control.h
+    lambda text: _parse_count(text, 1, 1 << 56),  # kMaxReserveBytes in csrc/shm/control.h
     "a positive number of bytes, at most 2**56",
 )
 isa = Setting(
@@ -201,48 +218,52 @@ isa = Setting(
     "the highest that this CPU supports",
     "highest instruction set of the CPU kernels: plain, avx2, avx512 or avx512_bf16; a process reads it once",
     "",
-    _one_of("(plain|avx2|avx512(_bf16)?)?"),
+    _pattern_parser("(plain|avx2|avx512(_bf16)?)?"),
     "plain, avx2, avx512 or avx512_bf16",
 )
-require_native = _switch(
-    "FUSED_TP_REQUIRE_NATIVE", "0", "1: fail the installation if the CPU core cannot be built", False, installing=True
+require_native = _switch_setting(
+    "FUSED_TP_REQUIRE_NATIVE",
+    "0",
+    "1: fail the installation if the CPU core cannot be built",
+    False,
+    is_install_time=True,
 )
-cuda = _switch(
+cuda = _switch_setting(
     "FUSED_TP_CUDA",
     "for the visible GPU",
     "0: do not build device kernels; 1: build them for all GPUs, and fail the installation if that is not possible",
     None,
-    installing=True,
+    is_install_time=True,
 )
 cuda_archs = Setting(
     "FUSED_TP_CUDA_ARCHS",
     "the visible GPU",
     "architectures to build device kernels for, such as 80;90a;100a+PTX",
     "",
-    _one_of(r"|[;,\s]*((sm_)?\d+\.?\d[af]?(\+ptx)?([;,\s]+|$))+"),
+    _pattern_parser(r"|[;,\s]*((sm_)?\d+\.?\d[af]?(\+ptx)?([;,\s]+|$))+"),
     "architectures such as 80;90a;100a+PTX, where +PTX adds code that later GPUs can run",
-    installing=True,
+    is_install_time=True,
 )
 
-# Keys in `RAW` of the settings that select a schedule.
-ROUTING = forced_schedule.key, shared_memory_allowed.key, table_path.key
+# Keys in `RAW_ENVIRON` of the settings that select a schedule.
+ROUTING_KEYS = forced_schedule.key, shared_memory_allowed.key, table_path.key
 
 
-def routing() -> tuple[object, object, object]:
-    """Return the unparsed values of the `ROUTING` settings. Every op call compares them to validate a cached choice."""
-    schedule, shm, table = ROUTING
-    return RAW.get(schedule), RAW.get(shm), RAW.get(table)
+def routing_values() -> tuple[object, object, object]:
+    """Return the unparsed values of the settings `ROUTING_KEYS`. Every op call compares them to validate a plan."""
+    schedule, shm, table = ROUTING_KEYS
+    return RAW_ENVIRON.get(schedule), RAW_ENVIRON.get(shm), RAW_ENVIRON.get(table)
 
 
 @contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
+def override_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Context manager that sets the environment variables `values`, and restores the previous ones on exit."""
-    before = {name: os.environ.get(name) for name in values}
+    previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:  # not mock.patch.dict, which briefly empties the whole environment, while other threads may read it
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -30,7 +30,7 @@ from fused_tp.core.pending import start_thread
 T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
-ANSWER_SECONDS = 2.0  # timeout of reads and writes while an error is handled
+STORE_TIMEOUT_SECONDS = 2.0  # timeout of reads and writes while an error is handled
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0001, 0.05  # between two polls of the store
 _PAUSE_PER_RANK_SECONDS = 5e-5  # limits the polls by all ranks of a large group to 20,000 per second
 _SLICE_SECONDS = 0.5  # longest wait between two checks for dead peers and Ctrl-C
@@ -38,7 +38,7 @@ _FIRST_SLICE_SECONDS = 0.1
 _LOST_SECONDS = 0.4  # a rank whose connection has been closed for this long counts as dead or departed
 
 _NEW_GROUP_ADVICE = "Destroy the process group and create a new one."
-_WHERE = "{op} of group {group!r}"
+_OP_OF_GROUP = "{op} of group {group!r}"
 _STORE_IS_GONE = (
     "The store of group {group!r} is gone, most likely with the process that hosted it: rank {rank} cannot "
 )
@@ -47,27 +47,27 @@ _STORE_IS_GONE = (
 # -- requests with a timeout -------------------------------------------------------------------------------------------
 
 
-_threads: weakref.WeakSet[Thread] = weakref.WeakSet()
+_request_threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _join_threads() -> None:
     """Join the requesting threads: a thread that calls torch during interpreter exit would abort the process."""
     deadline = time.perf_counter() + 1.0
-    for thread in list(_threads):
+    for thread in list(_request_threads):
         thread.join(max(0.0, deadline - time.perf_counter()))
 
 
-class NoAnswer(Exception):
+class StoreTimeout(Exception):
     """The store did not answer in time. If the process that hosts the store has died, torch raises RuntimeError."""
 
 
-class NoThread(NoAnswer):
+class RequestThreadError(StoreTimeout):
     """No thread could be started for the request to the store; the message has the reason."""
 
 
-class BoundedStore:
-    """Requests to `store` with a timeout: `BoundedStore(store).ask(lambda store: store.get(key), seconds)`.
+class StoreWithTimeout:
+    """Requests to `store` with a timeout: `StoreWithTimeout(store).request(lambda store: store.get(key), seconds)`.
 
     torch's stores block forever if the process that hosts the store is stopped. So a thread makes the request, and is
     abandoned if the store does not answer in time. Until that thread returns, further requests raise NoAnswer, because
@@ -78,33 +78,33 @@ class BoundedStore:
         self._store = store
         self._abandoned: Thread | None = None  # the thread whose request was not answered in time
 
-    def ask(self, question: Callable[[dist.Store], T], seconds: float = ANSWER_SECONDS) -> T:
+    def request(self, request: Callable[[dist.Store], T], seconds: float = STORE_TIMEOUT_SECONDS) -> T:
         """Return the result of `question(store)`, or raise its exception.
 
         Raises:
             NoAnswer: there is no result within `seconds`, or an earlier request has not been answered yet.
         """
         if self._abandoned is not None and self._abandoned.is_alive():
-            raise NoAnswer("The store has not answered an earlier request yet.")
-        answer: Future[T] = Future()
+            raise StoreTimeout("The store has not answered an earlier request yet.")
+        result: Future[T] = Future()
 
         def ask() -> None:
             try:
-                answer.set_result(question(self._store))
+                result.set_result(request(self._store))
             except Exception as error:
-                answer.set_exception(error)
+                result.set_exception(error)
 
         thread = Thread(target=ask, name="fused_tp store", daemon=True)
         try:
             start_thread(thread)
         except RuntimeError as error:  # thread limit reached, or the interpreter is shutting down
-            raise NoThread(str(error)) from error
-        _threads.add(thread)
+            raise RequestThreadError(str(error)) from error
+        _request_threads.add(thread)
         thread.join(min(seconds, TIMEOUT_MAX))
-        if not answer.done():
+        if not result.done():
             self._abandoned = thread
-            raise NoAnswer(f"The store did not answer within {seconds:g} s.")
-        return answer.result()
+            raise StoreTimeout(f"The store did not answer within {seconds:g} s.")
+        return result.result()
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:
@@ -112,36 +112,36 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     return group.process_group
 
 
-def _store_of(group: Group) -> BoundedStore:
-    return BoundedStore(dist.distributed_c10d._get_process_group_store(_process_group(group)))
+def _make_store(group: Group) -> StoreWithTimeout:
+    return StoreWithTimeout(dist.distributed_c10d._get_process_group_store(_process_group(group)))
 
 
-STORES: GroupSlot[BoundedStore] = GroupSlot(_store_of)
+GROUP_STORES: GroupSlot[StoreWithTimeout] = GroupSlot(_make_store)
 
 
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Exchanges:
+class _ExchangeState:
     """State of a rank's exchanges in its group."""
 
     key_prefix: str | None = None  # prefix of the keys in the group's store
-    counts: dict[str, int] = field(default_factory=dict)  # number of exchanges, by name
-    agreed: dict[str, Availability] = field(default_factory=dict)  # results of `agree`
-    failed: FusedTPError | None = None  # the error of a failed exchange, after which no exchange is possible
+    exchange_counts: dict[str, int] = field(default_factory=dict)  # number of exchanges, by name
+    agreements: dict[str, Availability] = field(default_factory=dict)  # results of `agree_on_availability`
+    failure: FusedTPError | None = None  # the error of a failed exchange, after which no exchange is possible
 
 
-_EXCHANGES: GroupSlot[_Exchanges] = GroupSlot(lambda group: _Exchanges())
+_EXCHANGE_STATES: GroupSlot[_ExchangeState] = GroupSlot(lambda group: _ExchangeState())
 
 
-def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[int]] = list) -> list[Any]:
-    """Send `mine` to all ranks, and return the values of all ranks, by rank. A collective call.
+def exchange(group: Group, name: str, value: Any = None, lost_ranks: Callable[[], list[int]] = list) -> list[Any]:
+    """Send `value` to all ranks, and return the values of all ranks, by rank. A collective call.
 
     Args:
-        what: name of the exchange, equal on all ranks. It may contain a device type, but no device index.
-        mine: this rank's value, of any JSON type; tuples arrive as lists.
-        gone: returns the ranks that the caller knows to have died or left; called while this rank waits.
+        name: name of the exchange, equal on all ranks. It may contain a device type, but no device index.
+        value: this rank's value, of any JSON type; tuples arrive as lists.
+        lost_ranks: returns the ranks that the caller knows to have died or left; called while this rank waits.
 
     Raises:
         CollectiveTimeoutError: a rank sent no value within `FUSED_TP_TIMEOUT` seconds, on this rank or a peer; the
@@ -151,86 +151,92 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
         FusedTPError: an earlier exchange failed, so the ranks' calls no longer match.
     """
     group.check_process()
-    if (failed := _EXCHANGES[group].failed) is not None:
+    if (earlier_failure := _EXCHANGE_STATES[group].failure) is not None:
         raise FusedTPError(
             "Group {group!r} is unusable since its ranks failed to agree: {cause} " + _NEW_GROUP_ADVICE,
             group=group.name,
-            cause=failed,
+            cause=earlier_failure,
         )
-    current = _StoreExchange(group, what, gone)
+    store_exchange = _StoreExchange(group, name, lost_ranks)
     try:
-        with tracing.waiting(f"exchange of {what}, group {group.name}"):
-            current.send(json.dumps(mine).encode())
-            return [json.loads(current.receive(rank)) for rank in range(group.size)]
-    except NoAnswer as error:
-        silent: FusedTPError = current.error(
+        with tracing.wait_span(f"exchange of {name}, group {group.name}"):
+            store_exchange.send(json.dumps(value).encode())
+            return [json.loads(store_exchange.receive(rank)) for rank in range(group.size)]
+    except StoreTimeout as error:
+        timeout_error: FusedTPError = store_exchange.make_error(
             CollectiveTimeoutError,
-            f"{_WHERE} on rank {{rank}}: the group's store has not answered within {_deadline()}; the process that "
-            "hosts it may be stopped.",
+            f"{_OP_OF_GROUP} on rank {{rank}}: the group's store has not answered within {_describe_timeout()}; the "
+            "process that hosts it may be stopped.",
         )
-        if isinstance(error, NoThread):
-            silent = current.error(FusedTPError, f"{_WHERE} failed on rank {{rank}}. {{reason}}", reason=str(error))
+        if isinstance(error, RequestThreadError):
+            timeout_error = store_exchange.make_error(
+                FusedTPError, f"{_OP_OF_GROUP} failed on rank {{rank}}. {{reason}}", reason=str(error)
+            )
             # Without a thread the store cannot notify peers; closed connections notify them.
             if uses_gloo_on_cpu(process_group := _process_group(group)):
                 close_connections(process_group)
-        publish_failure(group, silent)
-        raise silent from error
+        publish_failure(group, timeout_error)
+        raise timeout_error from error
     except FusedTPError as error:
         publish_failure(group, error)
         raise
 
 
-def agree(group: Group, what: str, here: Callable[[], Availability]) -> Availability:
-    """Return whether `what` is available on all ranks of `group`, with the first reason if it is not.
+def agree_on_availability(group: Group, feature: str, check_here: Callable[[], Availability]) -> Availability:
+    """Return whether `feature` is available on all ranks of `group`, with the first reason if it is not.
 
     All ranks get the same answer, whereas local checks could differ between ranks. All ranks must make the first call
     together.
 
     Args:
-        here: returns the availability on this rank; called the first time only.
+        check_here: returns the availability on this rank; called the first time only.
 
     Raises:
         CollectiveTimeoutError: a rank did not call within `FUSED_TP_TIMEOUT` seconds.
     """
-    agreed = _EXCHANGES[group].agreed
-    if what not in agreed:
-        agreed[what] = first_reason(exchange(group, what, here().reason))
-    return agreed[what]
+    results = _EXCHANGE_STATES[group].agreements
+    if feature not in results:
+        results[feature] = first_unavailability(exchange(group, feature, check_here().reason))
+    return results[feature]
 
 
-def first_reason(reasons: Iterable[str]) -> Availability:
+def first_unavailability(reasons: Iterable[str]) -> Availability:
     """Return the first non-empty one of `reasons` (one per rank) as unavailability; AVAILABLE if all are empty."""
     return next((unavailable(f"rank {rank}: {reason}") for rank, reason in enumerate(reasons) if reason), AVAILABLE)
 
 
 def publish_failure(group: Group, error: FusedTPError) -> None:
-    """Record and publish `error`, so that current and later exchanges of peers raise instead of waiting."""
-    if _EXCHANGES[group].failed is not None:
+    """Record and publish `make_error`, so that current and later exchanges of peers raise instead of waiting."""
+    if _EXCHANGE_STATES[group].failure is not None:
         return
-    _EXCHANGES[group].failed = error.copy()
+    _EXCHANGE_STATES[group].failure = error.copy()
     content = json.dumps(error.as_dict())
-    with contextlib.suppress(RuntimeError, NoAnswer):  # the process that hosts the store may have died or be stopped
-        STORES[group].ask(lambda store: _set(store, f"{_key_prefix(group, store)}/failed", content.encode()))
+    with contextlib.suppress(
+        RuntimeError, StoreTimeout
+    ):  # the process that hosts the store may have died or be stopped
+        GROUP_STORES[group].request(
+            lambda store: _store_bytes(store, f"{_key_prefix(group, store)}/failed", content.encode())
+        )
 
 
-def made_together(slot: GroupSlot[T | FusedTPError], group: Group, make: Callable[[Group], T]) -> T:
+def create_together(slot: GroupSlot[T | FusedTPError], group: Group, make: Callable[[Group], T]) -> T:
     """Return the value of `slot` for `group`; the first call creates it by `make` and is collective.
 
     If `make` fails, peers are notified and later calls raise the error again. A retry could not succeed, because ranks
     may have made different numbers of attempts.
     """
-    found = slot.get(group)
-    if found is None:
+    value = slot.get(group)
+    if value is None:
         try:
-            found = slot[group] = make(group)
+            value = slot[group] = make(group)
         except FusedTPError as error:
             publish_failure(group, error)
-            sentence = "Group {group!r} is unusable since its first call failed: {cause} " + _NEW_GROUP_ADVICE
-            slot[group] = type(error)(sentence, group=group.name, cause=error.copy())
+            message = "Group {group!r} is unusable since its first call failed: {cause} " + _NEW_GROUP_ADVICE
+            slot[group] = type(error)(message, group=group.name, cause=error.copy())
             raise
-    if isinstance(found, FusedTPError):
-        raise found.copy()
-    return found
+    if isinstance(value, FusedTPError):
+        raise value.copy()
+    return value
 
 
 def next_key_prefix(store: dist.Store, name: str, rank: int) -> str:
@@ -243,56 +249,62 @@ def next_key_prefix(store: dist.Store, name: str, rank: int) -> str:
 
 def _key_prefix(group: Group, store: dist.Store) -> str:
     """Return the key prefix of the group's exchanges in its store."""
-    exchanges = _EXCHANGES[group]
+    exchanges = _EXCHANGE_STATES[group]
     if exchanges.key_prefix is None:
         exchanges.key_prefix = next_key_prefix(store, "fused_tp/exchange", group.rank)
     return exchanges.key_prefix
 
 
 @on_destroy
-def _leave(group: Group) -> None:
+def _publish_departure(group: Group) -> None:
     """Publish that this rank has destroyed the group, for peers that wait for it in an exchange, now or later."""
-    if group in STORES and group.size > 1:  # a group without exchanges has no entry, and torch has freed its store
-        with contextlib.suppress(RuntimeError, NoAnswer):  # the process that hosts the store may have exited
-            STORES[group].ask(lambda store: _set(store, f"{_key_prefix(group, store)}/left/{group.rank}", b""))
+    if (
+        group in GROUP_STORES and group.size > 1
+    ):  # a group without exchanges has no entry, and torch has freed its store
+        with contextlib.suppress(RuntimeError, StoreTimeout):  # the process that hosts the store may have exited
+            GROUP_STORES[group].request(
+                lambda store: _store_bytes(store, f"{_key_prefix(group, store)}/left/{group.rank}", b"")
+            )
 
 
-def _set(store: dist.Store, key: str, value: bytes) -> None:
+def _store_bytes(store: dist.Store, key: str, value: bytes) -> None:
     store.set(key, value)  # type: ignore[arg-type]  # accepts bytes, although its stub does not
 
 
-def _deadline() -> str:
+def _describe_timeout() -> str:
     return f"{settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT)"
 
 
 class _StoreExchange:
     """One exchange: sends this rank's value and waits for the peers' values until the deadline."""
 
-    def __init__(self, group: Group, what: str, gone: Callable[[], list[int]]) -> None:
-        self._group, self._what, self._gone = group, what, gone
-        counts = _EXCHANGES[group].counts
-        self._count = counts[what] = counts.get(what, 0) + 1
+    def __init__(self, group: Group, name: str, lost_ranks: Callable[[], list[int]]) -> None:
+        self._group, self._name, self._lost_ranks = group, name, lost_ranks
+        counts = _EXCHANGE_STATES[group].exchange_counts
+        self._number = counts[name] = counts.get(name, 0) + 1
         self._deadline = time.monotonic() + settings.timeout_seconds()
         # The first slice is short, so that a peer that died before the exchange is detected soon.
-        self._slice = _FIRST_SLICE_SECONDS
+        self._slice_seconds = _FIRST_SLICE_SECONDS
         self._closed_since: dict[int, float] = {}  # when gloo's connections were first seen closed, by rank
 
-    def error(self, kind: type[_ErrorT], sentence: str, **fields: Any) -> _ErrorT:
+    def make_error(self, error_class: type[_ErrorT], sentence: str, **fields: Any) -> _ErrorT:
         group = self._group
-        return kind(sentence, op=self._what, group=group.name, rank=group.rank, size=group.size, **fields)
+        return error_class(sentence, op=self._name, group=group.name, rank=group.rank, size=group.size, **fields)
 
-    def send(self, mine: bytes) -> None:
+    def send(self, value: bytes) -> None:
         try:
-            self._ask(lambda store: _set(store, self._key(store, self._group.rank), mine))
+            self._request(lambda store: _store_bytes(store, self._key(store, self._group.rank), value))
         except RuntimeError as error:
             sentence = _STORE_IS_GONE + "send its value in {op}. Error of the store: {reason}"
-            raise self.error(PeerLostError, sentence, reason=str(error).splitlines()[0][:300]) from error
+            raise self.make_error(PeerLostError, sentence, reason=str(error).splitlines()[0][:300]) from error
 
     def receive(self, rank: int) -> bytes:
         while True:
-            left = self._deadline - time.monotonic()
+            seconds_left = self._deadline - time.monotonic()
             try:
-                value = self._ask(partial(self._poll_value, rank, max(min(left, self._slice), 0.01)))
+                value = self._request(
+                    partial(self._poll_value, rank, max(min(seconds_left, self._slice_seconds), 0.01))
+                )
             except RuntimeError as error:
                 cause: RuntimeError | None = error
                 time.sleep(0.01)  # requests to a dead store raise immediately, so this loop would spin
@@ -300,52 +312,56 @@ class _StoreExchange:
                 if value is not None:
                     return value
                 cause = None
-            if (failure := self._failure(left <= self._slice)) is not None:
+            if (failure := self._find_failure(seconds_left <= self._slice_seconds)) is not None:
                 raise failure from cause
-            self._slice = _FIRST_SLICE_SECONDS if self._closed_since else _SLICE_SECONDS
+            self._slice_seconds = _FIRST_SLICE_SECONDS if self._closed_since else _SLICE_SECONDS
 
     def _poll_value(self, rank: int, seconds: float, store: dist.Store) -> bytes | None:
         """Return the value of `rank`, or None if it has not arrived within `seconds`."""
         # not `store.wait`: at each timeout torch writes two warnings to stderr
         key, end, pause = self._key(store, rank), time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
-        longest = max(_LONGEST_PAUSE_SECONDS, _PAUSE_PER_RANK_SECONDS * self._group.size)
+        longest_pause = max(_LONGEST_PAUSE_SECONDS, _PAUSE_PER_RANK_SECONDS * self._group.size)
         while not store.check([key]):
             if time.monotonic() >= end:
                 return None
             time.sleep(pause)
-            pause = min(1.5 * pause, longest)  # grows by half, so the result is late by at most half of the wait
+            pause = min(1.5 * pause, longest_pause)  # grows by half, so the result is late by at most half of the wait
         return store.get(key)
 
-    def _ask(self, question: Callable[[dist.Store], T]) -> T:
+    def _request(self, request: Callable[[dist.Store], T]) -> T:
         # A slow store may answer until the deadline.
-        return STORES[self._group].ask(question, max(ANSWER_SECONDS, self._deadline - time.monotonic()))
+        return GROUP_STORES[self._group].request(request, max(STORE_TIMEOUT_SECONDS, self._deadline - time.monotonic()))
 
     def _key(self, store: dist.Store, rank: int) -> str:
-        return f"{_key_prefix(self._group, store)}/{self._what}/{self._count}/{rank}"
+        return f"{_key_prefix(self._group, store)}/{self._name}/{self._number}/{rank}"
 
-    def _failure(self, expired: bool) -> FusedTPError | None:
-        absent = self._absent()
-        if absent == []:  # the last value has arrived since the poll
+    def _find_failure(self, is_expired: bool) -> FusedTPError | None:
+        absent_ranks = self._absent_ranks()
+        if absent_ranks == []:  # the last value has arrived since the poll
             return None
         if (cause := self._published_error()) is not None:
-            kind = PeerLostError if isinstance(cause, PeerLostError) else CollectiveTimeoutError
-            return self.error(kind, f"{_WHERE} on rank {{rank}}: a peer failed. Its error: {{cause}}", cause=cause)
-        if lost := self._departed(absent) or self._gone():
-            sentence = f"{{Missing}} died, or left the group, before joining {_WHERE}. This is rank {{rank}}."
-            return self.error(PeerLostError, sentence, missing=dict.fromkeys(lost, ""))
-        if not expired:
+            error_class = PeerLostError if isinstance(cause, PeerLostError) else CollectiveTimeoutError
+            return self.make_error(
+                error_class, f"{_OP_OF_GROUP} on rank {{rank}}: a peer failed. Its error: {{cause}}", cause=cause
+            )
+        if lost_ranks := self._departed_ranks(absent_ranks) or self._lost_ranks():
+            message = f"{{Missing}} died, or left the group, before joining {_OP_OF_GROUP}. This is rank {{rank}}."
+            return self.make_error(PeerLostError, message, missing=dict.fromkeys(lost_ranks, ""))
+        if not is_expired:
             return None
-        if absent is None:
-            sentence = _STORE_IS_GONE + f"receive the values of its peers in {{op}}. It has waited {_deadline()}."
-            return self.error(CollectiveTimeoutError, sentence)
-        sentence = (
-            f"{{Missing}} did not take part in {_WHERE} within {_deadline()}; all ranks of a group must call its ops. "
-            "This is rank {rank}."
+        if absent_ranks is None:
+            message = (
+                _STORE_IS_GONE + f"receive the values of its peers in {{op}}. It has waited {_describe_timeout()}."
+            )
+            return self.make_error(CollectiveTimeoutError, message)
+        message = (
+            f"{{Missing}} did not take part in {_OP_OF_GROUP} within {_describe_timeout()}; all ranks of a group must "
+            "call its ops. This is rank {rank}."
         )
-        return self.error(CollectiveTimeoutError, sentence, missing=dict.fromkeys(absent, ""))
+        return self.make_error(CollectiveTimeoutError, message, missing=dict.fromkeys(absent_ranks, ""))
 
-    def _departed(self, absent: Sequence[int] | None) -> list[int]:
-        """Return the ranks that have died or left, out of `absent` if known. Deaths are detected with gloo only.
+    def _departed_ranks(self, absent_ranks: Sequence[int] | None) -> list[int]:
+        """Return the ranks that have died or left, out of `absent_ranks` if known. Deaths are detected with gloo only.
 
         A closed connection is reported after `_LOST_SECONDS` only: a rank whose own receive timed out has closed its
         connections too, and may still join.
@@ -354,32 +370,34 @@ class _StoreExchange:
         if uses_gloo_on_cpu(process_group):
             for rank in closed_peers(process_group):
                 self._closed_since.setdefault(rank, now)
-        closed = [rank for rank, since in sorted(self._closed_since.items()) if now - since >= _LOST_SECONDS]
+        closed_ranks = [rank for rank, since in sorted(self._closed_since.items()) if now - since >= _LOST_SECONDS]
 
-        def left(store: dist.Store) -> list[int]:
+        def find_left(store: dist.Store) -> list[int]:
             prefix = _key_prefix(self._group, store)
-            return [rank for rank in absent or () if store.check([f"{prefix}/left/{rank}"])]
+            return [rank for rank in absent_ranks or () if store.check([f"{prefix}/left/{rank}"])]
 
-        return self._ask_unless_dead(left) or [rank for rank in closed if absent is None or rank in absent]
+        return self._request_unless_dead(find_left) or [
+            rank for rank in closed_ranks if absent_ranks is None or rank in absent_ranks
+        ]
 
     def _published_error(self) -> FusedTPError | None:
         """Return the error that a peer has published; None if there is none."""
 
-        def question(store: dist.Store) -> FusedTPError | None:
+        def request(store: dist.Store) -> FusedTPError | None:
             key = f"{_key_prefix(self._group, store)}/failed"
             return FusedTPError.from_dict(json.loads(store.get(key))) if store.check([key]) else None
 
-        return self._ask_unless_dead(question)
+        return self._request_unless_dead(request)
 
-    def _absent(self) -> list[int] | None:
+    def _absent_ranks(self) -> list[int] | None:
         """Return the ranks whose values are missing; None if the process that hosts the store has died."""
-        return self._ask_unless_dead(
+        return self._request_unless_dead(
             lambda store: [rank for rank in range(self._group.size) if not store.check([self._key(store, rank)])]
         )
 
-    def _ask_unless_dead(self, question: Callable[[dist.Store], T]) -> T | None:
+    def _request_unless_dead(self, request: Callable[[dist.Store], T]) -> T | None:
         """Return the result of `question(store)`; None if the process that hosts the store has died."""
         try:
-            return self._ask(question)
+            return self._request(request)
         except RuntimeError:
             return None

@@ -13,17 +13,17 @@ _DELEGATION_NAMES = {"super", "__torch_function__"}  # global names in a functio
 
 
 @cache
-def result_kind(kind: type) -> type | None:
-    """Return the result type of torch functions on tensors of type `kind`: `kind`, or Tensor for parameters.
+def result_type(tensor_type: type) -> type | None:
+    """Return the result type of torch functions on tensors of `tensor_type`: the same type, or Tensor for parameters.
 
-    None if `kind` overrides __torch_function__ or __torch_dispatch__ with custom behavior.
+    Return None if `tensor_type` overrides __torch_function__ or __torch_dispatch__ with custom behavior.
     """
-    if not issubclass(kind, Tensor) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if not issubclass(tensor_type, Tensor) or tensor_type.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None
-    for base in kind.__mro__:
+    for base in tensor_type.__mro__:
         override: Any = vars(base).get("__torch_function__")
         if base is Tensor:
-            return kind
+            return tensor_type
         if override is None:
             continue
         if base is Parameter or override is torch._C._disabled_torch_function_impl:
@@ -35,8 +35,8 @@ def result_kind(kind: type) -> type | None:
     return None
 
 
-def why_not_plain(kind: type) -> str | None:
-    """Return the reason why tensors of type `kind` cannot be treated as plain Tensors; None if they can."""
-    if kind in (Tensor, Parameter) or result_kind(kind) is not None:
+def reason_not_plain(tensor_type: type) -> str | None:
+    """Return the reason why tensors of type `tensor_type` cannot be treated as plain Tensors; None if they can."""
+    if tensor_type in (Tensor, Parameter) or result_type(tensor_type) is not None:
         return None
-    return f"it is a {kind.__name__}, which overrides __torch_function__ or __torch_dispatch__"
+    return f"it is a {tensor_type.__name__}, which overrides __torch_function__ or __torch_dispatch__"

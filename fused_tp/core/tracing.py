@@ -24,13 +24,13 @@ from fused_tp.core import settings
 
 _LOG = logging.getLogger("fused_tp")
 
-NVTX = settings.nvtx.key
+NVTX_KEY = settings.nvtx.key
 # True if an NVTX tool started this process: such tools set these variables.
-TOOL = any(os.environ.get(name) for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
+HAS_NVTX_TOOL = any(os.environ.get(name) for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
 # Only CUDA builds of torch contain NVTX.
 _HAS_NVTX = hasattr(torch._C, "_nvtx")
 
-_SHORT = {
+_DTYPE_ABBREVIATIONS = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.float32: "f32",
@@ -38,8 +38,8 @@ _SHORT = {
     torch.float8_e4m3fn: "f8e4m3",
 }
 
-_waited = 0.0
-_sources: weakref.WeakKeyDictionary[Any, Callable[[Any], float]] = weakref.WeakKeyDictionary()
+_python_wait_seconds = 0.0
+_wait_sources: weakref.WeakKeyDictionary[Any, Callable[[Any], float]] = weakref.WeakKeyDictionary()
 
 
 class _NullSpan:
@@ -51,54 +51,56 @@ class _NullSpan:
 _NULL_SPAN = cast(AbstractContextManager[object], _NullSpan())
 
 
-def span(name: str, *parts: object) -> AbstractContextManager[object]:
+def span(name: str, *items: object) -> AbstractContextManager[object]:
     """Context manager that records a profiler range; takes some tens of nanoseconds if no profiler is active.
 
-    The range's name is `name` and `parts`, which are formatted only if a profiler is active: a tensor as its shape, a
+    The range's name is `name` and `items`, which are formatted only if a profiler is active: a tensor as its shape, a
     list with tensors as the shapes of its matrices and the dtype, other parts by `str`; None is skipped. For example,
     the name for ("op", (x, weight), "plain") is "op [8, 64]x[32, 64] bf16 plain".
     """
-    if not _profiler._is_profiler_enabled and not (settings.RAW.get(NVTX) or TOOL):
+    if not _profiler._is_profiler_enabled and not (settings.RAW_ENVIRON.get(NVTX_KEY) or HAS_NVTX_TOOL):
         return _NULL_SPAN
-    return _range(name, parts) if recording() else _NULL_SPAN
+    return _make_range(name, items) if is_recording() else _NULL_SPAN
 
 
 @contextmanager
-def op_span(group: str, name: str, *parts: object) -> Iterator[None]:
+def op_span(group: str, name: str, *items: object) -> Iterator[None]:
     """Record a `span` around an op of `group`.
 
     Native code records no ranges. So in a torch profile, the span ends with an empty range that is named after the time
     of native waits and the group, for example "waited 0.000120 s, group 3".
     """
-    before = _native_seconds()
-    with span(name, *parts):
+    seconds_before = _native_seconds()
+    with span(name, *items):
         yield
         if _profiler._is_profiler_enabled:
-            with torch.profiler.record_function(f"waited {_native_seconds() - before:.6f} s, group {group}"):
+            with torch.profiler.record_function(f"waited {_native_seconds() - seconds_before:.6f} s, group {group}"):
                 pass
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Context manager that counts the time inside as waiting for a peer, in a range "waiting for `what`"."""
-    global _waited
-    begun = time.perf_counter()
+def wait_span(awaited: str) -> Iterator[None]:
+    """Context manager that counts the time inside as waiting for a peer, in a range "waiting for `awaited`"."""
+    global _python_wait_seconds
+    start_time = time.perf_counter()
     try:
-        with span("waiting for", what):
+        with span("waiting for", awaited):
             yield
     finally:
-        _waited += time.perf_counter() - begun
+        _python_wait_seconds += time.perf_counter() - start_time
 
 
-def recording() -> bool:
+def is_recording() -> bool:
     """True if a range would be recorded now. Callers use it to skip the construction of range names."""
-    return bool(_profiler._is_profiler_enabled or ((settings.RAW.get(NVTX) or TOOL) and _nvtx()))
+    return bool(
+        _profiler._is_profiler_enabled or ((settings.RAW_ENVIRON.get(NVTX_KEY) or HAS_NVTX_TOOL) and _records_nvtx())
+    )
 
 
-def _nvtx() -> bool:
+def _records_nvtx() -> bool:
     """True if NVTX ranges are requested and available."""
     setting = settings.nvtx()
-    requested = TOOL if setting is None else setting
+    requested = HAS_NVTX_TOOL if setting is None else setting
     if requested and not _HAS_NVTX:
         _warn_without_nvtx()
     return requested and _HAS_NVTX
@@ -109,14 +111,14 @@ def _warn_without_nvtx() -> None:
     _LOG.warning("No NVTX ranges are recorded, because this torch was built without CUDA and so has no NVTX.")
 
 
-def _range(name: str, parts: tuple[object, ...]) -> AbstractContextManager[object]:
+def _make_range(name: str, items: tuple[object, ...]) -> AbstractContextManager[object]:
     profiled = bool(_profiler._is_profiler_enabled)
     # Under emit_nvtx torch converts profiler ranges to NVTX ranges, so adding an NVTX range would record it twice.
     emits_nvtx = profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
-    return _Range(label(name, *parts), profiled, not emits_nvtx and _nvtx())
+    return _ProfilerRange(range_name(name, *items), profiled, not emits_nvtx and _records_nvtx())
 
 
-class _Range:
+class _ProfilerRange:
     """A range in torch's profiler, in NVTX or in both. Must be entered and exited on the same thread."""
 
     def __init__(self, text: str, profiled: bool, nvtx: bool) -> None:
@@ -131,49 +133,50 @@ class _Range:
             self._record.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._record is not None:
-            self._record.__exit__(kind, error, trace)
+            self._record.__exit__(error_class, error, trace)
         if self._nvtx:
             torch.cuda.nvtx.range_pop()
 
 
-def label(name: str, *parts: object) -> str:
+def range_name(name: str, *items: object) -> str:
     """Return the name of the range that `span(name, *parts)` records."""
-    return " ".join([name, *(_text(part) for part in parts if part is not None)]).rstrip()
+    return " ".join([name, *(_describe_part(part) for part in items if part is not None)]).rstrip()
 
 
-def _text(part: object) -> str:
+def _describe_part(part: object) -> str:
     if isinstance(part, Tensor):
         return str(list(part.shape))
     if isinstance(part, (list, tuple)):
-        tensors = list(_tensors(part))
+        tensors = list(_iterate_tensors(part))
         shown = [t for t in tensors if t.ndim > 1] or tensors  # the shapes of matrices imply those of vectors
         if not shown:
             return str(part)
         dtype = shown[0].dtype
-        return f"{'x'.join(map(_text, shown))} {_SHORT.get(dtype, str(dtype).removeprefix('torch.'))}"
+        abbreviation = _DTYPE_ABBREVIATIONS.get(dtype, str(dtype).removeprefix("torch."))
+        return f"{'x'.join(map(_describe_part, shown))} {abbreviation}"
     return str(part)
 
 
-def _tensors(values: object) -> Iterator[Tensor]:
+def _iterate_tensors(values: object) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
 
 
 def add_wait_source(source: Any, seconds: Callable[[Any], float]) -> None:
     """Include `seconds(source)` in `waited_seconds` while `source`, such as a native group, is alive."""
-    _sources[source] = seconds
+    _wait_sources[source] = seconds
 
 
 def waited_seconds() -> float:
     """Return the seconds that this process has waited for peers since its start. For a section, take the difference."""
-    return _waited + _native_seconds()
+    return _python_wait_seconds + _native_seconds()
 
 
 def _native_seconds() -> float:
-    return sum(seconds(source) for source, seconds in _sources.items())
+    return sum(seconds(source) for source, seconds in _wait_sources.items())

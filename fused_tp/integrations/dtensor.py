@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup
+from fused_tp.nn.embedding import check_ids_in_range, check_integer_ids, sharded_lookup
 from fused_tp.nn.linear import check_floating, check_width, column_matmul, row_matmul
 from fused_tp.nn.norm import sequence_parallel_
-from fused_tp.nn.optimizers import note_replaced
-from fused_tp.nn.sharding import as_dtensor, check_mesh, local
+from fused_tp.nn.optimizers import record_replaced_parameters
+from fused_tp.nn.sharding import as_dtensor, check_mesh, local_shard
 from fused_tp.nn.single_device_writes import write_as_one_process
 
 
@@ -290,7 +290,7 @@ def _shard_parameters(
             )
         sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        note_replaced({parameter: name}, module)
+        record_replaced_parameters({parameter: name}, module)
 
 
 def _base_class(module: nn.Module, style: str) -> type[nn.Module]:

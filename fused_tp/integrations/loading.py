@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_tp.nn.linear import column_matmul, row_matmul
-from fused_tp.nn.sharding import local
+from fused_tp.nn.sharding import local_shard
 from fused_tp.ops.collectives import gather, scatter
 
 COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
@@ -82,7 +82,7 @@ def _fused_classes() -> tuple[Any, Any]:
             def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
                 if not _is_supported_call(module, x):
                     return own_forward(x, *args, **kwargs)
-                y = column_matmul(x, local(module.weight), local(module.bias), mesh)
+                y = column_matmul(x, local_shard(module.weight), local_shard(module.bias), mesh)
                 return gather(y, -1, group=mesh, gather_size=module.out_features) if gathers_output else y
 
             module.forward = forward
@@ -97,7 +97,7 @@ def _fused_classes() -> tuple[Any, Any]:
                 if not _is_supported_call(module, x):
                     return own_forward(x, *args, **kwargs)
                 x = scatter(x, -1, group=mesh) if scatters_input else x
-                return row_matmul(x, local(module.weight), local(module.bias), mesh)
+                return row_matmul(x, local_shard(module.weight), local_shard(module.bias), mesh)
 
             module.forward = forward
             return module

@@ -31,7 +31,7 @@ from torch import Tensor
 from fused_tp.integrations.megatron_attention import FusedDotProductAttention
 from fused_tp.nn.linear import column_matmul, row_matmul
 from fused_tp.ops.collectives import all_reduce, gather, reduce_scatter, scatter
-from fused_tp.ops.main_grad import into_main_grad
+from fused_tp.ops.main_grad import redirect_to_main_grad
 from fused_tp.ops.sequence import shard_sequence
 
 __all__ = [
@@ -181,7 +181,7 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         _check_weight(weight)
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm or (self.disable_grad_reduce and not self.sequence_parallel):
-            output = F.linear(input_, into_main_grad(weight), bias)
+            output = F.linear(input_, redirect_to_main_grad(weight), bias)
         else:
             output = column_matmul(input_, weight, bias, self.tp_group, 0 if self.sequence_parallel else None)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
@@ -218,7 +218,7 @@ class FusedRowParallelLinear(RowParallelLinear):
         _check_weight(self.weight)
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm:
-            output = F.linear(x, into_main_grad(self.weight))
+            output = F.linear(x, redirect_to_main_grad(self.weight))
         elif self.sequence_parallel:
             output = row_matmul(x, self.weight, None, self.tp_group, 0)
             # Add the bias outside of the op: the op would sum its gradient over ranks, and Megatron sums it again.

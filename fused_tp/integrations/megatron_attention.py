@@ -27,9 +27,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.ring_attention import ring_attention_from_head
 from fused_tp.ops.sequence import sequence_positions
-from fused_tp.ops.ulysses_attention import attention_of_heads_over
+from fused_tp.ops.ulysses_attention import context_parallel_attention_from_head
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -159,11 +159,11 @@ _CAUSAL_MASKS = WeakIdKeyDictionary()  # masks found to be causal; all layers ge
 
 def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> Callable[..., Tensor]:
     if cp_group is None:
-        return partial(attention_over, group=None, alone=True)
+        return partial(ring_attention_from_head, group=None, is_unsharded=True)
     if cp_comm_type in (None, "p2p"):
-        return partial(attention_over, group=cp_group)
+        return partial(ring_attention_from_head, group=cp_group)
     if cp_comm_type == "a2a":
-        return partial(attention_of_heads_over, inner=cp_group, ring=None)
+        return partial(context_parallel_attention_from_head, head_group=cp_group, ring_group=None)
     if cp_comm_type == "a2a+p2p":
         groups = getattr(pg_collection, "hcp", None) or parallel_state.get_hierarchical_context_parallel_groups(False)
         # Megatron's destroy_model_parallel leaves these groups behind: they may be stale.
@@ -172,7 +172,7 @@ def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> C
                 "cp_comm_type='a2a+p2p' needs two hierarchical_context_parallel_sizes whose product is the context "
                 f"parallel size, {cp_group.size()}. Pass them to initialize_model_parallel and to the config."
             )
-        return partial(attention_of_heads_over, inner=groups[0], ring=groups[1])
+        return partial(context_parallel_attention_from_head, head_group=groups[0], ring_group=groups[1])
     raise ValueError(
         f"cp_comm_type must be 'p2p', 'a2a' or 'a2a+p2p', got {cp_comm_type!r}. 'p2p' sends the same data as "
         "'all_gather', step by step."

@@ -42,7 +42,7 @@ from torch.distributed import ProcessGroup
 
 from fused_tp.core.group import group_identity
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.ops.attention_arguments import on_host
+from fused_tp.ops.attention_arguments import move_to_cpu
 from fused_tp.ops.ring_attention import ring_attention
 
 AttentionResult: TypeAlias = "Tensor | tuple[Tensor, Tensor, None]"
@@ -109,7 +109,7 @@ def _attend_packed(
 
 def _bounds_of_all_ranks(cu_seqlens: Any, q: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the bounds of the documents over all ranks, from the `cu_seqlens` of this rank's tokens."""
-    bounds = cast("Tensor", on_host("cu_seqlens", cu_seqlens))
+    bounds = cast("Tensor", move_to_cpu("cu_seqlens", cu_seqlens))
     if not torch.compiler.is_compiling() and len(bounds) and int(bounds[-1]) != q.shape[0]:
         raise ValueError(
             f"cu_seqlens must end with the {q.shape[0]} tokens of q on this rank, got {int(bounds[-1])}. Pass the "
@@ -220,11 +220,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
         TypeError, ValueError: an argument does not fit; the ranks cannot share the tokens evenly.
     """
     check_bool(causal=causal)
-    check_int("world_size", world_size, least=1)
-    check_int("rank", rank, least=0)
+    check_int("world_size", world_size, minimum=1)
+    check_int("rank", rank, minimum=0)
     if rank >= world_size:
         raise ValueError(f"rank is {rank}; of {world_size} ranks the last is {world_size - 1}.")
-    whole = cast("Tensor", on_host("cu_seqlens", cu_seqlens))
+    whole = cast("Tensor", move_to_cpu("cu_seqlens", cu_seqlens))
     bounds: list[int] = whole.tolist()
     total = bounds[-1]
     if total % world_size:

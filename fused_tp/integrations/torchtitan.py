@@ -48,8 +48,8 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from fused_tp.attention.layout import check_layout
 from fused_tp.nn.linear import column_matmul, row_matmul
-from fused_tp.nn.sharding import local
-from fused_tp.ops.ring_attention import attention_over
+from fused_tp.nn.sharding import local_shard
+from fused_tp.ops.ring_attention import ring_attention_from_head
 from fused_tp.ops.sequence import unshard_sequence
 
 if TYPE_CHECKING:

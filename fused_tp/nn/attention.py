@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fused_tp.attention.layout import check_layout, local_length
-from fused_tp.core.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
+from fused_tp.core.group import SINGLE_GROUP_NAME, GroupLike, group_identity, resolve_group
 from fused_tp.nn.kv_cache import ContextCache, KVCache, PagedContextKVCache
 from fused_tp.nn.linear import (
     ColumnParallelLinear,
@@ -27,17 +27,17 @@ from fused_tp.nn.linear import (
     linear_of,
 )
 from fused_tp.nn.local_attention import attention_with_mask, local_attention
-from fused_tp.nn.norm import replicate_own, sequence_parallel_
-from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local, shard_parameter
+from fused_tp.nn.norm import replicate_own_parameters, sequence_parallel_
+from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local_shard, shard_parameter
 from fused_tp.ops.arguments import check_bool
-from fused_tp.ops.attention_arguments import checked_softcap, checked_window, on_host
+from fused_tp.ops.attention_arguments import checked_softcap, checked_window, move_to_cpu
 from fused_tp.ops.collectives import copy_to_group
 from fused_tp.ops.context_parallel_decode import DecodeArguments, decode
-from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.ring_attention import ring_attention_from_head
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class RotaryEmbedding:
@@ -91,7 +91,7 @@ class _ForwardArguments:
     sharded_chunk: bool
 
     @property
-    def context(self) -> ContextCache | None:
+    def context_cache(self) -> ContextCache | None:
         return self.kv_cache if isinstance(self.kv_cache, ContextCache) else None
 
 
@@ -180,16 +180,18 @@ class ParallelAttention(nn.Module):
         check_layout(cp_layout, documents=True)
         checked_window(window)
         world_size = check_mesh(mesh).size()
-        check_heads(num_heads, num_kv_heads, world_size)
+        check_head_sharding(num_heads, num_kv_heads, world_size)
         if cp_group is not None:
-            _check_apart("cp_group", cp_group, mesh)
+            _check_disjoint("cp_group", cp_group, mesh)
         self.mesh = mesh
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        for part in rope.modules() if isinstance(rope, nn.Module) else ():
-            replicate_own(part, mesh, None, sums=lambda: True)  # sums: each rank's gradient is of its heads only
+        for rope_module in rope.modules() if isinstance(rope, nn.Module) else ():
+            replicate_own_parameters(
+                rope_module, mesh, None, sums_gradients=lambda: True
+            )  # sums: each rank's gradient is of its heads only
         self.rope = rope
         self.causal = causal
         self.scale = scale
@@ -197,7 +199,7 @@ class ParallelAttention(nn.Module):
         self.window = window
         self.softcap = checked_softcap(softcap)
         # Not a buffer, because model.bfloat16() would round it, and the meta device would drop its values.
-        self.alibi_slopes = _slopes(alibi_slopes, num_heads)
+        self.alibi_slopes = _checked_slopes(alibi_slopes, num_heads)
         self.sequence_parallel = sequence_parallel
         self.cp_group = cp_group
         self.cp_layout = cp_layout
@@ -206,11 +208,11 @@ class ParallelAttention(nn.Module):
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         out_bias = bias if out_bias is None else out_bias
         self.q_proj = ColumnParallelLinear(hidden_size, width, bias, **options)
-        kind: Any = ColumnParallelLinear
+        kv_projection_class: Any = ColumnParallelLinear
         if num_kv_heads % world_size:
-            kind = partial(RepeatedColumnLinear, parts=num_kv_heads)
-        self.k_proj: ColumnParallelLinear = kind(hidden_size, kv_width, bias, **options)
-        self.v_proj: ColumnParallelLinear = kind(hidden_size, kv_width, bias, **options)
+            kv_projection_class = partial(RepeatedColumnLinear, parts=num_kv_heads)
+        self.k_proj: ColumnParallelLinear = kv_projection_class(hidden_size, kv_width, bias, **options)
+        self.v_proj: ColumnParallelLinear = kv_projection_class(hidden_size, kv_width, bias, **options)
         self.o_proj = RowParallelLinear(width, hidden_size, out_bias, **options)
         self.sinks: nn.Parameter | None = None
         if sinks:
@@ -219,15 +221,15 @@ class ParallelAttention(nn.Module):
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if qk_norm:
-            where = device or mesh.device_type
+            norm_device = device or mesh.device_type
             # A rank normalizes its own heads only, so each rank has one term of the weights' gradients.
-            self.q_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
-            self.k_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
+            self.q_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=norm_device, dtype=dtype), mesh)
+            self.k_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=norm_device, dtype=dtype), mesh)
 
     def reset_parameters(self) -> None:
         """Set `sinks` to 0. Projections and norms are not changed: call their own `reset_parameters`."""
         if self.sinks is not None and not self.sinks.is_meta:
-            nn.init.zeros_(local(self.sinks.detach()))
+            nn.init.zeros_(local_shard(self.sinks.detach()))
 
     @classmethod
     def from_module(
@@ -309,8 +311,8 @@ class ParallelAttention(nn.Module):
         """
         call = _ForwardArguments(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
         self._check_input(x, positions, attention_mask)
-        self._check_together(call)
-        sharded = self.cp_group is not None and (call.context is None or sharded_chunk)
+        self._check_compatible(call)
+        sharded = self.cp_group is not None and (call.context_cache is None or sharded_chunk)
         gather_size = self._cp_length(seq_len) if sharded else seq_len
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))
@@ -320,48 +322,48 @@ class ParallelAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if positions is None:
-                positions = self._positions(q, call, sharded)
+                positions = self._default_positions(q, call, sharded)
             if positions.ndim not in (1, 2) or positions.shape[-1] != q.shape[1]:
                 raise ValueError(
                     f"positions has shape {tuple(positions.shape)}; it must be [seq] or [batch, seq] with seq = "
                     f"{q.shape[1]}."
                 )
             q, k = self.rope(q, k, positions)
-        if call.context is not None:
-            out = self._attend_cached(q, k, v, call.context, call)
+        if call.context_cache is not None:
+            out = self._attend_cached(q, k, v, call.context_cache, call)
         elif self.cp_group is not None:
-            out = self._attend_over(q, k, v, call)
+            out = self._attend_over_group(q, k, v, call)
         else:
-            out = self._attend_here(q, k, v, call)
+            out = self._attend_locally(q, k, v, call)
         return cast(Tensor, self.o_proj(out.flatten(-2)))
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: ContextCache, call: _ForwardArguments) -> Tensor:
         if not call.sharded_chunk:
             cache.append(k, v, call.new_lengths)
-            return cast(Tensor, cache.attend(q, **self._scores(q)))
+            return cast(Tensor, cache.attend(q, **self._score_keywords(q)))
         cache.append_sharded(k, v, layout=self.cp_layout, seq_len=call.seq_len)
         # Each rank attends from all queries to the keys that it holds.
-        how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout}
-        q = unshard_sequence(q, 1, seq_len=call.seq_len, **how)
-        return shard_sequence(cache.attend(q, **self._scores(q)), 1, **how)
+        keywords: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout}
+        q = unshard_sequence(q, 1, seq_len=call.seq_len, **keywords)
+        return shard_sequence(cache.attend(q, **self._score_keywords(q)), 1, **keywords)
 
-    def _attend_over(self, q: Tensor, k: Tensor, v: Tensor, call: _ForwardArguments) -> Tensor:
+    def _attend_over_group(self, q: Tensor, k: Tensor, v: Tensor, call: _ForwardArguments) -> Tensor:
         """Attend over the ranks of `cp_group`, or on this rank alone if it is None."""
-        return attention_over(
+        return ring_attention_from_head(
             q,
             k,
             v,
             self.cp_group,
-            alone=self.cp_group is None,
+            is_unsharded=self.cp_group is None,
             layout="contiguous" if self.cp_group is None else self.cp_layout,
             dropout_p=self._dropout_p,
             cu_seqlens=call.cu_seqlens,
             seq_len=call.seq_len,
             first_head=self._first_head(),
-            **self._scores(q),
+            **self._score_keywords(q),
         )
 
-    def _attend_here(self, q: Tensor, k: Tensor, v: Tensor, call: _ForwardArguments) -> Tensor:
+    def _attend_locally(self, q: Tensor, k: Tensor, v: Tensor, call: _ForwardArguments) -> Tensor:
         cache = cast("KVCache | None", call.kv_cache)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -370,13 +372,15 @@ class ParallelAttention(nn.Module):
             return local_attention(q, k, v, mask=mask, causal=self.causal, scale=self.scale)
         if cache is not None and mask is None and self._dropout_p > 0:
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
-        how = self._scores(q)
+        score_keywords = self._score_keywords(q)
         if mask is not None:
-            return attention_with_mask(q, k, v, mask, dropout_p=self._dropout_p, first_head=self._first_head(), **how)
+            return attention_with_mask(
+                q, k, v, mask, dropout_p=self._dropout_p, first_head=self._first_head(), **score_keywords
+            )
         if cache is not None:
             lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int64, device="cpu")
-            return decode(DecodeArguments(q, k, v, lengths, **how), alone=True)[0]
-        return self._attend_over(q, k, v, call)
+            return decode(DecodeArguments(q, k, v, lengths, **score_keywords), is_unsharded=True)[0]
+        return self._attend_over_group(q, k, v, call)
 
     @property
     def _dropout_p(self) -> float:
@@ -386,7 +390,7 @@ class ParallelAttention(nn.Module):
     def _is_plain(self) -> bool:
         return self.window is None and not self.softcap and self.sinks is None and self.alibi_slopes is None
 
-    def _scores(self, q: Tensor) -> dict[str, Any]:
+    def _score_keywords(self, q: Tensor) -> dict[str, Any]:
         """Return the keyword arguments that all attention functions share, for this rank's heads."""
         first = self._first_head()
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[first : first + q.shape[2]]
@@ -396,7 +400,7 @@ class ParallelAttention(nn.Module):
             "window": self.window,
             "softcap": self.softcap,
             "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=q.device),
-            "sinks": local(self.sinks),
+            "sinks": local_shard(self.sinks),
         }
 
     def extra_repr(self) -> str:
@@ -415,23 +419,32 @@ class ParallelAttention(nn.Module):
         _, size, rank = group_identity(self.cp_group)
         return local_length(seq_len, size, rank, self.cp_layout)
 
-    def _positions(self, q: Tensor, call: _ForwardArguments, sharded: bool) -> Tensor:
-        seen = 0 if call.kv_cache is None else call.kv_cache.length
+    def _default_positions(self, q: Tensor, call: _ForwardArguments, sharded: bool) -> Tensor:
+        first_position = 0 if call.kv_cache is None else call.kv_cache.length
         if sharded:
             total = q.shape[1] * group_identity(self.cp_group)[1] if call.seq_len is None else call.seq_len
-            within = call.cu_seqlens is not None
-            how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
-            return seen + sequence_positions(total, cu_seqlens=call.cu_seqlens, within_documents=within, **how)
+            within_documents = call.cu_seqlens is not None
+            keywords: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
+            return first_position + sequence_positions(
+                total, cu_seqlens=call.cu_seqlens, within_documents=within_documents, **keywords
+            )
         if call.cu_seqlens is not None:
-            bounds = on_host("cu_seqlens", call.cu_seqlens)
-            return SEQUENCE_POSITIONS.named(bounds, q.shape[1], "contiguous", True, SINGLE_NAME).to(q.device)
-        if call.context is not None:
-            return call.context.positions(q.shape[1], call.new_lengths).to(q.device)
-        return torch.arange(seen, seen + q.shape[1], device=q.device)
+            bounds = move_to_cpu("cu_seqlens", call.cu_seqlens)
+            return SEQUENCE_POSITIONS.call_prepared(bounds, q.shape[1], "contiguous", True, SINGLE_GROUP_NAME).to(
+                q.device
+            )
+        if call.context_cache is not None:
+            return call.context_cache.positions(q.shape[1], call.new_lengths).to(q.device)
+        return torch.arange(first_position, first_position + q.shape[1], device=q.device)
 
-    def _check_together(self, call: _ForwardArguments) -> None:
+    def _check_compatible(self, call: _ForwardArguments) -> None:
         """Raise ValueError for arguments that exclude each other, TypeError for a cache of an unsupported type."""
-        cache, mask, over_cp, context = call.kv_cache, call.attention_mask, self.cp_group is not None, call.context
+        cache, mask, over_cp, context = (
+            call.kv_cache,
+            call.attention_mask,
+            self.cp_group is not None,
+            call.context_cache,
+        )
         if isinstance(cache, PagedContextKVCache):
             raise TypeError(
                 "kv_cache must not be a PagedContextKVCache, which holds the sequences of many batches. Pass the "
@@ -442,8 +455,8 @@ class ParallelAttention(nn.Module):
                 "kv_cache must be a KVCache or a ContextKVCache of fused_tp.nn, or a batch of a PagedContextKVCache; "
                 f"got {type(cache).__name__}."
             )
-        other = "kv_cache" if cache is not None else "attention_mask"
-        for wrong, message in (
+        excluded_name = "kv_cache" if cache is not None else "attention_mask"
+        for is_wrong, message in (
             (
                 over_cp and mask is not None,
                 "attention_mask cannot be used with cp_group, because each rank sees only its shard of the keys. For "
@@ -484,13 +497,14 @@ class ParallelAttention(nn.Module):
             ),
             (
                 call.cu_seqlens is not None and (cache is not None or mask is not None),
-                f"cu_seqlens and {other} cannot be combined. Omit {other}, which packed documents do not need.",
+                f"cu_seqlens and {excluded_name} cannot be combined. Omit {excluded_name}, which packed documents do "
+                "not need.",
             ),
         ):
-            if wrong:
+            if is_wrong:
                 raise ValueError(message)
         if not over_cp and context is not None:
-            _check_apart("the group of the cache", context.group, self.mesh)
+            _check_disjoint("the group of the cache", context.group, self.mesh)
 
     def _check_input(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> None:
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or x.shape[-1] != self.hidden_size:
@@ -518,46 +532,46 @@ class ParallelAttention(nn.Module):
             mask = mask[:, None, None, :]
         elif mask.ndim == 3:
             mask = mask[:, None]
-        full = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
-        if any(given not in (1, wanted) for given, wanted in zip(mask.shape, full, strict=True)):
+        full_shape = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
+        if any(given not in (1, expected) for given, expected in zip(mask.shape, full_shape, strict=True)):
             raise ValueError(
-                f"attention_mask must broadcast to [batch, heads, seq, kv_len] = {full}, got {tuple(mask.shape)}."
+                f"attention_mask must broadcast to [batch, heads, seq, kv_len] = {full_shape}, got {tuple(mask.shape)}."
             )
         if mask.requires_grad:  # sum the gradient of a learned bias over ranks: each rank has its heads' term
             mask = copy_to_group(mask, group=self.mesh)
         return mask.narrow(1, self._first_head(), q.shape[2]) if mask.shape[1] > 1 else mask
 
 
-def _check_apart(what: str, group: GroupLike, mesh: DeviceMesh) -> None:
+def _check_disjoint(name: str, group: GroupLike, mesh: DeviceMesh) -> None:
     """Raise ValueError if `group`, whose ranks hold different tokens, has several ranks of `mesh`."""
-    shared = sorted({*resolve_group(group).ranks} & {*resolve_group(mesh).ranks})
-    if len(shared) > 1:
+    shared_ranks = sorted({*resolve_group(group).ranks} & {*resolve_group(mesh).ranks})
+    if len(shared_ranks) > 1:
         raise ValueError(
-            f"{what} shares the ranks {shared} with the tensor parallel mesh, whose ranks hold different heads. Tokens "
-            "can be sharded only over ranks that hold the same heads. Use another dim of the same mesh for it."
+            f"{name} shares the ranks {shared_ranks} with the tensor parallel mesh, whose ranks hold different heads. "
+            "Tokens can be sharded only over ranks that hold the same heads. Use another dim of the same mesh for it."
         )
 
 
-def _slopes(given: Tensor | Sequence[float] | None, num_heads: int) -> tuple[float, ...] | None:
-    if given is None:
+def _checked_slopes(alibi_slopes: Tensor | Sequence[float] | None, num_heads: int) -> tuple[float, ...] | None:
+    if alibi_slopes is None:
         return None
-    slopes = tuple(float(slope) for slope in given)
+    slopes = tuple(float(slope) for slope in alibi_slopes)
     if len(slopes) != num_heads:
         raise ValueError(f"alibi_slopes must have {num_heads} numbers, one for each head, got {len(slopes)}.")
     return slopes
 
 
-def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
+def check_head_sharding(num_heads: int, num_kv_heads: int, world_size: int) -> None:
     """Raise ValueError if heads cannot be sharded over `world_size` ranks. It lists the group sizes that work."""
     if num_heads % num_kv_heads:
         divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ValueError(f"num_kv_heads must divide num_heads {num_heads}: one of {divisors}, got {num_kv_heads}.")
 
-    def works(size: int) -> bool:
+    def can_shard(size: int) -> bool:
         return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
 
-    if not works(world_size):
-        sizes = [size for size in range(1, num_heads + 1) if works(size)]
+    if not can_shard(world_size):
+        sizes = [size for size in range(1, num_heads + 1) if can_shard(size)]
         raise ValueError(
             f"{num_heads} heads with {num_kv_heads} key/value heads cannot be sharded over {world_size} ranks. The "
             "number of ranks must divide the number of heads, and must divide, or be a multiple of, the number of "
@@ -566,13 +580,13 @@ def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
 
 
 def _from_multihead(
-    cls: type[ParallelAttention], module: nn.MultiheadAttention, memo: Memo | None, shared: dict[str, Any]
+    cls: type[ParallelAttention], module: nn.MultiheadAttention, memo: Memo | None, keywords: dict[str, Any]
 ) -> ParallelAttention:
-    if shared["num_heads"] not in (None, module.num_heads):
+    if keywords["num_heads"] not in (None, module.num_heads):
         raise ValueError(
-            f"num_heads must be that of the nn.MultiheadAttention, {module.num_heads}, got {shared['num_heads']}."
+            f"num_heads must be that of the nn.MultiheadAttention, {module.num_heads}, got {keywords['num_heads']}."
         )
-    for wrong, what in (
+    for is_unsupported, description in (
         (not module.batch_first, "batch_first=False; ParallelAttention needs inputs [batch, seq, hidden]"),
         (
             not module._qkv_same_embed_dim,
@@ -587,16 +601,16 @@ def _from_multihead(
             "weight before conversion",
         ),
     ):
-        if wrong:
-            raise ValueError(f"the nn.MultiheadAttention has {what}.")
+        if is_unsupported:
+            raise ValueError(f"the nn.MultiheadAttention has {description}.")
     weights = module.in_proj_weight.chunk(3)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     projections = [_plain_linear(w, b) for w, b in zip(weights, biases, strict=True)]
-    shared |= {"num_heads": module.num_heads, "causal": bool(shared["causal"])}
-    made = _around(cls, [*projections, module.out_proj], memo, dropout=module.dropout, **shared)
+    keywords |= {"num_heads": module.num_heads, "causal": bool(keywords["causal"])}
+    attention = _build_around(cls, [*projections, module.out_proj], memo, dropout=module.dropout, **keywords)
     if memo is not None:
-        memo[module.in_proj_weight] = made.q_proj.weight
-    return made.train(module.training)
+        memo[module.in_proj_weight] = attention.q_proj.weight
+    return attention.train(module.training)
 
 
 def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -609,84 +623,92 @@ def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _from_projections(
-    cls: type[ParallelAttention], module: nn.Module, memo: Memo | None, shared: dict[str, Any]
+    cls: type[ParallelAttention], module: nn.Module, memo: Memo | None, keywords: dict[str, Any]
 ) -> ParallelAttention:
-    kind = type(module).__name__
+    class_name = type(module).__name__
     projections = []
-    for name in PROJECTIONS:
+    for name in PROJECTION_NAMES:
         if getattr(module, name, None) is None:
             raise ValueError(
-                f"{kind} has no {name}; ParallelAttention supports nn.MultiheadAttention, and modules with q_proj, "
-                "k_proj, v_proj and o_proj."
+                f"{class_name} has no {name}; ParallelAttention supports nn.MultiheadAttention, and modules with "
+                "q_proj, k_proj, v_proj and o_proj."
             )
         projections.append(linear_of(module, name))
     q_proj, k_proj, v_proj, _ = projections
     config = getattr(module, "config", None)
-    if shared["rope"] is None and any(
+    if keywords["rope"] is None and any(
         hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling")
     ):
         raise ValueError(
-            f"the config of {kind} has rotary embeddings, which are not part of the module. Pass rope=, for example "
-            "RotaryEmbedding(head_dim, theta)."
+            f"the config of {class_name} has rotary embeddings, which are not part of the module. Pass rope=, for "
+            "example RotaryEmbedding(head_dim, theta)."
         )
-    width, head_dim, num_heads = q_proj.out_features, getattr(module, "head_dim", None), shared["num_heads"]
+    width, head_dim, num_heads = q_proj.out_features, getattr(module, "head_dim", None), keywords["num_heads"]
     if num_heads is None:
         num_heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
     if num_heads is None and head_dim is not None:
         num_heads = width // head_dim
     if num_heads is None or width % num_heads:
         raise ValueError(
-            f"the number of heads of {kind} must be known, and must divide the {width} features of q_proj; found "
+            f"the number of heads of {class_name} must be known, and must divide the {width} features of q_proj; found "
             f"{num_heads}. Pass num_heads."
         )
     head_dim = width // num_heads
     biases = [layer.bias is not None for layer in (q_proj, k_proj, v_proj)]
     if len(set(biases)) > 1:
-        raise ValueError(f"q_proj, k_proj, v_proj of {kind} must all have a bias or none; found {biases}.")
+        raise ValueError(f"q_proj, k_proj, v_proj of {class_name} must all have a bias or none; found {biases}.")
     q_norm, k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
     for norm in (q_norm, k_norm):
         weight = getattr(norm, "weight", None)
         if norm is not None and (weight is None or tuple(weight.shape) != (head_dim,)):
-            raise ValueError(f"q_norm and k_norm of {kind} must have a weight of shape [head_dim] = [{head_dim}].")
+            raise ValueError(
+                f"q_norm and k_norm of {class_name} must have a weight of shape [head_dim] = [{head_dim}]."
+            )
     if (q_norm is None) != (k_norm is None):
-        raise ValueError(f"{kind} has only one of q_norm and k_norm; ParallelAttention supports both or none.")
+        raise ValueError(f"{class_name} has only one of q_norm and k_norm; ParallelAttention supports both or none.")
     sinks = module._parameters.get("sinks")
     if sinks is not None and tuple(sinks.shape) != (num_heads,):
-        raise ValueError(f"sinks of {kind} must have shape [{num_heads}], one for each head, got {tuple(sinks.shape)}.")
+        raise ValueError(
+            f"sinks of {class_name} must have shape [{num_heads}], one for each head, got {tuple(sinks.shape)}."
+        )
     dropouts = {name: child for name, child in module.named_children() if isinstance(child, nn.Dropout)}
-    check_nothing_dropped(module, cls.__name__, {*PROJECTIONS, "q_norm", "k_norm", "rotary_emb", "sinks", *dropouts})
+    check_nothing_dropped(
+        module, cls.__name__, {*PROJECTION_NAMES, "q_norm", "k_norm", "rotary_emb", "sinks", *dropouts}
+    )
     dropout = next((child.p for child in dropouts.values()), getattr(module, "attention_dropout", 0.0))
-    causal = bool(getattr(module, "is_causal", False) if shared["causal"] is None else shared["causal"])
-    sliding = _sliding_window(module, config)
-    shared |= {"num_heads": num_heads, "head_dim": head_dim, "causal": causal}
-    made = _around(
+    causal = bool(getattr(module, "is_causal", False) if keywords["causal"] is None else keywords["causal"])
+    sliding_window = _sliding_window(module, config)
+    keywords |= {"num_heads": num_heads, "head_dim": head_dim, "causal": causal}
+    attention = _build_around(
         cls,
         projections,
         memo,
         num_kv_heads=k_proj.out_features // head_dim,
         scale=getattr(module, "scaling", None),
         dropout=dropout if isinstance(dropout, float) else 0.0,
-        window=None if sliding is None else (sliding - 1, 0 if causal else sliding - 1),
+        window=None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1),
         softcap=getattr(module, "attn_logit_softcapping", getattr(config, "attn_logit_softcapping", None)) or 0.0,
-        **shared,
+        **keywords,
     )
     if q_norm is not None and k_norm is not None:
-        made.q_norm, made.k_norm = (sequence_parallel_(copy.deepcopy(norm), made.mesh) for norm in (q_norm, k_norm))
+        attention.q_norm, attention.k_norm = (
+            sequence_parallel_(copy.deepcopy(norm), attention.mesh) for norm in (q_norm, k_norm)
+        )
     if sinks is not None:
-        made.sinks = shard_parameter(sinks, made.mesh, Shard(0), memo)
-    return made.train(module.training)
+        attention.sinks = shard_parameter(sinks, attention.mesh, Shard(0), memo)
+    return attention.train(module.training)
 
 
-def _around(
+def _build_around(
     cls: type[ParallelAttention], projections: list[nn.Linear], memo: Memo | None, **keywords: Any
 ) -> ParallelAttention:
     """Build a `cls` from q, k, v and o projections and the other `keywords` of its constructor."""
     q_proj, *_, o_proj = projections
     keywords |= {"bias": q_proj.bias is not None, "out_bias": o_proj.bias is not None}
-    made = cls(q_proj.in_features, device="meta", dtype=q_proj.weight.dtype, **keywords)
-    for name, linear in zip(PROJECTIONS, projections, strict=True):
-        getattr(made, name).take(linear, memo)
-    return made
+    attention = cls(q_proj.in_features, device="meta", dtype=q_proj.weight.dtype, **keywords)
+    for name, linear in zip(PROJECTION_NAMES, projections, strict=True):
+        getattr(attention, name).take(linear, memo)
+    return attention
 
 
 def _sliding_window(module: nn.Module, config: Any) -> int | None:
@@ -696,7 +718,7 @@ def _sliding_window(module: nn.Module, config: Any) -> int | None:
     """
     if hasattr(module, "sliding_window"):
         return cast("int | None", module.sliding_window)
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds is not None and layer is not None and kinds[layer] != "sliding_attention":
+    layer_types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if layer_types is not None and layer is not None and layer_types[layer] != "sliding_attention":
         return None
     return cast("int | None", getattr(config, "sliding_window", None))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.core.group import resolve_group
 from fused_tp.core.store import exchange
-from fused_tp.nn.sharding import as_dtensor, as_dtensors, parts_dims
+from fused_tp.nn.sharding import as_dtensor, as_dtensors, packed_dims
 
 
 def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: str | None = None) -> dict[str, Tensor]:
@@ -41,37 +41,39 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}.")
     state = module.state_dict(keep_vars=True)
-    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    return gather_tensors(state, module, keep=keep, device=device)
+    keep_result = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    return gather_tensors(state, module, keep_result=keep_result, device=device)
 
 
 @torch.no_grad()
-def gather_tensors(tensors: Mapping[str, Any], module: nn.Module, *, keep: bool, device: str | None) -> dict[str, Any]:
+def gather_tensors(
+    tensors: Mapping[str, Any], module: nn.Module, *, keep_result: bool, device: str | None
+) -> dict[str, Any]:
     """Gather some entries of a state dict of `module`, which must be its parameters and not copies.
 
     Args:
-        keep: return the tensors on this rank; False: take part in gathering, and return {}.
+        keep_result: return the tensors on this rank; False: take part in gathering, and return {}.
     """
-    parts, dtensors = parts_dims(module), as_dtensors(module)
+    packed, dtensors = packed_dims(module), as_dtensors(module)
     full: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
     _wait_for_all_ranks(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
-            if keep:
+            if keep_result:
                 full[name] = tensor
             continue
         if id(tensor) not in gathered:
             dtensor = dtensors.get(id(tensor), tensor)
-            whole = dtensor.full_tensor() if isinstance(dtensor, DTensor) else dtensor
-            if id(tensor) in parts:
-                whole = whole.flatten(parts[id(tensor)], parts[id(tensor)] + 1)
-            if not keep:
-                gathered[id(tensor)] = whole.new_empty(0)
+            full_tensor = dtensor.full_tensor() if isinstance(dtensor, DTensor) else dtensor
+            if id(tensor) in packed:
+                full_tensor = full_tensor.flatten(packed[id(tensor)], packed[id(tensor)] + 1)
+            if not keep_result:
+                gathered[id(tensor)] = full_tensor.new_empty(0)
                 continue
             # full_tensor of a replicated parameter shares the parameter's memory.
-            gathered[id(tensor)] = whole.detach().to(device or whole.device, copy=True)
-        if keep:
+            gathered[id(tensor)] = full_tensor.detach().to(device or full_tensor.device, copy=True)
+        if keep_result:
             full[name] = gathered[id(tensor)]
     return full
 
@@ -82,8 +84,8 @@ def _wait_for_all_ranks(tensors: Iterable[Any]) -> None:
     Without this, torch's collectives would hang for their own timeout of many minutes.
     """
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
-        for dim, ranks in enumerate(mesh.shape):
-            if ranks > 1:
+        for dim, num_ranks in enumerate(mesh.shape):
+            if num_ranks > 1:
                 exchange(resolve_group(mesh.get_group(dim)), "gather_state_dict")
 
 
@@ -112,56 +114,57 @@ def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     """
     shapes = OriginalShapes(module)
 
-    def original(path: tuple[str, ...], value: Any) -> Any:
+    def convert(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: original((*path, *str(key).split(".")), one) for key, one in value.items()}
-        parameter = shapes.parameter_in(path) if isinstance(value, Tensor) else None
+            return {key: convert((*path, *str(key).split(".")), item) for key, item in value.items()}
+        parameter = shapes.find_parameter(path) if isinstance(value, Tensor) else None
         return value if parameter is None or value.shape != parameter.shape else shapes(value, parameter)
 
-    whole: dict[str, Any] = original((), state_dict)
-    return whole
+    converted: dict[str, Any] = convert((), state_dict)
+    return converted
 
 
 class OriginalShapes:
     """Conversion of parameters of `modules`, and of tensors like them, to the shapes of the unsharded model.
 
     Attributes:
-        named: parameters by their names in torch.distributed.checkpoint; tied parameters under each of their names.
+        parameters_by_name: parameters by their names in torch.distributed.checkpoint; a tied parameter is listed under
+            each of its names.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
-        self._parts = {key: dim for module in modules for key, dim in parts_dims(module).items()}
+        self._packed_dims = {key: dim for module in modules for key, dim in packed_dims(module).items()}
         self._dtensors = {key: dtensor for module in modules for key, dtensor in as_dtensors(module).items()}
-        self.named = {
-            without_wrappers(name): parameter
+        self.parameters_by_name = {
+            strip_wrapper_names(name): parameter
             for module in modules
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
 
-    def parameter_in(self, path: Sequence[str]) -> nn.Parameter | None:
+    def find_parameter(self, path: Sequence[str]) -> nn.Parameter | None:
         """Return the parameter with the longest name that `path` contains, because one name may end in another."""
         for length in range(len(path), 0, -1):
             for start in range(len(path) - length + 1):
-                if (found := self.named.get(".".join(path[start : start + length]))) is not None:
+                if (found := self.parameters_by_name.get(".".join(path[start : start + length]))) is not None:
                     return found
         return None
 
     def __call__(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
         """Convert `value`, shaped and sharded like `parameter`, to its form in a checkpoint. Memory is shared."""
-        from fused_tp.nn.in_original_shape import InOriginalShape  # slow to import
+        from fused_tp.nn.original_shape_tensor import OriginalShapeTensor  # slow to import
 
         dtensor = self._dtensors.get(id(parameter))
         if dtensor is not None and not isinstance(value, DTensor):
             value = as_dtensor(value.detach(), dtensor.device_mesh, dtensor.placements[-1], dtensor.shape)
-        if id(parameter) not in self._parts:
+        if id(parameter) not in self._packed_dims:
             return value
         assert isinstance(value, DTensor)
-        return InOriginalShape.of(value, self._parts[id(parameter)])
+        return OriginalShapeTensor.from_dtensor(value, self._packed_dims[id(parameter)])
 
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-def without_wrappers(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
     """Return the name of a parameter without the prefixes of wrappers, as torch.distributed.checkpoint names it."""
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPER_NAMES)

@@ -18,22 +18,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 # Optimizers known to be elementwise, which need no trial. Exact classes only, because a subclass may override the step.
-_KNOWN = frozenset(
+_ELEMENTWISE_OPTIMIZERS = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
 )
 # DTensor support in torch 2.13. Optimizers without it raise an error in the middle of a step.
-_NOT_ON_DTENSORS = frozenset({torch.optim.Rprop})
+_UNSUPPORTED_ON_DTENSORS = frozenset({torch.optim.Rprop})
 _FUSED_ON_DTENSORS = frozenset({torch.optim.Adam, torch.optim.AdamW})
 # Optimizers that cannot step without a closure, so no trial is possible. LBFGS supports DTensors, but its updates are
 # not elementwise.
-_WITH_CLOSURE = (torch.optim.LBFGS,)
+_CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 # The tolerance is larger than the rounding errors of bfloat16, in which Muon computes, and smaller than the difference
 # that non-elementwise updates show on the unequal halves of the trial matrix.
-_SIZE, _STEPS, _TOLERANCE = 8, 3, 0.05
+_TRIAL_SIZE, _TRIAL_STEPS, _TRIAL_TOLERANCE = 8, 3, 0.05
 
 
-def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, dim: int) -> bool:
+def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, dim: int) -> bool:
     """True if `optimizer` updates two halves of a tensor differently from the full tensor. Sends nothing.
 
     Args:
@@ -44,17 +44,17 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any
     Raises:
         Exception: any error of the optimizer in the trial.
     """
-    if type(optimizer) in _KNOWN:
+    if type(optimizer) in _ELEMENTWISE_OPTIMIZERS:
         return False
-    if isinstance(optimizer, _WITH_CLOSURE):
+    if isinstance(optimizer, _CLOSURE_OPTIMIZERS):
         return True
 
-    def step_parts(whole: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-        parts = [part.clone() for part in whole.chunk(2, dim)]
-        made = _stepped(optimizer, options, parts, [gradient.chunk(2, dim) for gradient in gradients])
-        return torch.cat(made, dim)
+    def step_shards(full_tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        halves = [part.clone() for part in full_tensor.chunk(2, dim)]
+        stepped = _run_trial_steps(optimizer, options, halves, [gradient.chunk(2, dim) for gradient in gradients])
+        return torch.cat(stepped, dim)
 
-    return _differs(optimizer, options, like, step_parts)
+    return _trial_differs(optimizer, options, like, step_shards)
 
 
 def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:
@@ -66,55 +66,59 @@ def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, 
     Raises:
         Exception: any error of the optimizer in the trial.
     """
-    kind = type(optimizer)
-    known = kind in _KNOWN and kind not in _NOT_ON_DTENSORS
-    if (known and (not options.get("fused") or kind in _FUSED_ON_DTENSORS)) or not _is_common(kind):
+    optimizer_class = type(optimizer)
+    is_elementwise = optimizer_class in _ELEMENTWISE_OPTIMIZERS and optimizer_class not in _UNSUPPORTED_ON_DTENSORS
+    if (
+        is_elementwise and (not options.get("fused") or optimizer_class in _FUSED_ON_DTENSORS)
+    ) or not _is_from_torch_or_transformers(optimizer_class):
         return False
-    if kind in _WITH_CLOSURE:
+    if optimizer_class in _CLOSURE_OPTIMIZERS:
         return False
     mesh, placements = parameter.device_mesh, parameter.placements
 
-    def step_dtensor(whole: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-        (made,) = _stepped(
+    def step_dtensor(full_tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        (stepped,) = _run_trial_steps(
             optimizer,
             options,
-            [_distributed(whole, mesh, placements)],
-            [[_distributed(gradient, mesh, placements)] for gradient in gradients],
+            [_distribute(full_tensor, mesh, placements)],
+            [[_distribute(gradient, mesh, placements)] for gradient in gradients],
         )
-        return made.full_tensor() if isinstance(made, DTensor) else made
+        return stepped.full_tensor() if isinstance(stepped, DTensor) else stepped
 
-    return _differs(optimizer, options, parameter, step_dtensor)
-
-
-def _is_common(kind: type) -> bool:
-    return f"{kind.__module__}.".startswith(("torch.optim.", "transformers."))
+    return _trial_differs(optimizer, options, parameter, step_dtensor)
 
 
-def _distributed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    return distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
+def _is_from_torch_or_transformers(optimizer_class: type) -> bool:
+    return f"{optimizer_class.__module__}.".startswith(("torch.optim.", "transformers."))
+
+
+def _distribute(full_tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    return distribute_tensor(full_tensor.clone(), mesh, placements, src_data_rank=None)
 
 
 @torch.no_grad()
-def _differs(
+def _trial_differs(
     optimizer: torch.optim.Optimizer,
     options: Mapping[str, Any],
     like: Tensor,
     step: Callable[[Tensor, Sequence[Tensor]], Tensor],
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shape = (_SIZE,) * max(1, like.ndim)
-    how: Any = {"dtype": torch.float32, "device": "cpu"}
-    ramp = torch.ones(shape, **how)
+    shape = (_TRIAL_SIZE,) * max(1, like.ndim)
+    tensor_options: Any = {"dtype": torch.float32, "device": "cpu"}
+    ramp = torch.ones(shape, **tensor_options)
     for dim in range(len(shape)):  # so that the halves of a tensor have different norms, along any dim
-        ramp *= torch.arange(1.0, 1 + _SIZE, **how).view(-1, *[1] * (len(shape) - 1 - dim))
-    whole = (torch.randn(shape, generator=generator, **how) / ramp).to(like.device)
-    gradients = [(torch.randn(shape, generator=generator, **how) * ramp).to(like.device) for _ in range(_STEPS)]
-    (wanted,) = _stepped(optimizer, options, [whole.clone()], [[gradient] for gradient in gradients])
-    difference = step(whole, gradients) - wanted
-    return bool(difference.norm() > _TOLERANCE * (wanted - whole).norm())
+        ramp *= torch.arange(1.0, 1 + _TRIAL_SIZE, **tensor_options).view(-1, *[1] * (len(shape) - 1 - dim))
+    full_tensor = (torch.randn(shape, generator=generator, **tensor_options) / ramp).to(like.device)
+    gradients = [
+        (torch.randn(shape, generator=generator, **tensor_options) * ramp).to(like.device) for _ in range(_TRIAL_STEPS)
+    ]
+    (expected,) = _run_trial_steps(optimizer, options, [full_tensor.clone()], [[gradient] for gradient in gradients])
+    difference = step(full_tensor, gradients) - expected
+    return bool(difference.norm() > _TRIAL_TOLERANCE * (expected - full_tensor).norm())
 
 
-def _stepped(
+def _run_trial_steps(
     optimizer: torch.optim.Optimizer,
     options: Mapping[str, Any],
     parameters: Sequence[Tensor],
@@ -124,22 +128,22 @@ def _stepped(
 
     Rejected: a copy of the optimizer, because it may contain another optimizer that steps the real parameters.
     """
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    given = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    held = [nn.Parameter(parameter) for parameter in parameters]
+    optimizer_class = type(optimizer)
+    accepted_arguments = inspect.signature(optimizer_class).parameters
+    constructor_defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted_arguments}
+    trial_parameters = [nn.Parameter(parameter) for parameter in parameters]
     group = {name: value for name, value in options.items() if name not in ("params", "initial_lr")}
     if "lr" in group:  # not the current value, which is 0 at the start of a warm-up
         group["lr"] = torch.full_like(group["lr"], 0.1) if isinstance(group["lr"], Tensor) else 0.1
-    twin: Any = kind([{"params": held, **group}], **given)
-    step = inspect.unwrap(kind.step)  # without hooks
-    devices = [held[0].device] if held[0].is_cuda else []
+    trial_optimizer: Any = optimizer_class([{"params": trial_parameters, **group}], **constructor_defaults)
+    step = inspect.unwrap(optimizer_class.step)  # without hooks
+    devices = [trial_parameters[0].device] if trial_parameters[0].is_cuda else []
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(0)
         if devices:
             torch.cuda.manual_seed(0)
-        for of_step in gradients:
-            for parameter, gradient in zip(held, of_step, strict=True):
+        for step_gradients in gradients:
+            for parameter, gradient in zip(trial_parameters, step_gradients, strict=True):
                 parameter.grad = gradient.clone()
-            step(twin)
-    return [parameter.detach() for parameter in held]
+            step(trial_optimizer)
+    return [parameter.detach() for parameter in trial_parameters]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fused_tp.nn.linear import check_positive, check_sequence_dim
-from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local, shard_parameter, shard_rows
+from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local_shard, shard_parameter, shard_rows
 from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.collectives import all_reduce, reduce_scatter
 
@@ -101,8 +101,8 @@ class VocabParallelEmbedding(nn.Embedding):
                     f"embedding has {name}={getattr(embedding, name)}, which {cls.__name__} does not support."
                 )
         sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
-        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
-        layer = cls(*sizes, mesh=mesh, device="meta", dtype=embedding.weight.dtype, **how)
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
+        layer = cls(*sizes, mesh=mesh, device="meta", dtype=embedding.weight.dtype, **options)
         layer.weight = shard_parameter(embedding.weight, mesh, Shard(0), memo)
         return layer.train(embedding.training)
 
@@ -120,13 +120,15 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         self._check_ids(ids)
         scatter_dim = self.sequence_dim if self.sequence_parallel else None
-        return lookup(ids, local(self.weight), self.num_embeddings, self.padding_idx, self.mesh, scatter_dim)
+        return sharded_lookup(
+            ids, local_shard(self.weight), self.num_embeddings, self.padding_idx, self.mesh, scatter_dim
+        )
 
     def _check_ids(self, ids: Tensor) -> None:
         check_integer_ids(ids)
         if self.sequence_parallel:
             check_sequence_dim("ids", ids, (*ids.shape, self.embedding_dim), self.sequence_dim)
-        check_ids_inside(ids, self.num_embeddings)
+        check_ids_in_range(ids, self.num_embeddings)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -136,7 +138,7 @@ class VocabParallelEmbedding(nn.Embedding):
         )
 
 
-def lookup(
+def sharded_lookup(
     ids: Tensor,
     weight: Tensor,
     num_embeddings: int,
@@ -149,14 +151,14 @@ def lookup(
     If `scatter_dim` is given, return only this rank's shard of the result along that dim.
     """
     start, stop = shard_rows(num_embeddings, mesh)
-    elsewhere = (ids < start) | (ids >= stop)
-    rows = (ids - start).masked_fill(elsewhere, 0)
+    is_elsewhere = (ids < start) | (ids >= stop)
+    rows = (ids - start).masked_fill(is_elsewhere, 0)
     if start == stop:
         # This rank has no rows. A row of zeros keeps the output dependent on the weight. Without an autograd node, this
         # rank would not take part in the collective of backward.
         weight = F.pad(weight, (0, 0, 0, 1))
     padding_row = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
-    partial = F.embedding(rows, weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0)
+    partial = F.embedding(rows, weight, padding_row).masked_fill(is_elsewhere.unsqueeze(-1), 0)
     return all_reduce(partial, group=mesh) if scatter_dim is None else reduce_scatter(partial, scatter_dim, group=mesh)
 
 
@@ -168,7 +170,7 @@ def check_integer_ids(ids: Tensor) -> None:
         raise TypeError(f"ids must be a dense tensor, got a {'nested' if ids.is_nested else ids.layout} one.")
 
 
-def check_ids_inside(ids: Tensor, num_embeddings: int) -> None:
+def check_ids_in_range(ids: Tensor, num_embeddings: int) -> None:
     """Raise IndexError for ids outside the table.
 
     On a GPU or under torch.compile it is a device assertion, because reading ids would block the CPU, or break the
@@ -176,8 +178,8 @@ def check_ids_inside(ids: Tensor, num_embeddings: int) -> None:
     """
     if ids.is_meta or ids.numel() == 0:
         return
-    inside = ((ids >= 0) & (ids < num_embeddings)).all()
+    in_range = ((ids >= 0) & (ids < num_embeddings)).all()
     if not ids.is_cpu or torch.compiler.is_compiling():
-        torch._assert_async(inside, f"ids must be in [0, {num_embeddings})")
-    elif not inside:
+        torch._assert_async(in_range, f"ids must be in [0, {num_embeddings})")
+    elif not in_range:
         raise IndexError(f"ids must be in [0, {num_embeddings}), got ids from {int(ids.min())} to {int(ids.max())}.")

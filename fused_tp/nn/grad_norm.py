@@ -53,13 +53,13 @@ def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, total: Te
 def scale_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients of `parameters` by `factor` in place; they may be plain or DTensors of any meshes."""
     # Scale the local shards, because one torch operation supports DTensors of one mesh only.
-    own: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    local_gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
-            part = grad.to_local() if isinstance(grad, DTensor) else grad
-            own.setdefault((part.device, part.dtype), []).append(part)
-    for (device, _), parts in own.items():
-        torch._foreach_mul_(parts, factor.to(device))
+            local_gradient = grad.to_local() if isinstance(grad, DTensor) else grad
+            local_gradients.setdefault((local_gradient.device, local_gradient.dtype), []).append(local_gradient)
+    for (device, _), gradients in local_gradients.items():
+        torch._foreach_mul_(gradients, factor.to(device))
 
 
 @torch.no_grad()
@@ -73,24 +73,24 @@ def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor
         grad = parameter.grad
         if grad is None and not parameter.requires_grad:
             continue
-        like = parameter if grad is None else grad
-        dtensor = like if isinstance(like, DTensor) else dtensors.get(id(parameter))
-        own = like.to_local() if isinstance(like, DTensor) else like
-        square = torch.zeros((), dtype=torch.float64, device=own.device)
+        grad_or_parameter = parameter if grad is None else grad
+        dtensor = grad_or_parameter if isinstance(grad_or_parameter, DTensor) else dtensors.get(id(parameter))
+        local_grad = grad_or_parameter.to_local() if isinstance(grad_or_parameter, DTensor) else grad_or_parameter
+        square = torch.zeros((), dtype=torch.float64, device=local_grad.device)
         if grad is not None:
-            wide = torch.promote_types(own.dtype, torch.float32)
-            square = torch.linalg.vector_norm(own, dtype=wide).double() ** 2
-        over = () if dtensor is None else _groups(dtensor)
-        squares[over] = squares[over].to(own.device) + square if over in squares else square
+            wide_dtype = torch.promote_types(local_grad.dtype, torch.float32)
+            square = torch.linalg.vector_norm(local_grad, dtype=wide_dtype).double() ** 2
+        groups = () if dtensor is None else _sharding_groups(dtensor)
+        squares[groups] = squares[groups].to(local_grad.device) + square if groups in squares else square
     total = torch.zeros((), dtype=torch.float64, device="cpu")
-    for over, square in squares.items():
-        for group in over:
+    for groups, square in squares.items():
+        for group in groups:
             square = all_reduce(square, group=group)
         total = total.to(square.device) + square
     return total.sqrt()
 
 
-def _groups(dtensor: DTensor) -> tuple[ProcessGroup, ...]:
+def _sharding_groups(dtensor: DTensor) -> tuple[ProcessGroup, ...]:
     """Return the groups over which `dtensor` is sharded."""
     partial = [placement for placement in dtensor.placements if placement.is_partial()]
     if partial:

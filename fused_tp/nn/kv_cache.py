@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_tp.attention.cache import scatter_new_tokens
 from fused_tp.attention.decode import equal_length_runs
-from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, all_tokens, check_layout
+from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, check_layout, tokens_by_rank
 from fused_tp.core.group import GroupLike, group_identity, resolve_group
 from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import autocast_dtype, cast, check_int, check_local, check_tensor
@@ -50,18 +50,18 @@ class KVCache:
 
     def __init__(self, max_length: int | None = None) -> None:
         self.length = 0
-        self._rows = _DenseCache("KVCache", max_length)
+        self._storage = _DenseStorage("KVCache", max_length)
 
     @property
     def max_length(self) -> int | None:
         """The `max_length` of the constructor."""
-        return self._rows.max_length
+        return self._storage.max_length
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [batch, new, heads, head_dim]; return views of all keys and values, oldest first."""
-        k, v = _checked(k, v)
+        k, v = _check_new_kv(k, v)
         start, stop = self.length, self.length + k.shape[1]
-        keys, values = self._rows.reserve(k, v, start, stop)
+        keys, values = self._storage.reserve(k, v, start, stop)
         keys[:, start:stop] = k
         values[:, start:stop] = v
         self.length = stop
@@ -72,14 +72,14 @@ class KVCache:
         self.length = 0
 
 
-class _DenseCache:
+class _DenseStorage:
     """Keys and values [batch, capacity, heads, dim] that grow by doubling."""
 
-    def __init__(self, owner: str, max_length: int | None, count: Callable[[int], int] = int) -> None:
-        """Initialize without tokens. `count` maps a number of tokens to the number of rows that this rank stores."""
+    def __init__(self, owner: str, max_length: int | None, count_rows: Callable[[int], int] = int) -> None:
+        """Initialize without tokens. `count_rows` maps a number of tokens to the number of rows stored on this rank."""
         if max_length is not None:
             check_positive("max_length", max_length)
-        self.owner, self.max_length, self.count = owner, max_length, count
+        self.owner, self.max_length, self.count_rows = owner, max_length, count_rows
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
@@ -90,24 +90,24 @@ class _DenseCache:
                 f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence, but {needed} are "
                 "needed. Increase max_length, or omit it to let the cache grow."
             )
-        used, wanted = self.count(length), self.count(needed)
-        rows = max(wanted, 2 * used, 16) if self.max_length is None else self.count(self.max_length)
+        used_rows, needed_rows = self.count_rows(length), self.count_rows(needed)
+        rows = max(needed_rows, 2 * used_rows, 16) if self.max_length is None else self.count_rows(self.max_length)
         for name, new in (("keys", k), ("values", v)):
-            held: Tensor | None = getattr(self, name)
-            if held is not None:
-                ours, theirs = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (held, new))
-                if ours != theirs and length > 0:
+            stored: Tensor | None = getattr(self, name)
+            if stored is not None:
+                held_format, new_format = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (stored, new))
+                if held_format != new_format and length > 0:
                     raise ValueError(
-                        f"the {self.owner} holds {name} with (batch, kv_heads, head_dim, dtype, device) = {ours}, but "
-                        f"got {theirs}. Call reset() before another batch."
+                        f"the {self.owner} holds {name} with (batch, kv_heads, head_dim, dtype, device) = "
+                        f"{held_format}, but got {new_format}. Call reset() before another batch."
                     )
-                if ours == theirs and wanted <= held.shape[1]:
+                if held_format == new_format and needed_rows <= stored.shape[1]:
                     continue
-            room = new.new_empty((new.shape[0], rows, *new.shape[2:]))
-            if held is not None and length > 0:
-                room[:, :used] = held[:, :used]
-            setattr(self, name, room)
-        return _not_empty(self.keys, self.values)
+            larger = new.new_empty((new.shape[0], rows, *new.shape[2:]))
+            if stored is not None and length > 0:
+                larger[:, :used_rows] = stored[:, :used_rows]
+            setattr(self, name, larger)
+        return _require_filled(self.keys, self.values)
 
 
 class ContextCache(ABC):
@@ -131,12 +131,12 @@ class ContextCache(ABC):
     @property
     def lengths(self) -> list[int]:
         """Number of tokens of each sequence over all ranks; [] before the first append."""
-        return list(self._lengths())
+        return list(self._sequence_lengths())
 
     @property
     def length(self) -> int:
         """Length of the longest sequence."""
-        return max(self._lengths(), default=0)
+        return max(self._sequence_lengths(), default=0)
 
     def positions(self, new: int, new_lengths: Sequence[int] | Tensor | None = None) -> Tensor:
         """Return the positions of the next `new` tokens.
@@ -144,13 +144,13 @@ class ContextCache(ABC):
         The result is int64 [new] if all sequences have equal length and `new_lengths` is None. Otherwise it is
         [batch, new], with 0 for padding.
         """
-        lengths, added = self._lengths(), _as_list(new_lengths)
-        if len(set(lengths)) <= 1 and added is None:
+        lengths, added_lengths = self._sequence_lengths(), _as_list(new_lengths)
+        if len(set(lengths)) <= 1 and added_lengths is None:
             start = lengths[0] if lengths else 0
             return torch.arange(start, start + new, device="cpu")
-        added = [new] * len(lengths) if added is None else added
-        lengths = lengths or [0] * len(added)
-        stops = _on_host(length + n for length, n in zip(lengths, added, strict=True))
+        added_lengths = [new] * len(lengths) if added_lengths is None else added_lengths
+        lengths = lengths or [0] * len(added_lengths)
+        stops = _to_int64_cpu(length + n for length, n in zip(lengths, added_lengths, strict=True))
         return (stops[:, None] - new + torch.arange(new, device="cpu")).clamp_min(0)
 
     def append(self, k: Tensor, v: Tensor, new_lengths: Sequence[int] | Tensor | None = None) -> None:
@@ -167,27 +167,29 @@ class ContextCache(ABC):
             TypeError, ValueError: k and v do not match each other or the cache; no memory is left in the cache; or
                 autograd is recording.
         """
-        k, v = _checked(k, v)
+        k, v = _check_new_kv(k, v)
         batch, new = k.shape[:2]
-        added = _as_list(new_lengths)
-        if added is None:
-            added = [new] * batch
-        elif len(added) != batch or not all(0 <= n <= new for n in added):
+        added_lengths = _as_list(new_lengths)
+        if added_lengths is None:
+            added_lengths = [new] * batch
+        elif len(added_lengths) != batch or not all(0 <= n <= new for n in added_lengths):
             raise ValueError(
-                f"new_lengths must be {batch} numbers from 0 to {new}, the number of new tokens, got {added}."
+                f"new_lengths must be {batch} numbers from 0 to {new}, the number of new tokens, got {added_lengths}."
             )
-        before = self._before(batch)
-        after = [length + n for length, n in zip(before, added, strict=True)]
-        self._reserve(k, v, after)
+        old_lengths = self._current_lengths(batch)
+        total_lengths = [length + n for length, n in zip(old_lengths, added_lengths, strict=True)]
+        self._reserve(k, v, total_lengths)
         count = self._layout.count
-        for seqs, (first, last) in equal_length_runs(list(zip(before, after, strict=True)), self.one_by_one):
+        for seqs, (first, last) in equal_length_runs(
+            list(zip(old_lengths, total_lengths, strict=True)), self.writes_one_sequence
+        ):
             start, stop = count(first), count(last)
             if start < stop:
                 # The new tokens are the last ones of the sequence.
-                own = torch.from_numpy(self._layout.indices(start, stop) - (last - new)).to(k.device)
+                local_indices = torch.from_numpy(self._layout.indices(start, stop) - (last - new)).to(k.device)
                 rows = torch.arange(start, stop, device=k.device)
-                self._write(seqs, rows, k[seqs].index_select(1, own), v[seqs].index_select(1, own))
-        self._set_lengths(after)
+                self._write(seqs, rows, k[seqs].index_select(1, local_indices), v[seqs].index_select(1, local_indices))
+        self._set_sequence_lengths(total_lengths)
 
     def append_sharded(self, k: Tensor, v: Tensor, *, layout: str = "zigzag", seq_len: int | None = None) -> None:
         """Append tokens that `shard_sequence` has sharded over the ranks; one all-to-all sends them to their owners.
@@ -204,28 +206,28 @@ class ContextCache(ABC):
             RankMismatchError: a peer passed another layout, seq_len, block or length of the cache. Always checked on
                 the CPU; on a GPU only with FUSED_TP_CHECK=1.
         """
-        k, v = _checked(k, v)
+        k, v = _check_new_kv(k, v)
         check_layout(layout)
         group = resolve_group(self.group)
         seq_len = total_length("seq_len", seq_len, "k", k.shape[1], group.size, group.rank, layout)
-        before = self._before(k.shape[0])
-        if len(set(before)) != 1:
+        old_lengths = self._current_lengths(k.shape[0])
+        if len(set(old_lengths)) != 1:
             raise ValueError(
-                f"append_sharded needs sequences of equal length, but those of the cache have {before} tokens. Use "
-                "append."
+                f"append_sharded needs sequences of equal length, but those of the cache have {old_lengths} tokens. "
+                "Use append."
             )
-        after = [before[0] + seq_len] * len(before)
-        self._reserve(k, v, after)
-        both = torch.cat([k, v], -1).transpose(0, 1)
-        words = f"layout={layout!r}, seq_len={seq_len}"
-        tokens, arrived = scatter_new_tokens(
-            group, self.block, all_tokens(seq_len, group.size, layout), before[0], both, words
+        total_lengths = [old_lengths[0] + seq_len] * len(old_lengths)
+        self._reserve(k, v, total_lengths)
+        keys_and_values = torch.cat([k, v], -1).transpose(0, 1)
+        description = f"layout={layout!r}, seq_len={seq_len}"
+        tokens, received = scatter_new_tokens(
+            group, self.block, tokens_by_rank(seq_len, group.size, layout), old_lengths[0], keys_and_values, description
         )
         rows = torch.from_numpy(self._layout.rows(tokens)).to(k.device)
-        arrived = arrived.transpose(0, 1)
-        for seqs, _ in equal_length_runs(before, self.one_by_one):
-            self._write(seqs, rows, arrived[seqs, ..., : k.shape[-1]], arrived[seqs, ..., k.shape[-1] :])
-        self._set_lengths(after)
+        received = received.transpose(0, 1)
+        for seqs, _ in equal_length_runs(old_lengths, self.writes_one_sequence):
+            self._write(seqs, rows, received[seqs, ..., : k.shape[-1]], received[seqs, ..., k.shape[-1] :])
+        self._set_sequence_lengths(total_lengths)
 
     @overload
     def attend(self, q: Tensor, *, tokens: int = 0, **keywords: Unpack[ScoreOutKeywords]) -> Tensor: ...
@@ -248,18 +250,20 @@ class ContextCache(ABC):
         """
         check_tensor("q", q)
         check_keywords("attend", keywords, SCORE_KEYWORDS)
-        keys, values, table = self._shards(q)
-        where: dict[str, Any] = {"block": self.block, "tokens": tokens, "group": self.group, **keywords}
-        out, lse = decode(DecodeArguments(q, keys, values, _on_host(self._before(q.shape[0])), table, **where))
+        keys, values, page_table = self._cache_shards(q)
+        options: dict[str, Any] = {"block": self.block, "tokens": tokens, "group": self.group, **keywords}
+        out, lse = decode(
+            DecodeArguments(q, keys, values, _to_int64_cpu(self._current_lengths(q.shape[0])), page_table, **options)
+        )
         return (out, lse) if return_lse else out
 
-    one_by_one = False  # True if `_write` takes one sequence at a time
+    writes_one_sequence = False  # True if `_write` takes one sequence at a time
 
     @abstractmethod
-    def _lengths(self) -> list[int]: ...
+    def _sequence_lengths(self) -> list[int]: ...
 
     @abstractmethod
-    def _set_lengths(self, lengths: list[int]) -> None: ...
+    def _set_sequence_lengths(self, lengths: list[int]) -> None: ...
 
     @abstractmethod
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
@@ -270,11 +274,11 @@ class ContextCache(ABC):
         """Write k and v [seqs, n, kv_heads, dim] into the n `rows` of the sequences `seqs`."""
 
     @abstractmethod
-    def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the arguments k_cache_shard, v_cache_shard and page_table of `context_parallel_decode`."""
 
-    def _before(self, batch: int) -> list[int]:
-        lengths = self._lengths() or [0] * batch
+    def _current_lengths(self, batch: int) -> list[int]:
+        lengths = self._sequence_lengths() or [0] * batch
         if len(lengths) != batch:
             raise ValueError(
                 f"the cache holds {len(lengths)} sequences, but got a batch of {batch}. Call reset() before another "
@@ -314,52 +318,52 @@ class ContextKVCache(ContextCache):
 
     def __init__(self, group: GroupLike, *, block: int = DEFAULT_BLOCK, max_length: int | None = None) -> None:
         super().__init__(group, block)
-        self._held: list[int] = []
-        self._rows = _DenseCache("ContextKVCache", max_length, self._layout.count)
+        self._token_counts: list[int] = []
+        self._storage = _DenseStorage("ContextKVCache", max_length, self._layout.count)
 
     @property
     def max_length(self) -> int | None:
         """The `max_length` of the constructor."""
-        return self._rows.max_length
+        return self._storage.max_length
 
     def reset(self) -> None:
         """Remove all sequences; the memory is kept for the next sequences of the same shape."""
-        self._held = []
+        self._token_counts = []
 
     def crop(self, length: int) -> None:
         """Keep only the first `length` tokens of each sequence."""
         check_int("length", length, 0, ": how many tokens of a sequence are kept")
-        self._held = [min(held, length) for held in self._held]
+        self._token_counts = [min(count, length) for count in self._token_counts]
 
     def reorder(self, sequences: Tensor) -> None:
         """Replace sequence i by sequence `sequences[i]`. `sequences` is int64 [batch], and equal on all ranks."""
         check_local("sequences", sequences)
-        rows = self._rows
-        if rows.keys is None or rows.values is None:
+        storage = self._storage
+        if storage.keys is None or storage.values is None:
             raise ValueError("the cache is empty, so reorder has no sequences. Call append first.")
-        wanted = sequences.tolist()
-        if not all(0 <= sequence < len(self._held) for sequence in wanted):
-            raise ValueError(f"sequences must be numbers from 0 to {len(self._held) - 1}, got {wanted}.")
-        sequences = sequences.to(rows.keys.device)
-        rows.keys, rows.values = rows.keys[sequences], rows.values[sequences]
-        self._held = [self._held[sequence] for sequence in wanted]
+        order = sequences.tolist()
+        if not all(0 <= sequence < len(self._token_counts) for sequence in order):
+            raise ValueError(f"sequences must be numbers from 0 to {len(self._token_counts) - 1}, got {order}.")
+        sequences = sequences.to(storage.keys.device)
+        storage.keys, storage.values = storage.keys[sequences], storage.values[sequences]
+        self._token_counts = [self._token_counts[sequence] for sequence in order]
 
-    def _lengths(self) -> list[int]:
-        return self._held
+    def _sequence_lengths(self) -> list[int]:
+        return self._token_counts
 
-    def _set_lengths(self, lengths: list[int]) -> None:
-        self._held = lengths
+    def _set_sequence_lengths(self, lengths: list[int]) -> None:
+        self._token_counts = lengths
 
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
-        self._rows.reserve(k, v, self.length, max(lengths))
+        self._storage.reserve(k, v, self.length, max(lengths))
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        for held, new in ((self._rows.keys, k), (self._rows.values, v)):
+        for held, new in ((self._storage.keys, k), (self._storage.values, v)):
             assert held is not None  # allocated by _reserve
             held[seqs].index_copy_(1, rows, new)
 
-    def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        return *_not_empty(self._rows.keys, self._rows.values), None
+    def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return *_require_filled(self._storage.keys, self._storage.values), None
 
 
 class PagedContextKVCache:
@@ -403,22 +407,22 @@ class PagedContextKVCache:
         self.block = block
         # Rank 0 holds at least as many tokens of every sequence as any other rank. All ranks count rank 0's pages, so
         # that all raise together when no page is left. If only one rank raised, the other ranks would wait for it.
-        self._most = BlockCyclicLayout(group_identity(group)[1], 0, block)
-        self._free = list(range(pages))  # a heap, so that a sequence gets adjacent pages if possible
+        self._rank0_layout = BlockCyclicLayout(group_identity(group)[1], 0, block)
+        self._free_page_heap = list(range(pages))  # a heap, so that a sequence gets adjacent pages if possible
         self._pages_of: dict[int, list[int]] = {}
         self._length_of: dict[int, int] = {}
-        self._next = 0
+        self._next_sequence = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     @property
     def free_pages(self) -> int:
         """Number of free pages."""
-        return len(self._free)
+        return len(self._free_page_heap)
 
     def allocate(self) -> int:
         """Create a sequence without tokens, and return its number."""
-        sequence, self._next = self._next, self._next + 1
+        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
         self._pages_of[sequence], self._length_of[sequence] = [], 0
         return sequence
 
@@ -429,17 +433,17 @@ class PagedContextKVCache:
 
     def crop(self, sequence: int, length: int) -> None:
         """Keep only the first `length` tokens of a sequence."""
-        self._known(sequence)
+        self._check_allocated(sequence)
         check_int("length", length, 0, ": how many tokens of a sequence are kept")
         self._length_of[sequence] = min(self._length_of[sequence], length)
-        pages, kept = self._pages_of[sequence], self._needed(self._length_of[sequence])
-        for page in pages[kept:]:
-            heapq.heappush(self._free, page)
-        del pages[kept:]
+        pages, num_kept = self._pages_of[sequence], self._num_pages(self._length_of[sequence])
+        for page in pages[num_kept:]:
+            heapq.heappush(self._free_page_heap, page)
+        del pages[num_kept:]
 
     def length_of(self, sequence: int) -> int:
         """Number of tokens of a sequence over all ranks."""
-        self._known(sequence)
+        self._check_allocated(sequence)
         return self._length_of[sequence]
 
     def batch(self, sequences: Sequence[int]) -> ContextCache:
@@ -449,32 +453,32 @@ class PagedContextKVCache:
                 f"sequences must be a list of numbers that allocate() returned, got {type(sequences).__name__}."
             )
         for sequence in sequences:
-            self._known(sequence)
+            self._check_allocated(sequence)
         if len(set(sequences)) < len(sequences) or not sequences:
             raise ValueError(
                 f"sequences must contain at least one sequence, and each only once, got {list(sequences)}."
             )
-        return _Sequences(self, list(sequences))
+        return _PagedBatch(self, list(sequences))
 
-    def _known(self, sequence: int) -> None:
+    def _check_allocated(self, sequence: int) -> None:
         if sequence not in self._pages_of:
             raise ValueError(
                 f"sequence {sequence} was never allocated in this cache, or has been freed. Use allocate()."
             )
 
-    def _needed(self, length: int) -> int:
-        return -(-self._most.count(length) // self.page_size)
+    def _num_pages(self, length: int) -> int:
+        return -(-self._rank0_layout.count(length) // self.page_size)
 
     def _reserve(self, k: Tensor, v: Tensor, sequences: list[int], lengths: list[int]) -> None:
-        wanted = {
-            sequence: self._needed(length) - len(self._pages_of[sequence])
+        pages_to_add = {
+            sequence: self._num_pages(length) - len(self._pages_of[sequence])
             for sequence, length in zip(sequences, lengths, strict=True)
         }
-        missing = sum(max(0, n) for n in wanted.values())
-        if missing > len(self._free):
+        missing = sum(max(0, n) for n in pages_to_add.values())
+        if missing > len(self._free_page_heap):
             raise ValueError(
-                f"{missing} more pages of {self.page_size} tokens are needed, but only {len(self._free)} of the "
-                f"{self.pages} pages of the cache are free. Call free() for finished sequences, or increase pages."
+                f"{missing} more pages of {self.page_size} tokens are needed, but only {len(self._free_page_heap)} of "
+                f"the {self.pages} pages of the cache are free. Call free() for finished sequences, or increase pages."
             )
         for name, x in (("keys", k), ("values", v)):
             pool = getattr(self, f"_{name}")
@@ -485,49 +489,53 @@ class PagedContextKVCache:
                     f"{name} must have (kv_heads, head_dim) = {tuple(pool.shape[2:])}, {pool.dtype} and {pool.device}, "
                     f"as the pages of the cache, got {tuple(x.shape[2:])}, {x.dtype} and {x.device}."
                 )
-        for sequence, n in wanted.items():
-            self._pages_of[sequence] += [heapq.heappop(self._free) for _ in range(n)]
+        for sequence, n in pages_to_add.items():
+            self._pages_of[sequence] += [heapq.heappop(self._free_page_heap) for _ in range(n)]
 
 
-class _Sequences(ContextCache):
+class _PagedBatch(ContextCache):
     """Cache for a forward pass over some sequences of a PagedContextKVCache."""
 
-    one_by_one = True
+    writes_one_sequence = True
 
     def __init__(self, pool: PagedContextKVCache, sequences: list[int]) -> None:
         super().__init__(pool.group, pool.block)
         self._pool, self._sequences = pool, sequences
 
-    def _lengths(self) -> list[int]:
+    def _sequence_lengths(self) -> list[int]:
         return [self._pool.length_of(sequence) for sequence in self._sequences]
 
-    def _set_lengths(self, lengths: list[int]) -> None:
+    def _set_sequence_lengths(self, lengths: list[int]) -> None:
         self._pool._length_of.update(zip(self._sequences, lengths, strict=True))
 
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
         self._pool._reserve(k, v, self._sequences, lengths)
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        pages = _on_host(self._pool._pages_of[self._sequences[seqs.start]]).to(rows.device)
+        pages = _to_int64_cpu(self._pool._pages_of[self._sequences[seqs.start]]).to(rows.device)
         size = self._pool.page_size
-        where = pages[rows // size] * size + rows % size
+        pool_rows = pages[rows // size] * size + rows % size
         for pool, new in ((self._pool._keys, k), (self._pool._values, v)):
             assert pool is not None
-            pool.flatten(0, 1).index_copy_(0, where, new[0])
+            pool.flatten(0, 1).index_copy_(0, pool_rows, new[0])
 
-    def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        keys, values = _not_empty(self._pool._keys, self._pool._values)
+    def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        keys, values = _require_filled(self._pool._keys, self._pool._values)
         pages = [self._pool._pages_of[sequence] for sequence in self._sequences]
-        most = max(map(len, pages))
-        table = torch.tensor([one + [0] * (most - len(one)) for one in pages], dtype=torch.int32, device="cpu")
-        return keys, values, table.view(len(pages), most)
+        max_pages = max(map(len, pages))
+        page_table = torch.tensor(
+            [sequence_pages + [0] * (max_pages - len(sequence_pages)) for sequence_pages in pages],
+            dtype=torch.int32,
+            device="cpu",
+        )
+        return keys, values, page_table.view(len(pages), max_pages)
 
 
-def _on_host(numbers: Iterable[int]) -> Tensor:
+def _to_int64_cpu(numbers: Iterable[int]) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
 
 
-def _checked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _check_new_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Check k and v, and cast them to the autocast dtype, since rotary embeddings may have changed the dtype of k."""
     for name, t in (("k", k), ("v", v)):
         check_tensor(name, t)
@@ -544,7 +552,7 @@ def _checked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _not_empty(keys: Tensor | None, values: Tensor | None) -> tuple[Tensor, Tensor]:
+def _require_filled(keys: Tensor | None, values: Tensor | None) -> tuple[Tensor, Tensor]:
     if keys is None or values is None:
         raise ValueError("the cache is empty. Append the keys and values of the queries' tokens first.")
     return keys, values

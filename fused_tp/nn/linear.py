@@ -29,7 +29,7 @@ from fused_tp.nn.sharding import (
     check_mesh,
     copy_full_,
     empty_parameter,
-    local,
+    local_shard,
     shard_parameter,
     shard_rows,
 )
@@ -178,7 +178,7 @@ class _ParallelLinear(nn.Linear):
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out, in] and bias [out] as plain tensors, for its matmul."""
-        weight, bias = local(self.weight), local(self.bias)
+        weight, bias = local_shard(self.weight), local_shard(self.bias)
         if (dim := self._parts_dims.get("weight")) is not None:
             weight = weight.flatten(dim, dim + 1)
         if bias is not None and "bias" in self._parts_dims:
@@ -250,7 +250,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         if self._shared is not None:
             group, index = self._shared
-            return group.output_of(index, x, gather_size, batch)
+            return group.layer_output(index, x, gather_size, batch)
         return column_forward([self], x, gather_size, batch)[0]
 
 

@@ -77,29 +77,29 @@ def attention_with_mask(
     scores = (queries @ keys.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    ahead = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device)[:, None]
-    ahead = ahead - (k.shape[1] - q.shape[1])
+    key_offsets = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device)[:, None]
+    key_offsets = key_offsets - (k.shape[1] - q.shape[1])
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(dtype)[:, None, None] * ahead.abs()
+        scores = scores - alibi_slopes.to(dtype)[:, None, None] * key_offsets.abs()
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     left, right = window or (-1, -1)
     right = 0 if causal else right
     if right >= 0:
-        scores = scores.masked_fill(ahead > right, -torch.inf)
+        scores = scores.masked_fill(key_offsets > right, -torch.inf)
     if left >= 0:
-        scores = scores.masked_fill(-ahead > left, -torch.inf)
+        scores = scores.masked_fill(-key_offsets > left, -torch.inf)
     if sinks is not None:
-        extra = sinks.to(dtype)[None, :, None, None].expand(q.shape[0], -1, q.shape[1], 1)
-        scores = torch.cat([scores, extra], -1)
-    highest = scores.amax(-1, keepdim=True)
+        sink_scores = sinks.to(dtype)[None, :, None, None].expand(q.shape[0], -1, q.shape[1], 1)
+        scores = torch.cat([scores, sink_scores], -1)
+    max_score = scores.amax(-1, keepdim=True)
     # Not torch.softmax: a row in which all scores are -inf would be NaN, also in its gradient.
-    weights = torch.exp(scores - torch.where(torch.isinf(highest), 0.0, highest).detach())
+    weights = torch.exp(scores - torch.where(torch.isinf(max_score), 0.0, max_score).detach())
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
     weights = weights[..., : k.shape[1]]
     if dropout_p > 0:
         # The seed stays a tensor, which torch.compile can trace. Arithmetic on it works as on an int.
         seed = torch.randint(2**63 - 1, (), device="cpu")
         dropout = Dropout(dropout_p, cast(int, seed), first_head)
-        places = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[1]))
-        weights = weights * dropout.kept(q.shape[0], heads, *places) / (1 - dropout_p)
+        indices = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[1]))
+        weights = weights * dropout.keep_mask(q.shape[0], heads, *indices) / (1 - dropout_p)
     return (weights @ values).to(q.dtype).transpose(1, 2)

@@ -20,7 +20,7 @@ from fused_tp.nn.linear import (
     column_outputs,
     linear_of,
 )
-from fused_tp.nn.norm import replicate_own
+from fused_tp.nn.norm import replicate_own_parameters
 from fused_tp.nn.sharding import Memo, check_mesh
 from fused_tp.ops.arguments import check_bool
 
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 # (gate, up, down) as models name them; without a gate, (None, up, down).
-_NAMES: list[tuple[str | None, str, str]] = [
+_LAYER_NAMES: list[tuple[str | None, str, str]] = [
     ("gate_proj", "up_proj", "down_proj"),
     (None, "up_proj", "down_proj"),
     (None, "fc1", "fc2"),
@@ -82,8 +82,8 @@ class ParallelMLP(nn.Module):
         check_positive("hidden_size", hidden_size)
         check_positive("intermediate_size", intermediate_size)
         check_bool(gated=gated)
-        self.activation = _activation(activation, keywords["mesh"])
-        self._names: tuple[str | None, str, str] = ("gate_proj" if gated else None, "up_proj", "down_proj")
+        self.activation = _resolve_activation(activation, keywords["mesh"])
+        self._layer_names: tuple[str | None, str, str] = ("gate_proj" if gated else None, "up_proj", "down_proj")
 
         if gated:
             self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **keywords)
@@ -118,18 +118,20 @@ class ParallelMLP(nn.Module):
         names = _find_names(module)
         check_nothing_dropped(module, cls.__name__, {*filter(None, names), *_ACTIVATION_NAMES})
         if activation is None:
-            found = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
-            activation = next(found, None)
+            candidates = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
+            activation = next(candidates, None)
             if isinstance(activation, nn.Module):  # the copy keeps the parameters, which `memo` knows
-                activation = copy.deepcopy(activation, {id(p): p for p in activation.parameters()})
+                activation = copy.deepcopy(
+                    activation, {id(parameter): parameter for parameter in activation.parameters()}
+                )
         if activation is None:
             raise ValueError(
                 f"{type(module).__name__} has none of the attributes {', '.join(_ACTIVATION_NAMES)}. Pass activation=."
             )
         mlp = cls.__new__(cls)
         nn.Module.__init__(mlp)
-        mlp.activation = _activation(activation, mesh, memo)
-        mlp._names = names
+        mlp.activation = _resolve_activation(activation, mesh, memo)
+        mlp._layer_names = names
         options: dict[str, Any] = {"mesh": mesh, "memo": memo}
         options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         for column in names[:2]:
@@ -144,7 +146,7 @@ class ParallelMLP(nn.Module):
         Args:
             seq_len: length of the full sequence; needed with `sequence_parallel` if shards differ in length.
         """
-        gate_name, up_name, down_name = self._names
+        gate_name, up_name, down_name = self._layer_names
         down = cast(nn.Module, getattr(self, down_name))
         if gate_name is None:
             (up,) = column_outputs([getattr(self, up_name)], x, seq_len)
@@ -154,25 +156,25 @@ class ParallelMLP(nn.Module):
 
 
 def _find_names(module: nn.Module) -> tuple[str | None, str, str]:
-    for names in _NAMES:
+    for names in _LAYER_NAMES:
         if all(hasattr(module, name) for name in names if name is not None):
             return names
-    known = "; ".join("/".join(name for name in names if name) for names in _NAMES)
+    supported = "; ".join("/".join(name for name in names if name) for names in _LAYER_NAMES)
     raise ValueError(
-        f"{type(module).__name__} has no set of layers that ParallelMLP supports ({known}). Convert its linear "
+        f"{type(module).__name__} has no set of layers that ParallelMLP supports ({supported}). Convert its linear "
         "layers one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
     )
 
 
-def _activation(activation: str | Activation, mesh: DeviceMesh, memo: Memo | None = None) -> Activation:
+def _resolve_activation(activation: str | Activation, mesh: DeviceMesh, memo: Memo | None = None) -> Activation:
     if isinstance(activation, str):
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}.")
         return ACTIVATIONS[activation]
     if not callable(activation):
         raise TypeError(f"activation must be a name or a function, got {type(activation).__name__}.")
-    for part in activation.modules() if isinstance(activation, nn.Module) else ():
-        for name, parameter in part.named_parameters(recurse=False):
+    for module in activation.modules() if isinstance(activation, nn.Module) else ():
+        for name, parameter in module.named_parameters(recurse=False):
             if parameter.numel() > 1:
                 raise ValueError(
                     "parameters of an activation must have one element, because the intermediate features are sharded; "
@@ -180,5 +182,5 @@ def _activation(activation: str | Activation, mesh: DeviceMesh, memo: Memo | Non
                     "layers one by one, with gather_output=True before the activation and input_is_parallel=False "
                     "after it."
                 )
-        replicate_own(part, check_mesh(mesh), memo, sums=lambda: True)  # one term per rank
+        replicate_own_parameters(module, check_mesh(mesh), memo, sums_gradients=lambda: True)  # one term per rank
     return activation

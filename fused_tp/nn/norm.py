@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.core.group import GroupLike
 from fused_tp.nn.optimizers import PLAIN_SHARDINGS
-from fused_tp.nn.sharding import Memo, PartsShard, check_mesh, local, shard_parameter
+from fused_tp.nn.sharding import Memo, PartsShard, check_mesh, local_shard, shard_parameter
 from fused_tp.ops.collectives import copy_to_group
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -27,7 +27,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
     """Return `parameter` as a local tensor whose gradient backward sums over the ranks of `group`."""
-    return copy_to_group(local(parameter), group=group)
+    return copy_to_group(local_shard(parameter), group=group)
 
 
 def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
@@ -50,22 +50,22 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise TypeError(f"{name} of {type(module).__name__} is a DTensor. Pass a module with plain parameters.")
-    replicate_own(module, mesh, None, sums=_always)
+    replicate_own_parameters(module, mesh, None, sums_gradients=_always_true)
     return module
 
 
-def _always() -> bool:
+def _always_true() -> bool:
     return True
 
 
-def replicate_own(
+def replicate_own_parameters(
     module: nn.Module,
     mesh: DeviceMesh,
     memo: Memo | None,
     *,
-    sums: Callable[[], bool],
+    sums_gradients: Callable[[], bool],
     shards: Mapping[str, PartsShard] | None = None,
-    read: Mapping[str, Callable[[], bool]] | None = None,
+    read_parameters: Mapping[str, Callable[[], bool]] | None = None,
     parameter_mesh: DeviceMesh | None = None,
 ) -> bool:
     """Convert the plain parameters of `module`, without its submodules, to DTensors. Return True if it has any.
@@ -77,75 +77,82 @@ def replicate_own(
     Args:
         mesh: mesh over which gradients of replicated parameters are summed.
         memo: see `Memo`.
-        sums: called at each forward; returns True if the gradients of this pass must be summed over `mesh`.
+        sums_gradients: called at each forward; returns True if the gradients of this pass must be summed over `mesh`.
         shards: the module's parameters that are sharded, by name; all other parameters are replicated.
-        read: parameters of submodules that this module's forward reads directly, by path, each with its own `sums`.
+        read_parameters: parameters of submodules that this module's forward reads directly, by path, each with a
+            function like `sums_gradients`.
         parameter_mesh: mesh of the DTensors, whose last dim is `mesh`, and whose other dims shard dim 0; default:
             `mesh`.
     """
-    plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
-    for name, parameter in plain.items():
+    plain_parameters = {
+        name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)
+    }
+    for name, parameter in plain_parameters.items():
         placement: Placement | PartsShard = (shards or {}).get(name, Replicate())
         module.register_parameter(name, shard_parameter(parameter, parameter_mesh or mesh, placement, memo))
-    if plain or read:
+    if plain_parameters or read_parameters:
         replicated = cast(Any, module)
         replicated._grad_mesh = mesh
         # Pairs (function that returns True if gradients are summed, names of the parameters for which it decides).
         replicated._grad_sums = [
-            (sums, tuple(plain)),
-            *((sums_one, (name,)) for name, sums_one in (read or {}).items()),
+            (sums_gradients, tuple(plain_parameters)),
+            *((sums_parameter, (name,)) for name, sums_parameter in (read_parameters or {}).items()),
         ]
-        replicated._parts_dims = {name: dim for name, (dim, parts) in (shards or {}).items() if parts > 1}
+        replicated._packed_parameter_dims = {name: dim for name, (dim, parts) in (shards or {}).items() if parts > 1}
         # A forward on the instance (transformers sets kernels from the hub there) would hide the subclass's forward.
-        replicated._own_forward = module.__dict__.pop("forward", None)
-        replicated.__class__ = _replicated(replicated.__class__)
-    return bool(plain)
+        replicated._instance_forward = module.__dict__.pop("forward", None)
+        replicated.__class__ = _replicated_class(replicated.__class__)
+    return bool(plain_parameters)
 
 
 @cache
-def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `kind` whose forward computes with plain local parameters."""
+def _replicated_class(module_class: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `module_class` whose forward computes with plain local parameters."""
 
-    @wraps(kind.forward)  # keeps the signature, which transformers reads
+    @wraps(module_class.forward)  # keeps the signature, which transformers reads
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own: dict[str, Tensor] = {}
-        for sums, names in self._grad_sums:
-            summed = bool(names) and sums()
+        local_parameters: dict[str, Tensor] = {}
+        for sums_gradients, names in self._grad_sums:
+            is_summed = bool(names) and sums_gradients()
             for name in names:
-                owner, _, leaf = name.rpartition(".")
+                owner, _, attribute = name.rpartition(".")
                 holder = self.get_submodule(owner)
-                parameter = holder._parameters[leaf]  # a plain tensor after plain_parameters_, or in a nested call
+                parameter = holder._parameters[attribute]  # a plain tensor after plain_parameters_, or in a nested call
                 if isinstance(parameter, DTensor):
                     placement = parameter.placements[-1]
-                elif isinstance(parameter, nn.Parameter) and leaf in getattr(holder, PLAIN_SHARDINGS, {}):
-                    placement = getattr(holder, PLAIN_SHARDINGS)[leaf].placement
+                elif isinstance(parameter, nn.Parameter) and attribute in getattr(holder, PLAIN_SHARDINGS, {}):
+                    placement = getattr(holder, PLAIN_SHARDINGS)[attribute].placement
                 else:
                     continue
-                if summed and placement.is_replicate():
-                    own[name] = reduce_grad(parameter, self._grad_mesh)
-                elif isinstance(parameter, DTensor) or name in self._parts_dims:
-                    own[name] = local(parameter)
-        for name, dim in self._parts_dims.items():
-            if name in own:
-                own[name] = own[name].flatten(dim, dim + 1)
-        # `own` is empty in a nested call, which finds local tensors, so gradients are not summed twice. It is empty too
-        # if a caller has replaced the parameters by plain tensors: their gradients are this rank's terms.
-        if not own:
-            return kind.forward(self, *args, **kwargs)
-        with _reparametrize_module(self, own):
-            if self._own_forward is not None:
-                return self._own_forward(*args, **kwargs)
-            return kind.forward(self, *args, **kwargs)
+                if is_summed and placement.is_replicate():
+                    local_parameters[name] = reduce_grad(parameter, self._grad_mesh)
+                elif isinstance(parameter, DTensor) or name in self._packed_parameter_dims:
+                    local_parameters[name] = local_shard(parameter)
+        for name, dim in self._packed_parameter_dims.items():
+            if name in local_parameters:
+                local_parameters[name] = local_parameters[name].flatten(dim, dim + 1)
+        # `local_parameters` is empty in a nested call, which finds local tensors, so gradients are not summed twice. It
+        # is also empty if a caller has replaced the parameters by plain tensors: their gradients are this rank's terms.
+        if not local_parameters:
+            return module_class.forward(self, *args, **kwargs)
+        with _reparametrize_module(self, local_parameters):
+            if self._instance_forward is not None:
+                return self._instance_forward(*args, **kwargs)
+            return module_class.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module) -> Any:
-        return _new_of, (kind,), self.__getstate__()
+        return _new_replicated, (module_class,), self.__getstate__()
 
     # The class keeps its old name, by which libraries identify layers (wrapping policies, initialization). Pickle would
     # find the old class by that name, so `__reduce__` creates the subclass again.
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": reduce}
-    return type(kind.__name__, (kind,), {"forward": forward, **named})
+    class_attributes = {
+        "__module__": module_class.__module__,
+        "__qualname__": module_class.__qualname__,
+        "__reduce__": reduce,
+    }
+    return type(module_class.__name__, (module_class,), {"forward": forward, **class_attributes})
 
 
-def _new_of(kind: Any) -> nn.Module:
-    """Return an empty instance of the class that `replicate_own` derives from `kind`, for unpickling."""
-    return object.__new__(_replicated(kind))
+def _new_replicated(module_class: Any) -> nn.Module:
+    """Return an empty instance of the subclass that `replicate_own_parameters` derives, for unpickling."""
+    return object.__new__(_replicated_class(module_class))

@@ -90,18 +90,24 @@ def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
     """Load `file` like torch.load, restricted to numbers, strings, containers, tensors and NumPy arrays.
 
     Raises:
-        pickle.UnpicklingError: the file holds an object of another type; `refused_kind` names it.
+        pickle.UnpicklingError: the file holds an object of another type; `refused_type` names it.
     """
-    dtypes: list[Any] = [type(np.dtype(kind)) for kind in np.sctypeDict.values() if not np.issubdtype(kind, np.void)]
+    dtypes: list[Any] = [
+        type(np.dtype(scalar_type)) for scalar_type in np.sctypeDict.values() if not np.issubdtype(scalar_type, np.void)
+    ]
     # Allow both module paths: numpy.core (NumPy 1) and numpy._core (NumPy 2).
-    core: Any = np._core if hasattr(np, "_core") else np.core
-    makers = (core.multiarray._reconstruct, core.multiarray.scalar)
-    named: list[Any] = [(one, f"numpy.{c}.multiarray.{one.__name__}") for one in makers for c in ("core", "_core")]
-    with torch.serialization.safe_globals([np.ndarray, np.dtype, *dict.fromkeys(dtypes), *named]):
+    numpy_core: Any = np._core if hasattr(np, "_core") else np.core
+    numpy_constructors = (numpy_core.multiarray._reconstruct, numpy_core.multiarray.scalar)
+    constructors_by_name: list[Any] = [
+        (constructor, f"numpy.{package}.multiarray.{constructor.__name__}")
+        for constructor in numpy_constructors
+        for package in ("core", "_core")
+    ]
+    with torch.serialization.safe_globals([np.ndarray, np.dtype, *dict.fromkeys(dtypes), *constructors_by_name]):
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def refused_kind(error: BaseException) -> str | None:
+def refused_type(error: BaseException) -> str | None:
     """Return the name of the type that `load_plain` rejected with `error`; None for any other error."""
     found = (
         re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
@@ -109,7 +115,7 @@ def refused_kind(error: BaseException) -> str | None:
     return None if found is None else found[1] or found[2]
 
 
-def check_plain(what: str, value: Any, remedy: str) -> None:
+def check_plain(name: str, value: Any, remedy: str) -> None:
     """Check that `load_plain` would read `value` back.
 
     Raises:
@@ -121,18 +127,18 @@ def check_plain(what: str, value: Any, remedy: str) -> None:
         file.seek(0)
         load_plain(file)
     except Exception as error:
-        found = refused_kind(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+        refused = refused_type(error) or f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"{what} holds {found}, which can only be stored as a pickle, and loading a pickle can run any code. Only "
-            f"numbers, strings, lists, tuples, dicts, sets, tensors and NumPy arrays are supported. {remedy}"
+            f"{name} holds {refused}, which can only be stored as a pickle, and loading a pickle can run any code. "
+            f"Only numbers, strings, lists, tuples, dicts, sets, tensors and NumPy arrays are supported. {remedy}"
         ) from None
 
 
 def _without_tensors(value: Any) -> Any:
     """Copy `value`, with 0 in place of each tensor, because tensors are plain and may be large."""
-    kind = type(value)
-    if kind is torch.Tensor:
+    value_type = type(value)
+    if value_type is torch.Tensor:
         return 0
-    if kind is dict:
-        return {key: _without_tensors(one) for key, one in value.items()}
-    return kind(map(_without_tensors, value)) if kind in (list, tuple) else value
+    if value_type is dict:
+        return {key: _without_tensors(item) for key, item in value.items()}
+    return value_type(map(_without_tensors, value)) if value_type in (list, tuple) else value

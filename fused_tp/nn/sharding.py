@@ -21,9 +21,15 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.core.partition import shard_range
-from fused_tp.nn.optimizers import PLAIN_SHARDINGS, ShardedLayout, install, note_replaced, watch
+from fused_tp.nn.optimizers import (
+    PLAIN_SHARDINGS,
+    ShardedLayout,
+    install_hooks,
+    record_replaced_parameters,
+    watch_model,
+)
 from fused_tp.nn.single_device_writes import write_as_one_process
-from fused_tp.ops.main_grad import into_main_grad
+from fused_tp.ops.main_grad import redirect_to_main_grad
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -73,19 +79,19 @@ def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ..
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
-    """Return the DTensor of global `shape` with this rank's shard `local`. Sends nothing, unlike distribute_tensor."""
+    """Return the DTensor of global `shape` with this rank's shard `local_shard`. Sends nothing, unlike distribute_tensor."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
     placements = placements_on(mesh, placement)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _own_parts(
+def _local_ranges(
     shape: tuple[int, ...] | torch.Size, mesh: DeviceMesh, placement: Placement
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (dim, start, length) of this rank's shard for each sharded dim."""
-    for at, sharding in enumerate(placements_on(mesh, placement)):
+    for mesh_dim, sharding in enumerate(placements_on(mesh, placement)):
         if isinstance(sharding, Shard):
-            start, stop = shard_range(shape[sharding.dim], mesh.size(at), mesh.get_local_rank(at))
+            start, stop = shard_range(shape[sharding.dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
             yield sharding.dim, start, stop - start
 
 
@@ -99,9 +105,9 @@ def empty_parameter(
 ) -> nn.Parameter:
     """Return an uninitialized parameter of global `shape`, of which only this rank's shard is allocated."""
     write_as_one_process()
-    install()
+    install_hooks()
     local_shape = list(shape)
-    for dim, _, length in _own_parts(shape, mesh, placement):
+    for dim, _, length in _local_ranges(shape, mesh, placement):
         local_shape[dim] = length
     local = torch.empty(local_shape, device=device or mesh.device_type, dtype=dtype)
     return nn.Parameter(as_dtensor(local, mesh, placement, shape))
@@ -129,82 +135,92 @@ def shard_parameter(
             f"the parameter is a DTensor already ({parameter.placements} on {parameter.device_mesh}). Apply tensor "
             "parallelism to modules with plain parameters, before fully_shard."
         )
-    install()
-    whole, parts = parameter, 1
+    install_hooks()
+    full_tensor, parts = parameter, 1
     if isinstance(placement, PartsShard):
         if placement.parts > 1:
-            _load_original_shapes()
+            _accept_original_shapes()
         dim, parts = placement
         placement = Shard(dim if parts == 1 else dim + 1)
-        whole = parameter if parts == 1 else parameter.detach().unflatten(dim, (parts, -1))
-    known = None if memo is None else memo.get(parameter)
-    if known is not None:
-        if not isinstance(known, DTensor) or known.placements != placements_on(mesh, placement):
+        full_tensor = parameter if parts == 1 else parameter.detach().unflatten(dim, (parts, -1))
+    converted = None if memo is None else memo.get(parameter)
+    if converted is not None:
+        if not isinstance(converted, DTensor) or converted.placements != placements_on(mesh, placement):
             raise ValueError(
-                f"this weight is tied to one with placements {getattr(known, 'placements', None)}, but {(placement,)} "
+                f"this weight is tied to one with placements {getattr(converted, 'placements', None)}, but "
+                f"{(placement,)} "
                 "is requested here. Tied weights must have equal placements: an embedding sharded by vocabulary needs "
                 "a column-parallel output layer. Change the styles, or untie the weights."
             )
-        return known
+        return converted
     if parameter.is_meta:
-        made = empty_parameter(tuple(whole.shape), mesh, placement, dtype=parameter.dtype)
-        no_values_(made)
-        made.requires_grad_(parameter.requires_grad)
+        sharded = empty_parameter(tuple(full_tensor.shape), mesh, placement, dtype=parameter.dtype)
+        fill_unset_(sharded)
+        sharded.requires_grad_(parameter.requires_grad)
     else:
         write_as_one_process()
-        own = whole.detach()
-        for dim, start, length in _own_parts(own.shape, mesh, placement):
-            own = own.narrow(dim, start, length)
-        own = own.clone(memory_format=torch.contiguous_format)  # a copy: the full storage can be freed
-        dtensor = as_dtensor(own, mesh, placement, whole.shape)
-        made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
-    vars(made).update((key, value) for key, value in vars(parameter).items() if not isinstance(value, Tensor))
+        local_tensor = full_tensor.detach()
+        for dim, start, length in _local_ranges(local_tensor.shape, mesh, placement):
+            local_tensor = local_tensor.narrow(dim, start, length)
+        local_tensor = local_tensor.clone(
+            memory_format=torch.contiguous_format
+        )  # a copy: the full storage can be freed
+        dtensor = as_dtensor(local_tensor, mesh, placement, full_tensor.shape)
+        sharded = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+    vars(sharded).update((key, value) for key, value in vars(parameter).items() if not isinstance(value, Tensor))
     if memo is not None:
-        memo[parameter] = made
-    return made
+        memo[parameter] = sharded
+    return sharded
 
 
 @cache
-def _load_original_shapes() -> None:
+def _accept_original_shapes() -> None:
     """Make torch's `set_model_state_dict` and `set_optimizer_state_dict` accept packed parameters in original shape.
 
     Without this patch, torch would shard such a full tensor along a wrong dim, since the parameter has one dim more.
     """
-    from torch.distributed.checkpoint import state_dict as of_torch
+    from torch.distributed.checkpoint import state_dict as torch_state_dict
 
     for name in ("_broadcast_state_dict", "_distribute_state_dict"):
-        if (own := getattr(of_torch, name, None)) is not None:
-            setattr(of_torch, name, partial(_with_own_shapes, own))
+        if (original_function := getattr(torch_state_dict, name, None)) is not None:
+            setattr(torch_state_dict, name, partial(_reshape_to_packed, original_function))
 
 
-def _with_own_shapes(
-    own: Callable[..., Any], full: dict[str, Any], held: dict[str, Any], *args: Any, **how: Any
+def _reshape_to_packed(
+    original_function: Callable[..., Any],
+    full: dict[str, Any],
+    local_state: dict[str, Any],
+    *args: Any,
+    **keywords: Any,
 ) -> Any:
     for name, value in full.items():
-        like = held.get(name)
-        if isinstance(like, DTensor) and isinstance(value, Tensor) and value.ndim == like.ndim - 1:
-            own_shape = tuple(like.shape)
-            joined = ((*own_shape[:d], own_shape[d] * own_shape[d + 1], *own_shape[d + 2 :]) for d in range(value.ndim))
-            if tuple(value.shape) in joined:
-                full[name] = value.reshape(like.shape)
-    return own(full, held, *args, **how)
+        parameter = local_state.get(name)
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim == parameter.ndim - 1:
+            packed_shape = tuple(parameter.shape)
+            original_shapes = (
+                (*packed_shape[:d], packed_shape[d] * packed_shape[d + 1], *packed_shape[d + 2 :])
+                for d in range(value.ndim)
+            )
+            if tuple(value.shape) in original_shapes:
+                full[name] = value.reshape(parameter.shape)
+    return original_function(full, local_state, *args, **keywords)
 
 
 @torch.no_grad()
-def no_values_(tensor: Tensor) -> None:
+def fill_unset_(tensor: Tensor) -> None:
     """Fill `tensor` with a marker for unset values: NaN, or an integer at the end of the range."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    local.fill_(value_of_nothing(local.dtype))
+    local.fill_(unset_value(local.dtype))
 
 
-def value_of_nothing(dtype: torch.dtype) -> float:
+def unset_value(dtype: torch.dtype) -> float:
     """Return the number that marks unset values of a tensor of `dtype`."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1 if dtype.is_signed else torch.iinfo(dtype).max - 1
 
 
-def parts_dims(module: nn.Module) -> dict[int, int]:
+def packed_dims(module: nn.Module) -> dict[int, int]:
     """Map the id of each packed parameter of `module` to the first of the two dims that are one dim in the original.
 
     See `shard_parameter`. Rejected: names as keys, because checkpoint wrappers change the names in a state dict.
@@ -212,7 +228,7 @@ def parts_dims(module: nn.Module) -> dict[int, int]:
     return {
         id(child._parameters[key]): dim
         for child in module.modules()
-        for key, dim in vars(child).get("_parts_dims", {}).items()  # not getattr: wrappers forward it
+        for key, dim in vars(child).get("_packed_parameter_dims", {}).items()  # not getattr: wrappers forward it
     }
 
 
@@ -235,28 +251,30 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
         >>> mlp.up_proj.weight.partition_dim
         0
     """
-    named = {id(p): (name, p) for name, p in module.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
-    for name, parameter in named.values():
+    dtensors = {
+        id(p): (name, p) for name, p in module.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)
+    }
+    for name, parameter in dtensors.values():
         if parameter.device_mesh.ndim > 1:
             raise ValueError(
                 f"{name!r} is distributed over several mesh dims ({parameter.placements}), which plain parameters do "
                 "not support. Call plain_parameters_ before fully_shard, and distribute experts over tensor parallel "
                 "ranks only."
             )
-    made = {key: _plain(parameter) for key, (_, parameter) in named.items()}
-    before = WeakIdKeyDictionary({parameter: name for name, parameter in named.values()})
+    plain = {key: _make_plain_parameter(parameter) for key, (_, parameter) in dtensors.items()}
+    names_of_replaced = WeakIdKeyDictionary({parameter: name for name, parameter in dtensors.values()})
     for child in module.modules():
-        own: Any
-        for key, own in child._parameters.items():
-            if isinstance(own, DTensor):
-                child._parameters[key] = made[id(own)]
+        dtensor: Any
+        for key, dtensor in child._parameters.items():
+            if isinstance(dtensor, DTensor):
+                child._parameters[key] = plain[id(dtensor)]
                 vars(child).setdefault(PLAIN_SHARDINGS, {})[key] = ShardedLayout(
-                    own.device_mesh, own.placements[0], own.shape
+                    dtensor.device_mesh, dtensor.placements[0], dtensor.shape
                 )
                 changed: Any = child
                 changed.apply = partial(_apply_to_dtensors, child)
-    note_replaced(before, module)
-    watch(module, [*dict.fromkeys(parameter.device_mesh for _, parameter in named.values())])
+    record_replaced_parameters(names_of_replaced, module)
+    watch_model(module, [*dict.fromkeys(parameter.device_mesh for _, parameter in dtensors.values())])
     return module
 
 
@@ -264,43 +282,43 @@ def _apply_to_dtensors(module: ModuleT, function: Callable[[nn.Module], Any]) ->
     """Run `module.apply(function)` with parameters shown as DTensors, so that an initializer sees the full sizes."""
     for child in module.children():
         child.apply(function)
-    with shown_as_dtensors(module, recurse=False):
+    with parameters_as_dtensors(module, recurse=False):
         function(module)
     return module
 
 
 @contextmanager
-def shown_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
+def parameters_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
     """Context in which parameters converted by `plain_parameters_` are DTensors again, in the same memory.
 
     An initializer then sees the full sizes, and each rank keeps its shard of the full draw.
     """
-    shown = []
+    replaced = []
     for child in module.modules() if recurse else [module]:
         for key, sharding in vars(child).get(PLAIN_SHARDINGS, {}).items():
             plain: Any = child._parameters[key]
             if plain is not None and not isinstance(plain, DTensor):  # a DTensor is shown already
-                whole = as_dtensor(plain.detach(), sharding.mesh, sharding.placement, sharding.shape)
-                parameter = nn.Parameter(whole, requires_grad=plain.requires_grad)
+                dtensor = as_dtensor(plain.detach(), sharding.mesh, sharding.placement, sharding.shape)
+                parameter = nn.Parameter(dtensor, requires_grad=plain.requires_grad)
                 vars(parameter).update(vars(plain))
                 child._parameters[key] = parameter
-                shown.append((child, key, plain, parameter))
+                replaced.append((child, key, plain, parameter))
     try:
         yield
     finally:
-        for child, key, plain, parameter in shown:
+        for child, key, plain, parameter in replaced:
             if child._parameters.get(key) is parameter:  # otherwise the initializer has replaced it
                 child._parameters[key] = plain.requires_grad_(parameter.requires_grad)
                 vars(plain).update(vars(parameter))
 
 
-def _plain(parameter: DTensor) -> nn.Parameter:
+def _make_plain_parameter(parameter: DTensor) -> nn.Parameter:
     plain: Any = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
     (placement,) = parameter.placements
     plain.partition_dim = placement.dim if isinstance(placement, Shard) else -1
     plain.tensor_model_parallel, plain.partition_stride = isinstance(placement, Shard), 1
-    made: nn.Parameter = plain
-    return made
+    result: nn.Parameter = plain
+    return result
 
 
 def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
@@ -309,23 +327,24 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
     Raises:
         ValueError: a parameter no longer has the shape of its shard.
     """
-    made: dict[int, DTensor] = {}
+    dtensors: dict[int, DTensor] = {}
     for child in module.modules():
         for key, sharding in vars(child).get(PLAIN_SHARDINGS, {}).items():
             parameter = child._parameters[key]
             if parameter is None:
                 continue
-            wanted = list(sharding.shape)
-            for dim, _, length in _own_parts(sharding.shape, sharding.mesh, sharding.placement):
-                wanted[dim] = length
-            if list(parameter.shape) != wanted:
+            expected_shape = list(sharding.shape)
+            for dim, _, length in _local_ranges(sharding.shape, sharding.mesh, sharding.placement):
+                expected_shape[dim] = length
+            if list(parameter.shape) != expected_shape:
                 raise ValueError(
-                    f"{key!r} must have the shape of this rank's shard, {tuple(wanted)}, got {tuple(parameter.shape)}. "
+                    f"{key!r} must have the shape of this rank's shard, {tuple(expected_shape)}, got "
+                    f"{tuple(parameter.shape)}. "
                     "If another library shards parameters, gather them first. Under ZeRO 3, make this call inside "
                     "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`."
                 )
-            made[id(parameter)] = as_dtensor(parameter.detach(), sharding.mesh, sharding.placement, sharding.shape)
-    return made
+            dtensors[id(parameter)] = as_dtensor(parameter.detach(), sharding.mesh, sharding.placement, sharding.shape)
+    return dtensors
 
 
 @torch.no_grad()
@@ -345,14 +364,14 @@ def copy_full_(parameter: Tensor, full: Tensor, *, broadcast: bool = True) -> No
 
 
 @overload
-def local(parameter: Tensor) -> Tensor: ...
+def local_shard(parameter: Tensor) -> Tensor: ...
 
 
 @overload
-def local(parameter: Tensor | None) -> Tensor | None: ...
+def local_shard(parameter: Tensor | None) -> Tensor | None: ...
 
 
-def local(parameter: Tensor | None) -> Tensor | None:
+def local_shard(parameter: Tensor | None) -> Tensor | None:
     """Return the local shard of a parameter.
 
     In backward, its gradient becomes a DTensor with the parameter's placements, or is added to its `main_grad`.
@@ -362,10 +381,10 @@ def local(parameter: Tensor | None) -> Tensor | None:
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return parameter._local_tensor  # to_local() is slow: a tenth of the time of a decoding step's matmul
     if getattr(parameter, "main_grad", None) is not None:
-        parameter = into_main_grad(parameter)
+        parameter = redirect_to_main_grad(parameter)
     if not torch.compiler.is_compiling() and _has_uneven_shards(parameter):
-        part: Tensor = _ToLocal.apply(parameter)
-        return part
+        shard: Tensor = _ToLocal.apply(parameter)
+        return shard
     return parameter.to_local()
 
 

@@ -28,45 +28,55 @@ class SharedGather:
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self.layers = list(layers)
         # Cache: the input, the state at the time of the computation, and the outputs by index of the layer.
-        self.waiting: tuple[Tensor, tuple[Any, ...], dict[int, Tensor]] | None = None
+        self.cached_outputs: tuple[Tensor, tuple[Any, ...], dict[int, Tensor]] | None = None
 
-    def output_of(self, index: int, x: Tensor, *sizes: int | None) -> Tensor:
+    def layer_output(self, index: int, x: Tensor, *sizes: int | None) -> Tensor:
         """Return layer `index`'s output for x: from the cache if it is still valid, else compute all layers' outputs.
 
         `sizes` are the keyword arguments of the layer's forward.
         """
         if torch.compiler.is_compiling():
             return _output_while_tracing(self, index, x, *sizes)
-        parameters = [p for layer in self.layers for p in (layer.weight, layer.bias) if p is not None]
+        parameters = [
+            parameter for layer in self.layers for parameter in (layer.weight, layer.bias) if parameter is not None
+        ]
         # A DTensor and its local tensor have separate version counters: a write through one does not move the other's.
-        tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
-        if True in [t.is_inference() for t in tensors]:  # such tensors have no version counter
+        tensors = [
+            x,
+            *parameters,
+            *(parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor)),
+        ]
+        if True in [tensor.is_inference() for tensor in tensors]:  # such tensors have no version counter
             return column_forward([self.layers[index]], x, *sizes)[0]
-        versions = [t._version for t in tensors]
-        written = torch.is_inference_mode_enabled(), versions, [(id(p), p.requires_grad) for p in parameters]
-        state = (*_modes(x, *sizes), *written)
-        source, source_state, outputs = self.waiting or (None, None, {})
-        if source is not x or source_state != state or index not in outputs:
+        versions = [tensor._version for tensor in tensors]
+        write_state = (
+            torch.is_inference_mode_enabled(),
+            versions,
+            [(id(parameter), parameter.requires_grad) for parameter in parameters],
+        )
+        state = (*_modes(x, *sizes), *write_state)
+        cached_x, cached_state, outputs = self.cached_outputs or (None, None, {})
+        if cached_x is not x or cached_state != state or index not in outputs:
             outputs = dict(enumerate(column_forward(self.layers, x, *sizes)))
-            last = _last.group()
-            if last is not None:
-                last.waiting = None
-            _last.group = weakref.ref(self)
+            previous = _last_group.group()
+            if previous is not None:
+                previous.cached_outputs = None
+            _last_group.group = weakref.ref(self)
         output = outputs.pop(index)
-        self.waiting = (x, state, outputs) if outputs else None
+        self.cached_outputs = (x, state, outputs) if outputs else None
         return output
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layers": self.layers, "waiting": None}
 
 
-class _Last(threading.local):
+class _LastGroup(threading.local):
     """Group of this thread that has cached outputs, by weak reference, so that its model can be freed."""
 
     group: Callable[[], SharedGather | None] = staticmethod(lambda: None)
 
 
-_last = _Last()
+_last_group = _LastGroup()
 
 
 def share_gather(layers: Sequence[Any]) -> None:
@@ -98,55 +108,55 @@ def _modes(x: Tensor, *sizes: int | None) -> tuple[Any, ...]:
 # in the graph only. The fake tensors, whose version counters move during tracing, decide whether an output may be
 # returned: `comptime` reads them, and `assume_constant_result` returns the answer as a constant of the trace.
 
-_PARTS = "_fused_tp_parts"
+_CACHE_ATTRIBUTE = "_fused_tp_parts"
 
 
 class _TraceAnswers(threading.local):
     """State of this thread's trace. Fake tensors are referenced weakly, because they are freed with their trace."""
 
     def __init__(self) -> None:
-        self.stored: tuple[Any, int] | None = None  # fake x of the last outputs, and its version at that time
-        self.yes = False  # answer to the last question that `comptime` has evaluated
+        self.stored_input: tuple[Any, int] | None = None  # fake x of the last outputs, and its version at that time
+        self.answer = False  # answer to the last question that `comptime` has evaluated
 
 
-_answers = _TraceAnswers()
+_trace_answers = _TraceAnswers()
 
 
 def _note_stored(ctx: Any) -> None:
     fake = ctx.get_local("x").as_fake()
-    _answers.stored = (weakref.ref(fake), fake._version)
+    _trace_answers.stored_input = (weakref.ref(fake), fake._version)
 
 
-def _ask_fresh(ctx: Any) -> None:
+def _ask_if_unchanged(ctx: Any) -> None:
     fake = ctx.get_local("x").as_fake()
-    stored = _answers.stored
-    _answers.yes = stored is not None and stored[0]() is fake and stored[1] == fake._version
+    stored = _trace_answers.stored_input
+    _trace_answers.answer = stored is not None and stored[0]() is fake and stored[1] == fake._version
 
 
-def _ask_may_hold(ctx: Any) -> None:
+def _ask_if_attachable(ctx: Any) -> None:
     """Determine whether outputs may be attached to x: a checkpointed region may write only to tensors created in it."""
-    _answers.yes = ctx.get_local("x").as_proxy().node.graph is ctx.graph()
+    _trace_answers.answer = ctx.get_local("x").as_proxy().node.graph is ctx.graph()
 
 
 @torch.compiler.assume_constant_result
-def _answer() -> bool:
-    return _answers.yes
+def _last_answer() -> bool:
+    return _trace_answers.answer
 
 
 def _output_while_tracing(group: SharedGather, index: int, x: Tensor, *sizes: int | None) -> Tensor:
     from torch._dynamo.comptime import comptime
 
     state = _modes(x, *sizes)
-    waiting = getattr(x, _PARTS, None)
-    if waiting is not None and waiting[0] is group and waiting[1] == state and index in waiting[2]:
-        comptime(_ask_fresh)
-        if _answer():
-            return waiting[2].pop(index)
-    comptime(_ask_may_hold)
-    if not _answer():
+    cached = getattr(x, _CACHE_ATTRIBUTE, None)
+    if cached is not None and cached[0] is group and cached[1] == state and index in cached[2]:
+        comptime(_ask_if_unchanged)
+        if _last_answer():
+            return cached[2].pop(index)
+    comptime(_ask_if_attachable)
+    if not _last_answer():
         return column_forward([group.layers[index]], x, *sizes)[0]
     outputs = dict(enumerate(column_forward(group.layers, x, *sizes)))
     output = outputs.pop(index)
-    setattr(x, _PARTS, (group, state, outputs))
+    setattr(x, _CACHE_ATTRIBUTE, (group, state, outputs))
     comptime(_note_stored)
     return output

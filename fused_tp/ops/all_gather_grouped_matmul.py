@@ -11,8 +11,15 @@ from fused_tp.backends.grouped import GroupedProduct, Routing, grouped_linear, g
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.core.partition import SymInt
-from fused_tp.ops.arguments import checked_grouped, example_routing, fake_grouped_grads, resized, token_dim, total_size
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.arguments import (
+    checked_grouped,
+    fake_grouped_grads,
+    make_example_routing,
+    normalize_token_dim,
+    resized_shape,
+    total_size,
+)
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def all_gather_grouped_matmul(
@@ -88,8 +95,8 @@ class _Grads(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    x_shard, weight = checked_grouped("x_shard", a.x_shard, a.weight, *a.routing, least_dims=2)
-    dim = token_dim("gather_dim", a.gather_dim, "x_shard", x_shard)
+    x_shard, weight = checked_grouped("x_shard", a.x_shard, a.weight, *a.routing, min_dims=2)
+    dim = normalize_token_dim("gather_dim", a.gather_dim, "x_shard", x_shard)
     _, size, rank = group_identity(a.group)
     total = total_size("gather_size", a.gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
     return _Args(x_shard, weight, a.routing, dim, total, a.group)
@@ -97,7 +104,7 @@ def _prepare(a: _Args) -> _Args:
 
 def _shape(a: _Args | _Grads) -> list[int]:
     """Shape of the gathered x."""
-    return resized(a.x_shard, a.gather_dim, a.gather_size)
+    return resized_shape(a.x_shard, a.gather_dim, a.gather_size)
 
 
 def _forward(schedule: Schedule, a: _Args) -> Tensor:
@@ -109,7 +116,7 @@ def _forward(schedule: Schedule, a: _Args) -> Tensor:
     return schedule.gathered("all_gather_grouped_matmul", a.x_shard, a.gather_dim, a.gather_size, multiply)
 
 
-def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], d_output: Tensor) -> dict[str, Any]:
     a, needs = s.args, s.needs
     if not (needs.x_shard or needs.weight):
         return {}
@@ -130,23 +137,25 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
         if g.needs_weight:
             gathering = schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
 
-        def meanwhile() -> None:
+        def compute_weight_grad() -> None:
             nonlocal d_weight
             if gathering is not None:
-                rows = g.routing.rows_of(gathering.wait())
+                rows = g.routing.gather_rows(gathering.wait())
                 d_weight = grouped_weight_grad(g.d_output, rows, g.weight, g.routing)
 
         if not g.needs_x:
-            meanwhile()
+            compute_weight_grad()
         else:
             shape = _shape(g)[:-1]
             product = GroupedProduct(g.d_output, g.weight.transpose(1, 2), g.routing, prod(shape))
-            d_x = schedule.grouped_matmul_reduce_scatter(product, shape, scatter_dim=g.gather_dim, meanwhile=meanwhile)
+            d_x = schedule.grouped_matmul_reduce_scatter(
+                product, shape, scatter_dim=g.gather_dim, overlapped_work=compute_weight_grad
+            )
     return d_x, d_weight
 
 
 def _grads_key(g: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
+    return ScheduleKey.from_shard("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
 
 
 def _all_gather_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
@@ -168,11 +177,11 @@ def _all_gather_grouped_matmul_fake(a: _Args) -> Tensor:
 
 
 def _all_gather_grouped_matmul_key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None)
+    return ScheduleKey.from_shard("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None)
 
 
 def _all_gather_grouped_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:
-    return _Args(x_shard, weight, example_routing(x_shard, weight), 0, x_shard.shape[0] * size, None)
+    return _Args(x_shard, weight, make_example_routing(x_shard, weight), 0, x_shard.shape[0] * size, None)
 
 
 ALL_GATHER_GROUPED_MATMUL: Op[_Args] = Op(
@@ -183,7 +192,7 @@ ALL_GATHER_GROUPED_MATMUL: Op[_Args] = Op(
     _all_gather_grouped_matmul_fake,
     key=_all_gather_grouped_matmul_key,
     backward_key=_grads_key,
-    example=_all_gather_grouped_matmul_example,
+    make_example_args=_all_gather_grouped_matmul_example,
     prepare=_prepare,
     saves=("x_shard", "weight", "tokens", "offsets"),
     backward=_backward,

@@ -12,17 +12,17 @@ from fused_tp.backends.schedule import GatherMatmul, Schedule
 from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.core.partition import SymInt
 from fused_tp.ops.arguments import (
-    as_lists,
     bias_grads,
     check_bool,
     checked_linears,
     fake_grads,
-    resized,
-    spread,
-    token_dim,
+    normalize_token_dim,
+    resized_shape,
+    spread_biases,
+    to_lists,
     total_size,
 )
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 @overload
@@ -111,7 +111,7 @@ def all_gather_matmul(
         y [..., M, ..., N]; for a list of weights, a list with a y for each. With `return_gathered`, (y, gathered x).
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
@@ -120,7 +120,7 @@ def all_gather_matmul(
     Source: the decomposition of Wang et al., "Overlap Communication with Dependent Computation via Decomposition in
     Large Deep Learning Models", ASPLOS 2023; sequence parallelism of Korthikanti et al., 2022.
     """
-    weights, biases, has_bias = as_lists(weight, bias)
+    weights, biases, has_bias = to_lists(weight, bias)
     outputs = ALL_GATHER_MATMUL(x_shard, weights, biases, has_bias, gather_dim, gather_size, return_gathered, group)
     result = outputs[: len(weights)] if isinstance(weight, (list, tuple)) else outputs[0]
     return (result, outputs[-1]) if return_gathered else result
@@ -150,16 +150,16 @@ class _Grads(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    x_shard, weights, biases = checked_linears("x_shard", *a[:4], least_dims=2)
+    x_shard, weights, biases = checked_linears("x_shard", *a[:4], min_dims=2)
     check_bool(return_gathered=a.return_gathered)
-    dim = token_dim("gather_dim", a.gather_dim, "x_shard", x_shard)
+    dim = normalize_token_dim("gather_dim", a.gather_dim, "x_shard", x_shard)
     _, size, rank = group_identity(a.group)
     total = total_size("gather_size", a.gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
     return _Args(x_shard, weights, biases, a.has_bias, dim, total, a.return_gathered, a.group)
 
 
 def _forward(schedule: Schedule, a: _Args) -> list[Tensor]:
-    biases = spread(a.biases, a.has_bias)
+    biases = spread_biases(a.biases, a.has_bias)
     call = GatherMatmul(a.x_shard, a.weights, biases, a.gather_dim, a.gather_size, a.return_gathered)
     outputs, gathered = schedule.all_gather_matmul(call)
     return outputs if gathered is None else [*outputs, gathered]
@@ -171,29 +171,31 @@ def _fake(a: _Args) -> list[Tensor]:
     return [*outputs, a.x_shard.new_empty(shape)] if a.return_gathered else outputs
 
 
-def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     a, needs = s.args, s.needs
-    used = [i for i, d in enumerate(grads[: len(a.weights)]) if d is not None]
+    used_outputs = [i for i, d in enumerate(grads[: len(a.weights)]) if d is not None]
     d_gathered = grads[-1] if a.return_gathered else None
-    needs_x = needs.x_shard and (bool(used) or d_gathered is not None)
-    found: dict[str, Any] = {"biases": bias_grads(grads, a.has_bias, needs.biases)}
-    needs_weight = [needs.weights[i] for i in used]
+    needs_x = needs.x_shard and (bool(used_outputs) or d_gathered is not None)
+    result: dict[str, Any] = {"biases": bias_grads(grads, a.has_bias, needs.biases)}
+    needs_weight = [needs.weights[i] for i in used_outputs]
     if needs_x or any(needs_weight):
         d_x, *d_weights = ALL_GATHER_MATMUL_BACKWARD(
-            [grads[i] for i in used],
+            [grads[i] for i in used_outputs],
             d_gathered if needs_x else None,
             a.x_shard,
-            [a.weights[i] for i in used],
+            [a.weights[i] for i in used_outputs],
             needs_weight,
             needs_x,
             a.gather_dim,
             a.gather_size,
             a.group,
         )
-        found["x_shard"] = d_x if needs_x else None
-        given = iter(d_weights)
-        found["weights"] = [next(given) if i in used and needed else None for i, needed in enumerate(needs.weights)]
-    return found
+        result["x_shard"] = d_x if needs_x else None
+        remaining = iter(d_weights)
+        result["weights"] = [
+            next(remaining) if i in used_outputs and needed else None for i, needed in enumerate(needs.weights)
+        ]
+    return result
 
 
 # -- backward: dx_shard is a matmul_reduce_scatter; x is gathered again for dW while it runs ---------------------------
@@ -210,27 +212,29 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
         if any(g.needs_weight):
             gathering = schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
 
-        def meanwhile() -> None:
+        def compute_weight_grads() -> None:
             if gathering is not None:
                 x = gathering.wait()
-                both = zip(g.d_outputs, g.needs_weight, strict=True)
-                d_weights.extend(weight_grad(d, x) for d, needs in both if needs)
+                pairs = zip(g.d_outputs, g.needs_weight, strict=True)
+                d_weights.extend(weight_grad(d, x) for d, needs in pairs if needs)
 
         products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
         if not (g.needs_x and products):
-            meanwhile()
+            compute_weight_grads()
             d_x = None if g.needs_x else g.x_shard.new_empty(0)
         else:
-            d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=g.gather_dim, meanwhile=meanwhile)
+            d_x = schedule.matmul_reduce_scatter(
+                products, None, scatter_dim=g.gather_dim, overlapped_work=compute_weight_grads
+            )
         if g.d_gathered is not None:
-            direct = schedule.reduce_scatter(g.d_gathered, scatter_dim=g.gather_dim)
-            d_x = direct if d_x is None else d_x.add_(direct)
+            d_returned_x = schedule.reduce_scatter(g.d_gathered, scatter_dim=g.gather_dim)
+            d_x = d_returned_x if d_x is None else d_x.add_(d_returned_x)
     assert d_x is not None, "backward runs only if some result has a gradient"
     return [d_x, *d_weights]
 
 
 def _grads_key(g: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1])
+    return ScheduleKey.from_shard("matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1])
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -238,7 +242,7 @@ def _grads_fake(g: _Grads) -> list[Tensor]:
 
 
 def _gathered_shape(a: _Args | _Grads) -> list[int]:
-    return resized(a.x_shard, a.gather_dim, a.gather_size)
+    return resized_shape(a.x_shard, a.gather_dim, a.gather_size)
 
 
 ALL_GATHER_MATMUL_BACKWARD: Op[_Grads] = Op(
@@ -247,7 +251,7 @@ ALL_GATHER_MATMUL_BACKWARD: Op[_Grads] = Op(
 
 
 def _all_gather_matmul_key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None)
+    return ScheduleKey.from_shard("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None)
 
 
 def _all_gather_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:
@@ -262,7 +266,7 @@ ALL_GATHER_MATMUL: Op[_Args] = Op(
     _fake,
     key=_all_gather_matmul_key,
     backward_key=_grads_key,
-    example=_all_gather_matmul_example,
+    make_example_args=_all_gather_matmul_example,
     prepare=_prepare,
     saves=("x_shard", "weights"),
     backward=_backward,

@@ -12,7 +12,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor, checked_number
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def all_reduce_rms_norm(
@@ -41,7 +41,7 @@ def all_reduce_rms_norm(
         (normed, new_residual), both [..., N] in residual's dtype.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
@@ -84,7 +84,7 @@ def _is_positive(x: float) -> bool:
     return x > 0
 
 
-def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
     """Return the gradients; no communication."""
     (new_residual,), norm_weight, needs = s.outputs, s.args.norm_weight, s.needs
     d_h, d_weight = rms_norm_backward(d_normed, new_residual, norm_weight, s.args.eps)
@@ -120,7 +120,7 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1])
+    return ScheduleKey.from_shard("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1])
 
 
 def _example(size: int, partial: Tensor) -> _Args:
@@ -134,9 +134,9 @@ ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     _forward,
     _fake,
     key=_key,
-    example=_example,
+    make_example_args=_example,
     prepare=_prepare,
     saves=("norm_weight", 1),
     backward=_backward,
-    once=True,
+    has_local_backward=True,
 )

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.all_to_all import Swap, TensorShare, all_to_all_by, places_of
-from fused_tp.attention.layout import all_tokens, local_length
+from fused_tp.attention.all_to_all import Swap, TensorShare, all_to_all_for, row_ranges_in_sequence
+from fused_tp.attention.layout import local_length, tokens_by_rank
 from fused_tp.attention.spec import AttentionArguments
 from fused_tp.backends.registry import ALL_TO_ALL
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import Group, group_by_name
 from fused_tp.core.pending import accumulate_dtype, checksum
 from fused_tp.core.tracing import span
-from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, describe
-from fused_tp.ops.op import OPS, AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, describe_call
+from fused_tp.ops.op import OPS, AnyGroup, Op, SavedForBackward, ScheduleKey
 
-OP = "ulysses_attention"
+ULYSSES_OP = "ulysses_attention"
 
 
 @dataclass(frozen=True)
@@ -36,32 +36,32 @@ class HeadShares:
     ranks: int
 
     @property
-    def own(self) -> int:
+    def heads_per_rank(self) -> int:
         """Number of query heads per rank."""
         return self.heads // self.ranks
 
     @property
-    def repeated(self) -> bool:
+    def has_repeated_heads(self) -> bool:
         """True if key heads are sent to more than one rank."""
         return self.kv_heads % self.ranks != 0
 
-    def of(self, kind: str, rank: int) -> range:
-        """The query heads (`kind` "q") or key heads ("k") of `rank`."""
-        first, stop = rank * self.own, (rank + 1) * self.own
-        if kind == "q":
+    def heads_of_rank(self, role: str, rank: int) -> range:
+        """Return the query heads (`role` "q") or key heads ("k") of `rank`."""
+        first, stop = rank * self.heads_per_rank, (rank + 1) * self.heads_per_rank
+        if role == "q":
             return range(first, stop)
         per_kv_head = self.heads // self.kv_heads
         return range(first // per_kv_head, (stop - 1) // per_kv_head + 1)
 
-    def dtype(self, kind: str, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of a tensor of `kind` and `dtype` once it is sharded by heads.
+    def dtype_by_heads(self, role: str, dtype: torch.dtype) -> torch.dtype:
+        """Dtype, once it is sharded by heads, of a tensor of queries (`role` "q") or keys ("k") with dtype `dtype`.
 
         Key heads that are sent to several ranks are fp32, so that their gradients are summed in fp32.
         """
-        return accumulate_dtype(dtype) if kind == "k" and self.repeated else dtype
+        return accumulate_dtype(dtype) if role == "k" and self.has_repeated_heads else dtype
 
 
-def check_shared(heads: int, ranks: int) -> None:
+def check_head_count(heads: int, ranks: int) -> None:
     """Raise ValueError unless the number of query heads is a multiple of the number of ranks."""
     if heads % ranks:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -72,7 +72,7 @@ def check_shared(heads: int, ranks: int) -> None:
         )
 
 
-def moved_columns(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
+def elements_per_token(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
     """Number of elements of one token over all heads of q, k and v, given their shapes."""
     return q[2] * q[3] + k[2] * (k[3] + v[3])
 
@@ -103,7 +103,7 @@ class HeadsExchange(NamedTuple):
 
 class _Args(NamedTuple):
     xs: list[Tensor]
-    moved: HeadsExchange
+    exchange: HeadsExchange
     attention: AttentionArguments
     group: AnyGroup
 
@@ -112,93 +112,107 @@ class _Args(NamedTuple):
         return group_by_name(self.group)
 
     @property
-    def shared(self) -> HeadShares:
-        return HeadShares(self.moved.heads, self.moved.kv_heads, self.ranks.size)
+    def head_shares(self) -> HeadShares:
+        return HeadShares(self.exchange.heads, self.exchange.kv_heads, self.ranks.size)
 
-    def part(self, rank: int) -> int:
-        return self.moved.first_part + rank * self.moved.stride
+    def layout_shard(self, rank: int) -> int:
+        return self.exchange.first_part + rank * self.exchange.stride
 
-    def rows(self, kind: str, rank: int) -> int:
-        """Number of queries (`kind` "q") or keys ("k") that `rank` holds."""
-        length = self.attention.seq_len if kind == "q" else self.attention.seq_len_kv
-        return local_length(length, self.moved.parts, self.part(rank), self.attention.layout)
+    def num_rows(self, role: str, rank: int) -> int:
+        """Number of queries (`role` "q") or keys ("k") that `rank` holds."""
+        length = self.attention.seq_len if role == "q" else self.attention.seq_len_kv
+        return local_length(length, self.exchange.parts, self.layout_shard(rank), self.attention.layout)
 
-    def dtypes(self, to_heads: bool) -> list[torch.dtype]:
-        """Dtypes of the results; see `HeadShares.dtype`."""
-        both = zip(self.moved.kinds, self.xs, strict=True)
+    def result_dtypes(self, to_heads: bool) -> list[torch.dtype]:
+        """Dtypes of the results; see `HeadShares.dtype_by_heads`."""
+        roles_and_tensors = zip(self.exchange.kinds, self.xs, strict=True)
         if to_heads:
-            return [self.shared.dtype(kind, x.dtype) for kind, x in both]
-        return [x.dtype if kind == "q" else self.xs[0].dtype for kind, x in both]
+            return [self.head_shares.dtype_by_heads(role, x.dtype) for role, x in roles_and_tensors]
+        return [x.dtype if role == "q" else self.xs[0].dtype for role, x in roles_and_tensors]
 
-    def exchange(self, to_heads: bool) -> tuple[Swap, str]:
-        """Return the exchange, and a description of the call, whose checksum is compared between ranks.
+    def swap_and_description(self, to_heads: bool) -> tuple[Swap, str]:
+        """Return the swap of all tensors, and a description of the call, whose checksum is compared between ranks.
 
         Raises:
             ValueError: cu_seqlens is invalid.
         """
-        moved, mask, batch = self.moved, self.attention.mask(), self.xs[0].shape[0]
-        words = describe(
-            self.attention, mask, alibi_slopes=moved.has_slopes, sinks=moved.has_sinks, return_lse=moved.return_lse
+        exchange, mask, batch = self.exchange, self.attention.mask(), self.xs[0].shape[0]
+        description = describe_call(
+            self.attention,
+            mask,
+            alibi_slopes=exchange.has_slopes,
+            sinks=exchange.has_sinks,
+            return_lse=exchange.return_lse,
         )
-        of_kind = {
-            "q": self._share("q", mask.seq_len, mask.cu_seqlens),
-            "k": self._share("k", mask.seq_len_kv, mask.cu_seqlens_kv or mask.cu_seqlens),
+        shares_by_role = {
+            "q": self._tensor_share("q", mask.seq_len, mask.cu_seqlens),
+            "k": self._tensor_share("k", mask.seq_len_kv, mask.cu_seqlens_kv or mask.cu_seqlens),
         }
-        dims = (batch, mask.seq_len, moved.heads, moved.kv_heads, moved.columns, len(self.xs), checksum(words))
-        found = tuple(of_kind[kind] for kind in moved.kinds)
-        return Swap(OP, dims, self.ranks.rank, found, tuple(self.dtypes(to_heads))), words
+        dims = (
+            batch,
+            mask.seq_len,
+            exchange.heads,
+            exchange.kv_heads,
+            exchange.columns,
+            len(self.xs),
+            checksum(description),
+        )
+        shares = tuple(shares_by_role[role] for role in exchange.kinds)
+        return Swap(ULYSSES_OP, dims, self.ranks.rank, shares, tuple(self.result_dtypes(to_heads))), description
 
-    def _share(self, kind: str, length: int, bounds: tuple[int, ...]) -> TensorShare:
-        tokens = all_tokens(length, self.moved.parts, self.attention.layout, bounds)
+    def _tensor_share(self, role: str, length: int, bounds: tuple[int, ...]) -> TensorShare:
+        tokens = tokens_by_rank(length, self.exchange.parts, self.attention.layout, bounds)
         ranks = range(self.ranks.size)
-        every = self.moved.heads if kind == "q" else self.moved.kv_heads
-        heads = tuple(self.shared.of(kind, rank) for rank in ranks)
-        return TensorShare(places_of(tuple(tokens[self.part(rank)] for rank in ranks)), heads, every)
+        num_heads = self.exchange.heads if role == "q" else self.exchange.kv_heads
+        heads = tuple(self.head_shares.heads_of_rank(role, rank) for rank in ranks)
+        return TensorShare(
+            row_ranges_in_sequence(tuple(tokens[self.layout_shard(rank)] for rank in ranks)), heads, num_heads
+        )
 
 
 def _key(a: _Args) -> ScheduleKey:
     """Key for dispatch, by the size of the first exchange of a call, which sends q, k and v."""
     tokens = a.attention.seq_len * a.xs[0].shape[0]
-    return ScheduleKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.moved.columns)
+    return ScheduleKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.exchange.columns)
 
 
-def _move(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
-    exchange, words = a.exchange(to_heads)
-    by = all_to_all_by(schedule)
-    way = "heads" if to_heads else "sequence"
-    with span(f"all_to_all to {way} ({by.name})"), annotate_mismatch(OP, exchange.rank, words):
-        return by.move(to_heads, exchange, a.xs)
+def _run_swap(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
+    swap, description = a.swap_and_description(to_heads)
+    transport = all_to_all_for(schedule)
+    direction = "heads" if to_heads else "sequence"
+    with span(f"all_to_all to {direction} ({transport.name})"), annotate_mismatch(ULYSSES_OP, swap.rank, description):
+        return transport.run(to_heads, swap, a.xs)
 
 
 def _to_heads_fake(a: _Args) -> list[Tensor]:
-    group, found = a.ranks, []
-    for kind, x, dtype in zip(a.moved.kinds, a.xs, a.dtypes(to_heads=True), strict=True):
-        length = sum(a.rows(kind, rank) for rank in range(group.size))
-        shape = (x.shape[0], length, len(a.shared.of(kind, group.rank)), x.shape[3])
-        found.append(x.new_empty(shape, dtype=dtype))
-    return found
+    group, results = a.ranks, []
+    for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(to_heads=True), strict=True):
+        length = sum(a.num_rows(role, rank) for rank in range(group.size))
+        shape = (x.shape[0], length, len(a.head_shares.heads_of_rank(role, group.rank)), x.shape[3])
+        results.append(x.new_empty(shape, dtype=dtype))
+    return results
 
 
 def _to_sequence_fake(a: _Args) -> list[Tensor]:
-    found = []
-    for kind, x, dtype in zip(a.moved.kinds, a.xs, a.dtypes(to_heads=False), strict=True):
-        heads = a.moved.heads if kind == "q" else a.moved.kv_heads
-        found.append(x.new_empty((x.shape[0], a.rows(kind, a.ranks.rank), heads, x.shape[3]), dtype=dtype))
-    return found
+    results = []
+    for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(to_heads=False), strict=True):
+        heads = a.exchange.heads if role == "q" else a.exchange.kv_heads
+        results.append(x.new_empty((x.shape[0], a.num_rows(role, a.ranks.rank), heads, x.shape[3]), dtype=dtype))
+    return results
 
 
 # Gradients of all results are sent, with zeros for unused results: different ranks may use different results, but their
 # message sizes must agree.
-def _backward(way_back: str, s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
-    return {"xs": OPS[way_back](grads, *s.args.moved, *s.args.attention, s.args.group)}
+def _backward(reverse_op: str, s: SavedForBackward[_Args], grads: list[Tensor]) -> dict[str, Any]:
+    return {"xs": OPS[reverse_op](grads, *s.args.exchange, *s.args.attention, s.args.group)}
 
 
 def _example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
     arguments = checked_arguments(AttentionArguments(), q, k, v, size, 0)
-    check_shared(q.shape[2], size)
-    columns = moved_columns(q.shape, k.shape, v.shape)
-    moved = HeadsExchange("qkk", q.shape[2], k.shape[2], columns, False, False, False, size, 0, 1)
-    return _Args([q, k, v], moved, arguments, None)
+    check_head_count(q.shape[2], size)
+    columns = elements_per_token(q.shape, k.shape, v.shape)
+    exchange = HeadsExchange("qkk", q.shape[2], k.shape[2], columns, False, False, False, size, 0, 1)
+    return _Args([q, k, v], exchange, arguments, None)
 
 
 # Converts each tensor from [B, this rank's tokens, all heads, D] to [B, all tokens of the group, this rank's heads, D].
@@ -206,11 +220,11 @@ SEQUENCE_TO_HEADS: Op[_Args] = Op(
     "sequence_to_heads",
     _Args,
     "Tensor[]",
-    partial(_move, True),
+    partial(_run_swap, True),
     _to_heads_fake,
     key=_key,
     backward_key=_key,
-    example=_example,
+    make_example_args=_example,
     saves=("cu_seqlens", "cu_seqlens_kv"),
     backward=partial(_backward, "heads_to_sequence"),
 )
@@ -220,7 +234,7 @@ HEADS_TO_SEQUENCE: Op[_Args] = Op(
     "heads_to_sequence",
     _Args,
     "Tensor[]",
-    partial(_move, False),
+    partial(_run_swap, False),
     _to_sequence_fake,
     key=_key,
     saves=("cu_seqlens", "cu_seqlens_kv"),

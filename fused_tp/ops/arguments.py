@@ -18,44 +18,46 @@ from fused_tp.backends.gemm import bias_grad
 from fused_tp.backends.grouped import Routing
 from fused_tp.core.partition import shard_range
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_FLOAT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def check_local(name: str, t: Any) -> None:
     """Check that `t` is a dense tensor local to this rank, of any dtype."""
-    plain = type(t) is Tensor or type(t) is Parameter
-    if not plain and not isinstance(t, Tensor):
+    is_plain = type(t) is Tensor or type(t) is Parameter
+    if not is_plain and not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
     if not is_dynamo_compiling():
-        _check_memory(name, t, plain)
-    if not plain and hasattr(t, "to_local"):  # not isinstance: importing DTensor costs every program 0.6 s
+        _check_memory(name, t, is_plain)
+    if not is_plain and hasattr(t, "to_local"):  # not isinstance: importing DTensor costs every program 0.6 s
         raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's shard, {name}.to_local().")
 
 
-def _check_memory(name: str, t: Tensor, plain: bool) -> None:
+def _check_memory(name: str, t: Tensor, is_plain: bool) -> None:
     """Check that `t` is stored in dense memory, which native code and peers read.
 
-    The memory address is checked only if `t` is `plain`, not a subclass of Tensor.
+    The memory address is checked only if `is_plain`: if `t` is not of a subclass of Tensor.
     """
     if t.layout is not torch.strided or t.is_nested:
-        kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.").removeprefix("_")
-        raise TypeError(f"{name} is a {kind} tensor; pass a dense tensor ({name}.to_dense(), or to_padded_tensor).")
+        kind_name = "nested" if t.is_nested else str(t.layout).removeprefix("torch.").removeprefix("_")
+        raise TypeError(
+            f"{name} is a {kind_name} tensor; pass a dense tensor ({name}.to_dense(), or to_padded_tensor)."
+        )
     if t.is_quantized:
         raise TypeError(f"{name} is quantized; pass {name}.dequantize().")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         if not torch._C._are_functorch_transforms_active():
             raise TypeError(f"{name} was created in a torch.func transform that has exited; return it from there.")
-    elif plain and not t.is_meta and t.numel() and not (t.data_ptr() or t._is_zerotensor()):
+    elif is_plain and not t.is_meta and t.numel() and not (t.data_ptr() or t._is_zerotensor()):
         raise ValueError(f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed. Allocate it again.")
 
 
-def check_tensor(name: str, t: Any, *, least_dims: int = 1) -> None:
-    """Check that `t` is a local floating-point tensor with at least `least_dims` dims."""
+def check_tensor(name: str, t: Any, *, min_dims: int = 1) -> None:
+    """Check that `t` is a local floating-point tensor with at least `min_dims` dims."""
     check_local(name, t)
-    if t.dtype not in _DTYPES:
+    if t.dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{name} has dtype {t.dtype}; the op supports float16, bfloat16, float32 and float64.")
-    if t.ndim < least_dims:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; it needs at least {least_dims} dims.")
+    if t.ndim < min_dims:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; it needs at least {min_dims} dims.")
 
 
 def check_like(name: str, t: Any, like_name: str, like: Tensor) -> None:
@@ -105,49 +107,50 @@ def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
     return [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
 
 
-def checked_linear(x_name: str, x: Any, weight: Any, bias: Any, *, least_dims: int = 1) -> tuple[Any, Any, Any]:
+def checked_linear(x_name: str, x: Any, weight: Any, bias: Any, *, min_dims: int = 1) -> tuple[Any, Any, Any]:
     """Cast `x`, `weight` and `bias` to autocast's dtype and check that they fit each other."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
-    check_tensor(x_name, x, least_dims=least_dims)
+    check_tensor(x_name, x, min_dims=min_dims)
     check_linear(x_name, x, weight, bias)
     return x, weight, bias
 
 
 def checked_linears(
-    x_name: str, x: Any, weights: list[Any], biases: list[Any], has_bias: Sequence[bool], *, least_dims: int = 1
+    x_name: str, x: Any, weights: list[Any], biases: list[Any], has_bias: Sequence[bool], *, min_dims: int = 1
 ) -> tuple[Any, list[Any], list[Any]]:
     """Apply `checked_linear` to every weight, and to its bias if it has one."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         (x,), weights, biases = cast(dtype, x), cast(dtype, *weights), cast(dtype, *biases)
-    check_tensor(x_name, x, least_dims=least_dims)
-    for i, (weight, bias) in enumerate(zip(weights, spread(biases, has_bias), strict=True)):
+    check_tensor(x_name, x, min_dims=min_dims)
+    for i, (weight, bias) in enumerate(zip(weights, spread_biases(biases, has_bias), strict=True)):
         check_linear(x_name, x, weight, bias, f"[{i}]" if len(weights) > 1 else "")
     return x, weights, biases
 
 
 def checked_grouped(
-    x_name: str, x: Any, weight: Any, tokens: Any, offsets: Any, scale: Any = None, *, least_dims: int = 1
+    x_name: str, x: Any, weight: Any, tokens: Any, offsets: Any, scale: Any = None, *, min_dims: int = 1
 ) -> tuple[Any, Any]:
     """Cast `x` [..., K] and `weight` [experts, N, K] to autocast's dtype; check them and the routing tensors."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight = cast(dtype, x, weight)
-    check_tensor(x_name, x, least_dims=least_dims)
+    check_tensor(x_name, x, min_dims=min_dims)
     check_like("weight", weight, x_name, x)
     if weight.ndim != 3 or weight.shape[2] != x.shape[-1] or not len(weight):
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; it must be [experts, out, {x.shape[-1]}], because {x_name} has "
             f"shape {tuple(x.shape)}."
         )
-    for name, numbers, wanted in (("tokens", tokens, torch.int64), ("offsets", offsets, torch.int32)):
-        check_local(name, numbers)
-        check_device(name, numbers, x_name, x)
-        if numbers.dtype != wanted or numbers.ndim != 1:
+    for name, routing_tensor, required_dtype in (("tokens", tokens, torch.int64), ("offsets", offsets, torch.int32)):
+        check_local(name, routing_tensor)
+        check_device(name, routing_tensor, x_name, x)
+        if routing_tensor.dtype != required_dtype or routing_tensor.ndim != 1:
             raise TypeError(
-                f"{name} is {numbers.dtype} of shape {tuple(numbers.shape)}; it must be {wanted} with one dim."
+                f"{name} is {routing_tensor.dtype} of shape {tuple(routing_tensor.shape)}; it must be {required_dtype} "
+                "with one dim."
             )
     check_shape("offsets", offsets, weight.shape[:1], "one for each expert of weight")
     if scale is not None:
@@ -176,7 +179,7 @@ def checked_sizes(name: str, sizes: Any) -> list[int]:
     return list(sizes)
 
 
-def example_routing(x: Tensor, weight: Tensor) -> Routing:
+def make_example_routing(x: Tensor, weight: Tensor) -> Routing:
     """Uninitialized routing with one row per token of `x`, for `explain`, which reads no values."""
     return Routing(
         torch.empty(prod(x.shape[:-1]), dtype=torch.int64, device=x.device),
@@ -184,7 +187,7 @@ def example_routing(x: Tensor, weight: Tensor) -> Routing:
     )
 
 
-def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
+def to_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
     """Return (weights, biases that are not None, has_bias): three lists, the last with one bool per weight.
 
     Biases that are None are omitted because autograd does not track lists that contain None.
@@ -205,23 +208,23 @@ def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
     return list(weight), [b for b in bias if b is not None], [b is not None for b in bias]
 
 
-def spread(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
-    """Undo `as_lists`: return a list with a bias or None for each weight."""
-    found: list[Tensor | None] = [None] * len(has_bias)
+def spread_biases(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
+    """Undo `to_lists`: return a list with a bias or None for each weight."""
+    spread: list[Tensor | None] = [None] * len(has_bias)
     if biases:
-        given = iter(biases)
-        for at, has in enumerate(has_bias):
-            if has:
-                found[at] = next(given)
-    return found
+        remaining = iter(biases)
+        for index, is_present in enumerate(has_bias):
+            if is_present:
+                spread[index] = next(remaining)
+    return spread
 
 
 def bias_grads(
     d_outputs: Sequence[Tensor | None], has_bias: Sequence[bool], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return a gradient or None for each bias that is not None."""
-    owners = [d for d, has in zip(d_outputs, has_bias, strict=False) if has]
-    return [bias_grad(d) if needed and d is not None else None for d, needed in zip(owners, needs, strict=True)]
+    bias_d_outputs = [d for d, is_present in zip(d_outputs, has_bias, strict=False) if is_present]
+    return [bias_grad(d) if needed and d is not None else None for d, needed in zip(bias_d_outputs, needs, strict=True)]
 
 
 def fake_grads(x: Tensor, needs_x: bool, weights: Sequence[Tensor], needs_weight: Sequence[bool]) -> list[Tensor]:
@@ -235,9 +238,9 @@ def fake_grouped_grads(x: Tensor, needs_x: bool, weight: Tensor, needs_weight: b
     return x.new_empty(x.shape if needs_x else 0), x.new_empty(weight.shape if needs_weight else 0)
 
 
-def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
+def normalize_token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
     """Normalize `dim` of `t` to be non-negative. Raise for the last dim, which is the feature dim of the matmul."""
-    dim = any_dim(name, dim, t_name, t)
+    dim = normalize_dim(name, dim, t_name, t)
     if dim == t.ndim - 1:
         raise ValueError(
             f"{name}={dim} is the last dim of {t_name}, the feature dim; pass a token dim, 0 to {t.ndim - 2}."
@@ -245,7 +248,7 @@ def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
     return dim
 
 
-def any_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
+def normalize_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
     """Normalize `dim` of `t` to be non-negative."""
     check_int(name, dim)
     if not -t.ndim <= dim < t.ndim:
@@ -253,7 +256,7 @@ def any_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
     return int(dim % t.ndim)
 
 
-def resized(t: Tensor, dim: int, size: int) -> list[int]:
+def resized_shape(t: Tensor, dim: int, size: int) -> list[int]:
     """Shape of `t` with `dim` replaced by `size`."""
     return [*t.shape[:dim], size, *t.shape[dim + 1 :]]
 
@@ -263,12 +266,12 @@ def is_int(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def check_int(name: str, value: Any, least: int | None = None, what: str = "") -> None:
-    """Check that `value` is an integer (not a bool) of at least `least`. `what` is appended to the error message."""
+def check_int(name: str, value: Any, minimum: int | None = None, suffix: str = "") -> None:
+    """Check that `value` is an integer (not a bool) of at least `minimum`; `suffix` ends the error message."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}.")
-    if least is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}{what}.")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}{suffix}.")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} is {value}; it must fit in 64 bits.")
 
@@ -280,38 +283,40 @@ def check_integers(name: str, t: Any) -> None:
         raise TypeError(f"{name} has dtype {t.dtype}; it must be int32 or int64.")
 
 
-def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed: str, kind: str = "a float") -> float:
-    """Convert `value` to float and check the condition `holds`, which `needed` describes in the error message."""
+def checked_number(
+    name: str, value: Any, is_valid: Callable[[float], bool], requirement: str, type_name: str = "a float"
+) -> float:
+    """Convert `value` to float and check it with `is_valid`; `requirement` describes valid values in the message."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be {kind}, not {type(value).__name__}.")
+        raise TypeError(f"{name} must be {type_name}, not {type(value).__name__}.")
     try:
         number = float(value)
     except OverflowError:
-        raise ValueError(f"{name} is an int too large for a float; it must be {needed}.") from None
-    if not holds(number):
-        raise ValueError(f"{name} is {value}; it must be {needed}.")
+        raise ValueError(f"{name} is an int too large for a float; it must be {requirement}.") from None
+    if not is_valid(number):
+        raise ValueError(f"{name} is {value}; it must be {requirement}.")
     return number
 
 
-def check_bool(**given: Any) -> None:
+def check_bool(**values: Any) -> None:
     """Check that each value is a bool. Other types are rejected because, for example, the string "False" is true."""
-    for name, value in given.items():
+    for name, value in values.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, not {type(value).__name__}.")
 
 
-def total_size(name: str, given: Any, length: int, world_size: int, rank: int, what: str) -> int:
+def total_size(name: str, total: Any, length: int, world_size: int, rank: int, owner: str) -> int:
     """Return the length over all ranks of a dim that has `length` on this rank.
 
-    `given` is the length that the caller passed, which is checked; None means that all shards are equal.
+    `total` is the length that the caller passed, which is checked; None means that all shards are equal.
     """
-    if given is None:
+    if total is None:
         return length * world_size
-    check_int(name, given)
-    start, stop = shard_range(given, world_size, rank) if given >= 0 else (0, -1)
+    check_int(name, total)
+    start, stop = shard_range(total, world_size, rank) if total >= 0 else (0, -1)
     if stop - start != length:
         raise ValueError(
-            f"{name}={given} sharded over {world_size} ranks by torch.chunk assigns {max(0, stop - start)} to rank "
-            f"{rank}, but {what} has length {length}. {name} must be the sum of the lengths on all ranks."
+            f"{name}={total} sharded over {world_size} ranks by torch.chunk assigns {max(0, stop - start)} to rank "
+            f"{rank}, but {owner} has length {length}. {name} must be the sum of the lengths on all ranks."
         )
-    return int(given)
+    return int(total)

@@ -1,7 +1,7 @@
 """Arguments shared by all ops of context parallel attention, and their checks.
 
 Plans depend on the values of cu_seqlens, which the host must read. Public functions only move the tensor to the CPU
-(`on_host`), so that torch.compile can trace them. The op reads the values, because it runs on real tensors only.
+(`move_to_cpu`), so that torch.compile can trace them. The op reads the values, because it runs on real tensors only.
 """
 
 from __future__ import annotations
@@ -85,17 +85,17 @@ def with_keywords(keywords: Any, arguments: type[Any] = AttentionArguments) -> C
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        *own, _ = signature.parameters.values()
-        named = [
+        *positional, _ = signature.parameters.values()
+        keyword_only = [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=arguments._field_defaults[name],
-                annotation=kind.__forward_arg__,
+                annotation=annotation.__forward_arg__,
             )
-            for name, kind in keywords.__annotations__.items()
+            for name, annotation in keywords.__annotations__.items()
         ]
-        vars(function)["__signature__"] = signature.replace(parameters=[*own, *named])
+        vars(function)["__signature__"] = signature.replace(parameters=[*positional, *keyword_only])
         return function
 
     return decorate
@@ -106,39 +106,44 @@ _ATTENTION_KEYWORDS = frozenset(AttentionKeywords.__annotations__)
 SCORE_KEYWORDS = frozenset(ScoreKeywords.__annotations__)
 
 
-def check_keywords(op: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
+def check_keywords(op: str, keywords: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raise TypeError for keywords that the public function `op` does not accept."""
-    for name in given:
+    for name in keywords:
         if name not in known:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
 
 
-def arguments_of(op: str, keywords: Mapping[str, Any], **inner: Any) -> AttentionArguments:
+def build_arguments(op: str, keywords: Mapping[str, Any], **internal: Any) -> AttentionArguments:
     """Build the arguments after q, k and v from the keywords of the public function `op`; checks `dropout_p` only."""
     check_keywords(op, keywords, _ATTENTION_KEYWORDS)
     dropout_p = keywords.get("dropout_p", 0.0)
     if dropout_p != 0.0 or type(dropout_p) is not float:
-        dropout_p = checked_number("dropout_p", dropout_p, _is_dropout, "in [0, 1)")
+        dropout_p = checked_number("dropout_p", dropout_p, _is_valid_dropout, "in [0, 1)")
     # The seed is drawn from the CPU generator for tensors on any device, so that reading it does not synchronize the
     # host. It is drawn before the other checks, so that a rejected call advances the generator like any other call.
     seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p else None
-    return AttentionArguments(**{**keywords, **inner, "seed": seed})
+    return AttentionArguments(**{**keywords, **internal, "seed": seed})
 
 
-def _is_dropout(p: float) -> bool:
+def _is_valid_dropout(p: float) -> bool:
     return 0 <= p < 1
 
 
-def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: int, rank: int) -> AttentionArguments:
-    """Check `given` and fill in its missing fields, for rank `rank` of the `size` ranks that share the sequence.
+def checked_arguments(
+    arguments: AttentionArguments, q: Any, k: Any, v: Any, size: int, rank: int
+) -> AttentionArguments:
+    """Check `arguments` and fill in its missing fields, for rank `rank` of the `size` ranks that share the sequence.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
     """
-    check_heads(q, k, v)
-    check_bool(causal=given.causal)
-    bounds, bounds_kv = on_host("cu_seqlens", given.cu_seqlens), on_host("cu_seqlens_kv", given.cu_seqlens_kv)
-    layout, seq_len_kv = given.layout, cast("int | None", given.seq_len_kv)
+    check_qkv(q, k, v)
+    check_bool(causal=arguments.causal)
+    bounds, bounds_kv = (
+        move_to_cpu("cu_seqlens", arguments.cu_seqlens),
+        move_to_cpu("cu_seqlens_kv", arguments.cu_seqlens_kv),
+    )
+    layout, seq_len_kv = arguments.layout, cast("int | None", arguments.seq_len_kv)
     check_layout(layout, documents=bounds is not None)
     if bounds is None and bounds_kv is not None:
         raise ValueError("cu_seqlens_kv was passed without cu_seqlens; pass cu_seqlens, the documents of the queries.")
@@ -148,46 +153,46 @@ def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: i
             "head_dim]). Each rank must hold the queries and keys of the same tokens. For cross-attention, pass "
             "seq_len_kv, the total length of the keys."
         )
-    total = total_kv = total_length("seq_len", given.seq_len, "q", q.shape[1], size, rank, layout)
+    total = total_kv = total_length("seq_len", arguments.seq_len, "q", q.shape[1], size, rank, layout)
     if seq_len_kv is not None or k.shape[1] != q.shape[1]:
         total_kv = total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout)
     for name, length in (("q", total), ("k", total_kv)):
         if length >= 2**31:
             raise ValueError(f"{name} has {length} tokens over all ranks; at most 2**31 - 1 are supported.")
-    return checked_scores(given, q)._replace(
+    return checked_scores(arguments, q)._replace(
         cu_seqlens=bounds,
         cu_seqlens_kv=bounds_kv,
-        dropout_p=float(given.dropout_p),
+        dropout_p=float(arguments.dropout_p),
         joined=1,
         seq_len=total,
         seq_len_kv=total_kv,
     )
 
 
-def checked_scores(given: A, q: Tensor) -> A:
-    """Check the ScoreKeywords except `causal` in the NamedTuple `given`; return it with defaults filled in."""
+def checked_scores(arguments: A, q: Tensor) -> A:
+    """Check the ScoreKeywords except `causal` in the NamedTuple `arguments`; return it with defaults filled in."""
     for name in ("alibi_slopes", "sinks"):
-        check_per_head(name, getattr(given, name), q)
-    scale = given.scale
+        check_per_head(name, getattr(arguments, name), q)
+    scale = arguments.scale
     if scale is not None:
         scale = checked_number("scale", scale, isfinite, "finite", "a float or None")
-    checked: A = given._replace(
-        window=list(checked_window(given.window)),
+    checked: A = arguments._replace(
+        window=list(checked_window(arguments.window)),
         scale=float(q.shape[3]) ** -0.5 if scale is None else scale,
-        softcap=checked_softcap(given.softcap),
+        softcap=checked_softcap(arguments.softcap),
     )
     return checked
 
 
-def describe(arguments: AttentionArguments, mask: AttentionMask, **given: bool) -> str:
-    """Return a text of all arguments, besides shapes, that must be equal on all ranks; `given` adds further flags.
+def describe_call(arguments: AttentionArguments, mask: AttentionMask, **flags: bool) -> str:
+    """Return a text of all arguments, besides shapes, that must be equal on all ranks, and of `flags`.
 
     Ranks compare the checksum of this text, not the values, because shared memory calls compare at most eight numbers.
     """
     bounds = mask.cu_seqlens, mask.cu_seqlens_kv
     documents = f"checksum {checksum(repr(bounds))}" if any(bounds) else "one length"
     return ", ".join(
-        [str(arguments), *(f"{name}={value}" for name, value in given.items()), f"documents of {documents}"]
+        [str(arguments), *(f"{name}={value}" for name, value in flags.items()), f"documents of {documents}"]
     )
 
 
@@ -204,7 +209,7 @@ def annotate_mismatch(op: str, rank: int, description: str) -> Iterator[None]:
         ) from error
 
 
-def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
+def move_to_cpu(name: str, cu_seqlens: Any) -> Tensor | None:
     """Return `cu_seqlens` on the CPU, or None for None. A copy from a GPU synchronizes with it.
 
     Raises:
@@ -223,7 +228,7 @@ def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
     return cu_seqlens.cpu()
 
 
-def check_heads(q: Any, k: Any, v: Any) -> None:
+def check_qkv(q: Any, k: Any, v: Any) -> None:
     """Raise TypeError or ValueError unless the dtypes, devices and shapes of q, k and v are compatible."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if isinstance(t, Tensor) and t.is_nested:
@@ -237,52 +242,55 @@ def check_heads(q: Any, k: Any, v: Any) -> None:
     check_shapes(q, k, v)
 
 
-def check_dtypes(q: Any, k: Any, v: Any, of: str = "") -> None:
-    """Check that q, k and v share dtype and device; `of` is appended to the names of k and v."""
+def check_dtypes(q: Any, k: Any, v: Any, suffix: str = "") -> None:
+    """Check that q, k and v share dtype and device; `suffix` is appended to the names of k and v."""
     check_tensor("q", q)
-    check_like(f"k{of}", k, "q", q)
-    check_like(f"v{of}", v, "q", q)
+    check_like(f"k{suffix}", k, "q", q)
+    check_like(f"v{suffix}", v, "q", q)
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, of: str = "", *, batch: bool = True) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, suffix: str = "", *, batch: bool = True) -> None:
     """Check that heads, head_dim and, if `batch`, the batch sizes of q, k and v are compatible.
 
-    `of` is appended to the names of k and v in errors.
+    `suffix` is appended to the names of k and v in errors.
     """
     if batch and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k{of} has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
+        raise ValueError(f"k{suffix} has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
     if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k{of} has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
+        raise ValueError(f"k{suffix} has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
     if q.shape[2] % k.shape[2] != 0:
-        raise ValueError(f"k{of} has {k.shape[2]} heads; the {q.shape[2]} heads of q must be a multiple of them.")
+        raise ValueError(f"k{suffix} has {k.shape[2]} heads; the {q.shape[2]} heads of q must be a multiple of them.")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v{of} has shape {tuple(v.shape)}, but k{of} {tuple(k.shape)}; only head_dim may differ.")
+        raise ValueError(
+            f"v{suffix} has shape {tuple(v.shape)}, but k{suffix} {tuple(k.shape)}; only head_dim may differ."
+        )
 
 
-def total_length(name: str, given: Any, of: str, length: int, size: int, rank: int, layout: str) -> int:
+def total_length(name: str, total: Any, tensor_name: str, length: int, size: int, rank: int, layout: str) -> int:
     """Return the number of tokens over all ranks.
 
-    `given` is the number that the caller passed, which is checked; None: every rank holds `length` tokens, as this rank
-    does. `of` is the name of the tensor.
+    `total` is the number that the caller passed; it is checked. None: every rank holds `length` tokens, as this rank
+    does. `tensor_name` is the tensor's name in messages.
     """
-    if given is None:
+    if total is None:
         return length * size
-    check_int(name, given, least=0)
-    wanted = local_length(given, size, rank, layout)
-    if wanted != length:
+    check_int(name, total, minimum=0)
+    expected = local_length(total, size, rank, layout)
+    if expected != length:
         raise ValueError(
-            f"{name}={given} in layout {layout!r} assigns {wanted} tokens to rank {rank} of {size}, but {of} holds "
+            f"{name}={total} in layout {layout!r} assigns {expected} tokens to rank {rank} of {size}, but "
+            f"{tensor_name} holds "
             f"{length}; shard tensors with shard_sequence and the same layout."
         )
-    return int(given)
+    return int(total)
 
 
 def checked_softcap(softcap: Any) -> float:
     needed = "finite and positive, or 0.0 for no cap"
-    return checked_number("softcap", softcap, _is_softcap, needed)
+    return checked_number("softcap", softcap, _is_valid_softcap, needed)
 
 
-def _is_softcap(x: float) -> bool:
+def _is_valid_softcap(x: float) -> bool:
     return 0 <= x < inf
 
 
@@ -304,7 +312,7 @@ def checked_window(window: Any) -> tuple[int, int]:
 def check_per_head(name: str, value: Any, q: Tensor) -> None:
     if value is None:
         return
-    check_tensor(name, value, least_dims=0)
+    check_tensor(name, value, min_dims=0)
     if tuple(value.shape) != (q.shape[2],):
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{q.shape[2]}], one for each head of q.")
     check_device(name, value, "q", q)

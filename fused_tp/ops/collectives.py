@@ -28,8 +28,8 @@ from torch.autograd import Function
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_by_name, group_identity
 from fused_tp.core.partition import SymInt, shard_range, shard_sizes
-from fused_tp.ops.arguments import any_dim, check_tensor, resized, total_size
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.arguments import check_tensor, normalize_dim, resized_shape, total_size
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
@@ -45,7 +45,7 @@ def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int 
         The shards in rank order, `gather_size` along `dim`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
 
     Example:
         x = all_gather(x_shard_m, 0, group=mesh["tp"])
@@ -66,7 +66,7 @@ def reduce_scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
         A tensor like `x`, with this rank's shard of `dim`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
 
     Example:
         y_shard_m = reduce_scatter(partial, 0, group=mesh["tp"])
@@ -86,7 +86,7 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
         A tensor like `x`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
 
     Example:
         y = all_reduce(partial, group=mesh["tp"])
@@ -97,7 +97,7 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
 
 def copy_to_group(x: Tensor, *, group: GroupLike) -> Tensor:
     """Return a view of the replicated `x` for rank-local computation; backward all-reduces its gradient."""
-    check_tensor("x", x, least_dims=0)
+    check_tensor("x", x, min_dims=0)
     result: Tensor = _CopyToGroup.apply(x, group_identity(group)[0])
     return result
 
@@ -106,7 +106,7 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
     """Return a copy of this rank's slice (like torch.chunk) of the replicated `x` along `dim`; backward is `gather`."""
     check_tensor("x", x)
     name, size, rank = group_identity(group)
-    result: Tensor = _ScatterToGroup.apply(x, any_dim("dim", dim, "x", x), name, size, rank)
+    result: Tensor = _ScatterToGroup.apply(x, normalize_dim("dim", dim, "x", x), name, size, rank)
     return result
 
 
@@ -147,7 +147,7 @@ def _key(op: str, x: Tensor, shape: Sequence[int]) -> ScheduleKey:
 
 def _prepare_all_gather(a: _AllGather) -> _AllGather:
     check_tensor("x_shard", a.x_shard)
-    dim = any_dim("dim", a.dim, "x_shard", a.x_shard)
+    dim = normalize_dim("dim", a.dim, "x_shard", a.x_shard)
     _, size, rank = group_identity(a.group)
     total = total_size("gather_size", a.gather_size, a.x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
     return _AllGather(a.x_shard, dim, total, a.group)
@@ -159,25 +159,25 @@ def _all_gather(schedule: Schedule, a: _AllGather) -> Tensor:
 
 
 def _gathered_shape(a: _AllGather) -> list[int]:
-    return resized(a.x_shard, a.dim, a.gather_size)
+    return resized_shape(a.x_shard, a.dim, a.gather_size)
 
 
 def _prepare_reduce_scatter(a: _ReduceScatter) -> _ReduceScatter:
     check_tensor("x", a.x)
-    return _ReduceScatter(a.x, any_dim("dim", a.dim, "x", a.x), a.group)
+    return _ReduceScatter(a.x, normalize_dim("dim", a.dim, "x", a.x), a.group)
 
 
 def _reduce_scatter_fake(a: _ReduceScatter) -> Tensor:
     group = group_by_name(a.group)
-    return a.x.new_empty(resized(a.x, a.dim, shard_sizes(a.x.shape[a.dim], group.size)[group.rank]))
+    return a.x.new_empty(resized_shape(a.x, a.dim, shard_sizes(a.x.shape[a.dim], group.size)[group.rank]))
 
 
 def _prepare_all_reduce(a: _AllReduce) -> _AllReduce:
-    check_tensor("x", a.x, least_dims=0)
+    check_tensor("x", a.x, min_dims=0)
     return a
 
 
-def _reduce_scatter_backward(s: Saved[_ReduceScatter], grad: Tensor) -> dict[str, Any]:
+def _reduce_scatter_backward(s: SavedForBackward[_ReduceScatter], grad: Tensor) -> dict[str, Any]:
     size: Any = s.shapes.x
     return {"x": ALL_GATHER(grad, s.args.dim, size[s.args.dim], s.args.group) if s.needs.x else None}
 
@@ -198,7 +198,7 @@ def _all_gather_example(size: int, x_shard: Tensor, dim: int = 0) -> _AllGather:
     return _AllGather(x_shard, dim, x_shard.shape[dim] * size, None)
 
 
-def _all_gather_backward(s: Saved[_AllGather], grad: Tensor) -> dict[str, Any]:
+def _all_gather_backward(s: SavedForBackward[_AllGather], grad: Tensor) -> dict[str, Any]:
     return {"x_shard": REDUCE_SCATTER(grad, s.args.dim, s.args.group) if s.needs.x_shard else None}
 
 
@@ -210,7 +210,7 @@ ALL_GATHER: Op[_AllGather] = Op(
     _all_gather_fake,
     key=_all_gather_key,
     backward_key=_all_gather_backward_key,
-    example=_all_gather_example,
+    make_example_args=_all_gather_example,
     prepare=_prepare_all_gather,
     backward=_all_gather_backward,
 )
@@ -240,7 +240,7 @@ REDUCE_SCATTER: Op[_ReduceScatter] = Op(
     _reduce_scatter_fake,
     key=_reduce_scatter_key,
     backward_key=_reduce_scatter_backward_key,
-    example=_reduce_scatter_example,
+    make_example_args=_reduce_scatter_example,
     prepare=_prepare_reduce_scatter,
     backward=_reduce_scatter_backward,
 )
@@ -262,7 +262,7 @@ def _all_reduce_example(size: int, x: Tensor) -> _AllReduce:
     return _AllReduce(x, None)
 
 
-def _all_reduce_backward(s: Saved[_AllReduce], grad: Tensor) -> dict[str, Any]:
+def _all_reduce_backward(s: SavedForBackward[_AllReduce], grad: Tensor) -> dict[str, Any]:
     return {"x": grad if s.needs.x else None}
 
 
@@ -273,7 +273,7 @@ ALL_REDUCE: Op[_AllReduce] = Op(
     _all_reduce_forward,
     _all_reduce_fake,
     key=_all_reduce_key,
-    example=_all_reduce_example,
+    make_example_args=_all_reduce_example,
     prepare=_prepare_all_reduce,
     backward=_all_reduce_backward,
 )
@@ -290,7 +290,7 @@ class _CopyToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ALL_REDUCE.named(grad, ctx.group), None
+        return ALL_REDUCE.call_prepared(grad, ctx.group), None
 
 
 class _ScatterToGroup(Function):
@@ -303,14 +303,14 @@ class _ScatterToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ALL_GATHER.named(grad, ctx.dim, ctx.total, ctx.group), None, None, None, None
+        return ALL_GATHER.call_prepared(grad, ctx.dim, ctx.total, ctx.group), None, None, None, None
 
 
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x_shard: Tensor, dim: int, total: int, group: str, size: int, rank: int) -> Any:
         ctx.dim, ctx.own = dim, shard_range(total, size, rank)
-        return ALL_GATHER.named(x_shard, dim, total, group)
+        return ALL_GATHER.call_prepared(x_shard, dim, total, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

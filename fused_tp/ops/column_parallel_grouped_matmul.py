@@ -10,8 +10,8 @@ from torch import Tensor
 from fused_tp.backends.grouped import GroupedProduct, Routing, grouped_linear, grouped_weight_grad
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
-from fused_tp.ops.arguments import checked_grouped, example_routing, fake_grouped_grads
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.arguments import checked_grouped, fake_grouped_grads, make_example_routing
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def column_parallel_grouped_matmul(
@@ -77,7 +77,7 @@ def _forward(schedule: Schedule | None, a: _Args) -> Tensor:
     return grouped_linear(a.x, a.weight, a.routing, by_token=True)
 
 
-def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], d_output: Tensor) -> dict[str, Any]:
     a, needs = s.args, s.needs
     if not (needs.x or needs.weight):
         return {}
@@ -94,21 +94,21 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor
     """Return (dx, dW); a gradient that is not needed is an empty tensor."""
     d_weight = g.x.new_empty(0)
 
-    def meanwhile() -> None:
+    def compute_weight_grad() -> None:
         nonlocal d_weight
         if g.needs_weight:
-            d_weight = grouped_weight_grad(g.d_output, g.routing.rows_of(g.x), g.weight, g.routing)
+            d_weight = grouped_weight_grad(g.d_output, g.routing.gather_rows(g.x), g.weight, g.routing)
 
     if schedule is None:
-        meanwhile()
+        compute_weight_grad()
         return g.x.new_empty(0), d_weight
     product = GroupedProduct(g.d_output, g.weight.transpose(1, 2), g.routing, prod(g.x.shape[:-1]))
-    d_x = schedule.grouped_matmul_all_reduce(product, meanwhile=meanwhile)
+    d_x = schedule.grouped_matmul_all_reduce(product, overlapped_work=compute_weight_grad)
     return d_x.view(g.x.shape), d_weight
 
 
 def _sum_key(a: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
+    return ScheduleKey.from_shard("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
 def _column_parallel_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def _column_parallel_grouped_matmul_fake(a: _Args) -> Tensor:
 
 
 def _column_parallel_grouped_matmul_example(size: int, x: Tensor, weight: Tensor) -> _Args:
-    return _Args(x, weight, example_routing(x, weight), None)
+    return _Args(x, weight, make_example_routing(x, weight), None)
 
 
 COLUMN_PARALLEL_GROUPED_MATMUL: Op[_Args] = Op(
@@ -144,7 +144,7 @@ COLUMN_PARALLEL_GROUPED_MATMUL: Op[_Args] = Op(
     _forward,
     _column_parallel_grouped_matmul_fake,
     backward_key=_sum_key,
-    example=_column_parallel_grouped_matmul_example,
+    make_example_args=_column_parallel_grouped_matmul_example,
     prepare=_prepare,
     saves=("x", "weight", "tokens", "offsets"),
     backward=_backward,

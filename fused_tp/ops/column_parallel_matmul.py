@@ -10,8 +10,8 @@ from torch import Tensor
 from fused_tp.backends.gemm import linear, weight_grad
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
-from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, fake_grads, spread
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.arguments import bias_grads, checked_linears, fake_grads, spread_biases, to_lists
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 @overload
@@ -52,7 +52,7 @@ def column_parallel_matmul(
         y [..., N]; for a list of weights, a list with a y for each.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: in backward, a peer failed or made another call.
 
     Example:
@@ -60,7 +60,7 @@ def column_parallel_matmul(
 
     Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", 2019.
     """
-    weights, biases, has_bias = as_lists(weight, bias)
+    weights, biases, has_bias = to_lists(weight, bias)
     outputs: list[Tensor] = COLUMN_PARALLEL_MATMUL(x, weights, biases, has_bias, group)
     return outputs if isinstance(weight, (list, tuple)) else outputs[0]
 
@@ -88,17 +88,24 @@ def _prepare(a: _Args) -> _Args:
     return _Args(x, weights, biases, a.has_bias, a.group)
 
 
-def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     a, needs = s.args, s.needs
-    used = [i for i, d in enumerate(grads) if d is not None]
-    needs_x = needs.x and bool(used)
+    used_outputs = [i for i, d in enumerate(grads) if d is not None]
+    needs_x = needs.x and bool(used_outputs)
     d_x, *d_weights = COLUMN_PARALLEL_MATMUL_BACKWARD(
-        [grads[i] for i in used], a.x, [a.weights[i] for i in used], [needs.weights[i] for i in used], needs_x, a.group
+        [grads[i] for i in used_outputs],
+        a.x,
+        [a.weights[i] for i in used_outputs],
+        [needs.weights[i] for i in used_outputs],
+        needs_x,
+        a.group,
     )
-    given = iter(d_weights)
+    remaining = iter(d_weights)
     return {
         "x": d_x if needs_x else None,
-        "weights": [next(given) if i in used and needed else None for i, needed in enumerate(needs.weights)],
+        "weights": [
+            next(remaining) if i in used_outputs and needed else None for i, needed in enumerate(needs.weights)
+        ],
         "biases": bias_grads(grads, a.has_bias, needs.biases),
     }
 
@@ -110,18 +117,18 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
     """Return [dx, *dW]: dx = all_reduce(dY @ W), empty if not needed; dW = dY^T @ x for the weights that need it."""
     d_weights: list[Tensor] = []
 
-    def meanwhile() -> None:
+    def compute_weight_grads() -> None:
         d_weights.extend(weight_grad(d, g.x) for d, needs in zip(g.d_outputs, g.needs_weight, strict=True) if needs)
 
     if schedule is None:
-        meanwhile()
+        compute_weight_grads()
         return [g.x.new_empty(0), *d_weights]
     products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
-    return [schedule.matmul_all_reduce(products, None, meanwhile=meanwhile), *d_weights]
+    return [schedule.matmul_all_reduce(products, None, overlapped_work=compute_weight_grads), *d_weights]
 
 
 def _sum_key(a: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
+    return ScheduleKey.from_shard("matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -143,7 +150,7 @@ COLUMN_PARALLEL_MATMUL_BACKWARD: Op[_Grads] = Op(
 
 
 def _column_parallel_matmul_forward(_: None, a: _Args) -> list[Tensor]:
-    return [linear(a.x, w, b) for w, b in zip(a.weights, spread(a.biases, a.has_bias), strict=True)]
+    return [linear(a.x, w, b) for w, b in zip(a.weights, spread_biases(a.biases, a.has_bias), strict=True)]
 
 
 def _column_parallel_matmul_fake(a: _Args) -> list[Tensor]:
@@ -161,7 +168,7 @@ COLUMN_PARALLEL_MATMUL: Op[_Args] = Op(
     _column_parallel_matmul_forward,
     _column_parallel_matmul_fake,
     backward_key=_sum_key,
-    example=_column_parallel_matmul_example,
+    make_example_args=_column_parallel_matmul_example,
     prepare=_prepare,
     saves=("x", "weights"),
     backward=_backward,

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.core.group import ALONE, check_mesh_order, group_identity
+from fused_tp.core.group import SINGLE_GROUP_IDENTITY, check_mesh_order, group_identity
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     OutAndLseKeywords,
     OutKeywords,
-    arguments_of,
+    build_arguments,
     with_keywords,
 )
-from fused_tp.ops.ulysses_attention import attention_by_heads
+from fused_tp.ops.ulysses_attention import head_sharded_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,7 +88,7 @@ def context_parallel_attention(
         The same as `ring_attention`. Sum gradients of alibi_slopes and sinks over all ranks of the mesh.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
@@ -99,16 +99,16 @@ def context_parallel_attention(
     Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI",
     arXiv:2405.07719.
     """
-    inner, ring = _dims(mesh, ulysses_dim, ring_dim)
-    unknown = mesh.ndim > 1 and not is_dynamo_compiling() and mesh not in _in_order
-    if unknown and check_mesh_order(mesh, (0, 1), flattened=True):
-        _in_order.add(mesh)
-    return attention_by_heads(
+    inner, ring = _mesh_dims(mesh, ulysses_dim, ring_dim)
+    is_unchecked = mesh.ndim > 1 and not is_dynamo_compiling() and mesh not in _checked_meshes
+    if is_unchecked and check_mesh_order(mesh, (0, 1), flattened=True):
+        _checked_meshes.add(mesh)
+    return head_sharded_attention(
         q,
         k,
         v,
-        arguments_of("context_parallel_attention", keywords),
-        *(ALONE if dim is None else group_identity(mesh.get_group(dim)) for dim in (inner, ring)),
+        build_arguments("context_parallel_attention", keywords),
+        *(SINGLE_GROUP_IDENTITY if dim is None else group_identity(mesh.get_group(dim)) for dim in (inner, ring)),
         # If the ring is the last dim, its ranks are adjacent in mesh order, and ranks that shard heads are strided.
         strided=inner is not None and ring is not None and ring > inner,
         return_lse=return_lse,
@@ -116,18 +116,18 @@ def context_parallel_attention(
 
 
 # Meshes whose rank order has been checked. Weak references, because a mesh keeps its process groups alive.
-_in_order: WeakSet[DeviceMesh] = WeakSet()
+_checked_meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
-def _dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int | None]:
+def _mesh_dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int | None]:
     """Return (dim of heads, dim of the ring) as indices; for a 1-D mesh one of them is None."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}; use ring_attention for a ProcessGroup.")
     if mesh.ndim > 2:
         names: tuple[object, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(f"mesh has {mesh.ndim} dims {names}; pass one or two of them, such as mesh[{names[-2:]!r}].")
-    inner = None if ulysses_dim is None else _dim("ulysses_dim", ulysses_dim, mesh)
-    ring = None if ring_dim is None else _dim("ring_dim", ring_dim, mesh)
+    inner = None if ulysses_dim is None else _dim_index("ulysses_dim", ulysses_dim, mesh)
+    ring = None if ring_dim is None else _dim_index("ring_dim", ring_dim, mesh)
     if inner is not None and inner == ring:
         raise ValueError(f"ulysses_dim={ulysses_dim!r} and ring_dim={ring_dim!r} are the same dim of mesh.")
     if mesh.ndim == 1:
@@ -137,7 +137,7 @@ def _dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int |
     return inner, 1 - inner
 
 
-def _dim(name: str, dim: Any, mesh: DeviceMesh) -> int:
+def _dim_index(name: str, dim: Any, mesh: DeviceMesh) -> int:
     names: tuple[object, ...] = mesh.mesh_dim_names or ()
     if isinstance(dim, str):
         if dim not in names:

@@ -10,22 +10,22 @@ from torch import Tensor
 
 from fused_tp.attention.cache import CacheRows, DenseRows, PagedRows
 from fused_tp.attention.decode import (
-    CHECKSUMS,
+    NUM_CHECKSUMS,
     CacheCall,
-    attend,
-    attend_by_kernel,
-    exchanged_numbers,
-    kernel_serves,
-    merge,
+    attend_to_cache,
+    attend_with_kernel,
+    merge_partial_outputs,
+    num_exchanged_elements,
+    uses_decode_kernel,
 )
 from fused_tp.attention.kernels.base import KernelQuery
-from fused_tp.attention.kernels.select import kernel_for
+from fused_tp.attention.kernels.select import select_kernel
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
-from fused_tp.attention.spec import CHECKED, Scores
+from fused_tp.attention.spec import FILLED_BY_CHECK, Scores
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
-from fused_tp.core.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
-from fused_tp.core.pending import accumulate_dtype, check_equal, checksum
+from fused_tp.core.group import SINGLE_GROUP_NAME, GroupLike, group_by_name, group_identity
+from fused_tp.core.pending import accumulate_dtype, check_equal_checksums, checksum
 from fused_tp.ops.arguments import autocast_dtype, cast, check_bool, check_int, check_integers
 from fused_tp.ops.attention_arguments import (
     SCORE_KEYWORDS,
@@ -39,12 +39,12 @@ from fused_tp.ops.attention_arguments import (
     with_keywords,
 )
 from fused_tp.ops.op import AnyGroup, Op, ScheduleKey
-from fused_tp.ops.ring_attention import new_results
+from fused_tp.ops.ring_attention import empty_results
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_GATHERED_BYTES = 64 << 20  # maximum bytes per all-gather, at least one query
+_MAX_GATHERED_BYTES = 64 << 20  # maximum bytes per all-gather, at least one query
 
 
 class DecodeArguments(NamedTuple):
@@ -64,8 +64,8 @@ class DecodeArguments(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     causal: bool = True
-    window: list[int] = CHECKED
-    scale: float = CHECKED
+    window: list[int] = FILLED_BY_CHECK
+    scale: float = FILLED_BY_CHECK
     softcap: float = 0.0
     block: int = DEFAULT_BLOCK
     tokens: int = 0
@@ -73,12 +73,12 @@ class DecodeArguments(NamedTuple):
     group: AnyGroup = None
 
     @property
-    def queries_at_once(self) -> int:
+    def queries_per_gather(self) -> int:
         """Number of queries per all-gather. It is limited because the gathered partial outputs take W times the memory
         of the result."""
         q, v = self.q.shape, self.v.shape
-        query_bytes = exchanged_numbers((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
-        return max(1, _GATHERED_BYTES // (self.world_size * query_bytes))
+        query_bytes = num_exchanged_elements((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
+        return max(1, _MAX_GATHERED_BYTES // (self.world_size * query_bytes))
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -187,10 +187,10 @@ def context_parallel_decode(
     return (out, lse) if return_lse else out
 
 
-def decode(args: DecodeArguments, *, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """Check `args` and return (out, lse). With `alone`, the cache is not sharded: this rank's cache is the full one."""
+def decode(args: DecodeArguments, *, is_unsharded: bool = False) -> tuple[Tensor, Tensor]:
+    """Check `args` and return (out, lse). With `is_unsharded`, this rank's cache holds all tokens."""
     if torch.is_grad_enabled():
-        for name, x in zip(_NAMES, (*args[:3], args.alibi_slopes, args.sinks), strict=True):
+        for name, x in zip(_DIFFERENTIABLE_NAMES, (*args[:3], args.alibi_slopes, args.sinks), strict=True):
             if getattr(x, "requires_grad", False):
                 raise ValueError(
                     f"{name} requires a gradient, but context_parallel_decode does not support backward. Call it under "
@@ -198,17 +198,17 @@ def decode(args: DecodeArguments, *, alone: bool = False) -> tuple[Tensor, Tenso
                 )
     if getattr(args.q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
         _check_capture(args.cache_seqlens, args.page_table)
-    if alone:
-        out, lse = CONTEXT_PARALLEL_DECODE.named(*_checked(args, 1)._replace(group=SINGLE_NAME))
+    if is_unsharded:
+        out, lse = CONTEXT_PARALLEL_DECODE.call_prepared(*_check_arguments(args, 1)._replace(group=SINGLE_GROUP_NAME))
     else:
         out, lse = CONTEXT_PARALLEL_DECODE(*args)
     return out, lse
 
 
-_NAMES = ("q", "k_cache_shard", "v_cache_shard", "alibi_slopes", "sinks")
+_DIFFERENTIABLE_NAMES = ("q", "k_cache_shard", "v_cache_shard", "alibi_slopes", "sinks")
 
 
-def _checked(args: DecodeArguments, world_size: int) -> DecodeArguments:
+def _check_arguments(args: DecodeArguments, world_size: int) -> DecodeArguments:
     if autocast_dtype(args.q) is not None and isinstance(args.k, Tensor):
         # Cast q to the dtype of the cache, not the cache to autocast's dtype, which would copy the cache.
         (q,) = cast(args.k.dtype, args.q)
@@ -236,12 +236,12 @@ def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
     check_dtypes(q, k, v, "_cache_shard")
     if q.ndim != 4 or 0 in (q.shape[0], *q.shape[2:]):
         raise ValueError(f"q has shape {tuple(q.shape)}; it must be [batch, new, heads, head_dim]; only new may be 0.")
-    paged = page_table is not None
-    wanted = "[pages, page_size, kv_heads, head_dim]" if paged else "[batch, capacity, kv_heads, head_dim]"
+    is_paged = page_table is not None
+    expected_shape = "[pages, page_size, kv_heads, head_dim]" if is_paged else "[batch, capacity, kv_heads, head_dim]"
     for name, t in (("k_cache_shard", k), ("v_cache_shard", v)):
-        if t.ndim != 4 or 0 in t.shape[2:] or (paged and t.shape[1] == 0):
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {wanted}.")
-    check_shapes(q, k, v, "_cache_shard", batch=not paged)
+        if t.ndim != 4 or 0 in t.shape[2:] or (is_paged and t.shape[1] == 0):
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {expected_shape}.")
+    check_shapes(q, k, v, "_cache_shard", batch=not is_paged)
 
 
 def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
@@ -255,8 +255,8 @@ def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
 
 def _key(a: DecodeArguments) -> ScheduleKey:
     """Key for dispatch, by the size of the first all-gather."""
-    new = min(a.q.shape[1], a.queries_at_once)
-    numbers = exchanged_numbers((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
+    new = min(a.q.shape[1], a.queries_per_gather)
+    numbers = num_exchanged_elements((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
     # Partial outputs are sent in the accumulation dtype.
     return ScheduleKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
 
@@ -271,70 +271,72 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
     scores = Scores(a.scale, a.softcap, slopes)
     # Kernels require a contiguous last dim, and support any other strides.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
-    keys, values = _rows(k, v, a.page_table, layout, lengths)
-    query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=a.scale > 0)
-    call = CacheCall(layout, scores, a.limits, kernel_for(q, v, scores), a.page_table is not None)
-    if kernel_serves(query, q.shape[1]):
-        mine = attend_by_kernel(call, q, lengths, k, v, a.page_table)
+    keys, values = _cache_rows(k, v, a.page_table, layout, lengths)
+    query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], has_positive_scale=a.scale > 0)
+    call = CacheCall(layout, scores, a.limits, select_kernel(q, v, scores), a.page_table is not None)
+    if uses_decode_kernel(query, q.shape[1]):
+        own_partial = attend_with_kernel(call, q, lengths, k, v, a.page_table)
     else:
-        mine = attend(call, q, lengths, keys, values, v.shape[3])
+        own_partial = attend_to_cache(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):
-        for part in mine.split(a.queries_at_once, 1):
-            out, lse = merge(_gather_partial(part, str(a), a.tokens, schedule, group.rank), a.sinks)
+        for part in own_partial.split(a.queries_per_gather, 1):
+            out, lse = merge_partial_outputs(_gather_partial(part, str(a), a.tokens, schedule, group.rank), a.sinks)
             outs.append(out.to(q.dtype))
             lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
 
 
-def _rows(
+def _cache_rows(
     k: Tensor, v: Tensor, page_table: Tensor | None, layout: BlockCyclicLayout, lengths: Sequence[int]
 ) -> tuple[CacheRows, CacheRows]:
-    held = [layout.count(length) for length in lengths]
+    rows_per_sequence = [layout.count(length) for length in lengths]
     if page_table is None:
-        if held and max(held) > k.shape[1]:
-            seq = held.index(max(held))
+        if rows_per_sequence and max(rows_per_sequence) > k.shape[1]:
+            seq = rows_per_sequence.index(max(rows_per_sequence))
             raise ValueError(
-                f"sequence {seq} has {lengths[seq]} tokens, {held[seq]} of them on rank {layout.rank} of "
+                f"sequence {seq} has {lengths[seq]} tokens, {rows_per_sequence[seq]} of them on rank {layout.rank} of "
                 f"{layout.world_size}, but k_cache_shard has a capacity of {k.shape[1]}; increase it."
             )
         return DenseRows(k), DenseRows(v)
-    pages_of = page_table.tolist()
-    for seq, rows in enumerate(held):
+    pages = page_table.tolist()
+    for seq, rows in enumerate(rows_per_sequence):
         needed = -(-rows // k.shape[1])
         if needed > page_table.shape[1]:
             raise ValueError(
                 f"sequence {seq} has {rows} tokens on rank {layout.rank} and needs {needed} pages of {k.shape[1]} "
                 f"tokens, but page_table has {page_table.shape[1]} columns; add columns."
             )
-        if any(not 0 <= page < k.shape[0] for page in pages_of[seq][:needed]):
+        if any(not 0 <= page < k.shape[0] for page in pages[seq][:needed]):
             raise ValueError(
-                f"page_table has {pages_of[seq][:needed]} for sequence {seq} on rank {layout.rank}; pages must be 0 to "
+                f"page_table has {pages[seq][:needed]} for sequence {seq} on rank {layout.rank}; pages must be 0 to "
                 f"{k.shape[0] - 1}."
             )
-    return PagedRows(k, pages_of), PagedRows(v, pages_of)
+    return PagedRows(k, pages), PagedRows(v, pages)
 
 
-def _gather_partial(mine: Tensor, description: str, tokens: int, schedule: Schedule, rank: int) -> Tensor:
-    """Gather `mine` of all ranks, [W, ...].
+def _gather_partial(partial: Tensor, description: str, tokens: int, schedule: Schedule, rank: int) -> Tensor:
+    """Gather `partial` of all ranks, [W, ...].
 
     Checksums are sent with it, to check that `description`, a text of the arguments, and `tokens` are equal on all
     ranks.
     """
-    compared = [mine.new_full((1,), value) for value in (checksum(description), tokens)]
-    flat = torch.cat([*compared, mine.reshape(-1)]).unsqueeze(0)
-    everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
-    if mine.device.type == "cpu" or settings.check_ranks():  # on a GPU, reading the checksums synchronizes the host
-        of_descriptions, of_tokens = everyone[:, :CHECKSUMS].T.tolist()
-        did = "call context_parallel_decode with different lengths or keywords"
-        check_equal(of_descriptions, did, f"; rank {rank} passed {description}. Pass the same on all ranks.")
-        check_equal(
-            of_tokens,
+    checksums = [partial.new_full((1,), value) for value in (checksum(description), tokens)]
+    flat = torch.cat([*checksums, partial.reshape(-1)]).unsqueeze(0)
+    gathered = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
+    if partial.device.type == "cpu" or settings.check_ranks():  # on a GPU, reading the checksums synchronizes the host
+        description_checksums, token_checksums = gathered[:, :NUM_CHECKSUMS].T.tolist()
+        difference = "call context_parallel_decode with different lengths or keywords"
+        check_equal_checksums(
+            description_checksums, difference, f"; rank {rank} passed {description}. Pass the same on all ranks."
+        )
+        check_equal_checksums(
+            token_checksums,
             "continue the same sequences with different tokens",
             ". All ranks must sample the same tokens: call torch.manual_seed(seed) with the same seed on all ranks "
             "before generate().",
         )
-    return everyone[:, CHECKSUMS:].view(len(everyone), *mine.shape)
+    return gathered[:, NUM_CHECKSUMS:].view(len(gathered), *partial.shape)
 
 
 def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> DecodeArguments:
@@ -343,11 +345,11 @@ def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor)
 
 
 def _fake(a: DecodeArguments) -> tuple[Tensor, Tensor]:
-    return new_results(a.q, a.v)
+    return empty_results(a.q, a.v)
 
 
 def _prepare(a: DecodeArguments) -> DecodeArguments:
-    return a if a.world_size else _checked(a, group_identity(a.group).size)
+    return a if a.world_size else _check_arguments(a, group_identity(a.group).size)
 
 
 CONTEXT_PARALLEL_DECODE: Op[DecodeArguments] = Op(
@@ -357,6 +359,6 @@ CONTEXT_PARALLEL_DECODE: Op[DecodeArguments] = Op(
     _forward,
     _fake,
     key=_key,
-    example=_example,
+    make_example_args=_example,
     prepare=_prepare,
 )

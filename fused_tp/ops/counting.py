@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fused_tp.core.group import GroupName, group_by_name
 
-# torch's name of the collective that each dispatch key stands for. A ring counts one for each of its W - 1 steps.
-_KINDS = {
+# Maps the op of a dispatch key to torch's name of the collective that it runs. A ring runs one for each of W - 1 steps.
+_COLLECTIVE_BY_KEY_OP = {
     "all_gather": "all_gather_into_tensor",
     "all_gather_matmul": "all_gather_into_tensor",
     "vocab_parallel_cross_entropy": "all_gather_into_tensor",
@@ -33,9 +33,13 @@ _KINDS = {
     "all_to_all": "all_to_all_single",
     "ring_attention": "all_to_all_single",
 }
-_GRADS = ("needs_x", "needs_rows", "needs_weight")  # arguments of grouped matmuls' backward, one per gradient
-_DEBUG = "torch.distributed.tensor.debug"
-_counted: set[str] = set()  # ops whose collectives CommDebugMode counts
+_GROUPED_GRAD_FLAGS = (
+    "needs_x",
+    "needs_rows",
+    "needs_weight",
+)  # arguments of grouped matmuls' backward, one per gradient
+_DEBUG_MODULE = "torch.distributed.tensor.debug"
+_counted_ops: set[str] = set()  # ops whose collectives CommDebugMode counts
 
 
 def count_by_modes(op: Any) -> None:
@@ -44,7 +48,7 @@ def count_by_modes(op: Any) -> None:
     def decompose(*values: Any) -> Any:
         # FlopCounterMode calls this for an op without a flop formula. After NotImplemented it runs the op as usual.
         if type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__ == "_FlopCounterMode":
-            for batch, m, k, n in _products(op.name, op.pack((*values[:-1], GroupName(values[-1])))):
+            for batch, m, k, n in _matmul_sizes(op.name, op.pack((*values[:-1], GroupName(values[-1])))):
                 a, b = (torch.empty((batch, *s), dtype=torch.float32, device="meta") for s in ((m, k), (k, n)))
                 torch.ops.aten.bmm.default(a, b)
         return NotImplemented
@@ -56,31 +60,31 @@ def count_by_modes(op: Any) -> None:
 
 def count_collectives(ops: dict[str, Any]) -> None:
     """Make CommDebugMode, if it has been imported, count the collectives of `ops`."""
-    if (debug := sys.modules.get(_DEBUG)) is None:  # do not import it here: that takes seconds
+    if (debug := sys.modules.get(_DEBUG_MODULE)) is None:  # do not import it here: that takes seconds
         return
     for op in ops.values():
-        if op.name not in _counted:
-            _counted.add(op.name)
-            torch.library.register_torch_dispatch(op.qualified_name, debug.CommDebugMode, _rule(op))
+        if op.name not in _counted_ops:
+            _counted_ops.add(op.name)
+            torch.library.register_torch_dispatch(op.qualified_name, debug.CommDebugMode, _counting_rule(op))
 
 
-def _rule(op: Any) -> Callable[..., Any]:
-    def counted(mode: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def _counting_rule(op: Any) -> Callable[..., Any]:
+    def dispatch_and_count(mode: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         out = mode.__torch_dispatch__(func, types, args, kwargs)
         if out is not NotImplemented:
-            rest = [kwargs[one.name] for one in func._schema.arguments[len(args) :]]
-            for kind in _collectives(op, [*args, *rest]):
-                mode.__torch_dispatch__(_Collective(kind), ())
+            keyword_values = [kwargs[argument.name] for argument in func._schema.arguments[len(args) :]]
+            for name in _collective_names(op, [*args, *keyword_values]):
+                mode.__torch_dispatch__(_FakeCollective(name), ())
         return out
 
-    return counted
+    return dispatch_and_count
 
 
-class _Collective:
+class _FakeCollective:
     """Fake torch collective that does nothing, for CommDebugMode to count."""
 
-    def __init__(self, kind: str) -> None:
-        self._overloadpacket = getattr(torch.ops.c10d_functional, kind)
+    def __init__(self, name: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d_functional, name)
 
     def __call__(self) -> None:
         pass
@@ -89,7 +93,7 @@ class _Collective:
         return str(self._overloadpacket)
 
 
-def _collectives(op: Any, values: Sequence[Any]) -> list[str]:
+def _collective_names(op: Any, values: Sequence[Any]) -> list[str]:
     a = op.pack((*values[:-1], GroupName(values[-1])))
     size = group_by_name(a[-1]).size
     key = None if op.key is None else op.key(a)
@@ -98,14 +102,14 @@ def _collectives(op: Any, values: Sequence[Any]) -> list[str]:
     if op.name == "all_gather_grouped_matmul_backward":
         return ["reduce_scatter_tensor"] * a.needs_x + ["all_gather_into_tensor"] * a.needs_weight
     if op.name == "all_gather_matmul_backward":
-        of_x = a.needs_x * (bool(a.d_outputs) + (a.d_gathered is not None))
-        return ["reduce_scatter_tensor"] * of_x + ["all_gather_into_tensor"] * any(a.needs_weight)
-    times = {"ring_attention": size - 1, "ring_attention_backward": 2 * (size - 1)}.get(op.name, 1)
-    return [_KINDS[key.op]] * times
+        num_reduce_scatters = a.needs_x * (bool(a.d_outputs) + (a.d_gathered is not None))
+        return ["reduce_scatter_tensor"] * num_reduce_scatters + ["all_gather_into_tensor"] * any(a.needs_weight)
+    count = {"ring_attention": size - 1, "ring_attention_backward": 2 * (size - 1)}.get(op.name, 1)
+    return [_COLLECTIVE_BY_KEY_OP[key.op]] * count
 
 
-def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (batch, m, k, n) of each matmul that this rank computes; masked parts of attention are counted, too."""
+def _matmul_sizes(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (batch, m, k, n) of each matmul that this rank computes; masked parts of attention are also counted."""
     if name in ("ring_attention", "ring_attention_backward"):
         (b, q, h, d), keys, dv = a.q.shape, a.attention.seq_len_kv, a.v.shape[3]
         yield from ((b * h, q, d, keys), (b * h, q, keys, dv))
@@ -117,21 +121,24 @@ def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
         for length in a.cache_seqlens.tolist():
             from fused_tp.attention.layout import BlockCyclicLayout
 
-            held = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
-            yield from ((h, q, d, held), (h, q, held, a.v.shape[3]))
+            local_keys = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
+            yield from ((h, q, d, local_keys), (h, q, local_keys, a.v.shape[3]))
     elif "grouped" in name:  # forward is one matmul; backward is one for each gradient that is needed
-        rows, times = len(a.routing.tokens), sum(getattr(a, need, False) for need in _GRADS) or "backward" not in name
-        yield from [(1, rows, *a.weight.shape[1:])] * times
+        rows, count = (
+            len(a.routing.tokens),
+            sum(getattr(a, need, False) for need in _GROUPED_GRAD_FLAGS) or "backward" not in name,
+        )
+        yield from [(1, rows, *a.weight.shape[1:])] * count
     elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):
-        yield 1, _rows(a.x), *reversed(a.weight.shape)
+        yield 1, _num_rows(a.x), *reversed(a.weight.shape)
     elif name == "matmul_reduce_scatter_backward":
         if a.needs_x:
-            yield 1, _rows(a.x), *a.weight.shape
+            yield 1, _num_rows(a.x), *a.weight.shape
     elif name in ("all_gather_matmul", "column_parallel_matmul"):
-        rows = _rows(a.x) if hasattr(a, "x") else _gathered_rows(a)
+        rows = _num_rows(a.x) if hasattr(a, "x") else _num_gathered_rows(a)
         yield from ((1, rows, *reversed(w.shape)) for w in a.weights)
     elif name in ("all_gather_matmul_backward", "column_parallel_matmul_backward"):
-        rows = _rows(a.x) if hasattr(a, "x") else _gathered_rows(a)
+        rows = _num_rows(a.x) if hasattr(a, "x") else _num_gathered_rows(a)
         for w, needed in zip(a.weights, a.needs_weight, strict=True):
             if a.needs_x:
                 yield 1, rows, *w.shape
@@ -139,11 +146,11 @@ def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
                 yield 1, w.shape[0], rows, w.shape[1]
 
 
-def _rows(x: Tensor) -> int:
+def _num_rows(x: Tensor) -> int:
     return prod(x.shape[:-1])
 
 
-def _gathered_rows(a: Any) -> int:
+def _num_gathered_rows(a: Any) -> int:
     shape = [*a.x_shard.shape[:-1]]
     shape[a.gather_dim] = a.gather_size
     return prod(shape)

@@ -15,7 +15,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.core.partition import SymInt
 from fused_tp.ops.arguments import check_tensor, checked_sizes
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def exchange_rows(x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], *, group: GroupLike) -> Tensor:
@@ -38,7 +38,7 @@ class _Args(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    check_tensor("x", a.x, least_dims=2)
+    check_tensor("x", a.x, min_dims=2)
     sizes = checked_sizes("send_sizes", a.send_sizes), checked_sizes("recv_sizes", a.recv_sizes)
     if sum(sizes[0]) != len(a.x):
         raise ValueError(f"The sum of send_sizes={sizes[0]} must be the number of rows of x, {len(a.x)}.")
@@ -50,7 +50,7 @@ def _exchange(schedule: Schedule, a: _Args) -> Tensor:
     return rows.clone() if rows is a.x else rows
 
 
-def _backward(s: Saved[_Args], grad: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], grad: Tensor) -> dict[str, Any]:
     return {"x": EXCHANGE_ROWS(grad, s.args.recv_sizes, s.args.send_sizes, s.args.group) if s.needs.x else None}
 
 

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.attention.decode import MAX_DECODE_QUERIES, kernel_serves
+from fused_tp.attention.decode import MAX_DECODE_QUERIES, uses_decode_kernel
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
-from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
-from fused_tp.attention.kernels.triton import TRITON
-from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
-from fused_tp.backends.autotune import describe_choice, measures, saved_choice
-from fused_tp.backends.gemm import few_rows_reason
-from fused_tp.backends.messages.torch_dist import backend_of
+from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL
+from fused_tp.attention.kernels.triton import TRITON_KERNEL
+from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_on_all_ranks
+from fused_tp.backends.autotune import describe_choice, is_measured, saved_choice
+from fused_tp.backends.gemm import explain_few_rows
+from fused_tp.backends.messages.torch_dist import backend_for_device
 from fused_tp.backends.registry import (
     ALONE,
     SCHEDULES,
@@ -31,14 +31,14 @@ from fused_tp.backends.registry import (
     decide,
     forced_schedule,
 )
-from fused_tp.backends.shared_memory.shm import shm_serves
+from fused_tp.backends.shared_memory.shm import shm_supports_size
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.group import GroupLike, resolve_group
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
-from fused_tp.ops.arguments import any_dim, check_linear, check_tensor, checked_grouped, example_routing
-from fused_tp.ops.op import Op, ScheduleKey, every_op
+from fused_tp.ops.arguments import check_linear, check_tensor, checked_grouped, make_example_routing, normalize_dim
+from fused_tp.ops.op import Op, ScheduleKey, all_ops
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def explain(
         shapes: shapes of the op's first tensors on this rank: x and weight; q, k and v; one tensor for other ops. All
             ranks are assumed to hold equal shards. Tensors may be passed instead of shapes; for x and weight the
             result then also reports if the kernels for few rows multiply them, or why not.
-        dtype: dtype of the tensors; None: that of the tensors passed, otherwise bfloat16.
-        device: device of the tensors; None: that of the tensors passed, otherwise the CPU.
+        dtype: dtype of the tensors. None: the dtype of a tensor passed in `shapes`, otherwise bfloat16.
+        device: device of the tensors. None: the device of a tensor passed in `shapes`, otherwise the CPU.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must call `explain`: if needed,
             they set up shared memory or exchange the capabilities of their devices now.
         dim: dim that `all_gather` and `reduce_scatter` gather or scatter; None is 0.
@@ -109,39 +109,51 @@ def explain(
           forward: local over none, because the group has one rank, so nothing moves
           backward: nothing moves
     """
-    given = [one for one in shapes if isinstance(one, Tensor)]
-    dtype = dtype or (given[0].dtype if given else torch.bfloat16)
+    tensors = [shape for shape in shapes if isinstance(shape, Tensor)]
+    dtype = dtype or (tensors[0].dtype if tensors else torch.bfloat16)
     resolved = resolve_group(group)
-    where = torch.device(device) if device is not None else given[0].device if given else torch.device("cpu")
+    resolved_device = (
+        torch.device(device) if device is not None else tensors[0].device if tensors else torch.device("cpu")
+    )
 
-    def ask(name: str, key: ScheduleKey) -> Decision:
-        key = key._replace(device=where)
+    def decide_schedule(name: str, key: ScheduleKey) -> Decision:
+        key = key._replace(device=resolved_device)
         decision = decide(key, resolved)
-        if not measures(name, key, resolved):
+        if not is_measured(name, key, resolved):
             return decision
         if (choice := saved_choice(name, key, resolved)) is None:
             who = "FUSED_TP_AUTOTUNE measures" if settings.autotune() else "the autotuner (FUSED_TP_AUTOTUNE) measures"
             return replace(decision, reason=f"{decision.reason}, until {who} the first such call")
         chosen = choice["schedule"]
-        transport = SCHEDULES[chosen].transport or backend_of(resolved, where.type)
+        transport = SCHEDULES[chosen].transport or backend_for_device(resolved, where.type)
         return Decision(chosen, transport, f"measured here: {describe_choice(choice)}{caveat_of(chosen)}")
 
     environment = _Environment(
         resolved.size,
-        where.type,
-        str(where),
-        ask,
-        partial(backend_of, resolved, where.type),
-        partial(fused_ring_available_in, resolved),
+        resolved_device.type,
+        str(resolved_device),
+        decide_schedule,
+        partial(backend_for_device, resolved, resolved_device.type),
+        partial(fused_ring_available_on_all_ranks, resolved),
     )
-    found = _explain(op, [one.shape if isinstance(one, Tensor) else one for one in shapes], dim, dtype, environment)
-    if found.provider is None and len(given) == 2 and tensor_arguments()[op][-1] == "weight" and given[1].ndim == 2:
-        few, why = few_rows_reason(*given)
-        found = replace(found, provider=Provider("the kernels for few rows" if few else "torch or oneDNN", why))
-    return found
+    explanation = _explain_in(
+        op, [shape.shape if isinstance(shape, Tensor) else shape for shape in shapes], dim, dtype, environment
+    )
+    if (
+        explanation.provider is None
+        and len(tensors) == 2
+        and tensor_arguments()[op][-1] == "weight"
+        and tensors[1].ndim == 2
+    ):
+        uses_few_rows, few_rows_explanation = explain_few_rows(*tensors)
+        explanation = replace(
+            explanation,
+            provider=Provider("the kernels for few rows" if uses_few_rows else "torch or oneDNN", few_rows_explanation),
+        )
+    return explanation
 
 
-def explain_for(
+def explain_hypothetical(
     op: str,
     *shapes: Sequence[int],
     dtype: torch.dtype,
@@ -160,53 +172,59 @@ def explain_for(
     Raises:
         ValueError: `explain` would raise; or `transport` does not support tensors of this device type; or
             `FUSED_TP_SCHEDULE` or the dispatch table specifies a schedule that is not available (the op itself would
-            raise, too).
+            also raise).
     """
     device_type = "cuda" if arch.startswith("sm_") else arch
-    moved = {"shm": ["cpu"], "nvlink": ["cuda"], **dist.Backend.backend_capability}
-    if device_type not in moved.get(transport, ()):
-        able = ", ".join(name for name, types in moved.items() if device_type in types)
-        raise ValueError(f"transport is {transport!r}; it must be one that supports tensors on {device_type}: {able}.")
-    shared = shm_serves(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
+    device_types_by_transport = {"shm": ["cpu"], "nvlink": ["cuda"], **dist.Backend.backend_capability}
+    if device_type not in device_types_by_transport.get(transport, ()):
+        supporting = ", ".join(name for name, types in device_types_by_transport.items() if device_type in types)
+        raise ValueError(
+            f"transport is {transport!r}; it must be one that supports tensors on {device_type}: {supporting}."
+        )
+    shm_availability_here = (
+        shm_supports_size(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
+    )
     # Backend for messages, which a dispatch table may prefer to shared memory or NVLink.
-    messages = {"shm": "torch.distributed", "nvlink": "nccl"}.get(transport, transport)
+    message_backend = {"shm": "torch.distributed", "nvlink": "nccl"}.get(transport, transport)
 
-    def supports(spec: ScheduleSpec) -> Availability:
+    def group_availability(spec: ScheduleSpec) -> Availability:
         # The links between hypothetical ranks are unknown. Assume that they support the schedule.
         if spec.transport == "shm":
-            return shared
+            return shm_availability_here
         if spec.devices and device_type not in spec.devices:
             return unavailable(f"it is for {', '.join(spec.devices)}, not {device_type}")
         if world_size > (spec.max_ranks or world_size):
             return unavailable(f"it supports at most {spec.max_ranks} ranks, and the group has {world_size}")
         return AVAILABLE
 
-    def ask(name: str, key: ScheduleKey) -> Decision:
+    def decide_schedule(name: str, key: ScheduleKey) -> Decision:
         if world_size == 1:
             return ALONE
         reason = ""
         if (forced := forced_schedule()) is not None:
             spec = SCHEDULES[forced]
             if supported := spec.supports(key.op, key.dtype):
-                if not (available := supports(spec)):
+                if not (available := group_availability(spec)):
                     raise ValueError(f"Schedule {forced!r} does not support this group: {available.reason}.")
-                why = f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(forced)}"
-                return Decision(forced, spec.transport or messages, why)
+                forced_reason = f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(forced)}"
+                return Decision(forced, spec.transport or message_backend, forced_reason)
             reason = f"FUSED_TP_SCHEDULE={forced}, but {supported.reason}; "
 
-        def usable(spec: ScheduleSpec) -> Availability:
-            return spec.supports(key.op, key.dtype) and supports(spec)
+        def schedule_availability(spec: ScheduleSpec) -> Availability:
+            return spec.supports(key.op, key.dtype) and group_availability(spec)
 
-        between = "shm" if shared else transport if transport == "nvlink" else messages
-        choice = choose_by_table(key, world_size, between, arch, usable)
+        transport_key = "shm" if shm_availability_here else transport if transport == "nvlink" else message_backend
+        choice = choose_by_table(key, world_size, transport_key, arch, schedule_availability)
         reason += f"dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}"
-        if transport == "shm" and not shared and "no one_sided" not in choice.rule:
-            reason += f"; no shared memory: {shared.reason}"
+        if transport == "shm" and not shm_availability_here and "no one_sided" not in choice.rule:
+            reason += f"; no shared memory: {shm_availability_here.reason}"
         spec = SCHEDULES[choice.schedule]
-        return Decision(spec.name, spec.transport or messages, reason + caveat_of(spec.name))
+        return Decision(spec.name, spec.transport or message_backend, reason + caveat_of(spec.name))
 
-    environment = _Environment(world_size, device_type, arch, ask, lambda: messages, fused_ring_available)
-    return _explain(op, shapes, dim, dtype, environment)
+    environment = _Environment(
+        world_size, device_type, arch, decide_schedule, lambda: message_backend, fused_ring_available
+    )
+    return _explain_in(op, shapes, dim, dtype, environment)
 
 
 class _Environment(NamedTuple):
@@ -223,47 +241,49 @@ class _Environment(NamedTuple):
 
     size: int
     device_type: str
-    where: str
-    ask: Callable[[str, ScheduleKey], Decision]
-    messages: Callable[[], str]
-    fused_ring: Callable[[KernelQuery], Availability]
+    device_name: str
+    decide: Callable[[str, ScheduleKey], Decision]
+    message_backend: Callable[[], str]
+    fused_ring_availability: Callable[[KernelQuery], Availability]
 
 
-def _explain(
+def _explain_in(
     op: str, shapes: Sequence[Sequence[int]], dim: int | None, dtype: torch.dtype, environment: _Environment
 ) -> Explanation:
     keys = dispatch_keys(op, shapes, dtype, dim, environment.size)
     name = explained_ops()[op][0].name
     forward, backward = (
-        None if key is None else environment.ask(of, key)
-        for of, key in zip((name, f"{name}_backward"), keys, strict=True)
+        None if key is None else environment.decide(op_name, key)
+        for op_name, key in zip((name, f"{name}_backward"), keys, strict=True)
     )
     device, provider = torch.device(environment.device_type), None
     if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
         # Ulysses attention computes full sequences, in a single step.
-        single = environment.size == 1 or accumulate_dtype(dtype) == dtype or op == "ulysses_attention"
-        query = KernelQuery(device, dtype, q[-1], v[-1], single=single)
+        allows_tile_rounding = environment.size == 1 or accumulate_dtype(dtype) == dtype or op == "ulysses_attention"
+        query = KernelQuery(device, dtype, q[-1], v[-1], allows_tile_rounding=allows_tile_rounding)
         if op == "ring_attention" and forward is not None and forward.schedule == FusedRing.name:
-            forward, backward = _fused_ring_decisions(forward, environment.fused_ring(query), environment.messages())
+            forward, backward = _fused_ring_decisions(
+                forward, environment.fused_ring_availability(query), environment.message_backend()
+            )
         if forward is not None and forward.schedule == FusedRing.name:
-            provider = Provider(TRITON.name, "one launch of its kernel computes all steps of a forward")
+            provider = Provider(TRITON_KERNEL.name, "one launch of its kernel computes all steps of a forward")
         else:
             provider = _step_provider(query)
     if op == "context_parallel_decode":
         provider = _decoding_provider(device, dtype, shapes[0], shapes[2][-1])
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(tensor_arguments()[op], shapes, strict=True))
-    along = "" if dim is None else f", dim={dim}"
+    dim_text = "" if dim is None else f", dim={dim}"
     ranks = f"{environment.size} rank{'s' if environment.size != 1 else ''}"
-    call = f"{op}({tensors}{along}), {str(dtype).removeprefix('torch.')} on {environment.where}, {ranks}"
+    call = f"{op}({tensors}{dim_text}), {str(dtype).removeprefix('torch.')} on {environment.device_name}, {ranks}"
     return Explanation(op, call, forward, backward, provider)
 
 
 def _fused_ring_decisions(decision: Decision, available: Availability, messages: str) -> tuple[Decision, Decision]:
     """Return the decisions for forward and backward of a fused ring; forward uses messages unless `available`."""
     note = available.reason or "its backward runs step by step"
-    by_messages = Decision("pipelined", messages, f"{decision.reason}, but {note}")
-    return (decision if available else by_messages), by_messages
+    message_decision = Decision("pipelined", messages, f"{decision.reason}, but {note}")
+    return (decision if available else message_decision), message_decision
 
 
 def _step_provider(query: KernelQuery) -> Provider:
@@ -272,10 +292,10 @@ def _step_provider(query: KernelQuery) -> Provider:
     `explain` does not know scores and masks, so the reason names the conditions that they must meet.
     """
     chosen, reason = choose_kernel(query)
-    if chosen in (TORCH_CPU, TORCH_CUDA):
-        condition = " and a mask of one tile" if query.single else ""
+    if chosen in (TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL):
+        condition = " and a mask of one tile" if query.allows_tile_rounding else ""
         reason += f"; this holds for plain scores{condition}"
-    backward, why = choose_kernel(replace(query, backward=True))
+    backward, why = choose_kernel(replace(query, is_backward=True))
     if backward is not chosen:
         reason += f"; its backward uses {backward.name}: {why}"
     return Provider(chosen.name, reason)
@@ -284,7 +304,7 @@ def _step_provider(query: KernelQuery) -> Provider:
 def _decoding_provider(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
     new, head_dim = q_shape[1], q_shape[3]
     query = KernelQuery(device, dtype, head_dim, v_head_dim)
-    if kernel_serves(query, new):
+    if uses_decode_kernel(query, new):
         return Provider("triton", "its split-KV kernel computes the queries of all sequences in one launch")
     if new <= MAX_DECODE_QUERIES:
         return Provider("torch", f"for up to {MAX_DECODE_QUERIES} queries matmuls read the cache once")
@@ -301,13 +321,13 @@ def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
     The parameters, without the group size, are the tensors whose shapes `explain` accepts, and `dim`. The map is built
     at first use: at import, some ops are not defined yet.
     """
-    found = {}
-    for op in every_op().values():
-        if op.example is not None:
+    ops = {}
+    for op in all_ops().values():
+        if op.make_example_args is not None:
             # Ulysses attention is dispatched by the key of its first all-to-all.
             name = "ulysses_attention" if op is SEQUENCE_TO_HEADS else op.name
-            found[name] = op, tuple(inspect.signature(op.example).parameters)[1:]
-    return dict(sorted(found.items()))
+            ops[name] = op, tuple(inspect.signature(op.make_example_args).parameters)[1:]
+    return dict(sorted(ops.items()))
 
 
 def tensor_arguments() -> dict[str, tuple[str, ...]]:
@@ -344,13 +364,13 @@ def dispatch_keys(
         with_dim = [name for name, (_, parameters) in explained_ops().items() if "dim" in parameters]
         if op not in with_dim:
             raise ValueError(f"dim={dim!r} is supported for {', '.join(with_dim)}, not for {op}; omit it.")
-        tensors.append(any_dim("dim", dim, names[0], tensors[0]))
-    check_tensor(names[0], tensors[0], least_dims=2 if "scatter" in op or op.startswith("all_gather_") else 1)
+        tensors.append(normalize_dim("dim", dim, names[0], tensors[0]))
+    check_tensor(names[0], tensors[0], min_dims=2 if "scatter" in op or op.startswith("all_gather_") else 1)
     if "grouped" in op:
         x, weight = tensors
-        checked_grouped(names[0], x, weight, *example_routing(x, weight))
+        checked_grouped(names[0], x, weight, *make_example_routing(x, weight))
     elif names[-1] == "weight":
         check_linear(names[0], tensors[0], tensors[1], None)
-    assert requested.example is not None
-    args = requested.example(size, *tensors)
+    assert requested.make_example_args is not None
+    args = requested.make_example_args(size, *tensors)
     return requested.key and requested.key(args), requested.backward_key and requested.backward_key(args)

@@ -13,14 +13,14 @@ from fused_tp.backends.grouped import (
     Routing,
     grouped_linear,
     grouped_weight_grad,
-    scaled,
-    scaled_grads,
+    scale_grads,
+    scale_rows,
 )
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.core.partition import SymInt
-from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, example_routing, fake_grouped_grads
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, fake_grouped_grads, make_example_routing
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def grouped_matmul_all_reduce(
@@ -105,22 +105,22 @@ def _forward(schedule: Schedule, a: _Args) -> Tensor:
     return schedule.grouped_matmul_all_reduce(product).view(*a.shape, a.weight.shape[1])
 
 
-def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], d_output: Tensor) -> dict[str, Any]:
     """Return the gradients; no communication."""
     a, needs = s.args, s.needs
-    return grads_of_rows(d_output, a, needs)
+    return grouped_row_grads(d_output, a, needs)
 
 
-def grads_of_rows(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
+def grouped_row_grads(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
     """Compute the needed gradients of x, scale and weight; `d_output` is the gradient of all tokens."""
-    rows = needs.x or needs.scale
-    if not (rows or needs.weight):
+    needs_rows = needs.x or needs.scale
+    if not (needs_rows or needs.weight):
         return {}
     d_scaled, d_weight = GROUPED_MATMUL_BACKWARD(
-        d_output, a.x, a.weight, *a.routing, a.scale, rows, needs.weight, a.group
+        d_output, a.x, a.weight, *a.routing, a.scale, needs_rows, needs.weight, a.group
     )
-    found: dict[str, Any] = scaled_grads(d_scaled, a.x, a.scale, needs) if rows else {}
-    return found | {"weight": d_weight} if needs.weight else found
+    grads: dict[str, Any] = scale_grads(d_scaled, a.x, a.scale, needs) if needs_rows else {}
+    return grads | {"weight": d_weight} if needs.weight else grads
 
 
 # -- backward: a custom op, because a tracer cannot read the number of rows of each expert ----------------------------
@@ -128,11 +128,11 @@ def grads_of_rows(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
 
 def _compute_grads(schedule: None, g: _Grads) -> tuple[Tensor, Tensor]:
     """Return (dy @ W for each row, dW); a result that is not needed is an empty tensor."""
-    d_rows, empty = g.routing.rows_of(g.d_output), g.x.new_empty(0)
+    d_rows, empty = g.routing.gather_rows(g.d_output), g.x.new_empty(0)
     d_scaled = grouped_linear(d_rows, g.weight.transpose(1, 2), g.routing) if g.needs_rows else empty
     if not g.needs_weight:
         return d_scaled, empty
-    x = g.x if g.scale is None else scaled(g.x, g.scale)
+    x = g.x if g.scale is None else scale_rows(g.x, g.scale)
     return d_scaled, grouped_weight_grad(d_rows, x, g.weight, g.routing)
 
 
@@ -158,7 +158,7 @@ def _grouped_matmul_all_reduce_key(a: _Args) -> ScheduleKey | None:
 
 
 def _grouped_matmul_all_reduce_example(size: int, x: Tensor, weight: Tensor) -> _Args:
-    return _Args(x, weight, example_routing(x, weight), None, list(x.shape[:-1]), None)
+    return _Args(x, weight, make_example_routing(x, weight), None, list(x.shape[:-1]), None)
 
 
 GROUPED_MATMUL_ALL_REDUCE: Op[_Args] = Op(
@@ -168,9 +168,9 @@ GROUPED_MATMUL_ALL_REDUCE: Op[_Args] = Op(
     _forward,
     _grouped_matmul_all_reduce_fake,
     key=_grouped_matmul_all_reduce_key,
-    example=_grouped_matmul_all_reduce_example,
+    make_example_args=_grouped_matmul_all_reduce_example,
     prepare=_prepare,
     saves=("x", "weight", "tokens", "offsets", "scale"),
     backward=_backward,
-    once=True,
+    has_local_backward=True,
 )

@@ -12,14 +12,14 @@ from fused_tp.backends.grouped import (
     GroupedProduct,
     Routing,
     grouped_linear,
-    scaled_grads,
+    scale_grads,
 )
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_by_name
 from fused_tp.core.partition import SymInt, shard_sizes
-from fused_tp.ops.arguments import any_dim, check_rows, checked_grouped, checked_sizes, example_routing
-from fused_tp.ops.grouped_matmul_all_reduce import grads_of_rows
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, make_example_routing, normalize_dim
+from fused_tp.ops.grouped_matmul_all_reduce import grouped_row_grads
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def grouped_matmul_reduce_scatter(
@@ -97,7 +97,7 @@ def _prepare(a: _Args) -> _Args:
     x, weight = checked_grouped("x", a.x, a.weight, *a.routing, a.scale)
     check_rows(x, a.routing.tokens)
     shape = checked_sizes("shape", a.shape)
-    dim = any_dim("scatter_dim", a.scatter_dim, "tokens", x.new_empty(shape, device="meta"))
+    dim = normalize_dim("scatter_dim", a.scatter_dim, "tokens", x.new_empty(shape, device="meta"))
     return _Args(x, weight, a.routing, a.scale, shape, dim, a.group)
 
 
@@ -114,19 +114,19 @@ def _fake(a: _Args) -> Tensor:
     return a.x.new_empty(shape)
 
 
-def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
-    a, needs, found = s.args, s.needs, dict[str, Any]()
+def _backward(s: SavedForBackward[_Args], d_shard: Tensor) -> dict[str, Any]:
+    a, needs, grads = s.args, s.needs, dict[str, Any]()
     needs_rows = needs.x or needs.scale
-    if needs_rows or (s.kept is None and needs.weight):
+    if needs_rows or (s.carry is None and needs.weight):
         d_scaled, d_output = GROUPED_MATMUL_REDUCE_SCATTER_BACKWARD(
             d_shard, a.weight, *a.routing, a.shape, needs_rows, s.all_needs.weight, a.scatter_dim, a.group
         )
         if needs_rows:
-            found |= scaled_grads(d_scaled, a.x, a.scale, needs)
-        s.kept = d_output
+            grads |= scale_grads(d_scaled, a.x, a.scale, needs)
+        s.carry = d_output
     if needs.weight:
-        found |= grads_of_rows(s.kept, a, needs._replace(x=False, scale=False))
-    return found
+        grads |= grouped_row_grads(s.carry, a, needs._replace(x=False, scale=False))
+    return grads
 
 
 # -- backward: dx is an all_gather_grouped_matmul of dy; dW uses the gathered dy --------------------------------------
@@ -169,7 +169,7 @@ def _grouped_matmul_reduce_scatter_key(a: _Args) -> ScheduleKey | None:
 
 
 def _grouped_matmul_reduce_scatter_example(size: int, x: Tensor, weight: Tensor) -> _Args:
-    return _Args(x, weight, example_routing(x, weight), None, list(x.shape[:-1]), 0, None)
+    return _Args(x, weight, make_example_routing(x, weight), None, list(x.shape[:-1]), 0, None)
 
 
 GROUPED_MATMUL_REDUCE_SCATTER: Op[_Args] = Op(
@@ -180,7 +180,7 @@ GROUPED_MATMUL_REDUCE_SCATTER: Op[_Args] = Op(
     _fake,
     key=_grouped_matmul_reduce_scatter_key,
     backward_key=_grads_key,
-    example=_grouped_matmul_reduce_scatter_example,
+    make_example_args=_grouped_matmul_reduce_scatter_example,
     prepare=_prepare,
     saves=("x", "weight", "tokens", "offsets", "scale"),
     backward=_backward,

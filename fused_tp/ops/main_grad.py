@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 T = TypeVar("T", bound=Tensor)
 
 
-def into_main_grad(parameter: T) -> T:
+def redirect_to_main_grad(parameter: T) -> T:
     """Return an alias of `parameter` whose gradient is added to `parameter.main_grad`.
 
     An autograd node between the op and the parameter adds the gradient. This node runs only if the gradient of the
@@ -28,11 +28,11 @@ def into_main_grad(parameter: T) -> T:
     """
     if not (parameter.requires_grad and torch.is_grad_enabled()) or is_dynamo_compiling():
         return parameter
-    through: T = _IntoMainGrad.apply(parameter)
-    return through
+    alias: T = _RedirectToMainGrad.apply(parameter)
+    return alias
 
 
-class _IntoMainGrad(Function):
+class _RedirectToMainGrad(Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
         # Not save_for_backward: unpacked tensors do not have the Python attributes of the parameter.
@@ -50,12 +50,12 @@ class _IntoMainGrad(Function):
         main_grad.add_(grad.detach())
         if hasattr(parameter, "grad_added_to_main_grad"):
             parameter.grad_added_to_main_grad = True
-        elif not is_captured(ctx.next_functions[0][0]):
+        elif not is_grad_requested(ctx.next_functions[0][0]):
             return None
         return torch.zeros_like(parameter)
 
 
-def is_captured(node: Any) -> bool:
+def is_grad_requested(node: Any) -> bool:
     """True if torch.autograd.grad requested the gradient of the leaf of the AccumulateGrad node `node`."""
     try:
         torch._C._will_engine_execute_node(node)

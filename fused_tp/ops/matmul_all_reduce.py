@@ -10,7 +10,7 @@ from fused_tp.backends.gemm import bias_grad, linear, weight_grad
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.ops.arguments import checked_linear
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor:
@@ -54,7 +54,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], d_output: Tensor) -> dict[str, Any]:
     """Return the gradients; no communication."""
     a, needs = s.args, s.needs
     return {
@@ -73,7 +73,7 @@ def _fake(a: _Args) -> Tensor:
 
 
 def _key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.weight.shape[0])
+    return ScheduleKey.from_shard("matmul_all_reduce", a.x, a.x.shape, None, a.weight.shape[0])
 
 
 def _example(size: int, x: Tensor, weight: Tensor) -> _Args:
@@ -91,9 +91,9 @@ MATMUL_ALL_REDUCE: Op[_Args] = Op(
     _forward,
     _fake,
     key=_key,
-    example=_example,
+    make_example_args=_example,
     prepare=_prepare,
     saves=("x", "weight"),
     backward=_backward,
-    once=True,
+    has_local_backward=True,
 )

@@ -12,7 +12,7 @@ from fused_tp.core.group import GroupLike
 from fused_tp.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
 from fused_tp.ops.arguments import autocast_dtype, checked_linear
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def matmul_all_reduce_rms_norm(
@@ -42,7 +42,7 @@ def matmul_all_reduce_rms_norm(
         (normed, new_residual), both [..., N].
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
@@ -75,13 +75,13 @@ def _prepare(a: _Args) -> _Args:
     return _Args(x, weight, a.residual, a.norm_weight, float(a.eps), a.group)
 
 
-def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
     """Return the gradients; no communication. The second half of a split backward reuses d_residual of the first."""
     a, (new_residual,), needs = s.args, s.outputs, s.needs
-    if s.kept is None:
+    if s.carry is None:
         d_h, d_norm_weight = rms_norm_backward(d_normed, new_residual, a.norm_weight, a.eps)
-        s.kept = (d_h + d_new_residual).to(new_residual.dtype), d_norm_weight
-    d_stream, d_norm_weight = s.kept
+        s.carry = (d_h + d_new_residual).to(new_residual.dtype), d_norm_weight
+    d_stream, d_norm_weight = s.carry
     return {
         "x": d_stream @ a.weight if needs.x else None,
         "weight": weight_grad(d_stream, a.x) if needs.weight else None,
@@ -99,7 +99,7 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0])
+    return ScheduleKey.from_shard("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0])
 
 
 def _example(size: int, x: Tensor, weight: Tensor) -> _Args:
@@ -113,9 +113,9 @@ MATMUL_ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     _forward,
     _fake,
     key=_key,
-    example=_example,
+    make_example_args=_example,
     prepare=_prepare,
     saves=("x", "weight", "norm_weight", 1),
     backward=_backward,
-    once=True,
+    has_local_backward=True,
 )

@@ -10,8 +10,8 @@ from fused_tp.backends.gemm import bias_grad, weight_grad
 from fused_tp.backends.schedule import GatherMatmul, Schedule
 from fused_tp.core.group import GroupLike, group_by_name
 from fused_tp.core.partition import shard_sizes
-from fused_tp.ops.arguments import checked_linear, resized, token_dim
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.arguments import checked_linear, normalize_token_dim, resized_shape
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 def matmul_reduce_scatter(
@@ -44,7 +44,7 @@ def matmul_reduce_scatter(
         [..., m, ..., N]; summed over ranks in float32 (float64 for float64) in rank order and rounded once.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
@@ -75,28 +75,30 @@ class _Grads(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    x, weight, bias = checked_linear("x", *a[:3], least_dims=2)
-    return _Args(x, weight, bias, token_dim("scatter_dim", a.scatter_dim, "x", x), a.group)
+    x, weight, bias = checked_linear("x", *a[:3], min_dims=2)
+    return _Args(x, weight, bias, normalize_token_dim("scatter_dim", a.scatter_dim, "x", x), a.group)
 
 
 def _fake(a: _Args) -> Tensor:
     group = group_by_name(a.group)
     size = shard_sizes(a.x.shape[a.scatter_dim], group.size)[group.rank]
-    return a.x.new_empty((*resized(a.x, a.scatter_dim, size)[:-1], a.weight.shape[0]))
+    return a.x.new_empty((*resized_shape(a.x, a.scatter_dim, size)[:-1], a.weight.shape[0]))
 
 
-def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
-    a, needs, found = s.args, s.needs, dict[str, Any]()
-    if needs.x or (s.kept is None and (needs.weight or needs.bias)):
-        keep = s.all_needs.weight or s.all_needs.bias
-        results = MATMUL_REDUCE_SCATTER_BACKWARD(d_shard, a.x, a.weight, needs.x, keep, a.scatter_dim, a.group)
-        found["x"] = results[0] if needs.x else None
-        s.kept = results[-1] if keep else None
+def _backward(s: SavedForBackward[_Args], d_shard: Tensor) -> dict[str, Any]:
+    a, needs, grads = s.args, s.needs, dict[str, Any]()
+    if needs.x or (s.carry is None and (needs.weight or needs.bias)):
+        keeps_d_output = s.all_needs.weight or s.all_needs.bias
+        results = MATMUL_REDUCE_SCATTER_BACKWARD(
+            d_shard, a.x, a.weight, needs.x, keeps_d_output, a.scatter_dim, a.group
+        )
+        grads["x"] = results[0] if needs.x else None
+        s.carry = results[-1] if keeps_d_output else None
     if needs.weight:
-        found["weight"] = weight_grad(s.kept, a.x)
+        grads["weight"] = weight_grad(s.carry, a.x)
     if needs.bias:
-        found["bias"] = bias_grad(s.kept)
-    return found
+        grads["bias"] = bias_grad(s.carry)
+    return grads
 
 
 # -- backward: dx is an all_gather_matmul of dy; dW and db use the gathered dy ----------------------------------------
@@ -114,7 +116,7 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
 
 
 def _grads_key(g: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.of("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
+    return ScheduleKey.from_shard("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -132,7 +134,7 @@ def _matmul_reduce_scatter_forward(schedule: Schedule, a: _Args) -> Tensor:
 
 
 def _matmul_reduce_scatter_key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.of("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0])
+    return ScheduleKey.from_shard("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0])
 
 
 def _matmul_reduce_scatter_example(size: int, x: Tensor, weight: Tensor) -> _Args:
@@ -147,7 +149,7 @@ MATMUL_REDUCE_SCATTER: Op[_Args] = Op(
     _fake,
     key=_matmul_reduce_scatter_key,
     backward_key=_grads_key,
-    example=_matmul_reduce_scatter_example,
+    make_example_args=_matmul_reduce_scatter_example,
     prepare=_prepare,
     saves=("x", "weight"),
     backward=_backward,

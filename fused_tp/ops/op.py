@@ -29,25 +29,25 @@ from torch.autograd import profiler as _profiler
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from fused_tp.backends.local import LOCAL
+from fused_tp.backends.local import LOCAL_SCHEDULE
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings, tracing
 from fused_tp.core.dispatch import ScheduleKey as ScheduleKey
-from fused_tp.core.group import GroupName, GroupSlot, empty_dict, group_by_name, group_identity, known_group
-from fused_tp.core.subclass import result_kind
-from fused_tp.core.tracing import op_span, recording
+from fused_tp.core.group import GroupName, GroupSlot, cached_group, empty_dict, group_by_name, group_identity
+from fused_tp.core.subclass import result_type
+from fused_tp.core.tracing import is_recording, op_span
 from fused_tp.ops.counting import count_by_modes, count_collectives
-from fused_tp.ops.main_grad import into_main_grad
-from fused_tp.ops.split_backward import apply_split, is_split
+from fused_tp.ops.main_grad import redirect_to_main_grad
+from fused_tp.ops.split_backward import apply_split, is_backward_split
 
 LIBRARY = torch.library.Library("fused_tp", "DEF")
 AnyGroup: TypeAlias = Any
 """Type of `group`: any group that callers may pass; after `prepare`, a `GroupName`."""
 
-_PLAIN = frozenset({Tensor, Parameter})
+_PLAIN_TYPES = frozenset({Tensor, Parameter})
 # Module-level bindings of functions and settings that every call reads, to save attribute lookups.
-_SCHEDULE, _SHM, _TABLE = settings.ROUTING
-_setting, _NVTX = settings.RAW.get, tracing.NVTX
+_SCHEDULE_KEY, _SHM_KEY, _TABLE_KEY = settings.ROUTING_KEYS
+_raw_setting, _NVTX_SETTING_KEY = settings.RAW_ENVIRON.get, tracing.NVTX_KEY
 _in_dispatch_mode = torch._C._len_torch_dispatch_stack
 _in_autocast = torch._C._is_any_autocast_enabled
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -63,7 +63,7 @@ OPS: dict[str, Op[Any]] = {}  # ops by name; an op is added when its module is i
 
 
 @cache
-def every_op() -> dict[str, Op[Any]]:
+def all_ops() -> dict[str, Op[Any]]:
     """Return all ops by name; imports the modules that define them."""
     for module in iter_modules(import_module("fused_tp.ops").__path__):
         import_module(f"fused_tp.ops.{module.name}")
@@ -73,7 +73,7 @@ def every_op() -> dict[str, Op[Any]]:
 A = TypeVar("A", bound=tuple[Any, ...])
 
 
-class Saved(Generic[A]):
+class SavedForBackward(Generic[A]):
     """Values that backward keeps from forward.
 
     Attributes:
@@ -88,10 +88,10 @@ class Saved(Generic[A]):
 
     def __init__(self, args: A, needs: Any, shapes: Any, outputs: Sequence[Tensor]) -> None:
         self.args, self.needs, self.all_needs, self.shapes, self.outputs = args, needs, needs, shapes, outputs
-        self.kept: Any = None
+        self.carry: Any = None
 
     @contextmanager
-    def only(self, weights: bool) -> Iterator[None]:
+    def restrict_needs(self, weights: bool) -> Iterator[None]:
         """Context manager that restricts `needs` to weights or, if not `weights`, to all other arguments."""
         masked = [
             need if (name in _WEIGHTS) == weights else [False] * len(need) if isinstance(need, list) else False
@@ -143,36 +143,36 @@ class Op(Generic[A]):
         *,
         key: Callable[[A], ScheduleKey | None] | None = None,
         backward_key: Callable[[A], ScheduleKey] | None = None,
-        example: Callable[..., A] | None = None,
+        make_example_args: Callable[..., A] | None = None,
         prepare: Callable[[A], A] | None = None,
         saves: Sequence[str | int] = (),
         backward: Callable[..., dict[str, Any]] | None = None,
         materialize_grads: bool = True,
         non_differentiable: Sequence[int] = (),
-        once: bool = False,
+        has_local_backward: bool = False,
     ) -> None:
         self.name = name
         self.qualified_name = f"fused_tp::{name}"
-        annotations = _annotations(arguments)
+        annotations = _schema_types(arguments)
         self.fields = tuple(annotations)
-        self.pack: Callable[[Sequence[Any]], A] = _packer(arguments)
+        self.pack: Callable[[Sequence[Any]], A] = _make_packer(arguments)
         self.forward = forward
         self.fake = fake
         self.key = key
         self.backward_key = backward_key
-        self.example = example
+        self.make_example_args = make_example_args
         self.prepare = prepare
         self.backward = backward
-        self.once = once
+        self.has_local_backward = has_local_backward
         self.returns_list = returns == "Tensor[]"
-        self._saves, self._saves_outputs = frozenset(saves), [one for one in saves if isinstance(one, int)]
-        self.weights_at = [at for at, field in enumerate(self.fields) if field in _WEIGHTS]
+        self._saved_names, self._saved_outputs = frozenset(saves), [item for item in saves if isinstance(item, int)]
+        self.weight_indices = [index for index, field in enumerate(self.fields) if field in _WEIGHTS]
         self._materialize_grads, self._non_differentiable = materialize_grads, non_differentiable
         self._plans: GroupSlot[dict[Any, _Plan]] = GroupSlot(empty_dict)
-        schema = ", ".join(f"{kind} {field}" for field, kind in annotations.items())
+        schema = ", ".join(f"{type_name} {field}" for field, type_name in annotations.items())
         LIBRARY.define(f"{name}({schema}) -> {returns}")
-        LIBRARY.impl(name, self._dispatched, "CompositeExplicitAutograd")
-        torch.library.register_fake(self.qualified_name, self._faked, lib=LIBRARY)
+        LIBRARY.impl(name, self._run_dispatched, "CompositeExplicitAutograd")
+        torch.library.register_fake(self.qualified_name, self._run_fake, lib=LIBRARY)
         if backward is not None:
             torch.library.register_autograd(
                 self.qualified_name, self.run_backward, setup_context=self.setup_context, lib=LIBRARY
@@ -192,128 +192,138 @@ class Op(Generic[A]):
             or _in_dispatch_mode()
             or _in_autocast()
             or _profiler._is_profiler_enabled
-            or tracing.TOOL
-            or _setting(_NVTX)
+            or tracing.HAS_NVTX_TOOL
+            or _raw_setting(_NVTX_SETTING_KEY)
             or forward_ad._current_level >= 0
             or _in_functorch()
-            or (group := known_group(values[-1])) is None
+            or (group := cached_group(values[-1])) is None
         ):
-            return self._call(values)
-        given: Sequence[Any] = values[:-1]
+            return self._call_without_plan(values)
+        args: Sequence[Any] = values[:-1]
         # The key is built as nested tuples, because appending to a list would take a quarter of this function's time.
-        key: tuple[Any, ...] = _setting(_SCHEDULE), _setting(_SHM), _setting(_TABLE)
+        key: tuple[Any, ...] = _raw_setting(_SCHEDULE_KEY), _raw_setting(_SHM_KEY), _raw_setting(_TABLE_KEY)
         grad_mode, needs_grad = _grad_enabled(), False
-        for value in given:
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:
+        for value in args:
+            value_type = type(value)
+            if value_type is Tensor or value_type is Parameter:
                 try:
                     key = key, value.shape, value.dtype, value.device, value.layout
                 except RuntimeError:  # a nested tensor has no shape; the argument checks reject it
-                    return self._call(values)
+                    return self._call_without_plan(values)
                 if grad_mode and value.requires_grad:
                     needs_grad = True
             elif value is None:
                 key = key, None
-            elif kind is list or kind is tuple:
+            elif value_type is list or value_type is tuple:
                 parts: list[Any] = []
-                for one in value:
-                    if type(one) is Tensor or type(one) is Parameter:
+                for item in value:
+                    if type(item) is Tensor or type(item) is Parameter:
                         try:
-                            parts += one.shape, one.dtype, one.device, one.layout
+                            parts += item.shape, item.dtype, item.device, item.layout
                         except RuntimeError:
-                            return self._call(values)
-                        if grad_mode and one.requires_grad:
+                            return self._call_without_plan(values)
+                        if grad_mode and item.requires_grad:
                             needs_grad = True
-                    elif isinstance(one, Tensor):
-                        return self._call_unwrapped(values)
+                    elif isinstance(item, Tensor):
+                        return self._call_with_subclasses(values)
                     else:
-                        parts += type(one), one
+                        parts += type(item), item
                 key = key, tuple(parts)
             elif isinstance(value, Tensor):
-                return self._call_unwrapped(values)
+                return self._call_with_subclasses(values)
             else:
-                key = key, kind, value  # with the type: True == 1, but the argument checks distinguish them
+                key = key, value_type, value  # with the type: True == 1, but the argument checks distinguish them
         try:
             plan = self._plans[group].get(key)
         except TypeError:  # an argument is not hashable; the argument checks reject it
-            return self._call(values)
+            return self._call_without_plan(values)
         if plan is None:
-            return self._call(values, key)
-        schedule, repeatable, changed, name = plan
-        if changed:
-            given = fresh = list(given)
-            for index, value in changed:
-                fresh[index] = value
+            return self._call_without_plan(values, key)
+        schedule, repeatable, changed_args, name = plan
+        if changed_args:
+            args = replaced = list(args)
+            for index, value in changed_args:
+                replaced[index] = value
         # `repeatable` begins with a torch op, which handles conjugate and negative bits, so they are not checked here.
         if repeatable is not None and not needs_grad:
-            found = repeatable(*given)
-            return self._call(values) if found is None else found
-        for value in given:
-            for one in value if type(value) is list else (value,):
-                if type(one) in _PLAIN and (one.is_neg() or one.is_conj() or (not one.data_ptr() and one.numel())):
-                    return self._call(values)
+            found = repeatable(*args)
+            return self._call_without_plan(values) if found is None else found
+        for value in args:
+            for item in value if type(value) is list else (value,):
+                if type(item) in _PLAIN_TYPES and (
+                    item.is_neg() or item.is_conj() or (not item.data_ptr() and item.numel())
+                ):
+                    return self._call_without_plan(values)
         if needs_grad:
-            return self._with_grad(schedule, self.pack((*self._into_main_grads(given), name)))
-        result = self.forward(schedule, self.pack((*given, name)))
+            return self._run_with_grad(schedule, self.pack((*self._redirect_main_grads(args), name)))
+        result = self.forward(schedule, self.pack((*args, name)))
         if type(result) is Tensor:
-            return result.data if result._is_view() else result  # inlined `_owned`
-        for one in result:
-            if one._is_view():
-                return _owned(result)
+            return result.data if result._is_view() else result  # inlined `_detach_views`
+        for item in result:
+            if item._is_view():
+                return _detach_views(result)
         return result
 
-    def named(self, *values: Any) -> Any:
+    def call_prepared(self, *values: Any) -> Any:
         """Run the op on prepared arguments whose last is a group's name; for calls from other ops and from backward."""
         if is_dynamo_compiling():
             return self.overload(*values)
         return self(*values[:-1], GroupName(values[-1]))
 
-    def _call_unwrapped(self, values: Sequence[Any]) -> Any:
+    def _call_with_subclasses(self, values: Sequence[Any]) -> Any:
         """Call the op with tensors of Tensor subclasses.
 
         If the memory of all of them holds plain values, the op runs on plain tensors. Its results then have the type
         that torch's own functions would return. Other subclasses are handled by `_call`.
         """
-        values = self._into_main_grads(values)  # before `as_subclass`, whose results have no main_grad
-        found: type[Tensor] = Tensor
+        values = self._redirect_main_grads(values)  # before `as_subclass`, whose results have no main_grad
+        result_class: type[Tensor] = Tensor
         plain: list[Any] = []
         for value in values:
-            several: Sequence[Any] = value if type(value) is list or type(value) is tuple else (value,)
-            own = []
-            for one in several:
-                if isinstance(one, Tensor) and type(one) not in _PLAIN:
-                    result = result_kind(type(one))
-                    if result is None:
-                        return self._call(values)
-                    found = result if found is Tensor or issubclass(result, found) else found
-                    one = one.as_subclass(Tensor)
-                own.append(one)
-            plain.append((own if type(value) is list else tuple(own)) if several is value else own[0])
+            items: Sequence[Any] = value if type(value) is list or type(value) is tuple else (value,)
+            plain_items = []
+            for item in items:
+                if isinstance(item, Tensor) and type(item) not in _PLAIN_TYPES:
+                    item_class = result_type(type(item))
+                    if item_class is None:
+                        return self._call_without_plan(values)
+                    result_class = (
+                        item_class if result_class is Tensor or issubclass(item_class, result_class) else result_class
+                    )
+                    item = item.as_subclass(Tensor)
+                plain_items.append(item)
+            plain.append(
+                (plain_items if type(value) is list else tuple(plain_items)) if items is value else plain_items[0]
+            )
         results = self(*plain)
-        if found is Tensor:
+        if result_class is Tensor:
             return results
         return (
-            results.as_subclass(found)
+            results.as_subclass(result_class)
             if isinstance(results, Tensor)
-            else type(results)(one.as_subclass(found) for one in results)
+            else type(results)(item.as_subclass(result_class) for item in results)
         )
 
-    def _call(self, values: Sequence[Any], key: object = None) -> Any:
+    def _call_without_plan(self, values: Sequence[Any], key: object = None) -> Any:
         """Call the op without a plan; with `key`, save a plan for the next call."""
-        values = self._into_main_grads(values)  # before autocast casts weights: the casts have no main_grad
+        values = self._redirect_main_grads(values)  # before autocast casts weights: the casts have no main_grad
         if not is_dynamo_compiling():  # compiled code calls torch's dispatcher, which resolves conjugate tensors
-            values = [_resolved(value) for value in values]
-        *given, group = values if self.prepare is None else _flat(self.prepare(self.pack(values)))
+            values = [_materialize(value) for value in values]
+        *prepared, group = values if self.prepare is None else _flatten(self.prepare(self.pack(values)))
         name = str(group) if isinstance(group, GroupName) else group_identity(group).name
         if not is_dynamo_compiling() and _in_dispatch_mode():
             count_collectives(OPS)
-        if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(given)):
-            if is_split() and not is_dynamo_compiling() and torch.is_grad_enabled():
-                args = self.pack((*given, name))
-                found = apply_split(self, partial(self.overload, *given, name), args, given)
-                if found is not None:
-                    return found
-            return self.overload(*given, name)
+        if (
+            is_dynamo_compiling()
+            or _in_dispatch_mode()
+            or any(type(t) not in _PLAIN_TYPES for t in _iterate_tensors(prepared))
+        ):
+            if is_backward_split() and not is_dynamo_compiling() and torch.is_grad_enabled():
+                args = self.pack((*prepared, name))
+                split_results = apply_split(self, partial(self.overload, *prepared, name), args, prepared)
+                if split_results is not None:
+                    return split_results
+            return self.overload(*prepared, name)
         if forward_ad._current_level >= 0:
             raise RuntimeError(
                 f"{self.qualified_name} does not support forward-mode AD, because ranks do not exchange tangents. Use "
@@ -325,46 +335,52 @@ class Op(Generic[A]):
                 "values of its tensors to other ranks. Call it with a batch dim, and use backward() or "
                 "torch.autograd.grad."
             )
-        args = self.pack((*given, GroupName(name)))
-        if self.key is not None and group_by_name(name).size > 1 and any(t.is_meta for t in _tensors(given)):
+        args = self.pack((*prepared, GroupName(name)))
+        if self.key is not None and group_by_name(name).size > 1 and any(t.is_meta for t in _iterate_tensors(prepared)):
             raise ValueError(
                 f"{self.name} does not support meta tensors on several ranks: they have no data to send. Use "
                 "FakeTensorMode to trace shapes."
             )
         schedule = self.select(args)
         if key is not None:
-            self._remember(key, values, args, schedule)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(given))
-        run = self._with_grad if needs_grad else self._run
-        if not recording():
+            self._save_plan(key, values, args, schedule)
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _iterate_tensors(prepared))
+        run = self._run_with_grad if needs_grad else self._run
+        if not is_recording():
             return run(schedule, args)
-        shown: AbstractContextManager[object] = nullcontext()
+        profiler_range: AbstractContextManager[object] = nullcontext()
         if _profiler._is_profiler_enabled:  # this path bypasses torch's dispatcher, which would record the op
-            shown = torch.profiler.record_function(self.qualified_name)
-        with shown, self._range(schedule, args):
+            profiler_range = torch.profiler.record_function(self.qualified_name)
+        with profiler_range, self._op_span(schedule, args):
             return run(schedule, args)
 
-    def _into_main_grads(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return `values`, in which `into_main_grad` is applied to each weight that has a `main_grad`."""
-        for at in self.weights_at:
-            value = values[at]
+    def _redirect_main_grads(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return `values`, in which `redirect_to_main_grad` is applied to each weight that has a `main_grad`."""
+        for index in self.weight_indices:
+            value = values[index]
             for t in value if type(value) is list else (value,):
                 if getattr(t, "main_grad", None) is not None:
-                    new = [into_main_grad(one) for one in value] if type(value) is list else into_main_grad(value)
-                    values = (*values[:at], new, *values[at + 1 :])
+                    redirected = (
+                        [redirect_to_main_grad(one) for one in value]
+                        if type(value) is list
+                        else redirect_to_main_grad(value)
+                    )
+                    values = (*values[:index], redirected, *values[index + 1 :])
                     break
         return values
 
-    def _remember(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
-        both = enumerate(zip(values[:-1], _flat(args)[:-1], strict=True))
-        changed = [(i, new) for i, (old, new) in both if new is not old]
-        if next(_tensors([new for _, new in changed]), None) is not None:  # tensors were cast or copied: not reusable
+    def _save_plan(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
+        pairs = enumerate(zip(values[:-1], _flatten(args)[:-1], strict=True))
+        changed_args = [(i, new) for i, (old, new) in pairs if new is not old]
+        if (
+            next(_iterate_tensors([new for _, new in changed_args]), None) is not None
+        ):  # tensors were cast or copied: not reusable
             return
         plans = self._plans[group_by_name(args[-1])]
         if len(plans) >= _MAX_PLANS:
             plans.clear()
-        repeatable = None if schedule is None else schedule.repeatable(self.name, args)
-        plans[key] = schedule, repeatable, tuple(changed), args[-1]
+        repeatable = None if schedule is None else schedule.make_repeatable(self.name, args)
+        plans[key] = schedule, repeatable, tuple(changed_args), args[-1]
 
     def select(self, args: A) -> Schedule | None:
         """Select the schedule for a call with `args`; None if the call does not communicate."""
@@ -373,13 +389,13 @@ class Op(Generic[A]):
             return None
         group = group_by_name(args[-1])
         if group.size == 1:
-            return LOCAL
+            return LOCAL_SCHEDULE
         # Imported here, because these modules import the transports, which a single rank does not need.
-        from fused_tp.backends.autotune import measures, tuned_schedule
+        from fused_tp.backends.autotune import is_measured, tuned_schedule
         from fused_tp.backends.registry import select_schedule
 
         selected = select_schedule(key, group)
-        if measures(self.name, key, group):
+        if is_measured(self.name, key, group):
 
             def run(schedule: Schedule) -> Any:
                 return self.forward(schedule, args)
@@ -387,42 +403,42 @@ class Op(Generic[A]):
             return tuned_schedule(self.name, key, group, run) or selected
         return selected
 
-    def _dispatched(self, *values: Any) -> Any:
+    def _run_dispatched(self, *values: Any) -> Any:
         """Run the op when torch's dispatcher calls it."""
         args = self.pack((*values[:-1], GroupName(values[-1])))
         schedule = self.select(args)
-        if not recording():
+        if not is_recording():
             return self._run(schedule, args)
-        with self._range(schedule, args):
+        with self._op_span(schedule, args):
             return self._run(schedule, args)
 
-    def _faked(self, *values: Any) -> Any:
+    def _run_fake(self, *values: Any) -> Any:
         return self.fake(self.pack(values))
 
     def _run(self, schedule: Schedule | None, args: A) -> Any:
-        return _owned(self.forward(schedule, args))
+        return _detach_views(self.forward(schedule, args))
 
-    def _range(self, schedule: Schedule | None, args: A) -> AbstractContextManager[object]:
+    def _op_span(self, schedule: Schedule | None, args: A) -> AbstractContextManager[object]:
         return op_span(args[-1], self.name, args, None if schedule is None else schedule.name)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def grad_input(self, saved: Saved[A], *grads: Any) -> dict[str, Any]:
+    def grad_input(self, saved: SavedForBackward[A], *grads: Any) -> dict[str, Any]:
         """Return the gradients by name of all arguments that are not weights; `grads` are gradients of the results.
 
         `grad_input` and `grad_weight` are the two halves of backward. A pipeline schedule may run them at different
         times. The first half stores values for the second half in `saved`, so that nothing is communicated twice.
         """
         assert self.backward is not None
-        with saved.only(weights=False):
+        with saved.restrict_needs(weights=False):
             return self.backward(saved, *grads)
 
-    def grad_weight(self, saved: Saved[A], *grads: Any) -> dict[str, Any]:
+    def grad_weight(self, saved: SavedForBackward[A], *grads: Any) -> dict[str, Any]:
         """Return the gradients by name of weights, biases and norm weights; see `grad_input`."""
         assert self.backward is not None
         if _WEIGHTS.isdisjoint(self.fields):
             return {}
-        with saved.only(weights=True):
+        with saved.restrict_needs(weights=True):
             return self.backward(saved, *grads)
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -431,8 +447,8 @@ class Op(Generic[A]):
         args: list[Any] = []
         needs: list[Any] = []
         shapes: list[Any] = []
-        ctx.where = {}
-        for index, (name, value) in enumerate(zip(self.fields, _flat(inputs), strict=True)):
+        ctx.saved_positions = {}
+        for index, (name, value) in enumerate(zip(self.fields, _flatten(inputs), strict=True)):
             if isinstance(value, Tensor):
                 needs.append(value.requires_grad)
                 shapes.append(value.shape)
@@ -445,70 +461,77 @@ class Op(Generic[A]):
                 shapes.append(None)
                 continue
             args.append(None)
-            if name in self._saves:
-                at = len(tensors)
-                ctx.where[index] = slice(at, at + len(value)) if type(value) is list else at
+            if name in self._saved_names:
+                start = len(tensors)
+                ctx.saved_positions[index] = slice(start, start + len(value)) if type(value) is list else start
                 tensors += value if type(value) is list else [value]
         args[-1] = GroupName(args[-1])
-        outputs = [output[index] for index in self._saves_outputs]
+        outputs = [output[index] for index in self._saved_outputs]
         ctx.args, ctx.needs, ctx.shapes, ctx.outputs = args, needs, shapes, len(outputs)
         ctx.set_materialize_grads(self._materialize_grads)
         if self._non_differentiable:
             ctx.mark_non_differentiable(*(output[index] for index in self._non_differentiable))
         ctx.save_for_backward(*tensors, *outputs)
 
-    def saved(self, ctx: Any) -> Saved[A]:
+    def saved(self, ctx: Any) -> SavedForBackward[A]:
         """Return the values that `setup_context` saved in `ctx`."""
         tensors = ctx.saved_tensors
         args = list(ctx.args)
-        for index, where in ctx.where.items():
+        for index, where in ctx.saved_positions.items():
             args[index] = list(tensors[where]) if isinstance(where, slice) else tensors[where]
         outputs = tensors[len(tensors) - ctx.outputs :]
-        return Saved(self.pack(args), self.pack(ctx.needs), self.pack(ctx.shapes), outputs)
+        return SavedForBackward(self.pack(args), self.pack(ctx.needs), self.pack(ctx.shapes), outputs)
 
     def run_backward(self, ctx: Any, *grads: Any) -> Any:
         """Run `backward` and return the gradients in the order of the arguments, as autograd requires."""
         assert self.backward is not None
-        return self._gradients(ctx, self.run_half(ctx, self.backward, self.saved(ctx), grads))
+        return self._order_gradients(ctx, self.run_half(ctx, self.backward, self.saved(ctx), grads))
 
     def run_half(
-        self, ctx: Any, half: Callable[..., dict[str, Any]], saved: Saved[A], grads: Sequence[Any]
+        self, ctx: Any, half: Callable[..., dict[str, Any]], saved: SavedForBackward[A], grads: Sequence[Any]
     ) -> dict[str, Any]:
         """Run `half(saved, *grads)` in a profiler range. Under a dispatch mode, which would trace the range, omit it.
 
         Args:
             half: `backward`, `grad_input` or `grad_weight`.
         """
-        grads = tuple(map(_resolved, grads))
-        if self.once and torch.is_grad_enabled() and (self._non_differentiable or group_by_name(ctx.args[-1]).size > 1):
-            raise self._differentiated_twice()
-        if not recording() or _in_dispatch_mode():
+        grads = tuple(map(_materialize, grads))
+        if (
+            self.has_local_backward
+            and torch.is_grad_enabled()
+            and (self._non_differentiable or group_by_name(ctx.args[-1]).size > 1)
+        ):
+            raise self._double_backward_error()
+        if not is_recording() or _in_dispatch_mode():
             return half(saved, *grads)
         with op_span(ctx.args[-1], f"{self.name} backward", grads):
             return half(saved, *grads)
 
-    def _differentiated_twice(self) -> RuntimeError:
+    def _double_backward_error(self) -> RuntimeError:
         name = self.qualified_name if self.backward is None else f"backward of {self.qualified_name}"
         return RuntimeError(
             f"{name} is not differentiable: the ops can be differentiated only once. Omit create_graph=True."
         )
 
-    def _gradients(self, ctx: Any, found: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the gradients in `found`, by name, in the order of the arguments: a list for a list of tensors."""
+    def _order_gradients(self, ctx: Any, gradients: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the gradients in `gradients`, by name, in the order of the arguments: a list for a list of tensors."""
         result: list[Any] = []
         for name, needs in zip(self.fields, ctx.needs, strict=True):
-            grad = found.get(name)
+            grad = gradients.get(name)
             if isinstance(needs, list) and grad is None:
                 grad = [None] * len(needs)
             result.append(grad)
         return tuple(result)
 
-    def _with_grad(self, schedule: Schedule | None, args: A) -> Any:
+    def _run_with_grad(self, schedule: Schedule | None, args: A) -> Any:
         if self.backward is None:
-            raise self._differentiated_twice()
-        values = _flat(args)
-        if is_split() and (found := apply_split(self, partial(self._run, schedule, args), args, values)) is not None:
-            return found
+            raise self._double_backward_error()
+        values = _flatten(args)
+        if (
+            is_backward_split()
+            and (split_results := apply_split(self, partial(self._run, schedule, args), args, values)) is not None
+        ):
+            return split_results
         flat: list[Any] = []
         lengths = []  # for each argument, the length of a list of tensors; -1 for anything else
         for arg in values:
@@ -518,20 +541,20 @@ class Op(Generic[A]):
             else:
                 lengths.append(-1)
                 flat.append(arg)
-        outputs = _Eager.apply(self, schedule, lengths, *flat)
+        outputs = _EagerFunction.apply(self, schedule, lengths, *flat)
         return list(outputs) if self.returns_list else outputs
 
 
-class _Eager(torch.autograd.Function):
+class _EagerFunction(torch.autograd.Function):
     """Autograd node of an eager call. Lists are flattened, because autograd does not track tensors inside lists."""
 
     @staticmethod
     def forward(ctx: Any, op: Op[Any], schedule: Schedule | None, lengths: list[int], *flat: Any) -> Any:
         values: list[Any] = []
-        at = 0
+        start = 0
         for length in lengths:
-            values.append(flat[at] if length < 0 else list(flat[at : at + length]))
-            at += abs(length)
+            values.append(flat[start] if length < 0 else list(flat[start : start + length]))
+            start += abs(length)
         args = op.pack(values)
         output = op._run(schedule, args)
         op.setup_context(ctx, args, output)
@@ -554,67 +577,71 @@ class _Eager(torch.autograd.Function):
 # -- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _annotations(arguments: Any) -> dict[str, str]:
+def _schema_types(arguments: Any) -> dict[str, str]:
     """Map the fields of a NamedTuple to schema types, such as `Tensor?` for `Tensor | None`."""
-    found: dict[str, str] = {}
+    types: dict[str, str] = {}
     for name, annotation in arguments.__annotations__.items():
-        kind = getattr(annotation, "__forward_arg__", annotation)
-        if (inner := _inner(arguments, name)) is not None:
-            found |= _annotations(inner)
+        type_name = getattr(annotation, "__forward_arg__", annotation)
+        if (nested := _nested_type(arguments, name)) is not None:
+            types |= _schema_types(nested)
             continue
-        optional = "?" if kind.endswith(" | None") else ""
-        kind = kind.removesuffix(" | None")
-        if kind.startswith("list["):
-            kind = f"{kind.removeprefix('list[').removesuffix(']')}[]"
-        found[name] = ("str" if kind == "AnyGroup" else kind) + optional
-    return found
+        optional = "?" if type_name.endswith(" | None") else ""
+        type_name = type_name.removesuffix(" | None")
+        if type_name.startswith("list["):
+            type_name = f"{type_name.removeprefix('list[').removesuffix(']')}[]"
+        types[name] = ("str" if type_name == "AnyGroup" else type_name) + optional
+    return types
 
 
-def _inner(arguments: Any, name: str) -> Any:
+def _nested_type(arguments: Any, name: str) -> Any:
     """Return the type of field `name` if it is a NamedTuple, otherwise None."""
     annotation = arguments.__annotations__[name]
-    kind = getattr(sys.modules[arguments.__module__], getattr(annotation, "__forward_arg__", annotation), None)
-    return kind if hasattr(kind, "_fields") else None
+    field_type = getattr(sys.modules[arguments.__module__], getattr(annotation, "__forward_arg__", annotation), None)
+    return field_type if hasattr(field_type, "_fields") else None
 
 
-def _packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
+def _make_packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
     """Return a function that packs flat values into the NamedTuple type `arguments`.
 
     Without nested NamedTuples it is `tuple.__new__`, a C function, because the generated constructor is slower.
     """
-    inner = [(at, kind) for at, name in enumerate(arguments._fields) if (kind := _inner(arguments, name)) is not None]
-    if not inner:
+    nested = [
+        (index, nested_type)
+        for index, name in enumerate(arguments._fields)
+        if (nested_type := _nested_type(arguments, name)) is not None
+    ]
+    if not nested:
         return partial(tuple.__new__, arguments)
 
     def pack(values: Sequence[Any]) -> Any:
         parts = list(values)
-        for at, kind in inner:
-            stop = at + len(kind._fields)
-            parts[at:stop] = [tuple.__new__(kind, parts[at:stop])]
+        for index, nested_type in nested:
+            stop = index + len(nested_type._fields)
+            parts[index:stop] = [tuple.__new__(nested_type, parts[index:stop])]
         return tuple.__new__(arguments, parts)
 
     return pack
 
 
-def _flat(args: Sequence[Any]) -> list[Any]:
+def _flatten(args: Sequence[Any]) -> list[Any]:
     """Flatten nested tuples in `args`."""
-    return [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))]
+    return [item for arg in args for item in (arg if isinstance(arg, tuple) else (arg,))]
 
 
-def _resolved(value: Any) -> Any:
+def _materialize(value: Any) -> Any:
     """Materialize lazy conjugate, negative and zero tensors, also inside lists.
 
     Native code and peers read raw memory, which does not hold the values of such tensors.
     """
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind(map(_resolved, value))
+    value_type = type(value)
+    if value_type is list or value_type is tuple:
+        return value_type(map(_materialize, value))
     if isinstance(value, Tensor) and (value.is_neg() or value.is_conj() or value._is_zerotensor()):
         return value.clone().resolve_neg().resolve_conj()
     return value
 
 
-def _owned(result: Any) -> Any:
+def _detach_views(result: Any) -> Any:
     """Return results that are views as tensors that autograd does not treat as views.
 
     Callers may write to results in place, which autograd rejects for some views. The schedule decides which results are
@@ -622,10 +649,10 @@ def _owned(result: Any) -> Any:
     """
     if isinstance(result, Tensor):
         return result.data if result._is_view() else result  # takes a tenth of the time of aten._unsafe_view
-    return type(result)(map(_owned, result))
+    return type(result)(map(_detach_views, result))
 
 
-def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+def _iterate_tensors(args: Sequence[Any]) -> Iterator[Tensor]:
     for arg in args:
         for t in arg if type(arg) is list else (arg,):
             if isinstance(t, Tensor):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
-from fused_tp.attention.kernels.select import kernel_for
-from fused_tp.attention.kernels.triton import TRITON
-from fused_tp.attention.ring import OP, LocalRing, Ring, RingCall, RingSaved
+from fused_tp.attention.kernels.select import select_kernel
+from fused_tp.attention.kernels.triton import TRITON_KERNEL
+from fused_tp.attention.ring import RING_OP, LocalRing, RingCall, RingSaved, RingSchedule
 from fused_tp.attention.ring_plan import RingPlan, ring_plan
 from fused_tp.attention.spec import AttentionArguments, Scores
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
-from fused_tp.core.group import SINGLE_NAME, Group, GroupLike, group_by_name, group_identity
+from fused_tp.core.group import SINGLE_GROUP_NAME, Group, GroupLike, group_by_name, group_identity
 from fused_tp.core.pending import accumulate_dtype, checksum
 from fused_tp.core.tracing import span
 from fused_tp.ops.arguments import autocast_dtype, check_bool
@@ -25,17 +25,17 @@ from fused_tp.ops.attention_arguments import (
     OutAndLseKeywords,
     OutKeywords,
     annotate_mismatch,
-    arguments_of,
+    build_arguments,
     checked_arguments,
-    describe,
+    describe_call,
     with_keywords,
 )
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+    from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
     from fused_tp.backends.triton.fused_kernel import FusedKernel
 
 
@@ -107,7 +107,7 @@ def ring_attention(
         gradients of any replicated parameter.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
             Over messages, a mismatch is reliably detected only with FUSED_TP_CHECK=1; otherwise the call may time out,
             or return wrong results.
@@ -120,21 +120,28 @@ def ring_attention(
     zigzag order of Zhu, "ring-flash-attention", 2024; Dao et al., FlashAttention, arXiv:2205.14135.
     """
     check_bool(return_lse=return_lse)
-    out, lse = RING_ATTENTION(q, k, v, *arguments_of(OP, keywords), group)
+    out, lse = RING_ATTENTION(q, k, v, *build_arguments(RING_OP, keywords), group)
     return (out, lse) if return_lse else out
 
 
-def attention_over(
-    q: Tensor, k: Tensor, v: Tensor, group: GroupLike, *, alone: bool = False, first_head: int = 0, **keywords: Any
+def ring_attention_from_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: GroupLike,
+    *,
+    is_unsharded: bool = False,
+    first_head: int = 0,
+    **keywords: Any,
 ) -> Tensor:
     """Return `out` of `ring_attention` for a `q` whose first head has the global index `first_head`.
 
-    With `alone`, the sequence is not sharded: attention is computed on this rank only.
+    With `is_unsharded`, the sequence is not sharded: attention is computed on this rank only.
     """
-    arguments, out = arguments_of(OP, keywords, first_head=first_head), q
-    if alone:
+    arguments, out = build_arguments(RING_OP, keywords, first_head=first_head), q
+    if is_unsharded:
         q, k, v, arguments = checked_call(q, k, v, arguments, 1, 0)
-        out, _ = RING_ATTENTION.named(q, k, v, *arguments, SINGLE_NAME)
+        out, _ = RING_ATTENTION.call_prepared(q, k, v, *arguments, SINGLE_GROUP_NAME)
     else:
         out, _ = RING_ATTENTION(q, k, v, *arguments, group)
     return out
@@ -181,22 +188,22 @@ def _key(a: _Args | _Grads) -> ScheduleKey:
     """Key for dispatch, by the size of the K/V of all ranks (in the dtype of q), which a plain schedule gathers."""
     batch, _, heads, head_dim = a.k.shape
     columns = heads * (head_dim + a.v.shape[3])
-    return ScheduleKey(OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
+    return ScheduleKey(RING_OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
 
 
-def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
+def _select_ring(schedule: Schedule, a: _Args | _Grads) -> RingSchedule:
     """Return the ring for `schedule`. Imports only the module of this ring: a process uses one or two of them."""
     if schedule.name == "local":
         return LocalRing()
     if schedule.name == "one_sided":
         from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 
-        return SharedMemoryRing(cast("SharedMemory", schedule).transport)
+        return SharedMemoryRing(cast("SharedMemorySchedule", schedule).transport)
     if schedule.name == "fused_kernel":
-        from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
+        from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_on_all_ranks
 
-        query = KernelQuery(a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], positive_scale=a.attention.scale > 0)
-        if fused_ring_available_in(group_by_name(a.group), query):
+        query = KernelQuery(a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], has_positive_scale=a.attention.scale > 0)
+        if fused_ring_available_on_all_ranks(group_by_name(a.group), query):
             return FusedRing(cast("FusedKernel", schedule))
     from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 
@@ -205,66 +212,83 @@ def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
 
 # Cache of calls and their descriptions, by all arguments that determine them. Few are kept, because a plan takes some
 # bytes per token and step, and every batch of documents needs another plan.
-_calls: dict[Any, tuple[RingCall, str]] = {}
-_MOST_CALLS = 16
-_setting = settings.RAW.get
-_FORCED, _TABLE, _NARROW = settings.forced_attention.key, settings.table_path.key, settings.narrow_gradients.key
+_call_cache: dict[Any, tuple[RingCall, str]] = {}
+_MAX_CACHED_CALLS = 16
+_raw_setting = settings.RAW_ENVIRON.get
+_ATTENTION_KEY, _TABLE_KEY, _NARROW_GRADIENTS_KEY = (
+    settings.forced_attention.key,
+    settings.table_path.key,
+    settings.narrow_gradients.key,
+)
 
 
-def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring, RingCall, str]:
+def _prepare_call(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[RingSchedule, RingCall, str]:
     """Return the ring, its call, and a text of all arguments that must be equal on all ranks."""
-    q, given, group, ring = a.q, a.attention, group_by_name(a.group), _ring(schedule, a)
-    slopes, sinks, bounds, bounds_kv, seed, causal, window, *others = given
+    q, arguments, group, ring = a.q, a.attention, group_by_name(a.group), _select_ring(schedule, a)
+    slopes, sinks, bounds, bounds_kv, seed, causal, window, *others = arguments
     key = (
         *(ring.name, group.size, group.rank, q.shape, q.dtype, q.device, a.k.shape[2], a.v.shape[3]),
-        *(type(a), grad_lse, _setting(_FORCED), _setting(_TABLE), _setting(_NARROW)),
+        *(
+            type(a),
+            grad_lse,
+            _raw_setting(_ATTENTION_KEY),
+            _raw_setting(_TABLE_KEY),
+            _raw_setting(_NARROW_GRADIENTS_KEY),
+        ),
         *(slopes is None, sinks is None, seed is None, causal, *window, *others),
         bounds is not None and tuple(bounds.tolist()),
         bounds_kv is not None and tuple(bounds_kv.tolist()),
     )
-    known = _calls.get(key)
-    if known is None:
-        known = _make_call(ring, group, a, grad_lse)
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        _calls[key] = known
-    call, words = known
+    cached = _call_cache.get(key)
+    if cached is None:
+        cached = _make_call(ring, group, a, grad_lse)
+        if len(_call_cache) >= _MAX_CACHED_CALLS:
+            _call_cache.clear()
+        _call_cache[key] = cached
+    call, description = cached
     if slopes is not None or sinks is not None or seed is not None:
-        call = call._replace(scores=given.scores(q.dtype))
+        call = call._replace(scores=arguments.scores(q.dtype))
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         if seed is not None:
             raise ValueError(
                 "dropout_p above 0 is not supported during CUDA graph capture: every replay would drop the same "
                 "weights. Pass dropout_p=0.0."
             )
-        _captured.add(call.plan)
-    return ring, call, words
+        _captured_plans.add(call.plan)
+    return ring, call, description
 
 
-def _make_call(ring: Ring, group: Group, a: _Args | _Grads, grad_lse: bool) -> tuple[RingCall, str]:
+def _make_call(ring: RingSchedule, group: Group, a: _Args | _Grads, grad_lse: bool) -> tuple[RingCall, str]:
     """Return a call without the tensors of its scores, and its description."""
-    q, k, v, given, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
-    kernel: AttentionKernel = TRITON
+    q, k, v, arguments, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
+    kernel: AttentionKernel = TRITON_KERNEL
     if ring.name != "fused_kernel":
-        single = mask.is_single_tile and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
-        backward = isinstance(a, _Grads)
-        kernel = kernel_for(q, v, given.scores(q.dtype), grad_lse=grad_lse, single=single, backward=backward)
-    flags = {name: getattr(given, name) is not None for name in _BY_HEAD}
+        allows_tile_rounding = mask.is_single_tile and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
+        is_backward = isinstance(a, _Grads)
+        kernel = select_kernel(
+            q,
+            v,
+            arguments.scores(q.dtype),
+            has_grad_lse=grad_lse,
+            allows_tile_rounding=allows_tile_rounding,
+            is_backward=is_backward,
+        )
+    flags = {name: getattr(arguments, name) is not None for name in _PER_HEAD_ARGUMENTS}
     flags["narrow_gradients"] = settings.narrow_gradients()
-    words = f"{describe(given, mask, **flags)}, ring {ring.name}"
-    dims = (q.shape[0], given.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
-    mine = ring_plan(mask, group.size, given.token_layout).of_rank(group.rank, ring.view)
-    return RingCall(mine, kernel, Scores(given.scale, given.softcap), dims), words
+    description = f"{describe_call(arguments, mask, **flags)}, ring {ring.name}"
+    dims = (q.shape[0], arguments.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(description))
+    rank_plan = ring_plan(mask, group.size, arguments.token_layout).rank_plan(group.rank, ring.kv_view)
+    return RingCall(rank_plan, kernel, Scores(arguments.scale, arguments.softcap), dims), description
 
 
-_BY_HEAD = ("alibi_slopes", "sinks")  # arguments per head, which have gradients, too
+_PER_HEAD_ARGUMENTS = ("alibi_slopes", "sinks")  # differentiable arguments with one number per head
 
 # A CUDA graph reads the device tensors of its plans at every replay, and there is no notification when a graph is
 # deleted. So captured plans are kept forever. They hash by identity, so each is kept once.
-_captured: set[RingPlan] = set()
+_captured_plans: set[RingPlan] = set()
 
 
-def _for_kernels(*tensors: Tensor) -> list[Tensor]:
+def _to_kernel_inputs(*tensors: Tensor) -> list[Tensor]:
     """Cast all tensors to the dtype of the first, and make their last dim contiguous, which kernels require.
 
     Internal callers may pass fp32 k and v whose values are representable in the dtype of q. The cast is then exact, and
@@ -275,39 +299,42 @@ def _for_kernels(*tensors: Tensor) -> list[Tensor]:
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
-    ring, call, words = _start(schedule, a, grad_lse=False)
-    with span(f"ring_attention ({ring.name}, {call.kernel.name})"), annotate_mismatch(OP, call.rank, words):
-        return ring.forward(call, *_for_kernels(a.q, a.k, a.v))
+    ring, call, description = _prepare_call(schedule, a, grad_lse=False)
+    with span(f"ring_attention ({ring.name}, {call.kernel.name})"), annotate_mismatch(RING_OP, call.rank, description):
+        return ring.forward(call, *_to_kernel_inputs(a.q, a.k, a.v))
 
 
-def new_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate uninitialized (out, lse) for attention with `q` and `v`."""
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
-def _backward(s: Saved[_Args], grad_out: Tensor | None, grad_lse: Tensor | None) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], grad_out: Tensor | None, grad_lse: Tensor | None) -> dict[str, Any]:
     """Compute all gradients, even if not all are needed: needs may differ between ranks, but messages must not."""
     a = s.args
-    found = RING_ATTENTION_BACKWARD(grad_out, grad_lse, *a[:3], *s.outputs, *a.attention, a.group)
-    names = ("q", "k", "v", *(name for name in _BY_HEAD if getattr(a.attention, name) is not None))
-    return dict(zip(names, found, strict=True))
+    grads = RING_ATTENTION_BACKWARD(grad_out, grad_lse, *a[:3], *s.outputs, *a.attention, a.group)
+    names = ("q", "k", "v", *(name for name in _PER_HEAD_ARGUMENTS if getattr(a.attention, name) is not None))
+    return dict(zip(names, grads, strict=True))
 
 
 def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     """Return dq, dk, dv and, if given, the gradients of slopes and sinks."""
-    ring, call, words = _start(schedule, g, grad_lse=g.grad_lse is not None)
+    ring, call, description = _prepare_call(schedule, g, grad_lse=g.grad_lse is not None)
     grad_out = g.out.new_zeros(g.out.shape) if g.grad_out is None else g.grad_out
-    q, k, v, grad_out = _for_kernels(g.q, g.k, g.v, grad_out)
+    q, k, v, grad_out = _to_kernel_inputs(g.q, g.k, g.v, grad_out)
     saved = RingSaved(q, k, v, g.out, g.lse, grad_out, g.grad_lse, g.k.dtype)
-    with span(f"ring_attention backward ({ring.name}, {call.kernel.name})"), annotate_mismatch(OP, call.rank, words):
-        dq, dk, dv, *by_head = ring.backward(call, saved)
-    found = [dq, dk, dv]
-    for name, gradient in zip(_BY_HEAD, by_head, strict=True):
-        given = getattr(g.attention, name)
-        if given is not None and gradient is not None:
-            found.append(gradient.to(given.dtype))
-    return found
+    with (
+        span(f"ring_attention backward ({ring.name}, {call.kernel.name})"),
+        annotate_mismatch(RING_OP, call.rank, description),
+    ):
+        dq, dk, dv, *per_head_grads = ring.backward(call, saved)
+    grads = [dq, dk, dv]
+    for name, gradient in zip(_PER_HEAD_ARGUMENTS, per_head_grads, strict=True):
+        argument = getattr(g.attention, name)
+        if argument is not None and gradient is not None:
+            grads.append(gradient.to(argument.dtype))
+    return grads
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -321,7 +348,7 @@ RING_ATTENTION_BACKWARD: Op[_Grads] = Op(
 
 
 def _ring_attention_fake(a: _Args) -> tuple[Tensor, Tensor]:
-    return new_results(a.q, a.v)
+    return empty_results(a.q, a.v)
 
 
 def _ring_attention_example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
@@ -336,7 +363,7 @@ RING_ATTENTION: Op[_Args] = Op(
     _ring_attention_fake,
     key=_key,
     backward_key=_key,
-    example=_ring_attention_example,
+    make_example_args=_ring_attention_example,
     prepare=_prepare,
     saves=("q", "k", "v", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seed", 0, 1),
     backward=_backward,

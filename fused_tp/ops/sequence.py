@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_length
+from fused_tp.attention.layout import TokenRanges, check_layout, local_length, tokens_by_rank
 from fused_tp.attention.spec import read_bounds
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
 from fused_tp.core.errors import RankMismatchError
 from fused_tp.core.group import GroupLike, group_by_name, group_identity
 from fused_tp.core.partition import SymInt
-from fused_tp.core.pending import check_equal, checksum
-from fused_tp.ops.arguments import any_dim, check_bool, check_int, check_local, resized
-from fused_tp.ops.attention_arguments import on_host, total_length
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.core.pending import check_equal_checksums, checksum
+from fused_tp.ops.arguments import check_bool, check_int, check_local, normalize_dim, resized_shape
+from fused_tp.ops.attention_arguments import move_to_cpu, total_length
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 # Dtypes that every transport supports. Tensors of other dtypes (bool, complex, float8, ...) are sent as bytes.
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_MOVED_AS_THEY_ARE = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
+_FLOAT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_SENT_UNCHANGED_DTYPES = _FLOAT_DTYPES | {torch.int8, torch.uint8, torch.int32, torch.int64}
 _CHECKSUM_BYTES = 3
 
 
@@ -56,13 +56,13 @@ def sequence_positions(
         int64 [seq_local], ascending; with `within_documents`, ascending inside each document.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
 
     Example:
         cos, sin = rotary(sequence_positions(4096, group=mesh["cp"]))
     """
     bounds = _checked_documents(layout, cu_seqlens)
-    check_int("seq_len", seq_len, least=0)
+    check_int("seq_len", seq_len, minimum=0)
     check_bool(within_documents=within_documents)
     if within_documents and bounds is None:
         raise ValueError("within_documents=True needs the bounds of the documents; pass cu_seqlens.")
@@ -71,7 +71,7 @@ def sequence_positions(
         # `Tensor.to` does not replace None by the default device, but torch.empty does.
         return positions.to(torch.empty(0, dtype=torch.int64, device=device).device)
     _, size, rank = group_identity(group)
-    ranges = all_tokens(seq_len, size, layout)[rank].ranges
+    ranges = tokens_by_rank(seq_len, size, layout)[rank].ranges
     parts = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -95,7 +95,7 @@ def shard_sequence(
         A new tensor like `x` with only this rank's tokens along `dim`; it may be empty.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
 
     Example:
         hidden = shard_sequence(hidden, 1, group=mesh["cp"])
@@ -130,7 +130,7 @@ def unshard_sequence(
         A new tensor like `x_shard` with `seq_len` tokens along `dim`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or passed a different
             shape or layout (always checked on CPU; on other devices only with FUSED_TP_CHECK=1).
 
@@ -147,21 +147,23 @@ def unshard_sequence(
 
 def _checked_dim(x: Any, name: str, dim: Any) -> int:
     check_local(name, x)
-    return any_dim("dim", dim, name, x)
+    return normalize_dim("dim", dim, name, x)
 
 
 def _checked_documents(layout: Any, cu_seqlens: Any) -> Tensor | None:
     """Move `cu_seqlens` to the CPU and check `layout`. The op checks the values, which torch.compile cannot trace."""
-    bounds = on_host("cu_seqlens", cu_seqlens)
+    bounds = move_to_cpu("cu_seqlens", cu_seqlens)
     check_layout(layout, documents=bounds is not None)
     return bounds
 
 
-def _tokens_of_all(seq_len: int, world_size: int, layout: str, cu_seqlens: Tensor | None) -> tuple[Tokens, ...]:
-    return all_tokens(seq_len, world_size, layout, read_bounds("cu_seqlens", cu_seqlens, seq_len))
+def _read_tokens_by_rank(
+    seq_len: int, world_size: int, layout: str, cu_seqlens: Tensor | None
+) -> tuple[TokenRanges, ...]:
+    return tokens_by_rank(seq_len, world_size, layout, read_bounds("cu_seqlens", cu_seqlens, seq_len))
 
 
-class _Positions(NamedTuple):
+class _PositionsArgs(NamedTuple):
     cu_seqlens: Tensor
     seq_len: SymInt
     layout: str
@@ -169,7 +171,7 @@ class _Positions(NamedTuple):
     group: AnyGroup
 
 
-class _Shard(NamedTuple):
+class _ShardArgs(NamedTuple):
     x: Tensor
     dim: int
     layout: str
@@ -177,7 +179,7 @@ class _Shard(NamedTuple):
     group: AnyGroup
 
 
-class _Unshard(NamedTuple):
+class _UnshardArgs(NamedTuple):
     x_shard: Tensor
     dim: int
     layout: str
@@ -187,122 +189,127 @@ class _Unshard(NamedTuple):
 
     @property
     def full_shape(self) -> list[int]:
-        return resized(self.x_shard, self.dim, self.seq_len)
+        return resized_shape(self.x_shard, self.dim, self.seq_len)
 
 
-def _positions(schedule: None, a: _Positions) -> Tensor:
+def _positions(schedule: None, a: _PositionsArgs) -> Tensor:
     group = group_by_name(a.group)
-    indices = _tokens_of_all(a.seq_len, group.size, a.layout, a.cu_seqlens)[group.rank].indices
+    indices = _read_tokens_by_rank(a.seq_len, group.size, a.layout, a.cu_seqlens)[group.rank].indices
     if a.within_documents:
         begins = a.cu_seqlens[:-1].numpy().astype(np.int64)
         return torch.from_numpy(indices - begins[np.searchsorted(begins, indices, side="right") - 1])
     return torch.from_numpy(indices.copy())
 
 
-def _positions_fake(a: _Positions) -> Tensor:
+def _positions_fake(a: _PositionsArgs) -> Tensor:
     group = group_by_name(a.group)
     return a.cu_seqlens.new_empty(local_length(a.seq_len, group.size, group.rank, a.layout), dtype=torch.int64)
 
 
-def _shard(schedule: None, a: _Shard) -> Tensor:
+def _shard(schedule: None, a: _ShardArgs) -> Tensor:
     group = group_by_name(a.group)
-    ranges = _tokens_of_all(a.x.shape[a.dim], group.size, a.layout, a.cu_seqlens)[group.rank].ranges
+    ranges = _read_tokens_by_rank(a.x.shape[a.dim], group.size, a.layout, a.cu_seqlens)[group.rank].ranges
     return torch.cat([a.x.narrow(a.dim, r.start, len(r)) for r in ranges or (range(0),)], a.dim).contiguous()
 
 
-def _shard_fake(a: _Shard) -> Tensor:
+def _shard_fake(a: _ShardArgs) -> Tensor:
     group = group_by_name(a.group)
-    return a.x.new_empty(resized(a.x, a.dim, local_length(a.x.shape[a.dim], group.size, group.rank, a.layout)))
+    return a.x.new_empty(resized_shape(a.x, a.dim, local_length(a.x.shape[a.dim], group.size, group.rank, a.layout)))
 
 
-def _shard_backward(s: Saved[_Shard], grad: Tensor) -> dict[str, Any]:
+def _shard_backward(s: SavedForBackward[_ShardArgs], grad: Tensor) -> dict[str, Any]:
     a, shape = s.args, s.shapes.x
     return {"x": UNSHARD_SEQUENCE(grad, a.dim, a.layout, shape[a.dim], a.cu_seqlens, a.group)}
 
 
-def _unshard_key(a: _Unshard) -> ScheduleKey | None:
+def _unshard_key(a: _UnshardArgs) -> ScheduleKey | None:
     shape, dtype, size = a.x_shard.shape, a.x_shard.dtype, group_by_name(a.group).size
     row = prod(shape[: a.dim]) * prod(shape[a.dim + 1 :])
     if row * a.seq_len == 0:
         return None
-    if dtype not in _MOVED_AS_THEY_ARE:
+    if dtype not in _SENT_UNCHANGED_DTYPES:
         dtype, row = torch.uint8, row * dtype.itemsize
     rows = max(local_length(a.seq_len, size, rank, a.layout) for rank in range(size))
     return ScheduleKey("all_gather", dtype, a.x_shard.device, rows * size, None, row)
 
 
-def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
+def _unshard(schedule: Schedule | None, a: _UnshardArgs) -> Tensor:
     x_shard, dim, layout, seq_len, cu_seqlens, _ = a
     group = group_by_name(a.group)
-    held = _tokens_of_all(seq_len, group.size, layout, cu_seqlens)
+    rank_tokens = _read_tokens_by_rank(seq_len, group.size, layout, cu_seqlens)
     out = x_shard.new_empty(a.full_shape)
     if schedule is None:
         return out
     # Shard lengths differ by one or two tokens. Shards are padded to the longest, so that one plain all-gather is
     # enough. Additional rows at the end hold a checksum of the arguments that must be equal on all ranks.
-    longest, row = max(tokens.length for tokens in held), (*x_shard.shape[:dim], *x_shard.shape[dim + 1 :])
-    checked = x_shard.device.type == "cpu" or settings.check_ranks()
-    rows = longest + (-(-_CHECKSUM_BYTES // (prod(row) * x_shard.itemsize)) if checked else 0)
+    longest, row = max(tokens.length for tokens in rank_tokens), (*x_shard.shape[:dim], *x_shard.shape[dim + 1 :])
+    is_checked = x_shard.device.type == "cpu" or settings.check_ranks()
+    rows = longest + (-(-_CHECKSUM_BYTES // (prod(row) * x_shard.itemsize)) if is_checked else 0)
     padded = x_shard.new_zeros((rows, *row))
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
-    description = _describe(a) if checked else ""
-    if checked:
-        check = list(checksum(description).to_bytes(_CHECKSUM_BYTES, "little"))
-        _checksums(padded, 1).copy_(torch.tensor(check, dtype=torch.uint8, device="cpu"))
-    bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)
+    description = _describe_unshard(a) if is_checked else ""
+    if is_checked:
+        own_checksum = list(checksum(description).to_bytes(_CHECKSUM_BYTES, "little"))
+        _checksum_bytes(padded, 1).copy_(torch.tensor(own_checksum, dtype=torch.uint8, device="cpu"))
+    sendable = padded if padded.dtype in _SENT_UNCHANGED_DTYPES else padded.unsqueeze(-1).view(torch.uint8)
     try:
-        everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait()
+        gathered = schedule.all_gather(sendable, gather_dim=0, gather_size=None).wait()
     except RankMismatchError as error:
         raise RankMismatchError(
             f"{str(error).rstrip('.')}. This is the all-gather of an unshard_sequence, with seq_len={seq_len} on rank "
             f"{group.rank}. If ranks hold different numbers of tokens, pass seq_len, the length of the full sequence."
         ) from error
-    everyone = everyone.view(padded.dtype).view(-1, *padded.shape[1:])
-    if checked:
-        found = [int.from_bytes(bytes(theirs), "little") for theirs in _checksums(everyone, group.size).tolist()]
-        did = (
+    gathered = gathered.view(padded.dtype).view(-1, *padded.shape[1:])
+    if is_checked:
+        checksums = [
+            int.from_bytes(bytes(rank_checksum), "little")
+            for rank_checksum in _checksum_bytes(gathered, group.size).tolist()
+        ]
+        difference = (
             "call unshard_sequence (or the backward of shard_sequence) with different shapes, dtypes, layouts or "
             "cu_seqlens"
         )
-        check_equal(found, did, f"; rank {group.rank} passed {description}. Pass the same on all ranks.")
-    whole = out.movedim(dim, 0)
-    for rank, tokens in enumerate(held):
+        check_equal_checksums(
+            checksums, difference, f"; rank {group.rank} passed {description}. Pass the same on all ranks."
+        )
+    out_rows = out.movedim(dim, 0)
+    for rank, tokens in enumerate(rank_tokens):
         start = rank * rows
         for r in tokens.ranges:
-            whole[r.start : r.stop].copy_(everyone[start : start + len(r)])
+            out_rows[r.start : r.stop].copy_(gathered[start : start + len(r)])
             start += len(r)
     return out
 
 
-def _describe(a: _Unshard) -> str:
+def _describe_unshard(a: _UnshardArgs) -> str:
     documents = "" if a.cu_seqlens is None else f", cu_seqlens of checksum {checksum(repr(a.cu_seqlens.tolist()))}"
     return f"layout={a.layout!r}, dim={a.dim}, full shape {a.full_shape}, dtype {a.x_shard.dtype}{documents}"
 
 
-def _checksums(rows: Tensor, ranks: int) -> Tensor:
+def _checksum_bytes(rows: Tensor, ranks: int) -> Tensor:
     """Return a view, uint8 [ranks, _CHECKSUM_BYTES], of the checksum bytes in the rows of `ranks` ranks."""
     return rows.view(ranks, -1).view(torch.uint8)[:, -_CHECKSUM_BYTES:]
 
 
-def _unshard_backward(s: Saved[_Unshard], grad: Tensor) -> dict[str, Any]:
+def _unshard_backward(s: SavedForBackward[_UnshardArgs], grad: Tensor) -> dict[str, Any]:
     a = s.args
     return {"x_shard": SHARD_SEQUENCE(grad, a.dim, a.layout, a.cu_seqlens, a.group)}
 
 
-SEQUENCE_POSITIONS: Op[_Positions] = Op("sequence_positions", _Positions, "Tensor", _positions, _positions_fake)
+SEQUENCE_POSITIONS: Op[_PositionsArgs] = Op("sequence_positions", _PositionsArgs, "Tensor", _positions, _positions_fake)
 
-SHARD_SEQUENCE: Op[_Shard] = Op(
-    "shard_sequence", _Shard, "Tensor", _shard, _shard_fake, saves=("cu_seqlens",), backward=_shard_backward
+SHARD_SEQUENCE: Op[_ShardArgs] = Op(
+    "shard_sequence", _ShardArgs, "Tensor", _shard, _shard_fake, saves=("cu_seqlens",), backward=_shard_backward
 )
 
 
-def _unshard_sequence_fake(a: _Unshard) -> Tensor:
+def _unshard_sequence_fake(a: _UnshardArgs) -> Tensor:
     return a.x_shard.new_empty(a.full_shape)
 
 
-UNSHARD_SEQUENCE: Op[_Unshard] = Op(
+UNSHARD_SEQUENCE: Op[_UnshardArgs] = Op(
     "unshard_sequence",
-    _Unshard,
+    _UnshardArgs,
     "Tensor",
     _unshard,
     _unshard_sequence_fake,

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fused_tp.attention.layout import all_tokens, check_layout
+from fused_tp.attention.layout import check_layout, tokens_by_rank
 from fused_tp.attention.spec import AttentionMask, read_bounds
 from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.ops.attention_arguments import checked_window, on_host
+from fused_tp.ops.attention_arguments import checked_window, move_to_cpu
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SequenceBalance:
         runs: number of contiguous ranges of tokens per rank.
     """
 
-    what: str
+    description: str
     tokens: tuple[int, ...]
     work: tuple[int, ...]
     runs: tuple[int, ...]
@@ -43,7 +43,7 @@ class SequenceBalance:
             rows.append((str(rank), str(tokens), str(runs), str(work), f"{work / mean:.3f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([f"{self.what}: balance {self.balance:.3f}", *lines])
+        return "\n".join([f"{self.description}: balance {self.balance:.3f}", *lines])
 
 
 def sequence_balance(
@@ -71,7 +71,7 @@ def sequence_balance(
         prints as a table.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
 
     Example:
         >>> print(sequence_balance(torch.tensor([0, 5, 8]), world_size=2, layout="contiguous"))
@@ -85,34 +85,42 @@ def sequence_balance(
             "sequence_balance needs either cu_seqlens (for packed documents) or seq_len (for one sequence); pass "
             f"one of them, not {'both' if seq_len is not None else 'none'}."
         )
-    host = on_host("cu_seqlens", cu_seqlens)
-    length: Any = seq_len if host is None else int(host[-1]) if len(host) else 0
-    check_int("seq_len", length, least=0)
-    bounds = read_bounds("cu_seqlens", host, length)
+    cpu_cu_seqlens = move_to_cpu("cu_seqlens", cu_seqlens)
+    length: Any = seq_len if cpu_cu_seqlens is None else int(cpu_cu_seqlens[-1]) if len(cpu_cu_seqlens) else 0
+    check_int("seq_len", length, minimum=0)
+    bounds = read_bounds("cu_seqlens", cpu_cu_seqlens, length)
     if world_size is not None and group is not None:
         raise ValueError("group and world_size must not both be passed; pass one of them.")
     size = group_identity(group)[1] if world_size is None else world_size
-    check_int("world_size", size, least=1)
+    check_int("world_size", size, minimum=1)
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
     check_layout(layout, documents=bool(bounds))
-    left_right = checked_window(window)
+    window_limits = checked_window(window)
     check_bool(causal=causal)
-    mask = AttentionMask(length, length, causal, left_right, bounds, bounds)
-    _, starts, stops = mask.seen(np.arange(length))
-    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(stops - starts)])
-    held = all_tokens(length, size, layout, bounds)
-    what = [layout, _plural(length, "token"), _plural(size, "rank"), "causal" if causal else "not causal"]
+    mask = AttentionMask(length, length, causal, window_limits, bounds, bounds)
+    _, starts, stops = mask.visible_intervals(np.arange(length))
+    cumulative_pairs = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(stops - starts)])
+    tokens_per_rank = tokens_by_rank(length, size, layout, bounds)
+    description = [
+        layout,
+        _count_with_unit(length, "token"),
+        _count_with_unit(size, "rank"),
+        "causal" if causal else "not causal",
+    ]
     if bounds:
-        what.insert(2, _plural(len(bounds) - 1, "document"))
+        description.insert(2, _count_with_unit(len(bounds) - 1, "document"))
     if window is not None:
-        what.append(f"window {left_right}")
+        description.append(f"window {window_limits}")
     return SequenceBalance(
-        ", ".join(what),
-        tuple(tokens.length for tokens in held),
-        tuple(sum(int(before[r.stop] - before[r.start]) for r in tokens.ranges) for tokens in held),
-        tuple(len(tokens.ranges) for tokens in held),
+        ", ".join(description),
+        tuple(tokens.length for tokens in tokens_per_rank),
+        tuple(
+            sum(int(cumulative_pairs[r.stop] - cumulative_pairs[r.start]) for r in tokens.ranges)
+            for tokens in tokens_per_rank
+        ),
+        tuple(len(tokens.ranges) for tokens in tokens_per_rank),
     )
 
 
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" + "s" * (count != 1)
+def _count_with_unit(count: int, unit: str) -> str:
+    return f"{count} {unit}" + "s" * (count != 1)

@@ -29,9 +29,9 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 if TYPE_CHECKING:
-    from fused_tp.ops.op import Op, Saved
+    from fused_tp.ops.op import Op, SavedForBackward
 
-Pending = list[Callable[[], None]]
+DeferredList = list[Callable[[], None]]
 
 
 class _BackwardMode:
@@ -42,19 +42,19 @@ class _BackwardMode:
     """
 
     depth = 0  # nesting depth of split_backward
-    pending: Pending | None = None  # the list of the active `DeferredWeightGradients`
+    pending: DeferredList | None = None  # the list of the active `DeferredWeightGradients`
     # Id of the backward pass for which `pending` is valid; -1 outside of backward. Ops that run in another backward
     # pass must not append to `pending`.
-    task = -1
+    graph_task_id = -1
 
 
-def is_split() -> bool:
+def is_backward_split() -> bool:
     """True if ops called now create separate nodes for the gradients of inputs and of weights."""
-    return _BackwardMode.depth > 0 or _pending() is not None
+    return _BackwardMode.depth > 0 or _active_list() is not None
 
 
-def _pending() -> Pending | None:
-    if _BackwardMode.pending is None or torch._C._current_graph_task_id() != _BackwardMode.task:
+def _active_list() -> DeferredList | None:
+    if _BackwardMode.pending is None or torch._C._current_graph_task_id() != _BackwardMode.graph_task_id:
         return None
     return _BackwardMode.pending
 
@@ -91,7 +91,7 @@ class DeferredWeightGradients:
     """
 
     def __init__(self) -> None:
-        self._pending: Pending = []
+        self._pending: DeferredList = []
 
     def begin_forward(self) -> None:
         """Start deferring, and drop pending gradients.
@@ -102,12 +102,12 @@ class DeferredWeightGradients:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        _BackwardMode.pending, _BackwardMode.task = self._pending, torch._C._current_graph_task_id()
+        _BackwardMode.pending, _BackwardMode.graph_task_id = self._pending, torch._C._current_graph_task_id()
 
     def end(self) -> None:
         _BackwardMode.pending = None
 
-    def take(self) -> Callable[[], None]:
+    def take_pending(self) -> Callable[[], None]:
         """Return a function that computes the pending gradients and adds them to the weights' `grad` or `main_grad`."""
         self.end()
         pending = self._pending[:]
@@ -129,38 +129,40 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
         args: arguments of the op.
         values: `args` with nested NamedTuples flattened.
     """
-    inputs, weights = _needing_grad(op, values, weights=False), _needing_grad(op, values, weights=True)
-    pending = _pending()
+    inputs, weights = _tensors_needing_grad(op, values, weights=False), _tensors_needing_grad(op, values, weights=True)
+    pending = _active_list()
     if not weights or not (inputs or pending is not None):
         return None
     with torch.no_grad():
         outputs = run()
-    split = _Split(op, args, [outputs] if isinstance(outputs, Tensor) else outputs)
+    split = _SplitCall(op, args, [outputs] if isinstance(outputs, Tensor) else outputs)
     if pending is not None:
         # An empty leaf that requires a gradient. Without it, autograd would not create a node for a call whose inputs
         # need no gradient.
-        leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-        of_inputs = _Half.apply(split, False, *inputs) if inputs else ()
-        joined = _JoinDeferred.apply(split, [get_gradient_edge(w) for w in weights], pending, leaf, *of_inputs)
+        empty_leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+        input_half = _HalfFunction.apply(split, False, *inputs) if inputs else ()
+        joined = _JoinDeferredFunction.apply(
+            split, [get_gradient_edge(w) for w in weights], pending, empty_leaf, *input_half
+        )
     else:
         # Of the nodes that are ready, the autograd engine runs the one created last: so create the inputs' half last.
-        of_weights = _Half.apply(split, True, *weights)
-        joined = _Join.apply(split, *of_weights, *_Half.apply(split, False, *inputs))
+        weight_half = _HalfFunction.apply(split, True, *weights)
+        joined = _JoinFunction.apply(split, *weight_half, *_HalfFunction.apply(split, False, *inputs))
     del split.args, split.outputs  # the nodes have saved them with ctx.save_for_backward
     return list(joined) if op.returns_list else joined[0] if isinstance(outputs, Tensor) else joined
 
 
-def _needing_grad(op: Op[Any], values: Sequence[Any], *, weights: bool) -> list[Tensor]:
+def _tensors_needing_grad(op: Op[Any], values: Sequence[Any], *, weights: bool) -> list[Tensor]:
     return [
         t
         for at, value in enumerate(values)
-        if (at in op.weights_at) == weights
+        if (at in op.weight_indices) == weights
         for t in (value if type(value) is list else (value,))
         if isinstance(t, Tensor) and t.requires_grad
     ]
 
 
-class _Split:
+class _SplitCall:
     """State of one call of an op, shared by its nodes.
 
     Attributes:
@@ -170,62 +172,66 @@ class _Split:
 
     def __init__(self, op: Op[Any], args: Any, outputs: Sequence[Tensor]) -> None:
         self.op, self.args, self.outputs = op, args, outputs
-        self.kept: tuple[list[Any], Any] | None = None
+        self.carry: tuple[list[Any], Any] | None = None
 
     def save(self, ctx: Any) -> None:
         ctx.split = self
         # Detached, to avoid a reference cycle: outputs reference the node that returns them, and the node this object.
         self.op.setup_context(ctx, self.args, [y.detach() for y in self.outputs])
 
-    def gradients(self, ctx: Any, saved: Saved[Any], grads: Sequence[Any], *, weights: bool) -> list[Tensor | None]:
-        """Compute the gradients of the tensors that `_needing_grad` returns, in the same order.
+    def gradients(
+        self, ctx: Any, saved: SavedForBackward[Any], grads: Sequence[Any], *, weights: bool
+    ) -> list[Tensor | None]:
+        """Compute the gradients of the tensors that `_tensors_needing_grad` returns, in the same order.
 
         `grads` are the gradients of the outputs.
         """
-        op, given = self.op, [(d, None if d is None else d._version) for d in grads]
-        if weights and self.kept is not None and _same(self.kept[0], given):
-            saved.kept = self.kept[1]
+        op, grads_with_versions = self.op, [(d, None if d is None else d._version) for d in grads]
+        if weights and self.carry is not None and _are_same_grads(self.carry[0], grads_with_versions):
+            saved.carry = self.carry[1]
         half = op.grad_weight if weights else op.grad_input
-        found = op.run_half(ctx, half, saved, [list(grads)] if op.returns_list else grads)
-        self.kept = None if weights or saved.kept is None else (given, saved.kept)
+        grads_by_name = op.run_half(ctx, half, saved, [list(grads)] if op.returns_list else grads)
+        self.carry = None if weights or saved.carry is None else (grads_with_versions, saved.carry)
         return [
             grad
             for at, (name, needs) in enumerate(zip(op.fields, ctx.needs, strict=True))
-            if (at in op.weights_at) == weights
-            for grad, needed in _pairs(found.get(name), needs)
+            if (at in op.weight_indices) == weights
+            for grad, needed in _grads_with_needs(grads_by_name.get(name), needs)
             if needed
         ]
 
 
-def _pairs(grad: Any, needs: Any) -> Iterator[tuple[Tensor | None, bool]]:
+def _grads_with_needs(grad: Any, needs: Any) -> Iterator[tuple[Tensor | None, bool]]:
     if not isinstance(needs, list):
         yield grad, needs
     else:
         yield from zip([None] * len(needs) if grad is None else grad, needs, strict=True)
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return all(a is b and version == now for (a, version), (b, now) in zip(one, other, strict=True))
+def _are_same_grads(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return all(
+        a is b and version == current_version for (a, version), (b, current_version) in zip(first, second, strict=True)
+    )
 
 
-class _Half(Function):
+class _HalfFunction(Function):
     """Autograd node for one half of backward. Each tensor that gets a gradient is a separate argument."""
 
     @staticmethod
-    def forward(ctx: Any, split: _Split, weights: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, split: _SplitCall, weights: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         split.save(ctx)
         ctx.weights = weights
         return tuple(y.new_empty(()).expand(y.shape) for y in split.outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        split: _Split = ctx.split
+        split: _SplitCall = ctx.split
         return None, None, *split.gradients(ctx, split.op.saved(ctx), grads, weights=ctx.weights)
 
 
-class _Join(Function):
+class _JoinFunction(Function):
     @staticmethod
-    def forward(ctx: Any, split: _Split, *halves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, split: _SplitCall, *halves: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         return tuple(split.outputs)
 
@@ -234,15 +240,15 @@ class _Join(Function):
         return None, *grads, *grads
 
 
-class _JoinDeferred(Function):
-    """`_Join` for deferred weight gradients: its backward appends their computation to `pending`.
+class _JoinDeferredFunction(Function):
+    """`_JoinFunction` for deferred weight gradients: its backward appends their computation to `pending`.
 
     The gradients are later accumulated through `edges`, the gradient edges of the weights.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, split: _Split, edges: list[GradientEdge], pending: Pending, leaf: Tensor, *half: Tensor
+        ctx: Any, split: _SplitCall, edges: list[GradientEdge], pending: DeferredList, leaf: Tensor, *half: Tensor
     ) -> tuple[Tensor, ...]:
         split.save(ctx)
         ctx.edges, ctx.pending, ctx.inputs = edges, pending, bool(half)
@@ -256,7 +262,7 @@ class _JoinDeferred(Function):
 
 
 @torch.no_grad()
-def _accumulate(ctx: Any, saved: Saved[Any], grads: Sequence[Tensor | None]) -> None:
+def _accumulate(ctx: Any, saved: SavedForBackward[Any], grads: Sequence[Tensor | None]) -> None:
     found = ctx.split.gradients(ctx, saved, grads, weights=True)
     pairs = [(edge, grad) for edge, grad in zip(ctx.edges, found, strict=True) if grad is not None]
     if pairs:

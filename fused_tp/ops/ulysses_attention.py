@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.spec import AttentionArguments
-from fused_tp.core.group import ALONE, GroupIdentity, GroupLike, group_identity
+from fused_tp.core.group import SINGLE_GROUP_IDENTITY, GroupIdentity, GroupLike, group_identity
 from fused_tp.ops.all_to_all import (
     HEADS_TO_SEQUENCE,
-    OP,
     SEQUENCE_TO_HEADS,
+    ULYSSES_OP,
     HeadsExchange,
     HeadShares,
-    check_shared,
-    moved_columns,
+    check_head_count,
+    elements_per_token,
 )
 from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     OutAndLseKeywords,
     OutKeywords,
-    arguments_of,
+    build_arguments,
     with_keywords,
 )
 from fused_tp.ops.ring_attention import RING_ATTENTION, checked_call
@@ -93,7 +93,7 @@ def ulysses_attention(
         the gradients of any replicated parameter.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
@@ -103,77 +103,83 @@ def ulysses_attention(
     Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
     Transformer Models", arXiv:2309.14509.
     """
-    arguments = arguments_of(OP, keywords)
-    return attention_by_heads(q, k, v, arguments, group_identity(group), ALONE, return_lse=return_lse)
+    arguments = build_arguments(ULYSSES_OP, keywords)
+    return head_sharded_attention(
+        q, k, v, arguments, group_identity(group), SINGLE_GROUP_IDENTITY, return_lse=return_lse
+    )
 
 
-def attention_of_heads_over(
-    q: Tensor, k: Tensor, v: Tensor, inner: GroupLike, ring: GroupLike, first_head: int, **keywords: Any
+def context_parallel_attention_from_head(
+    q: Tensor, k: Tensor, v: Tensor, head_group: GroupLike, ring_group: GroupLike, first_head: int, **keywords: Any
 ) -> Tensor:
     """Return `out` of `context_parallel_attention` for a `q` whose first head has the global index `first_head`.
 
-    Heads are sharded over `inner`; `ring` is the group of the ring, None for no ring.
+    Heads are sharded over `head_group`; `ring_group` is the group of the ring, None for no ring.
     """
-    arguments = arguments_of(OP, keywords, first_head=first_head)
-    outer = ALONE if ring is None else group_identity(ring)
-    out = attention_by_heads(q, k, v, arguments, group_identity(inner), outer, return_lse=False)
+    arguments = build_arguments(ULYSSES_OP, keywords, first_head=first_head)
+    ring_identity = SINGLE_GROUP_IDENTITY if ring_group is None else group_identity(ring_group)
+    out = head_sharded_attention(q, k, v, arguments, group_identity(head_group), ring_identity, return_lse=False)
     assert isinstance(out, Tensor)
     return out
 
 
-def attention_by_heads(
+def head_sharded_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     arguments: AttentionArguments,
-    inner: GroupIdentity,
-    ring: GroupIdentity,
+    head_group: GroupIdentity,
+    ring_group: GroupIdentity,
     *,
     strided: bool = False,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Shard heads over `inner`, and run ring attention over `ring` for each shard of heads.
+    """Shard heads over `head_group`, and run ring attention over `ring_group` for each shard of heads.
 
-    Rank i of `inner` and r of `ring` holds shard r * inner.size + i of the layout; if `strided`, shard
-    i * ring.size + r.
+    Rank i of `head_group` and r of `ring_group` holds shard r * head_group.size + i of the layout; if `strided`, shard
+    i * ring_group.size + r.
     """
     check_bool(return_lse=return_lse)
-    first, stride = (ring.rank, ring.size) if strided else (ring.rank * inner.size, 1)
-    parts = inner.size * ring.size
-    q, k, v, arguments = checked_call(q, k, v, arguments, parts, first + inner.rank * stride)
-    check_shared(q.shape[2], inner.size)
-    if inner.size == 1:
-        out, lse = RING_ATTENTION.named(q, k, v, *arguments, ring.name)
+    first, stride = (ring_group.rank, ring_group.size) if strided else (ring_group.rank * head_group.size, 1)
+    num_shards = head_group.size * ring_group.size
+    q, k, v, arguments = checked_call(q, k, v, arguments, num_shards, first + head_group.rank * stride)
+    check_head_count(q.shape[2], head_group.size)
+    if head_group.size == 1:
+        out, lse = RING_ATTENTION.call_prepared(q, k, v, *arguments, ring_group.name)
         return (out, lse) if return_lse else out
-    heads, columns = HeadShares(q.shape[2], k.shape[2], inner.size), moved_columns(q.shape, k.shape, v.shape)
-    given = (arguments.alibi_slopes is not None, arguments.sinks is not None, return_lse)
-    exchange = HeadsExchange("qkk", heads.heads, heads.kv_heads, columns, *given, parts, first, stride)
-    rest = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), inner.name)
-    q, k, v = SEQUENCE_TO_HEADS.named([q, k, v], *exchange, *rest)
-    k, v = (_repeat_key_heads(x, heads, inner.rank) for x in (k, v))
-    own = heads.of("q", inner.rank)
-    alibi_slopes, sinks = (None if x is None else x[own.start : own.stop] for x in arguments[:2])
-    first_head = arguments.first_head + own.start
+    heads, columns = HeadShares(q.shape[2], k.shape[2], head_group.size), elements_per_token(q.shape, k.shape, v.shape)
+    flags = (arguments.alibi_slopes is not None, arguments.sinks is not None, return_lse)
+    exchange = HeadsExchange("qkk", heads.heads, heads.kv_heads, columns, *flags, num_shards, first, stride)
+    attention_args = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), head_group.name)
+    q, k, v = SEQUENCE_TO_HEADS.call_prepared([q, k, v], *exchange, *attention_args)
+    k, v = (_repeat_key_heads(x, heads, head_group.rank) for x in (k, v))
+    own_heads = heads.heads_of_rank("q", head_group.rank)
+    alibi_slopes, sinks = (None if x is None else x[own_heads.start : own_heads.stop] for x in arguments[:2])
+    first_head = arguments.first_head + own_heads.start
     arguments = arguments._replace(alibi_slopes=alibi_slopes, sinks=sinks, first_head=first_head)
-    if ring.size > 1:
-        arguments = arguments._replace(joined=inner.size, strided=strided)
+    if ring_group.size > 1:
+        arguments = arguments._replace(joined=head_group.size, strided=strided)
     else:
         arguments = arguments._replace(layout="contiguous")
-    out, lse = RING_ATTENTION.named(q, k, v, *arguments, ring.name)
+    out, lse = RING_ATTENTION.call_prepared(q, k, v, *arguments, ring_group.name)
     if not return_lse:
-        (out,) = HEADS_TO_SEQUENCE.named([out], *exchange._replace(kinds="q"), *rest)
+        (out,) = HEADS_TO_SEQUENCE.call_prepared([out], *exchange._replace(kinds="q"), *attention_args)
         return out
-    out, lse = HEADS_TO_SEQUENCE.named([out, lse.transpose(1, 2).unsqueeze(-1)], *exchange._replace(kinds="qq"), *rest)
+    out, lse = HEADS_TO_SEQUENCE.call_prepared(
+        [out, lse.transpose(1, 2).unsqueeze(-1)], *exchange._replace(kinds="qq"), *attention_args
+    )
     return out, lse.squeeze(-1).transpose(1, 2).contiguous()
 
 
 def _repeat_key_heads(x: Tensor, heads: HeadShares, rank: int) -> Tensor:
     """Repeat the key heads of `rank` if needed, so that each is read by the same number of the rank's query heads."""
-    own, per_kv_head = heads.of("q", rank), heads.heads // heads.kv_heads
-    each, rest = len(own), per_kv_head
-    while rest:  # greatest common divisor; math.gcd does not support symbolic sizes
-        each, rest = rest, each % rest
-    readers = [head // per_kv_head - own.start // per_kv_head for head in range(own.start, own.stop, each)]
+    own_heads, per_kv_head = heads.heads_of_rank("q", rank), heads.heads // heads.kv_heads
+    repeats, remainder = len(own_heads), per_kv_head
+    while remainder:  # greatest common divisor; math.gcd does not support symbolic sizes
+        repeats, remainder = remainder, repeats % remainder
+    readers = [
+        head // per_kv_head - own_heads.start // per_kv_head for head in range(own_heads.start, own_heads.stop, repeats)
+    ]
     if readers == list(range(x.shape[2])):
         return x
     # Slices, not an index: the backward of an index may sum the gradients of repeated heads in any order.

@@ -6,7 +6,7 @@
     beside    the same, while torch.distributed runs another collective
     graph     the same, captured in a CUDA graph and replayed with other inputs (GPUs only)
 
-Bitwise differences between calls are allowed if the plain schedule has them, too. For ops whose result is equal on all
+Bitwise differences between calls are allowed if the plain schedule also has them. For ops whose result is equal on all
 ranks, the bits are also compared between ranks.
 
 Each rank generates the inputs of all ranks, and computes the float64 reference from them. So the reference does not
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fused_tp.backends.autotune import (
     REPLICATED_OPS,
-    checksum,
-    difference,
+    tensor_checksum,
+    describe_difference,
     known_problem,
     record_right,
     record_wrong,
@@ -46,12 +46,12 @@ from fused_tp.ops.ring_attention import ring_attention
 
 LATE_SECONDS = 0.02
 LATE_CYCLES = 20_000_000  # GPU cycles
-BESIDE_ELEMENTS = 1 << 18
+CONCURRENT_ELEMENTS = 1 << 18
 EPS = 1e-6
 HEAD_DIM = 64
 _STARTED = "a check of it was started and did not come back; delete this line to check it again"
 
-ByRank = list[list[Tensor]]
+TensorsByRank = list[list[Tensor]]
 
 
 class Example(NamedTuple):
@@ -68,7 +68,7 @@ class Example(NamedTuple):
 
     op: str
     run: Callable[..., Any]
-    reference: Callable[[ByRank], ByRank]
+    reference: Callable[[TensorsByRank], TensorsByRank]
     shapes: Sequence[Sequence[tuple[int, ...]]]
     replicated: frozenset[int] = frozenset()
     has_one_result: bool = False
@@ -117,12 +117,12 @@ def verify(
     # collectives.
     current, other_group = dist.new_group(ranks), dist.new_group(ranks)
     examples: dict[str, list[Example]] = {}
-    for one in (made for size in sizes for made in examples_of(len(ranks), *size)):
+    for one in (made for size in sizes for made in make_examples(len(ranks), *size)):
         examples.setdefault(one.op, []).append(one)
     for op, op_examples in examples.items():
         may_differ = False
         sets = [
-            [_inputs(one, group_info.rank, group_info.size, device, dtype, seed) for seed in (1, 2)]
+            [_make_inputs(one, group_info.rank, group_info.size, device, dtype, seed) for seed in (1, 2)]
             for one in op_examples
         ]
         for schedule in usable_schedules(op, dtype, device, resolve_group(current)):
@@ -139,10 +139,10 @@ def verify(
                     raise
                 # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
                 patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
-                with settings.environment(patience):
+                with settings.override_environment(patience):
                     reports = exchange(group_info, f"check of {op} on {schedule}", report)
                 may_differ |= schedule == "plain" and any(report["other_bits"] for report in reports)
-                problem = problem or _problem(reports, op in REPLICATED_OPS, may_differ)
+                problem = problem or _find_problem(reports, op in REPLICATED_OPS, may_differ)
                 if any(report["unusable"] for report in reports):
                     current, other_group = dist.new_group(ranks), dist.new_group(ranks)
                     break
@@ -153,7 +153,7 @@ def verify(
             yield OpVerdict(schedule, op, dtype, problem)
 
 
-def _problem(reports: Sequence[dict[str, Any]], everywhere: bool, may_differ: bool) -> str:
+def _find_problem(reports: Sequence[dict[str, Any]], everywhere: bool, may_differ: bool) -> str:
     for kind in ("unusable", "wrong", *([] if may_differ else ["other_bits"])):
         for rank, report in enumerate(reports):
             if report[kind]:
@@ -166,7 +166,7 @@ def _problem(reports: Sequence[dict[str, Any]], everywhere: bool, may_differ: bo
 class _InputSet(NamedTuple):
     inputs: list[Tensor]
     grads: list[Tensor]
-    wanted: list[Tensor]  # results and gradients
+    expected: list[Tensor]  # results and gradients
 
 
 def _check_example(
@@ -181,16 +181,16 @@ def _check_example(
     """Check one example on this rank. A wrong result does not end the check: peers continue with their calls."""
     report: dict[str, Any] = {"unusable": "", "wrong": "", "other_bits": "", "bits": []}
     try:
-        with settings.environment({"FUSED_TP_SCHEDULE": schedule}):
+        with settings.override_environment({"FUSED_TP_SCHEDULE": schedule}):
             first = [_run_with_gradients(example, one, group) for one in sets]
             for found, one in zip(first, sets, strict=True):
-                report["wrong"] = report["wrong"] or difference(found, one.wanted)
+                report["wrong"] = report["wrong"] or describe_difference(found, one.wanted)
             results = len(sets[0].grads)
-            report["bits"] = [checksum(t) for found in first for t in found[:results]]
+            report["bits"] = [tensor_checksum(t) for found in first for t in found[:results]]
             for when, again in _situations(example, sets, group, other_group, device, calls):
                 for number, found in again:
                     if not all(map(torch.equal, found, first[number])):
-                        wrong = difference(found, first[number])
+                        wrong = describe_difference(found, first[number])
                         kind = "wrong" if wrong else "other_bits"
                         report[kind] = report[kind] or f"{wrong or 'other bits'} {when}"
     except Exception as error:
@@ -200,7 +200,7 @@ def _check_example(
     return report
 
 
-Again = Iterator[tuple[int, list[Tensor]]]
+RepeatedResults = Iterator[tuple[int, list[Tensor]]]
 
 
 def _situations(
@@ -210,14 +210,14 @@ def _situations(
     other_group: dist.ProcessGroup,
     device: torch.device,
     calls: int,
-) -> Iterator[tuple[str, Again]]:
+) -> Iterator[tuple[str, RepeatedResults]]:
     """Yield (situation, iterator of (index of the input set, results and gradients) over calls in this situation)."""
 
-    def repeatedly() -> Again:
+    def repeatedly() -> RepeatedResults:
         for call in range(calls):
             yield call % 2, _run_with_gradients(example, sets[call % 2], group)
 
-    def with_late_rank() -> Again:
+    def with_late_rank() -> RepeatedResults:
         for call, rank in enumerate(range(group.size())):
             if rank == group.rank():
                 time.sleep(LATE_SECONDS)  # first the host is late, then the device
@@ -225,8 +225,8 @@ def _situations(
                     torch.cuda._sleep(LATE_CYCLES)
             yield call % 2, _run_with_gradients(example, sets[call % 2], group)
 
-    def beside_collective() -> Again:
-        summed = torch.ones(BESIDE_ELEMENTS, dtype=torch.float32, device=device)
+    def beside_collective() -> RepeatedResults:
+        summed = torch.ones(CONCURRENT_ELEMENTS, dtype=torch.float32, device=device)
         for call in range(4):
             work = dist.all_reduce(summed, group=other_group, async_op=True)
             found = _run_with_gradients(example, sets[call % 2], group)
@@ -234,13 +234,13 @@ def _situations(
             work.wait()
             yield call % 2, found
 
-    def in_graph() -> Again:
+    def in_graph() -> RepeatedResults:
         static = _InputSet([x.clone() for x in sets[0].inputs], sets[0].grads, [])
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            results = _results(example.run(*static.inputs, group=group))
+            results = _to_list(example.run(*static.inputs, group=group))
         for call in range(6):
             for static_input, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
                 static_input.copy_(given)
@@ -258,16 +258,16 @@ def _situations(
 
 def _run_with_gradients(example: Example, one: _InputSet, group: dist.ProcessGroup) -> list[Tensor]:
     """Run the example; return its results and gradients."""
-    leaves = [x.detach().requires_grad_() for x in one.inputs]
-    results = _results(example.run(*leaves, group=group))
-    return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, one.grads)]
+    leaves = [x.detach().requires_grad_() for x in input_set.inputs]
+    results = _to_list(example.run(*leaves, group=group))
+    return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, input_set.grads)]
 
 
-def _results(given: Any) -> list[Tensor]:
-    return [given] if isinstance(given, Tensor) else list(given)
+def _to_list(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
-def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int) -> _InputSet:
+def _make_inputs(example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int) -> _InputSet:
     """Generate the inputs and output gradients of `rank`, and compute their float64 reference."""
 
     def random(shape: Sequence[int], *number: int) -> Tensor:
@@ -281,7 +281,7 @@ def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype
         [random(shape, 1, 0 if i in example.replicated else peer, i) for i, shape in enumerate(shapes)]
         for peer, shapes in enumerate(example.shapes)
     ]
-    wide: ByRank = []
+    wide: TensorsByRank = []
     for of_peer in inputs:
         shared = {i: wide[0][i] for i in example.replicated} if wide else {}
         wide.append([shared[i] if i in shared else x.double().requires_grad_() for i, x in enumerate(of_peer)])
@@ -296,30 +296,30 @@ def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype
     return _InputSet(inputs[rank], grads[rank], [t.to(dtype) for t in wanted])
 
 
-def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
+def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
     """Return the examples of all verified ops for one size; `m`, `k`, `n` are as in `verify`."""
     share = -(-m // world)
     rows = [min(share, max(0, m - rank * share)) for rank in range(world)]
 
-    def gathered(ranks: ByRank) -> ByRank:
+    def reference_gather(ranks: TensorsByRank) -> TensorsByRank:
         x = torch.cat([x for x, *_ in ranks])
         return [[x @ weights[0].t() if weights else x] for _, *weights in ranks]
 
-    def total(ranks: ByRank) -> Tensor:
+    def reference_sum(ranks: TensorsByRank) -> Tensor:
         return torch.stack([x @ weights[0].t() if weights else x for x, *weights in ranks]).sum(0)
 
-    def scattered(ranks: ByRank) -> ByRank:
-        return [[part] for part in total(ranks).split(rows)]
+    def reference_scatter(ranks: TensorsByRank) -> TensorsByRank:
+        return [[part] for part in reference_sum(ranks).split(rows)]
 
-    def reduced(ranks: ByRank) -> ByRank:
-        return [[total(ranks)]] * world
+    def reference_reduce(ranks: TensorsByRank) -> TensorsByRank:
+        return [[reference_sum(ranks)]] * world
 
-    def normed(ranks: ByRank) -> ByRank:
-        residual = total(ranks) + ranks[0][2]
+    def reference_norm(ranks: TensorsByRank) -> TensorsByRank:
+        residual = reference_sum(ranks) + ranks[0][2]
         scale = (residual.square().mean(-1, keepdim=True) + EPS).rsqrt()
         return [[residual * scale * ranks[0][3], residual]] * world
 
-    def attended(ranks: ByRank) -> ByRank:
+    def reference_attention(ranks: TensorsByRank) -> TensorsByRank:
         q, keys, values = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(*ranks, strict=True))
         out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2)
         return [[part] for part in out.split(share, 1)]
@@ -327,7 +327,7 @@ def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
     gather = partial(all_gather_matmul, gather_size=m)
     norm = partial(matmul_all_reduce_rms_norm, eps=EPS)
     attend = partial(ring_attention, causal=True, layout="contiguous")
-    shards, columns = [[(own, k), (n, k)] for own in rows], [[(m, k), (n, k)]] * world
+    shards, columns = [[(rows_here, k), (n, k)] for rows_here in rows], [[(m, k), (n, k)]] * world
     normed_shapes = [[(m, k), (n, k), (m, n), (n,)]] * world
     heads = [[(1, share, max(1, n // HEAD_DIM), HEAD_DIM)] * 3] * world  # equal shards: uneven ones need the layout
     gather_rows = partial(collectives.all_gather, dim=0, gather_size=m)

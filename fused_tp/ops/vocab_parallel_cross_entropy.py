@@ -13,7 +13,7 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
 from fused_tp.core.group import GroupLike, group_by_name, group_identity
 from fused_tp.core.partition import SymInt, shard_range
-from fused_tp.core.pending import accumulate_dtype, check_equal, checksum
+from fused_tp.core.pending import accumulate_dtype, check_equal_checksums, checksum
 from fused_tp.ops.arguments import (
     check_device,
     check_int,
@@ -23,10 +23,10 @@ from fused_tp.ops.arguments import (
     checked_number,
     total_size,
 )
-from fused_tp.ops.op import AnyGroup, Op, Saved, ScheduleKey
+from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 _REDUCTIONS = ("mean", "sum", "none")
-_STATISTICS = 4  # numbers per token that ranks exchange; see `_local_stats`
+_NUM_STATISTICS = 4  # numbers per token that ranks exchange; see `_local_stats`
 
 
 def vocab_parallel_cross_entropy(
@@ -64,7 +64,7 @@ def vocab_parallel_cross_entropy(
         mean is NaN if every target is ignored.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or was called with other
             keywords or targets (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
@@ -108,7 +108,7 @@ class _Args(NamedTuple):
         )
 
 
-def _is_smoothing(x: float) -> bool:
+def _is_valid_smoothing(x: float) -> bool:
     return 0.0 <= x <= 1.0
 
 
@@ -118,7 +118,7 @@ def _prepare(a: _Args) -> _Args:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}.")
     check_tensor("logits_shard", logits_shard)
     _check_target(target, logits_shard)
-    smoothing = checked_number("label_smoothing", label_smoothing, _is_smoothing, "between 0 and 1")
+    smoothing = checked_number("label_smoothing", label_smoothing, _is_valid_smoothing, "between 0 and 1")
     check_int("ignore_index", ignore_index)
     _, size, rank = group_identity(group)
     vocab = total_size("vocab_size", vocab_size, logits_shard.shape[-1], size, rank, "the last dim of logits_shard")
@@ -128,49 +128,59 @@ def _prepare(a: _Args) -> _Args:
 def _key(a: _Args) -> ScheduleKey:
     dtype = accumulate_dtype(a.logits_shard.dtype)
     rows = prod(a.logits_shard.shape[:-1])
-    return ScheduleKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, rows, None, _STATISTICS)
+    return ScheduleKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, rows, None, _NUM_STATISTICS)
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     """Return (loss per token, log-sum-exp over the full vocabulary)."""
     logits_shard, target, vocab_size, label_smoothing, ignore_index, *_, group = a
-    known = group_by_name(group)
-    counts = target != ignore_index
+    resolved_group = group_by_name(group)
+    is_counted = target != ignore_index
     if target.device.type == "cpu":  # on a GPU, reading the result would synchronize the host
-        wrong = counts & ((target < 0) | (target >= vocab_size))
-        if wrong.any():
+        is_invalid = is_counted & ((target < 0) | (target >= vocab_size))
+        if is_invalid.any():
             raise ValueError(
-                f"target holds {target[wrong][0].item()}; class indices are 0 to {vocab_size - 1}, "
+                f"target holds {target[is_invalid][0].item()}; class indices are 0 to {vocab_size - 1}, "
                 f"or ignore_index={ignore_index}."
             )
-    stats = _local_stats(logits_shard, target, shard_range(vocab_size, known.size, known.rank), label_smoothing != 0.0)
-    checked = known.size > 1 and (target.device.type == "cpu" or settings.check_ranks())  # on a GPU it synchronizes
-    if checked:
-        words = str(a)
-        sums = checksum(words), checksum(target.cpu().contiguous().numpy())
-        stats[-1, :2] = torch.tensor(sums, dtype=stats.dtype, device="cpu")
-    everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait().view(known.size, -1, _STATISTICS)
-    if checked:
-        of_words, of_targets = everyone[:, -1, :2].T.tolist()
-        did, all_alike = "call vocab_parallel_cross_entropy with different", "Pass the same on all ranks."
-        check_equal(of_words, f"{did} keywords", f"; rank {known.rank} passed {words}. {all_alike}")
-        check_equal(of_targets, f"{did} targets", f", of shape {tuple(target.shape)}. {all_alike}")
-    maximum, exp_sum, target_logit, logit_sum = everyone[:, :-1].unbind(-1)
-    top = maximum.amax(0)
+    stats = _local_stats(
+        logits_shard, target, shard_range(vocab_size, resolved_group.size, resolved_group.rank), label_smoothing != 0.0
+    )
+    is_checked = resolved_group.size > 1 and (
+        target.device.type == "cpu" or settings.check_ranks()
+    )  # on a GPU it synchronizes
+    if is_checked:
+        description = str(a)
+        checksums = checksum(description), checksum(target.cpu().contiguous().numpy())
+        stats[-1, :2] = torch.tensor(checksums, dtype=stats.dtype, device="cpu")
+    gathered = (
+        schedule.all_gather(stats, gather_dim=0, gather_size=None).wait().view(resolved_group.size, -1, _NUM_STATISTICS)
+    )
+    if is_checked:
+        description_checksums, target_checksums = gathered[:, -1, :2].T.tolist()
+        difference, remedy = "call vocab_parallel_cross_entropy with different", "Pass the same on all ranks."
+        check_equal_checksums(
+            description_checksums,
+            f"{difference} keywords",
+            f"; rank {resolved_group.rank} passed {description}. {remedy}",
+        )
+        check_equal_checksums(target_checksums, f"{difference} targets", f", of shape {tuple(target.shape)}. {remedy}")
+    maximum, exp_sum, target_logit, logit_sum = gathered[:, :-1].unbind(-1)
+    global_maximum = maximum.amax(0)
     # exp(-inf - -inf) would be NaN: the logits of a rank, or of all ranks, may all be -inf.
-    shift = torch.where(top.isinf(), torch.zeros_like(top), top)
+    shift = torch.where(global_maximum.isinf(), torch.zeros_like(global_maximum), global_maximum)
     scaled = exp_sum * torch.exp(maximum - shift)
     # The loss is lse - target logit. Both are computed relative to the shift, to avoid cancellation.
-    log_sum = torch.log(_sum(scaled))
+    log_sum = torch.log(_sum_over_ranks(scaled))
     log_sum_exp = log_sum + shift
-    losses = log_sum + (1.0 - label_smoothing) * (shift - _sum(target_logit))
+    losses = log_sum + (1.0 - label_smoothing) * (shift - _sum_over_ranks(target_logit))
     if label_smoothing != 0.0:
-        losses = losses + label_smoothing * (shift - _sum(logit_sum) / vocab_size)
-    losses = torch.where(counts.reshape(-1), losses, torch.zeros_like(losses))
+        losses = losses + label_smoothing * (shift - _sum_over_ranks(logit_sum) / vocab_size)
+    losses = torch.where(is_counted.reshape(-1), losses, torch.zeros_like(losses))
     return losses.view(target.shape), log_sum_exp.view(target.shape)
 
 
-def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smoothed: bool) -> Tensor:
+def _local_stats(logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, int], smoothed: bool) -> Tensor:
     """Return [tokens + 1, 4] for this rank's shard; the last row is reserved for checksums.
 
     Columns: maximum, sum of exp(logit - maximum), the target's logit (0 if it is on another rank), and, if `smoothed`,
@@ -178,31 +188,31 @@ def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smo
     """
     dtype = accumulate_dtype(logits_shard.dtype)
     logits = as_rows(logits_shard).to(dtype)
-    every = logits.new_zeros((logits.shape[0] + 1, _STATISTICS))
-    stats = every[:-1]
+    rows = logits.new_zeros((logits.shape[0] + 1, _NUM_STATISTICS))
+    stats = rows[:-1]
     if logits.shape[-1] == 0:
         stats[:, 0] = -torch.inf
-        return every
+        return rows
     stats[:, 0] = logits.amax(-1)
     shift = torch.where(stats[:, 0].isinf(), torch.zeros_like(stats[:, 0]), stats[:, 0])
     stats[:, 1] = torch.exp(logits - shift[:, None]).sum(-1)
-    local, here = _local_target(target, own)
-    stats[:, 2] = torch.where(here, logits.gather(-1, local[:, None])[:, 0], 0.0)
+    local_index, is_local = _local_target(target, vocab_range)
+    stats[:, 2] = torch.where(is_local, logits.gather(-1, local_index[:, None])[:, 0], 0.0)
     if smoothed:
         stats[:, 3] = logits.sum(-1)
     # The sums of exponentials are relative to the shift, so send the shift. It is the maximum unless that is infinite.
     stats[:, 0] = torch.where(stats[:, 1] > 0, shift, stats[:, 0])
-    return every
+    return rows
 
 
-def _local_target(target: Tensor, own: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return (targets as indices into this rank's vocabulary shard `own`, 0 if not in it; mask of targets in it)."""
+def _local_target(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return (indices of the targets in the vocabulary shard `vocab_range`, mask of targets in it); else index 0."""
     flat = target.reshape(-1)
-    here = (flat >= own[0]) & (flat < own[1])
-    return torch.where(here, flat - own[0], 0), here
+    is_local = (flat >= vocab_range[0]) & (flat < vocab_range[1])
+    return torch.where(is_local, flat - vocab_range[0], 0), is_local
 
 
-def _sum(terms: Tensor) -> Tensor:
+def _sum_over_ranks(terms: Tensor) -> Tensor:
     """Sum `terms` [W, ...] over ranks, in rank order."""
     total = terms[0]
     for term in terms[1:]:
@@ -215,22 +225,24 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
     return a.logits_shard.new_empty(shape, dtype=dtype), a.logits_shard.new_empty(shape, dtype=dtype)
 
 
-def _backward(s: Saved[_Args], d_losses: Tensor, _: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], d_losses: Tensor, _: Tensor) -> dict[str, Any]:
     """Compute the gradient of the logits from the saved lse; no communication."""
     if not s.needs.logits_shard:
         return {}
     a, (log_sum_exp,) = s.args, s.outputs
     logits_shard, target = a.logits_shard, a.target
-    known = group_by_name(a.group)
+    resolved_group = group_by_name(a.group)
     d_rows = torch.where(target != a.ignore_index, d_losses, torch.zeros_like(d_losses))[..., None]
     d_logits = torch.exp(logits_shard.to(log_sum_exp.dtype) - log_sum_exp[..., None])
     if a.label_smoothing != 0.0:
         d_logits = d_logits - a.label_smoothing / a.vocab_size
     d_logits = d_logits * d_rows
     if logits_shard.shape[-1] > 0:
-        local, here = _local_target(target, shard_range(a.vocab_size, known.size, known.rank))
-        d_target = torch.where(here.view(target.shape)[..., None], (a.label_smoothing - 1.0) * d_rows, 0.0)
-        d_logits = d_logits.scatter_add(-1, local.view(target.shape)[..., None], d_target)
+        local_index, is_local = _local_target(
+            target, shard_range(a.vocab_size, resolved_group.size, resolved_group.rank)
+        )
+        d_target = torch.where(is_local.view(target.shape)[..., None], (a.label_smoothing - 1.0) * d_rows, 0.0)
+        d_logits = d_logits.scatter_add(-1, local_index.view(target.shape)[..., None], d_target)
     return {"logits_shard": d_logits.to(logits_shard.dtype)}
 
 
@@ -245,10 +257,10 @@ VOCAB_PARALLEL_CROSS_ENTROPY: Op[_Args] = Op(
     _forward,
     _fake,
     key=_key,
-    example=_example,
+    make_example_args=_example,
     prepare=_prepare,
     saves=("logits_shard", "target", 1),
     backward=_backward,
     non_differentiable=(1,),
-    once=True,
+    has_local_backward=True,
 )

@@ -139,7 +139,7 @@ def _run_exchanging_rows(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_inde
     all_experts = len(experts.down_proj) * ranks.dealt.size()
     all_rows = routing_from_sorted_experts(chosen, order // weights.shape[-1], all_experts)
     exchange = ExpertExchange(offsets_to_counts(all_rows.offsets), ranks)
-    rows = exchange.bring(all_rows.rows_of(x))
+    rows = exchange.bring(all_rows.gather_rows(x))
     each = torch.arange(len(rows), device=rows.device)  # the grouped matmuls treat each received row as one token
     routing = routing_from_sorted_experts(exchange.chosen, each, len(experts.down_proj))
     up = partial(column_parallel_grouped_matmul, group=ranks.parts)

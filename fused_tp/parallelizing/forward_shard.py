@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.ring_attention import ring_attention_from_head
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
-from fused_tp.ops.ulysses_attention import attention_of_heads_over
+from fused_tp.ops.ulysses_attention import context_parallel_attention_from_head
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class CpContext:
         keywords |= {"layout": self.layout, "cu_seqlens": self.cu_seqlens, "seq_len": self.seq_len}
         keywords["first_head"] = self.tp_rank * q.shape[2] if heads_sharded else 0
         if self.ulysses is None:
-            out = attention_over(q, k, v, self.mesh, **keywords)
+            out = ring_attention_from_head(q, k, v, self.mesh, **keywords)
         else:
-            out = attention_of_heads_over(q, k, v, *self.ulysses, **keywords)
+            out = context_parallel_attention_from_head(q, k, v, *self.ulysses, **keywords)
         return out.transpose(1, 2)
 
 

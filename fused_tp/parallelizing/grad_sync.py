@@ -35,7 +35,7 @@ from fused_tp.core.group import resolve_group
 from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
 from fused_tp.ops.collectives import all_gather, all_reduce
-from fused_tp.ops.main_grad import is_captured
+from fused_tp.ops.main_grad import is_grad_requested
 from fused_tp.parallelizing.graph import REENTRANT, leaves, nodes_of
 from fused_tp.parallelizing.marks import MARK
 
@@ -242,7 +242,7 @@ class GradientSync:
         if key not in self._partly_used:
             self._summed.append(name)
             return self._over_ranks(grad)
-        self._in_autograd_grad |= is_captured(get_gradient_edge(self._partly_used[key]).node)
+        self._in_autograd_grad |= is_grad_requested(get_gradient_edge(self._partly_used[key]).node)
         # The nested backward of a reentrant checkpoint also runs this hook, so add.
         self._held[key] = self._held[key] + grad if key in self._held else grad
         return torch.zeros_like(grad)

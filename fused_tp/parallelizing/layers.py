@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.core.group import GroupLike
-from fused_tp.core.subclass import why_not_plain
+from fused_tp.core.subclass import reason_not_plain
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.linear import check_parts, features_of, is_conv1d
-from fused_tp.nn.norm import replicate_own
+from fused_tp.nn.norm import replicate_own_parameters
 from fused_tp.nn.sharding import Memo, PartsShard, shard_rows
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
@@ -92,7 +92,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                     f"parameter {f'{name}.{key}'!r} is a DTensor already. Call parallelize on the unsharded model, "
                     "before fully_shard or any other sharding."
                 )
-            if ranks > 1 and (why := why_not_plain(type(parameter))) is not None:
+            if ranks > 1 and (why := reason_not_plain(type(parameter))) is not None:
                 raise ValueError(
                     f"{_path(name, key)!r} cannot be converted to a DTensor: {why}. Call parallelize before "
                     "the model is quantized or its parameters are wrapped."
@@ -478,7 +478,7 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
 
 
 def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
-    """Apply `replicate_parameters` to `module` alone, which is called `name` in the model, without its submodules."""
+    """Apply `replicate_own_parameters` to `module` alone, named `name` in the model, without its submodules."""
     embedded = isinstance(module, nn.Embedding)
     sums = _gradient_predicate(name, spec, sharding.sequence, embedded=embedded)
     if replicate_own(module, sharding.mesh, memo, sums=sums) and embedded:

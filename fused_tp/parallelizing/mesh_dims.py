@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.backends.hierarchical.two_level import split
+from fused_tp.backends.hierarchical.two_level import split_by_host
 from fused_tp.core.availability import Availability
 from fused_tp.core.group import check_mesh_order, resolve_group
 from fused_tp.ops.arguments import check_int
@@ -87,7 +87,7 @@ def split_for_ulysses(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, 
     """
     if ulysses_size == mesh.size():
         return mesh, None
-    groups = split(resolve_group(mesh), ulysses_size)
+    groups = split_by_host(resolve_group(mesh), ulysses_size)
     if isinstance(groups, Availability):
         raise ValueError(
             f"ulysses_size={ulysses_size} needs subgroups of the {mesh.size()} context parallel ranks, but "

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.nn.optimizers import note_replaced, watch
+from fused_tp.nn.optimizers import record_replaced_parameters, watch_model
 from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.ops.arguments import check_bool
 from fused_tp.parallelizing.checks.batch_check import BatchCheck
@@ -440,7 +440,7 @@ def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding |
         if options.parallelism.grad_sync:
             own = Sharding(ShardingPlan(), experts.mesh, options.meshes, sequence)
             replicate_parameters(model, own, WeakIdKeyDictionary())
-    note_replaced(before, model)
+    record_replaced_parameters(before, model)
     materialize(model, options.mesh.device_type, hf=is_transformers_model(model))
     if plain:
         plain_parameters_(model)
@@ -479,7 +479,7 @@ def _add_hooks(
         model.register_forward_pre_hook(changes.name_changes)
     shared_over = [*meshes, *([] if options.own_ep_mesh is None else [options.own_ep_mesh])]
     if shared_over:
-        watch(model, shared_over)
+        watch_model(model, shared_over)
         model.register_forward_pre_hook(PartsCheck(shared_over, parallelism.tp_mesh), prepend=True)
         in_one_order(model._forward_pre_hooks)
     if parallelism.tp_mesh is not None:

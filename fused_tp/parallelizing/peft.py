@@ -309,7 +309,7 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
             for name, t in model.state_dict(keep_vars=True).items()
             if "lora_" in name or "modules_to_save." in name or name.endswith("bias") or id(t) in embeddings
         }
-        given["state_dict"] = gather_tensors(wanted, model, keep=dist.get_rank() == 0, device="cpu")
+        given["state_dict"] = gather_tensors(wanted, model, keep_result=dist.get_rank() == 0, device="cpu")
         writes = writes and dist.get_rank() == 0
     if writes:
         type(model).save_pretrained(*call.args, **call.kwargs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.core.checks import is_due
+from fused_tp.core.checks import is_check_due
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
 from fused_tp.parallelizing.forward_shard import (
@@ -548,7 +548,7 @@ class SequenceSharding:
             self._loss.check_returned(output, self._head_outputs)
         with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_off
         self._calls += with_gradients
-        due = self._has_experts or (self.sync is not None and self.sync.partly) or is_due(self._calls)
+        due = self._has_experts or (self.sync is not None and self.sync.partly) or is_check_due(self._calls)
         if self.sync is not None and with_gradients and due and not self.sync.defers:
             outputs = [t for t in tensors_in(output) if t.requires_grad]
             self.sync.note_use(model, outputs, routed=self._has_experts)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.nn import gather_state_dict
-from fused_tp.nn.sharding import as_dtensors, copy_full_, no_values_, parts_dims, value_of_nothing
+from fused_tp.nn.sharding import as_dtensors, copy_full_, fill_unset_, packed_dims, unset_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +46,7 @@ def load_full_state_dict(
         >>> with safetensors.safe_open("model.safetensors", "pt") as file:
         ...     load_full_state_dict(model, ((name, file.get_tensor(name)) for name in file.keys()))
     """
-    parts, dtensors = parts_dims(model), as_dtensors(model)
+    parts, dtensors = packed_dims(model), as_dtensors(model)
     parts |= {id(dtensors[key]): dim for key, dim in parts.items() if key in dtensors}
     own = {name: dtensors.get(id(t), t) for name, t in model.state_dict(keep_vars=True).items()}
     unknown, loaded = [], set()
@@ -103,7 +103,7 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
             if parameter is not None and parameter.is_meta:
                 if parameter not in made:
                     empty = torch.empty_like(parameter, device=device_type)
-                    no_values_(empty)
+                    fill_unset_(empty)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     vars(made[parameter]).update(vars(parameter))
                 module._parameters[key] = made[parameter]
@@ -138,12 +138,12 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
 
 def _unset(like: Tensor, device: torch.device | str) -> Tensor:
     """Return a buffer like `like`, filled with a value that marks it as unset: NaN for floating-point dtypes."""
-    return torch.full_like(like, value_of_nothing(like.dtype), device=device)
+    return torch.full_like(like, unset_value(like.dtype), device=device)
 
 
 def _is_unset(buffer: Tensor) -> bool:
     always_set = buffer.dtype == torch.bool or not buffer.numel()  # no value can mark these as unset
-    nothing = value_of_nothing(buffer.dtype)
+    nothing = unset_value(buffer.dtype)
     return not always_set and bool((buffer.isnan() if isnan(nothing) else buffer == nothing).all())
 
 

@@ -20,14 +20,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from fused_tp.core.checks import is_due
+from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import resolve_group
 from fused_tp.core.partition import shard_range
 from fused_tp.core.store import exchange
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.grad_norm import clip_by_norm_, grad_norm
-from fused_tp.nn.optimizers import steps_of, watch
+from fused_tp.nn.optimizers import optimizer_step_counts, watch_model
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, of_all_ranks
@@ -417,7 +417,7 @@ class Pipeline:
         self._check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
         self._calls = 0  # calls of `step`
         for stage in stages.values():
-            watch(stage.model, [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None])
+            watch_model(stage.model, [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None])
         self._recorder = Recorder()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -489,9 +489,11 @@ class Pipeline:
         """Raise RankMismatchError if optimizers stepped the stages a different number of times. Each stage reports its
         most-stepped optimizer: the split of parameters over several optimizers differs between stages."""
         self._calls += 1
-        if not is_due(self._calls) or self._pp_mesh.size() == 1:
+        if not is_check_due(self._calls) or self._pp_mesh.size() == 1:
             return
-        steps = max((number for stage in self.stages.values() for number in steps_of(stage.model)), default=0)
+        steps = max(
+            (number for stage in self.stages.values() for number in optimizer_step_counts(stage.model)), default=0
+        )
         found = of_all_ranks([self._pp_mesh], "optimizer steps", steps)
         check_equal_steps([self._pp_mesh], [one for one in found if one])  # frozen stages report 0
 
@@ -818,7 +820,7 @@ class Pipeline:
             state = stage.model.state_dict(keep_vars=True)
             if number and number + 1 == len(self.parts) and self._tied is not None:
                 del state[self._tied[1]]
-            own[number] = gather_tensors(state, stage.model, keep=keep, device="cpu")
+            own[number] = gather_tensors(state, stage.model, keep_result=keep, device="cpu")
         if not keep:
             return {}
         described = [[n, [(name, [*t.shape], str(t.dtype)) for name, t in own[n].items()]] for n in own]

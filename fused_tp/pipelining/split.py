@@ -35,4 +35,4 @@ def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
-    return deferred.take
+    return deferred.take_pending

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fused_tp.core.errors import listed
+from fused_tp.core.errors import join_words
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.schedules import find_schedule, kind_of
 from fused_tp.planning.dialects import translated
@@ -205,7 +205,7 @@ class ParallelConfig:
                 f"of {self.data_parallel} data parallel ranks"
             )
         if wrong:
-            raise ValueError(f"{shape.name} cannot run at {self.shown()}: {listed(dict.fromkeys(wrong))}.")
+            raise ValueError(f"{shape.name} cannot run at {self.shown()}: {join_words(dict.fromkeys(wrong))}.")
         if shape.check is not None:
             shape.check(self)
 
@@ -269,4 +269,4 @@ def field_names() -> tuple[str, ...]:
 
 
 def _divisors(count: int) -> str:
-    return listed([str(n) for n in range(1, min(count, 64) + 1) if count % n == 0])
+    return join_words([str(n) for n in range(1, min(count, 64) + 1) if count % n == 0])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fused_tp.core.errors import listed
+from fused_tp.core.errors import join_words
 from fused_tp.planning.model_count import count_config
 from fused_tp.planning.model_shape import SHAPES, ModelShape
 
@@ -38,7 +38,7 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
         near = difflib.get_close_matches(str(given).lower(), (*SHAPES, *types), 1)
         raise ValueError(
             f"{str(given)!r} is not a known model name, a model type of transformers, or an existing file. "
-            + (f"Did you mean {near[0]!r}?" if near else f"Pass one of {listed(SHAPES)}, or a config.json.")
+            + (f"Did you mean {near[0]!r}?" if near else f"Pass one of {join_words(SHAPES)}, or a config.json.")
         )
     from transformers import AutoConfig
 

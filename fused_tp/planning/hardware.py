@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fused_tp.core.errors import listed
+from fused_tp.core.errors import join_words
 from fused_tp.planning.config import read_mapping
 
 PRECISIONS = ("bf16", "fp8", "fp32")
@@ -104,7 +104,7 @@ class Machine:
             ):
                 raise ValueError(
                     f"{name} of machine {self.name} has the precisions {list(by_precision)}; peak_flops and "
-                    f"matmul_flops must have the same ones, out of {listed(map(repr, PRECISIONS))}."
+                    f"matmul_flops must have the same ones, out of {join_words(map(repr, PRECISIONS))}."
                 )
             numbers |= {f"{name}[{key!r}]": value for key, value in by_precision.items()}
         numbers |= {one.name: getattr(self, one.name) for one in fields(self) if one.type in _NUMERIC_TYPES}
@@ -122,7 +122,7 @@ class Machine:
             ValueError: the machine does not support `precision`.
         """
         if precision not in self.peak_flops:
-            has = listed([repr(one) for one in self.peak_flops])
+            has = join_words([repr(one) for one in self.peak_flops])
             raise ValueError(f"machine {self.name} does not support precision={precision!r}; use {has}.")
         return self.peak_flops[precision]
 
@@ -138,7 +138,7 @@ class Machine:
         if unknown := sorted(set(given) - known):
             raise ValueError(f"{path} has {unknown[0]!r}, which is not a field of Machine; use {', '.join(known)}.")
         if missing := [one.name for one in fields(cls) if one.default is MISSING and one.name not in given]:
-            raise ValueError(f"{path} lacks the Machine fields {listed(missing)}; add them.")
+            raise ValueError(f"{path} lacks the Machine fields {join_words(missing)}; add them.")
         try:
             if "constants" in given:
                 given["constants"] = HardwareConstants(**given["constants"])
@@ -224,4 +224,4 @@ def find_machine(name: str | Path | Machine) -> Machine:
         return MACHINES[str(name).lower()]
     if Path(name).suffix in (".json", ".yaml", ".yml"):
         return Machine.from_file(name)
-    raise ValueError(f"Unknown machine {str(name)!r}; use {listed(MACHINES)}, or a JSON or YAML file of a Machine.")
+    raise ValueError(f"Unknown machine {str(name)!r}; use {join_words(MACHINES)}, or a JSON or YAML file of a Machine.")

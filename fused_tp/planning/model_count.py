@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from fused_tp.core.errors import listed
+from fused_tp.core.errors import join_words
 from fused_tp.nn.linear import features_of, is_conv1d
 from fused_tp.parallelizing.experts import takes_routing
 from fused_tp.parallelizing.hf.hf_model import INTERFACE, check_transformers_model
@@ -413,7 +413,7 @@ class _Counter:
         if not mixers and not any(layer.attention for layer in kinds):
             mixers.update(dict.fromkeys((layer.name for layer in kinds), len(parts.order)))
         if mixers:
-            named = listed(f"{name} (in {count} of {len(parts.order)} layers)" for name, count in mixers.items())
+            named = join_words(f"{name} (in {count} of {len(parts.order)} layers)" for name, count in mixers.items())
             yield f"Only matmuls with weights are counted in {named}, not other operations on tokens or features."
         if chosen := _first_positive_int(("index_topk",), self.text):
             yield f"Attention is counted over all previous tokens, not over index_topk={chosen} selected ones."
@@ -479,7 +479,7 @@ def _outside_notes(around: list[_HeldParameter], output: nn.Module | None) -> It
         if one.multiplies and one.module is not output:
             others[".".join(one.path.split(".")[:2])] += one.parameter.numel()
     if others:
-        names = listed(f"{name} ({count / 1e6:,.1f} million)" for name, count in others.items())
+        names = join_words(f"{name} ({count / 1e6:,.1f} million)" for name, count in others.items())
         yield f"Weights outside the layers: {names}. Their memory is counted, their operations are not."
 
 

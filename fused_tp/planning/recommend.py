@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fused_tp.core.errors import listed
+from fused_tp.core.errors import join_words
 from fused_tp.ops.arguments import check_int
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Memory, Software, StepTime
@@ -127,7 +127,7 @@ def recommend(
     for name, value in (("gpus", gpus), ("seq", seq), ("global_batch", global_batch), ("top", top)):
         check_int(name, value, 1)
     if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {listed(map(repr, PRECISIONS))}, got {precision!r}.")
+        raise ValueError(f"precision must be one of {join_words(map(repr, PRECISIONS))}, got {precision!r}.")
     machine.peak(precision)
     limit = (machine.memory if memory is None else memory) * USABLE_MEMORY
     software = Software(fused_tp=fused_tp)
@@ -170,7 +170,7 @@ def recommend(
 def _first_in_words(fitting: list[CostModel], words: str) -> tuple[CostModel | None, str]:
     """Return the first configuration that a library can express, or None; and why it cannot express the first one."""
     if words not in DIALECTS:
-        raise ValueError(f"words={words!r}; it must be one of {listed(map(repr, DIALECTS))}.")
+        raise ValueError(f"words={words!r}; it must be one of {join_words(map(repr, DIALECTS))}.")
     refused = ""
     for one in fitting:
         try:

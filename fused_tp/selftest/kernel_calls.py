@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.triton import terms_of
-from fused_tp.attention.layout import TokenLayout, Tokens
-from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.kernels.triton import to_kernel_terms
+from fused_tp.attention.layout import TokenLayout, TokenRanges
+from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
@@ -197,7 +197,7 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
     )
     mine = torch.from_numpy(plan.queries[rank.rank].indices).to(rank.device)
     here = [x[:, mine] for x in (q, k, v)]
-    keys = keys_layout(plan, rank.rank, *here[1:])
+    keys = make_keys_layout(plan, rank.rank, *here[1:])
     if op == "ring_in_groups":
         keys = replace(keys, groups=keys.pairs)
     # Leave 2 SMs free: the two relay kernels of a rank start while SMs are free, and may occupy one each.
@@ -230,8 +230,8 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
         normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
         for i, n in enumerate((heads, 2, 2, heads))
     )
-    whole = Tokens((range(seq),))
-    step, terms = make_step(mask, whole, whole), terms_of(Scores(head_dim**-0.5))
+    whole = TokenRanges((range(seq),))
+    step, terms = make_step(mask, whole, whole), to_kernel_terms(Scores(head_dim**-0.5))
 
     def attend(workspace: Any) -> list[Tensor]:
         out, lse = flash_attention(q, k, v, step, terms)
@@ -339,7 +339,7 @@ def attention_sizes(
 
 def _scores64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (scores [B, H, S, S], q, k, v [B, H, S, D]) in fp64."""
-    whole = Tokens((range(mask.seq_len),))
+    whole = TokenRanges((range(mask.seq_len),))
     step = make_step(mask, whole, whole)
     places = torch.arange(mask.seq_len, device=q.device)
     first, last = (torch.from_numpy(x).to(q.device)[:, None] for x in (step.starts, step.stops))

@@ -124,7 +124,7 @@ def device_library(device: torch.device) -> str:
     error = float((out.double() - terms.double().sum(0)).abs().max())
     if error > 0.05:
         raise RuntimeError(f"a sum of four terms is off by {error:.3g}")
-    return f"built for {native_kernels.built_for()}, loaded in {seconds:.2f} s"
+    return f"built for {native_kernels.read_kernel_targets()}, loaded in {seconds:.2f} s"
 
 
 def one_kernel(device: torch.device, op: str) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 from fused_tp.ops.arguments import check_int
 from fused_tp.ops.op import OPS
 from fused_tp.parallelizing.checks.batch_check import suspended
@@ -99,7 +99,7 @@ def check_model(
     place, _ = data_parallel_place(mesh)
     mine = range(place * config.microbatches, (place + 1) * config.microbatches)
     # Suspend the checks inside `parallelize` and the batch check: they would raise at the first difference.
-    with suspended(), environment({"FUSED_TP_CHECK_BATCH": "0"}):
+    with suspended(), override_environment({"FUSED_TP_CHECK_BATCH": "0"}):
         parallel = build(copy.deepcopy(whole), config, mesh)
         optimizers = [torch.optim.SGD(list(one.parameters()), lr, foreach=False) for one in (whole, parallel)]
         losses = []

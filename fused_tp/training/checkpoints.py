@@ -42,13 +42,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from fused_tp.core.errors import FusedTPError, listed
+from fused_tp.core.errors import FusedTPError, join_words
 from fused_tp.core.group import resolve_group
 from fused_tp.core.pending import start_thread
 from fused_tp.core.store import exchange
 from fused_tp.nn.checkpoint import OriginalShapes
-from fused_tp.nn.in_original_shape import InOriginalShape
-from fused_tp.nn.plain_data import PlainPlanner, PlainReader, check_plain, load_plain, refused_kind
+from fused_tp.nn.original_shape_tensor import OriginalShapeTensor
+from fused_tp.nn.plain_data import PlainPlanner, PlainReader, check_plain, load_plain, refused_type
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.training.batches import DistributedBatches
@@ -173,7 +173,8 @@ class CheckpointManager:
             )
         shapes = OriginalShapes(*self._modules)
         model = {
-            name: _in_saved_form(value, shapes.named.get(name), shapes) for name, value in self._model_state().items()
+            name: _in_saved_form(value, shapes.parameters_by_name.get(name), shapes)
+            for name, value in self._model_state().items()
         }
         state, rest = self._optimizer_state(shapes)
         tensors = _on_cpu({"model": model, "optimizer": state} if state else {"model": model})
@@ -261,7 +262,7 @@ class CheckpointManager:
 
     def _remove_unfinished(self, folder: Path, ranks: list[_RankState]) -> None:
         if len(steps := {one.step for one in ranks}) > 1:
-            raise ValueError(f"all ranks must save the same step, got {listed(map(str, sorted(steps)))}.")
+            raise ValueError(f"all ranks must save the same step, got {join_words(map(str, sorted(steps)))}.")
         shutil.rmtree(folder, ignore_errors=True)
 
     def _own_checksums(self, folder: Path) -> dict[str, int | None]:
@@ -360,7 +361,7 @@ class CheckpointManager:
             else:
                 common = load_plain(folder / COMPLETE)
         except Exception as error:
-            if (kind := refused_kind(error)) is not None:
+            if (kind := refused_type(error)) is not None:
                 raise ValueError(
                     f"{folder / COMPLETE} contains {kind}, and loading such objects can execute code from the file. "
                     "Pass pickles=True to CheckpointManager if you trust this folder."
@@ -371,12 +372,16 @@ class CheckpointManager:
                 raise ValueError(_damaged_message(folder / name, "it is missing, or its checksum differs"))
         given = {"scheduler": self._scheduler, "data": self._data, "extra": self._extra}
         if lacks := [name for name, one in given.items() if one is not None and common[name] is None]:
-            raise ValueError(f"{folder} was saved without {listed(lacks)}; omit it from the CheckpointManager, too.")
+            raise ValueError(
+                f"{folder} was saved without {join_words(lacks)}; omit it from the CheckpointManager, too."
+            )
         if self._data is not None:
             self._data.check_state(common["data"])
         metadata = self._reader(folder).read_metadata()
         shapes, model = OriginalShapes(*self._modules), self._model_state()
-        seen = {name: _in_saved_form(value, shapes.named.get(name), shapes) for name, value in model.items()}
+        seen = {
+            name: _in_saved_form(value, shapes.parameters_by_name.get(name), shapes) for name, value in model.items()
+        }
         for name, value in seen.items():
             saved = getattr(metadata.state_dict_metadata.get(f"model.{name}"), "size", None)
             if isinstance(value, Tensor) and saved != value.shape:
@@ -460,7 +465,7 @@ class CheckpointManager:
         values: dict[str, dict[str, Any]] = {}
         if self._optimizer is None:
             return tensors, {"groups": [], "values": values}
-        for name, parameter in shapes.named.items():
+        for name, parameter in shapes.parameters_by_name.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     _check_sharded(name, key, value, parameter, shapes)
@@ -504,7 +509,8 @@ class CheckpointManager:
             probe.unlink(missing_ok=True)
         if blind:
             raise ValueError(
-                f"rank{'s' if len(blind) > 1 else ''} {listed(blind)} of {self._size} cannot see a file that rank 0 "
+                f"rank{'s' if len(blind) > 1 else ''} {join_words(blind)} of {self._size} cannot see a file that rank "
+                "0 "
                 f"created in its folder; the folder of this rank {self._rank} is {self.folder}. Pass the same folder "
                 "on all ranks, on a shared file system."
             )
@@ -587,7 +593,7 @@ def _modules_of(model: nn.Module | Pipeline) -> list[nn.Module]:
 def _names_of(shapes: OriginalShapes) -> dict[int, list[str]]:
     """Return the names of each parameter by its id; a tied parameter has several names."""
     names = defaultdict(list)
-    for name, parameter in shapes.named.items():
+    for name, parameter in shapes.parameters_by_name.items():
         names[id(parameter)].append(name)
     return names
 
@@ -607,7 +613,7 @@ def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> 
 
 
 def _check_sharded(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
-    cut = isinstance(shapes(parameter.detach(), parameter), (DTensor, InOriginalShape))
+    cut = isinstance(shapes(parameter.detach(), parameter), (DTensor, OriginalShapeTensor))
     if cut and value.numel() > 1 and value.shape != parameter.shape:
         raise ValueError(
             f"optimizer state {key!r} of the sharded parameter {name!r} has shape {tuple(value.shape)}, but the "
@@ -646,9 +652,9 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _on_cpu(one) for key, one in value.items()}
     if isinstance(value, DTensor):
-        value = InOriginalShape.of(value)
-    if isinstance(value, InOriginalShape):
-        return value.on_cpu(_cpu_copy)
+        value = OriginalShapeTensor.from_dtensor(value)
+    if isinstance(value, OriginalShapeTensor):
+        return value.copy_to_cpu(_cpu_copy)
     return _cpu_copy(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

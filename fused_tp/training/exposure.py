@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from fused_tp.ops.op import every_op
+from fused_tp.ops.op import all_ops
 from fused_tp.training.intervals import Intervals
 from fused_tp.training.traces import OUTSIDE, Communication, RankTrace
 
@@ -202,7 +202,7 @@ def _advice_on_op(worst: OpTime) -> str:
     if "(plain)" in worst.op:
         return f"{where} starts after its matmul: use a fused schedule (unset FUSED_TP_SCHEDULE)."
     # COLLECTIVES are also names of collectives of torch and other libraries, so they do not identify fused_tp's ops.
-    if worst.op.split(" ")[0] in every_op().keys() - COLLECTIVES:
+    if worst.op.split(" ")[0] in all_ops().keys() - COLLECTIVES:
         return (
             f"{where} waits for its peers: keep its ranks within a node, bind each CPU rank to a separate core, "
             "or use fewer ranks (parallel.tp, cp)."

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fused_tp.ops.op import every_op
+from fused_tp.ops.op import all_ops
 from fused_tp.training.intervals import Intervals
 
 OUTSIDE = "outside of modules"
@@ -255,7 +255,7 @@ def _with_op_and_module(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Eve
         is_range = event.category == "user_annotation" and not event.name.startswith(("gloo:", "fused_tp::"))
         if op is not None or _STEP.fullmatch(event.name) or _WAIT.fullmatch(event.name):
             pass
-        elif is_range and event.name.split(" ")[0] in every_op():
+        elif is_range and event.name.split(" ")[0] in all_ops():
             op, label = event, _op_name(event) if around == OUTSIDE else around
         elif event.name.startswith(_AUTOGRAD_PREFIX):
             label = f"backward of {forward[number]}" if number in forward else event.name.removeprefix(_AUTOGRAD_PREFIX)

@@ -65,10 +65,10 @@ def test_the_library_shows_one_symbol_and_says_what_it_is_for(measured: CudaMeas
 
 def test_it_can_be_loaded_without_a_driver(measured: CudaMeasured) -> None:
     core = pytest.importorskip("fused_tp._core")
-    from fused_tp.backends.cuda.native_kernels import built_for
+    from fused_tp.backends.cuda.native_kernels import read_kernel_targets
 
     kernels = core.DeviceKernels(str(measured.library))
-    built = built_for(measured.library)
+    built = read_kernel_targets(measured.library)
     assert built is not None and built.runs_on(90) and built.toolkit == tuple(map(int, measured.toolkit.split(".")))
     import torch
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.attention.layout import TokenLayout
-from fused_tp.attention.ring_fused import keys_layout
+from fused_tp.attention.ring_fused import make_keys_layout
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionMask
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
@@ -138,7 +138,7 @@ def test_relays(world: int, seconds: float) -> None:
     plan = ring_plan(AttentionMask(world * 64, world * 64), world, TokenLayout("contiguous"))
     with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1):
         k = torch.empty(1, 64, 6, 16, dtype=torch.bfloat16)
-        layout = keys_layout(plan, 0, k, k)
+        layout = make_keys_layout(plan, 0, k, k)
     assert layout.groups > layout.slots
     puller = ring_keys.KeysPuller(layout, workspace)
     loaded = {variant(one) for one in puller.relays_to_load()}

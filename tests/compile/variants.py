@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_tp.attention.kernels.triton import terms_of
-from fused_tp.attention.layout import TokenLayout, Tokens
-from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.kernels.triton import to_kernel_terms
+from fused_tp.attention.layout import TokenLayout, TokenRanges
+from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.triton_kernels.attention import backward, decode, forward, ring_forward, ring_keys
@@ -197,12 +197,14 @@ def _attention(arch: int) -> Iterator[tuple[str, int, int, bool]]:
 
 def _scores(rich: bool, *, dropout: bool = True) -> Any:
     slopes = torch.ones(HEADS) if rich else None
-    return terms_of(Scores(0.125, 30.0 if rich else 0.0, slopes, Dropout(0.1, 1 << 40) if rich and dropout else None))
+    return to_kernel_terms(
+        Scores(0.125, 30.0 if rich else 0.0, slopes, Dropout(0.1, 1 << 40) if rich and dropout else None)
+    )
 
 
 def _steps(arch: int) -> Iterator[Variant]:
     """Forward and backward of one step. Plain forwards update a state; rich ones, with sinks, return out and lse."""
-    whole = Tokens((range(SEQ),))
+    whole = TokenRanges((range(SEQ),))
     step = make_step(AttentionMask(SEQ, SEQ, causal=True), whole, whole)
     for kind, head_dim, v_head_dim, rich in _attention(arch):
         q, k, v, grad = (
@@ -245,7 +247,7 @@ def _ring(arch: int) -> Iterator[Variant]:
     plan = ring_plan(AttentionMask(WORLD * SEQ, WORLD * SEQ, causal=True), WORLD, TokenLayout("zigzag"))
     for kind in ("bf16", "fp16", "fp32"):
         k = empty(kind, 2, SEQ, KV_HEADS, 128)
-        layout = keys_layout(plan, 0, k, k)
+        layout = make_keys_layout(plan, 0, k, k)
         yield Variant("ring_stage", kind, arch, ring_keys.stage_launch(k, k, layout, workspace, 4), False)
     yield Variant("ring_relay", "", arch, ring_keys.KeysPuller(layout, workspace).relay_launch(None, None), False)
     for kind, head_dim, v_head_dim, rich in _attention(arch):
@@ -253,7 +255,7 @@ def _ring(arch: int) -> Iterator[Variant]:
         q, k = (empty(kind, 2, SEQ, heads, head_dim) for heads in (HEADS, KV_HEADS))
         v, out = (empty(kind, 2, SEQ, heads, v_head_dim) for heads in (KV_HEADS, HEADS))
         launch = ring_forward._launch(
-            q, out, torch.empty(2, HEADS, SEQ), kv_chunks(plan, 0), _scores(rich), keys_layout(plan, 0, k, v),
+            q, out, torch.empty(2, HEADS, SEQ), kv_chunks(plan, 0), _scores(rich), make_keys_layout(plan, 0, k, v),
             workspace, 4, torch.ones(HEADS) if rich else None, kind if kind in ("tf32", "ieee") else "ieee", config,
             range(1),
         )  # fmt: skip

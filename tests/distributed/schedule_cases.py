@@ -51,7 +51,7 @@ LIMITS: list[tuple[Any, str]] = [
     (nccl_pipeline, "CHUNK_BYTES"),
     (nccl_pipeline, "ONE_SHOT_BYTES"),
     (torch_dist, "ONE_SHOT_BYTES"),
-    (shared_memory, "_DIRECT_BYTES"),
+    (shared_memory, "_MIN_STEPPED_BYTES"),
 ]
 
 
@@ -260,9 +260,9 @@ def matmuls(
             near(y, matmul64(x, w, added))
         assert schedule.all_gather_matmul(GatherMatmul(shard, ws[:1], [None], dim, size))[1] is None
         meanwhile = partial(called, "scatter")
-        y = schedule.matmul_reduce_scatter(pairs[rank], bias, scatter_dim=dim, meanwhile=meanwhile)
+        y = schedule.matmul_reduce_scatter(pairs[rank], bias, scatter_dim=dim, overlapped_work=meanwhile)
         near(y, own(schedule, wanted, dim))
-    near(schedule.matmul_all_reduce(pairs[rank], bias, meanwhile=partial(called, "reduce")), wanted)
+    near(schedule.matmul_all_reduce(pairs[rank], bias, overlapped_work=partial(called, "reduce")), wanted)
     # Products with the identity are exact, so that only the order of the sum and one rounding matter.
     terms, one = torch.stack([seeded(b, m, n, dtype=dtype, seed=r) for r in range(world)]), torch.eye(n, dtype=dtype)
     check(schedule.matmul_all_reduce([(terms[rank], one)], bias), terms, bias)

@@ -19,7 +19,7 @@ from fused_tp.backends.shared_memory import shm
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.core.group import Group, resolve_group
 from fused_tp.core.pending import accumulate_dtype
-from fused_tp.core.store import STORES, BoundedStore
+from fused_tp.core.store import GROUP_STORES, StoreWithTimeout
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -54,14 +54,14 @@ def new_tag() -> str:
 def with_store(group: Group, store: dist.Store) -> Group:
     """Copy the description of `group` without cached state, with `store` for the rendezvous of its ranks."""
     described = dataclasses.replace(group)
-    STORES[described] = BoundedStore(store)
+    GROUP_STORES[described] = StoreWithTimeout(store)
     return described
 
 
 def own_transport(group: dist.ProcessGroup, tag: str) -> ShmTransport:
     """Create a private transport over the ranks of `group`, which a test may leave unusable or out of step."""
     store = dist.PrefixStore(tag, dist.distributed_c10d._get_process_group_store(group))
-    transport = shm._rendezvous(with_store(resolve_group(group), store))
+    transport = shm._create_transport(with_store(resolve_group(group), store))
     assert isinstance(transport, ShmTransport), transport
     return transport
 

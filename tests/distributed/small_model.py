@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.nn import ColumnParallelLinear, ParallelAttention, ParallelMLP, RotaryEmbedding, VocabParallelEmbedding
-from fused_tp.nn.norm import replicate_own, sequence_parallel_
+from fused_tp.nn.norm import replicate_own_parameters, sequence_parallel_
 from tests.distributed.layers import HEAD_DIM, HIDDEN, Attention, Gated
 
 VOCABULARY, KV_HEADS = 22, 2
@@ -65,7 +65,7 @@ def shard_block(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> Bloc
 def replicate(model: nn.Module, mesh: DeviceMesh) -> None:
     """Turn the parameters that are not sharded into replicated DTensors."""
     for module in model.modules():
-        replicate_own(module, mesh, None, sums=lambda: False)
+        replicate_own_parameters(module, mesh, None, sums_gradients=lambda: False)
 
 
 def shard_model(model: Model, mesh: DeviceMesh, sequence_parallel: bool) -> Model:

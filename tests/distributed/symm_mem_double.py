@@ -155,7 +155,7 @@ def symm_mem_on_cpu(*, without: tuple[str, ...] = (), switch: bool = False) -> I
             if name not in without:
                 library.impl(name, op)
         with ExitStack() as patches:
-            patches.enter_context(mock.patch.dict(transport.KEYS, cpu="CPU"))
+            patches.enter_context(mock.patch.dict(transport.DISPATCH_KEYS, cpu="CPU"))
             patches.enter_context(mock.patch.object(symm_mem, "allocate_cpu", _allocate))
             patches.enter_context(mock.patch.object(torch_symm_mem, "get_symm_mem_workspace", workspace))
             if switch:

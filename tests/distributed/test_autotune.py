@@ -91,7 +91,7 @@ def only(**kinds: type[Plain]) -> Iterator[None]:
 
 def chosen(group: Any) -> dict[str, str]:
     """Choices of this rank: schedule by call in words."""
-    choices = autotune._SAVED[resolve_group(group)]["choices"]
+    choices = autotune._SAVED_CHOICES[resolve_group(group)]["choices"]
     return {words.split(",")[0]: choice["schedule"] for words, choice in choices.items()}
 
 
@@ -107,14 +107,14 @@ def calls(group: Any) -> None:
 def choose(group: Any, folder: str) -> tuple[dict[str, str], dict[str, str], int]:
     """Choices of this rank, schedules found wrong, and the number of measurements."""
     kinds = {"plain": Slow, "quick": Quick, "wrong": Wrong, "other": OtherBits, "uneven": Uneven}
-    measured = mock.Mock(wraps=autotune._measure)
+    measured = mock.Mock(wraps=autotune._measure_candidates)
     with (
         mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder),
-        mock.patch.object(autotune, "_measure", measured),
+        mock.patch.object(autotune, "_measure_candidates", measured),
         only(**kinds, raises=Raises),
     ):
         calls(group)
-        return chosen(group), autotune._SAVED[resolve_group(group)]["wrong"], measured.call_count
+        return chosen(group), autotune._SAVED_CHOICES[resolve_group(group)]["wrong"], measured.call_count
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
@@ -186,5 +186,7 @@ def test_doctor_names_what_was_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    autotune._save({"about": "", "machine": {}, "choices": {}, "wrong": {}, "path": str(tmp_path / "file" / "a.json")})
+    autotune._save_choices(
+        {"about": "", "machine": {}, "choices": {}, "wrong": {}, "path": str(tmp_path / "file" / "a.json")}
+    )
     assert "could not be saved" in caplog.text

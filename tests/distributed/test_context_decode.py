@@ -166,8 +166,8 @@ def test_a_long_prompt_is_gathered_some_queries_at_a_time(group: dist.ProcessGro
     wanted = context_parallel_decode(q, *shards, **given)
     module = sys.modules["fused_tp.ops.context_parallel_decode"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "_GATHERED_BYTES", 4000)
-        assert 1 < module._example(2, q, *shards).queries_at_once < one["new"] // 2
+        patched.setattr(module, "_MAX_GATHERED_BYTES", 4000)
+        assert 1 < module._example(2, q, *shards).queries_per_gather < one["new"] // 2
         found = context_parallel_decode(q, *shards, **given)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_tp
-from fused_tp.ops.op import every_op
+from fused_tp.ops.op import all_ops
 from tests.distributed.test_every_op import calls, outcome
 from tests.workers import on_ranks
 
@@ -73,4 +73,4 @@ def test_modes_count_ops_of_the_library(group: Any) -> None:
     assert comm.get_comm_counts() == counted
     assert counter.get_total_flops() == 3 * 2 * MATMUL
     assert set(comm.comm_module_counts["Global"]["backward"]) == {functional.all_gather_into_tensor}
-    assert "matmul_reduce_scatter" in every_op()
+    assert "matmul_reduce_scatter" in all_ops()

@@ -21,7 +21,7 @@ from torch import Tensor
 import fused_tp
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-from fused_tp.backends.cuda.device_plans import NORMED_ALGORITHMS
+from fused_tp.backends.cuda.device_plans import NORM_ALGORITHMS
 from fused_tp.backends.cuda.device_schedule import DeviceSchedule
 from fused_tp.backends.messages.torch_dist import torch_dist
 from fused_tp.backends.symmetric_memory.group_kernels import Workspaces
@@ -129,7 +129,7 @@ def norms(device: DeviceCollectives, dtype: torch.dtype) -> list[Tensor]:
         terms = terms_of(world_size, shape, dtype, seed)
         residual, weight = seeded(*shape, dtype=dtype, seed=5), seeded(shape[-1], dtype=dtype, seed=6)
         wanted = residual.double() + torch.stack([t.double() for t in terms]).sum(0)
-        for algorithm in NORMED_ALGORITHMS:
+        for algorithm in NORM_ALGORITHMS:
             name = f"{shape} {algorithm}"
             normed, stream = device.all_reduce_rms_norm(terms[rank], residual, weight, 1e-6, algorithm)
             assert_within_dtype_error(stream, wanted, dtype, reduced_over=world_size + 1, name=name)

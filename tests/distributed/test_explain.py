@@ -19,8 +19,8 @@ import torch.distributed as dist
 import fused_tp
 from fused_tp.backends import registry
 from fused_tp.core.dispatch import ScheduleKey
-from fused_tp.ops.explain import explain_for, tensor_arguments
-from fused_tp.ops.op import every_op
+from fused_tp.ops.explain import explain_hypothetical, tensor_arguments
+from fused_tp.ops.op import all_ops
 from tests.distributed.test_every_op import calls, public_ops
 from tests.workers import run_ranks
 
@@ -39,7 +39,7 @@ def asked() -> Iterator[Asked]:
             found.append((key.op, key.dtype, key.m, key.k, key.n, schedule.name))
         return schedule
 
-    for op in every_op().values():
+    for op in all_ops().values():
         op._plans.clear()  # an op with a plan makes no query
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
@@ -156,7 +156,7 @@ def test_why_a_provider_computes_the_steps(
 ) -> None:
     shapes = ((2, queries, 8, 128), (2, 64, 2, 128), (2, 64, 2, v_head_dim))
     transport = "xccl" if arch == "xpu" else "gloo"
-    answer = explain_for(op, *shapes, dtype=dtype, world_size=2, transport=transport, arch=arch)
+    answer = explain_hypothetical(op, *shapes, dtype=dtype, world_size=2, transport=transport, arch=arch)
     assert said in next(line for line in str(answer).splitlines() if line.startswith("  each step: "))
     if op == "ring_attention":
         assert "this holds" not in str(answer)

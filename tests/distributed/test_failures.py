@@ -40,7 +40,7 @@ from fused_tp.backends.nccl import nccl_pipeline
 from fused_tp.backends.shared_memory import shared_memory
 from fused_tp.core.errors import PeerLostError, RankMismatchError
 from fused_tp.core.group import resolve_group
-from fused_tp.core.settings import environment
+from fused_tp.core.settings import override_environment
 from tests.beside import beside
 from tests.distributed.schedule_cases import CPU, low_limits
 from tests.distributed.shm_tools import core_resources
@@ -203,7 +203,7 @@ SETTINGS = {  # name: value on the odd rank, and the message on all ranks
 def test_settings_that_differ_are_an_error_on_all_ranks(world: Any) -> None:
     for name, (value, said) in SETTINGS.items():
         group = dist.new_group([0, 1, 2])
-        with environment({name: value} if dist.get_rank() == 1 else {}):
+        with override_environment({name: value} if dist.get_rank() == 1 else {}):
             error = error_of(fused_tp.all_reduce, torch.ones(1), group=group)
         assert isinstance(error, RankMismatchError) and said in str(error), error
         assert fused_tp.all_reduce(torch.ones(1), group=group).item() == 3  # ranks compare their settings again
@@ -396,7 +396,7 @@ backward = partial(gradients, fused_tp.all_gather_matmul)
 meanwhile = partial(gradients, fused_tp.column_parallel_matmul)
 
 
-@mock.patch.object(decode_module, "_GATHERED_BYTES", 1)  # one query at a time
+@mock.patch.object(decode_module, "_MAX_GATHERED_BYTES", 1)  # one query at a time
 def long_prompt(group: Any, n: float) -> tuple[Tensor, float]:
     q, cache, lengths = torch.ones(1, 6, 2, 4), torch.full((1, 8, 2, 4), n), torch.tensor([6])
     return fused_tp.context_parallel_decode(q, cache, cache, group=group, cache_seqlens=lengths), n

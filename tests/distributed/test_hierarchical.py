@@ -22,14 +22,14 @@ from fused_tp.backends import registry
 from fused_tp.backends.hierarchical import hierarchical
 from fused_tp.backends.hierarchical import two_level as hosts_module
 from fused_tp.backends.hierarchical.hierarchical import Hierarchical
-from fused_tp.backends.hierarchical.two_level import Hosts, error_of_group, hosts_of, ranks_per_host
+from fused_tp.backends.hierarchical.two_level import Hosts, group_hosts, ranks_per_host, to_group_error
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.registry import select_schedule
 from fused_tp.backends.shared_memory import shm
 from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, resolve_group
-from fused_tp.core.store import made_together
+from fused_tp.core.store import create_together
 from fused_tp.ops import collectives
 from tests.beside import beside
 from tests.distributed.schedule_cases import every_method, movements, same_sum
@@ -82,19 +82,19 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         world = len(names)
         made = select_schedule(ScheduleKey("all_reduce", dtype, torch.device("cpu"), 3, None, 4), resolve_group(group))
         assert isinstance(made, Hierarchical)
-        assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
+        assert made._host_schedule("matmul_reduce_scatter", dtype).name == "one_sided"
         every_method(made, dtype, exact=False)  # unequal shards fall back to one level, with right results
         all_cases(group, str(dtype).removeprefix("torch."), strided=False)
         integers(made)
         patch.setenv("FUSED_TP_SHM", "0")  # a later change also affects the inner schedule
-        assert made._inside("matmul_reduce_scatter", dtype).name == "plain"
+        assert made._host_schedule("matmul_reduce_scatter", dtype).name == "plain"
         movements(made, partial(same_sum, made, False), dtype, 1, 2 * world, 1, 3)
         patch.delenv("FUSED_TP_SHM")
-        assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
+        assert made._host_schedule("matmul_reduce_scatter", dtype).name == "one_sided"
         explained = str(fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=dtype, group=group))
-        hosts = hosts_of(resolve_group(group))
+        hosts = group_hosts(resolve_group(group))
         assert isinstance(hosts, Hosts)
-        return [explained, str(hosts.inside.ranks), str(hosts.across.ranks)]
+        return [explained, str(hosts.local_group.ranks), str(hosts.cross_group.ranks)]
 
 
 def integers(made: Hierarchical) -> None:
@@ -177,9 +177,9 @@ def test_three_hosts_of_two_ranks_and_two_of_them(_: Any) -> None:
     with on_hosts("aabb") as group:  # a subset of the world; the other ranks do not know its hosts
         if dist.get_rank() < 4:
             assert torch.equal(fused_tp.all_reduce(x, group=group), 4 * x)
-            hosts = hosts_of(resolve_group(group))
+            hosts = group_hosts(resolve_group(group))
             assert isinstance(hosts, Hosts)
-            parts = [hosts.inside, hosts.across]
+            parts = [hosts.local_group, hosts.cross_group]
     for gone in (*others, group):
         if gone is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(gone)
@@ -192,7 +192,7 @@ def test_three_hosts_of_two_ranks_and_two_of_them(_: Any) -> None:
 
 def explained(_: Any, names: str, without_shared_memory: str = "") -> str:
     core = None if str(dist.get_rank()) in without_shared_memory else shm._core
-    no_core = mock.patch.multiple(shm, _core=core, _why_no_core="there is no native core (for this test)")
+    no_core = mock.patch.multiple(shm, _core=core, _core_missing_reason="there is no native core (for this test)")
     with no_core, on_hosts(names) as group:
         return explanation(group)
 
@@ -249,7 +249,7 @@ def parts_that_rank_3_does_not_make() -> str:
 
     with on_hosts("aabb", FUSED_TP_TIMEOUT="0.5") as group, pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 3:
-            patch.setattr(hosts_module, "_part", never)
+            patch.setattr(hosts_module, "_create_subgroup", never)
         with pytest.raises(fused_tp.FusedTPError) as first:
             fused_tp.all_reduce(torch.ones(3), group=group)
         give_up("parts")
@@ -264,8 +264,8 @@ def memory_that_rank_3_does_not_join() -> tuple[str, str, float]:
     """The group's name, and its error if rank 3 does not join the shared memory of rank 2's host."""
     with on_hosts("aabb", FUSED_TP_TIMEOUT="1") as group:
         described = resolve_group(group)
-        assert made_together(registry._DIFFERING, described, registry._differing_settings) == ""
-        assert isinstance(hosts_module.hosts_of(described), hosts_module.Hosts)
+        assert create_together(registry._DIFFERING, described, registry._differing_settings) == ""
+        assert isinstance(hosts_module.group_hosts(described), hosts_module.Hosts)
         begun = time.monotonic()
         if dist.get_rank() == 3:
             return group.group_name, "", 0.0
@@ -311,9 +311,9 @@ def test_errors_of_a_level_are_told_of_the_group() -> None:
     )
     follows = fused_tp.PeerLostError(": rank {cause.rank} has failed. It said: {cause}", cause=late, **where)
     told = 'x (call 2 of group "user\'s") on rank 3 of 6 waited 3 s for ranks 3 (last heard of at call 2, y) and 5.'
-    assert str(error_of_group(late, level, group)) == told
-    assert str(error_of_group(follows, level, group)) == f": rank 3 has failed. It said: {told}"
-    native = error_of_group(fused_tp.PeerLostError("{rank} died"), level, group)
+    assert str(to_group_error(late, level, group)) == told
+    assert str(to_group_error(follows, level, group)) == f": rank 3 has failed. It said: {told}"
+    native = to_group_error(fused_tp.PeerLostError("{rank} died"), level, group)
     assert str(native) == '{rank} died (Its ranks are ranks 1, 3 and 5 of group "user\'s".)'
     for error in (late, follows, native):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)

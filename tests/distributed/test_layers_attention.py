@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.core.partition import shard_range
 from fused_tp.nn import ContextKVCache, KVCache, PagedContextKVCache, ParallelAttention, RotaryEmbedding
-from fused_tp.nn.attention import check_heads
+from fused_tp.nn.attention import check_head_sharding
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from tests.distributed.layers import EXACT, HEAD_DIM, HEADS, HIDDEN, Attention, assert_same
 from tests.reference import refuses, seeded
@@ -354,7 +354,7 @@ def test_head_counts_that_cannot_be_cut_name_those_that_can() -> None:
         (12, 5, 1, r"num_kv_heads must divide num_heads 12: one of \[1, 2, 3, 4, 6, 12\], got 5"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_heads(heads, kv_heads, world_size)
+            check_head_sharding(heads, kv_heads, world_size)
 
 
 @on_ranks(2, run=run_fresh)

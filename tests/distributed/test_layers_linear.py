@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.nn import ColumnParallelLinear, ParallelAttention, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.linear import RepeatedColumnLinear
-from fused_tp.nn.sharding import local
+from fused_tp.nn.sharding import local_shard
 from tests.distributed.layers import EXACT, assert_same, assert_same_parameters, part
 from tests.reference import refuses, seeded
 from tests.workers import device_mesh, on_ranks
@@ -222,7 +222,7 @@ def test_a_gradient_of_columns_that_do_not_divide_lies_as_they_do(group: dist.Pr
     """The gradient of a sum is one expanded number; that of unevenly sharded columns must have the weight's strides."""
     weight = RowParallelLinear(5, 4, mesh=device_mesh(group)).weight
     for times in (1, 2):
-        local(weight).sum().backward()
+        local_shard(weight).sum().backward()
         assert weight.grad.stride() == weight.stride() and weight.grad.to_local().is_contiguous()
         assert torch.equal(weight.grad.to_local(), torch.full((4, 3 - dist.get_rank(group)), float(times)))
 

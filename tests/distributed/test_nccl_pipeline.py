@@ -42,8 +42,8 @@ def transport_of(group: Any) -> NcclDist:
 
 def test_chunks_suit_the_size() -> None:
     transport = mock.Mock(rank=0, world_size=2)
-    assert [NcclPipeline(transport)._chunks(n << 20) for n in (0, 1, 4, 9, 1000)] == [1, 1, 1, 2, 8]
-    assert NcclPipeline(transport, 3)._chunks(1 << 30) == 3
+    assert [NcclPipeline(transport)._num_chunks(n << 20) for n in (0, 1, 4, 9, 1000)] == [1, 1, 1, 2, 8]
+    assert NcclPipeline(transport, 3)._num_chunks(1 << 30) == 3
     with pytest.raises(ValueError, match="chunks is 0"):
         NcclPipeline(transport, 0)
 
@@ -160,11 +160,11 @@ def lost_in_a_graph(group: Any) -> str:
         knobs.cuda_double_replay(graph, stream.handle)
         transport._on_peer_lost(1)
         deadline = time.monotonic() + 10
-        while transport.broken is None and time.monotonic() < deadline:
+        while transport.fatal_error is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert driver.synchronize(0, stream.handle, 10)
     dist.barrier(group)
-    return str(transport.broken or "")
+    return str(transport.fatal_error or "")
 
 
 def peers_that_end(group: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.attention import ring
-from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, shm_transport
 from fused_tp.core.errors import FusedTPError, RankMismatchError
 from fused_tp.core.group import resolve_group
@@ -27,7 +27,7 @@ SOON = 5.0  # seconds; the deadline is 60
 def gather(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     transport = shm_transport(resolve_group(group))
     assert transport is not None
-    return SharedMemory(transport).all_gather(x, gather_dim=0, gather_size=None).wait()
+    return SharedMemorySchedule(transport).all_gather(x, gather_dim=0, gather_size=None).wait()
 
 
 OPS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor], Any]] = {
@@ -79,7 +79,7 @@ def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
         begun = time.perf_counter()
         if rank == 1:
             where = mock.patch.object(ShmTransport, "settled", settled)
-            broken = mock.patch.object(ring.Forward, "attend", side_effect=MemoryError("no room for scores"))
+            broken = mock.patch.object(ring.RingForward, "attend", side_effect=MemoryError("no room for scores"))
             with where, broken, pytest.raises(MemoryError):
                 run()
         elif causal or settled:
@@ -136,7 +136,7 @@ def test_a_second_try_of_a_wait_that_was_interrupted_is_not_taken_for_the_next_c
 def disagree_between_two_calls(group: dist.ProcessGroup) -> str:
     transport = shm_transport(resolve_group(group))
     assert transport is not None
-    schedule, x = SharedMemory(transport), torch.ones(3, 5)
+    schedule, x = SharedMemorySchedule(transport), torch.ones(3, 5)
     with pytest.raises(RankMismatchError) as error, schedule.abort_scope("op"):  # `error` keeps `gathering`
         gathering = schedule.all_gather(x, gather_dim=0, gather_size=None)
         schedule.all_reduce(torch.ones(1 + transport.rank))

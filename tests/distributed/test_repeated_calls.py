@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_tp
 from fused_tp.backends.shared_memory.shm import shm_transport
 from fused_tp.core.errors import FusedTPError
-from fused_tp.core.group import _slots, resolve_group
-from fused_tp.core.settings import environment
+from fused_tp.core.group import _group_slots, resolve_group
+from fused_tp.core.settings import override_environment
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
 from tests.late import interrupted_after
@@ -147,10 +147,10 @@ def test_a_group_that_was_destroyed_is_not_used_again(group: Any) -> None:
 @on_ranks(2, run=run_fresh)
 def test_a_group_whose_first_call_was_refused_is_dropped(group: Any) -> None:
     with own_group(ranks_of(group)) as own:
-        with environment({"FUSED_TP_TIMEOUT": "soon"}), pytest.raises(ValueError, match="FUSED_TP_TIMEOUT"):
+        with override_environment({"FUSED_TP_TIMEOUT": "soon"}), pytest.raises(ValueError, match="FUSED_TP_TIMEOUT"):
             fused_tp.all_reduce(torch.ones(2), group=own)
         known = resolve_group(own)
-    assert not any(known in slot for slot in _slots)
+    assert not any(known in slot for slot in _group_slots)
 
 
 def results_are_the_callers(group: Any, tag: str) -> None:
@@ -159,7 +159,7 @@ def results_are_the_callers(group: Any, tag: str) -> None:
     size, rank = transport.world_size, transport.rank
     for i in range(60):
         shape = (1 + i % 3, 70_001 + 5000 * (i % 4))
-        y = transport.all_reduce_of("sum", shape, torch.float32, lambda y, i=i: y.fill_(10 * rank + i))
+        y = transport.write_and_all_reduce("sum", shape, torch.float32, lambda y, i=i: y.fill_(10 * rank + i))
         assert y.eq(sum(10 * r + i for r in range(size))).all()
         y.fill_(-1e9)
 
@@ -176,19 +176,19 @@ def interrupted(group: Any, tag: str) -> None:
     with pytest.raises(
         MemoryError if transport.rank == 0 else FusedTPError
     ):  # before any data was there: the memory is held for a while
-        transport.all_reduce_of("sum", shape, torch.float32, _no_memory if transport.rank == 0 else Tensor.zero_)
-    assert len(transport._held) == 1
+        transport.write_and_all_reduce("sum", shape, torch.float32, _no_memory if transport.rank == 0 else Tensor.zero_)
+    assert len(transport._retained_memory) == 1
     for _ in range(20):
-        transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
-    assert not transport._held
+        transport.write_and_all_reduce("sum", shape, torch.float32, lambda y: y.fill_(1.0))
+    assert not transport._retained_memory
     half = 30_000  # where rank 1's block starts; a multiple of a cache line
     if transport.rank == 0:
         with pytest.raises(KeyboardInterrupt), interrupted_after(0.5):
-            transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
+            transport.write_and_all_reduce("sum", shape, torch.float32, lambda y: y.fill_(1.0))
         others = [transport.empty(shape, torch.float32).fill_(-777.0) for _ in range(2)]
         with pytest.raises(FusedTPError, match="interrupted half-way"):  # else rank 1 would take it for its next sum
-            transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
-        assert len(transport._held) == 1 and len(others) == 2
+            transport.write_and_all_reduce("sum", shape, torch.float32, lambda y: y.fill_(1.0))
+        assert len(transport._retained_memory) == 1 and len(others) == 2
         return
     with transport.begin("sum", shape, torch.float32, 8 * half) as workspace:
         mine = workspace.buffer(1, (2 * half,), torch.float32).fill_(2.0)
@@ -206,7 +206,7 @@ def interrupted(group: Any, tag: str) -> None:
         workspace.wait_all(3)
         assert mine.eq(3.0).all()
     with pytest.raises(FusedTPError, match="rank 0 has left the group"):
-        transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(5.0))
+        transport.write_and_all_reduce("sum", shape, torch.float32, lambda y: y.fill_(5.0))
 
 
 def _no_memory(*_: Any) -> None:
@@ -239,9 +239,9 @@ def test_with_the_pool_full_of_results_new_ones_come_from_elsewhere(group: Any) 
         if transport.rank == 1:
             kept.append(y)
     if transport.rank == 1:
-        assert transport._pooled(expected.nbytes) is None
+        assert transport._allocate_pooled(expected.nbytes) is None
         kept.clear()
-        assert transport._pooled(expected.nbytes) is not None
+        assert transport._allocate_pooled(expected.nbytes) is not None
     dist.barrier(group)
 
 
@@ -295,7 +295,7 @@ def test_a_repeated_call_runs_few_frames() -> None:
 
 def documents_in_turn(group: Any) -> None:
     """Calls of equal shapes whose documents or kernels differ, against calls that know no earlier one."""
-    rank, calls = dist.get_rank(group), import_module("fused_tp.ops.ring_attention")._calls
+    rank, calls = dist.get_rank(group), import_module("fused_tp.ops.ring_attention")._call_cache
     q, k, v = (seeded(1, 16, 2, 8, seed=10 * rank + i) for i in range(3))
     ways: list[tuple[dict[str, Any], dict[str, str]]] = [
         *(({"cu_seqlens": torch.tensor([0, at, 32])}, {}) for at in (8, 20)),
@@ -305,7 +305,7 @@ def documents_in_turn(group: Any) -> None:
     ]
 
     def run(how: dict[str, Any], env: dict[str, str]) -> Tensor:
-        with environment(env):
+        with override_environment(env):
             return fused_tp.ring_attention(q, k, v, group=group, **how)
 
     fresh = []
@@ -318,7 +318,7 @@ def documents_in_turn(group: Any) -> None:
     assert len(calls) == len(ways)
     for at in range(1, 32):
         run({"cu_seqlens": torch.tensor([0, at, 32])}, {})
-        assert len(calls) <= import_module("fused_tp.ops.ring_attention")._MOST_CALLS
+        assert len(calls) <= import_module("fused_tp.ops.ring_attention")._MAX_CACHED_CALLS
 
 
 @pytest.mark.parametrize("env", [{}, {"FUSED_TP_SHM": "0"}])

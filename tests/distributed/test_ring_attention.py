@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_tp import ring_attention, shard_sequence, ulysses_attention, unshard_sequence
-from fused_tp.attention.ring import Backward
+from fused_tp.attention.ring import RingBackward
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionArguments
@@ -81,8 +81,8 @@ def test_features(world_size: int, route: str) -> None:
 def small_chunks(rows: int, most: int) -> Iterator[pytest.MonkeyPatch]:
     """Make a backward run in chunks, like that of long shards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fused_tp.attention.ring_plan._FEWEST_ROWS_OF_A_CHUNK", rows)
-        patch.setattr("fused_tp.attention.ring_plan._MOST_CHUNKS", most)
+        patch.setattr("fused_tp.attention.ring_plan._MIN_CHUNK_ROWS", rows)
+        patch.setattr("fused_tp.attention.ring_plan._MAX_CHUNKS", most)
         forget_plans()
         yield patch
     forget_plans()
@@ -90,7 +90,7 @@ def small_chunks(rows: int, most: int) -> Iterator[pytest.MonkeyPatch]:
 
 def forget_plans() -> None:
     ring_plan.cache_clear()
-    import_module("fused_tp.ops.ring_attention")._calls.clear()
+    import_module("fused_tp.ops.ring_attention")._call_cache.clear()
 
 
 def results_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
@@ -147,7 +147,7 @@ UNWRITTEN = [FEATURES[name] for name in ("softcap", "cross, causal, more queries
 
 def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Tensor | None]]:
     """Results with NaN in uninitialised states, where the first step writes all rows of a state, some, or none."""
-    made = SoftmaxState.uninitialised.__func__  # type: ignore[attr-defined]
+    made = SoftmaxState.uninitialized.__func__  # type: ignore[attr-defined]
 
     def filled(cls: type[SoftmaxState], q: Tensor, v_head_dim: int) -> SoftmaxState:
         state: SoftmaxState = made(cls, q, v_head_dim)
@@ -243,10 +243,10 @@ def test_results_lie_as_compilers_are_told(group: dist.ProcessGroup, route: str)
     }
     given = checked_arguments(AttentionArguments(**more), q, k, k, 2, dist.get_rank(group))
     rest = (*given, group.group_name)
-    out, lse = RING_ATTENTION.named(q, k, k, *rest)
+    out, lse = RING_ATTENTION.call_prepared(q, k, k, *rest)
     arguments = (out, None, q, k, k, out, lse, *rest)
     forward, backward = RING_ATTENTION, RING_ATTENTION_BACKWARD
-    real, fakes = backward.named(*arguments), backward.fake(backward.pack(arguments))
+    real, fakes = backward.call_prepared(*arguments), backward.fake(backward.pack(arguments))
     for one, fake in zip([out, lse, *real], [*forward.fake(forward.pack((q, k, k, *rest))), *fakes], strict=True):
         assert (one.dtype, one.shape, one.stride()) == (fake.dtype, fake.shape, fake.stride())
     assert len({one.untyped_storage().data_ptr() for one in real}) == len(real)
@@ -296,16 +296,16 @@ def test_any_sign_of_the_scale(kernel: str, monkeypatch: pytest.MonkeyPatch) -> 
 def with_a_late_reader(group: dist.ProcessGroup) -> list[list[Tensor | None]]:
     """Results with one late rank at a time, which adds the terms from its peers after all others."""
     one, found = case(64, causal=True, window=(3, 0), heads=1, kv_heads=1), []
-    attend = Backward.attend
+    attend = RingBackward.attend
 
-    def slowly(self: Backward, t: int, *tensors: Any) -> None:
+    def slowly(self: RingBackward, t: int, *tensors: Any) -> None:
         attend(self, t, *tensors)
         time.sleep(0.1)  # its keys are ready, so that the others continue
 
     for late in range(dist.get_world_size(group)):
         with small_chunks(8, 2) as patch:
             if dist.get_rank(group) == late:
-                patch.setattr(Backward, "attend", slowly)
+                patch.setattr(RingBackward, "attend", slowly)
             found += results_of(group, [one])
     return found
 
@@ -358,7 +358,7 @@ def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
         if op is ring_attention:
             rest = (*checked_arguments(AttentionArguments(**chosen), q, k, k, 2, rank), group.group_name)
             with pytest.raises(RankMismatchError) as error:
-                RING_ATTENTION_BACKWARD.named(q, None, q, k, k, q, lse, *rest)
+                RING_ATTENTION_BACKWARD.call_prepared(q, None, q, k, k, q, lse, *rest)
             said.append((name, str(error.value)))
     x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens; each rank assumes equal shards
     with pytest.raises(RankMismatchError, match="different numbers of tokens, pass seq_len"):

@@ -18,7 +18,7 @@ SETTING = RunSetting(heads=16, head_dim=128)
 
 
 def mib(_: Any, way: str, world_size: int) -> float:
-    plan._FEWEST_ROWS_OF_A_CHUNK = 64  # eight parts, as with longer shards
+    plan._MIN_CHUNK_ROWS = 64  # eight parts, as with longer shards
     return peak_mib(way, TOKENS * world_size, world_size, SETTING)
 
 

@@ -97,7 +97,7 @@ def matmuls_before_anything_moves(group: Any, name: str) -> None:
         # The blocks of all owners, and the `meanwhile` function.
         stall(1)
         with mock.patch.object(module, "sum_of_products", wraps=module.sum_of_products) as products:
-            y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: stall(0))
+            y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, overlapped_work=lambda: stall(0))
         torch.testing.assert_close(y, own(schedule, world_size * (x @ w.t()), 0))
         assert products.call_count == world_size
         if name == "nccl_pipeline":

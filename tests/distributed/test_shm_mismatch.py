@@ -43,7 +43,7 @@ def begin(transport: Any, odd: bool) -> None:
 KINDS: dict[str, Callable[[Any, bool], object]] = {
     "shape": lambda one, odd: one.all_reduce(torch.ones(20_000 + odd)),  # the others' two shots against one more
     "shape_of_equal_size": lambda one, odd: one.all_reduce(X.view(6, 40) if odd else X),
-    "part_of": lambda one, odd: one.all_reduce(X, called="matmul_all_reduce" if odd else "all_reduce"),
+    "part_of": lambda one, odd: one.all_reduce(X, op_name="matmul_all_reduce" if odd else "all_reduce"),
     "dtype": lambda one, odd: one.all_reduce(X.double() if odd else X),
     "op": lambda one, odd: one.barrier() if odd else one.all_reduce(X),
     "order": swapped,

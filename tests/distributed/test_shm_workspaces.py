@@ -95,7 +95,7 @@ def behind(group: Any, tag: str) -> list[tuple[bool, int]]:
             if transport.rank == 1:
                 dist.barrier(group)
                 time.sleep(0.1)  # most likely, rank 0 waits for this call if it has to
-        settled = transport.settled
+        settled = transport.is_settled
         if transport.rank == 0 and reuse:  # it would wait for rank 1
             dist.barrier(group)
         with transport.begin("second", (), torch.uint8, 16 * INLINE_BYTES, reuse=reuse) as workspace:
@@ -105,7 +105,7 @@ def behind(group: Any, tag: str) -> list[tuple[bool, int]]:
         found.append((settled, transport.core_group.high_water_bytes // (16 * INLINE_BYTES)))
         for _ in range(LIMIT + 1):  # until all have ended earlier calls
             transport.barrier()
-        assert transport.settled
+        assert transport.is_settled
     return found
 
 
@@ -171,8 +171,8 @@ def wrong_address(group: Any, tag: str, how: str) -> str:
     try:
         if described.rank == 1:
             shm._core = None if how == "no core" else Core
-            shm._why_no_core = "the native core is not built (for this test)"
-        answer = shm._rendezvous(with_store(described, store))
+            shm._core_missing_reason = "the native core is not built (for this test)"
+        answer = shm._create_transport(with_store(described, store))
     finally:
         shm._core = real
     assert not answer, answer

@@ -54,7 +54,7 @@ def test_few_rows(group: dist.ProcessGroup) -> None:
     }
     wanted, gathered = matmul_all_reduce(x, w, group=group), all_gather_matmul(x, [w], group=group)[0]
     used: list[bool] = []
-    own = gemm._few_rows
+    own = gemm._few_rows_matmul
 
     def few_rows(*args: Any) -> Any:
         y = own(*args)
@@ -64,7 +64,7 @@ def test_few_rows(group: dist.ProcessGroup) -> None:
     for name, weight in weights.items():
         told = str(explain("matmul_all_reduce", x, weight, group=group)).splitlines()[-1]
         used.clear()
-        with torch.no_grad(), mock.patch.object(gemm, "_few_rows", few_rows):
+        with torch.no_grad(), mock.patch.object(gemm, "_few_rows_matmul", few_rows):
             found, other = matmul_all_reduce(x, weight, group=group), all_gather_matmul(x, [weight], group=group)[0]
             assert type(found) is type(nn.functional.linear(x, weight)), name
         for one, expected in ((found, wanted), (other, gathered)):

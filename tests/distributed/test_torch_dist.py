@@ -20,7 +20,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.backends.messages.torch_dist import TorchDist, torch_dist
 from fused_tp.core.errors import FusedTPError, PeerLostError
-from fused_tp.core.gloo import close_connections, closed_peers, on_host
+from fused_tp.core.gloo import close_connections, closed_peers, copy_to_host
 from fused_tp.core.group import resolve_group
 from tests.beside import beside
 from tests.workers import Outcome, fresh_ranks, run_ranks
@@ -42,10 +42,10 @@ class LateWork:
 
 def end_after_a_slice(group: Any) -> None:
     transport = TorchDist(resolve_group(group), "cpu")
-    transport._start("late", LateWork).wait()
-    assert transport.broken is None
+    transport._start_transfer("late", LateWork).wait()
+    assert transport.fatal_error is None
     with pytest.raises(FusedTPError, match=r"late .* failed: its own error"):
-        transport._start("late", lambda: LateWork("its own error")).wait()
+        transport._start_transfer("late", lambda: LateWork("its own error")).wait()
 
 
 def test_what_ends_just_after_a_slice_has_not_failed() -> None:
@@ -77,7 +77,7 @@ def test_the_default_device_is_of_no_matter(outcome: list[Outcome]) -> None:
 
 def shift_between_two_of_three(group: Any) -> list[int]:
     """Sizes of the groups that create a communicator before a shift over torch's NCCL, here emulated by gloo."""
-    with mock.patch("fused_tp.backends.messages.torch_dist.backend_of", lambda group, device_type: "nccl"):
+    with mock.patch("fused_tp.backends.messages.torch_dist.backend_for_device", lambda group, device_type: "nccl"):
         transport, rank = TorchDist(resolve_group(group), "cpu"), dist.get_rank(group)
     met, real = [], dist.all_reduce
 
@@ -100,7 +100,7 @@ def shift_by_way_of_the_host(group: Any) -> None:
     """Messages of GPU tensors, which gloo cannot send; here CPU tensors take the same copies through the host."""
     transport = TorchDist(resolve_group(group), "cuda", "gloo")
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    assert transport._by_host and not TorchDist(resolve_group(group), "cpu")._by_host
+    assert transport._stages_on_host and not TorchDist(resolve_group(group), "cpu")._stages_on_host
 
     def of(source: int, number: int, dtype: torch.dtype) -> Tensor:
         return (torch.arange(6) + 10 * (source % world) + 100 * number).to(dtype).view(3, 2)
@@ -141,11 +141,11 @@ def ring_by_way_of_the_host(group: Any, by_host: bool) -> list[Tensor]:
 
     def note(x: Tensor) -> Tensor:
         moved.append(x)
-        return on_host(x)
+        return copy_to_host(x)
 
     with (
         mock.patch.object(transport, "_by_host", by_host),
-        mock.patch("fused_tp.backends.messages.torch_dist.on_host", note),
+        mock.patch("fused_tp.backends.messages.torch_dist.copy_to_host", note),
         mock.patch.dict("os.environ", {"FUSED_TP_SCHEDULE": "pipelined"}),
     ):
         out = fused_tp.ring_attention(q, k, v, group=group, causal=True)

@@ -30,7 +30,7 @@ from fused_tp.backends.torch_symm_mem import torch_symm_mem_schedule as schedule
 from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
 from fused_tp.core.errors import RankMismatchError
 from fused_tp.core.group import resolve_group
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 from fused_tp.ops.verify import verify
 from tests.distributed.schedule_cases import CPU, NEEDS_CORE, own, run_variant, schedule_on
 from tests.distributed.symm_mem_double import CALLED, KERNELS, PYTHON_OPS, symm_mem_on_cpu
@@ -163,10 +163,10 @@ def test_all_reduces(world_size: int, switch: bool, small: set[str], large: set[
 
 def test_torch_has_the_ops_with_these_arguments() -> None:
     """The ops exist in the installed torch; this test fails if another version changes them."""
-    assert {*PYTHON_OPS, *KERNELS} == {*transport.NEEDED, *transport.OPTIONAL}
+    assert {*PYTHON_OPS, *KERNELS} == {*transport.REQUIRED_OPS, *transport.OPTIONAL_OPS}
     with symm_mem_on_cpu():
         for name in (*PYTHON_OPS, *KERNELS):
-            assert not isinstance(transport.torch_op(name, "cpu"), registry.Availability), name
+            assert not isinstance(transport.find_torch_op(name, "cpu"), registry.Availability), name
 
 
 def as_torchs_fakes(group: Any) -> None:
@@ -200,20 +200,20 @@ def test_results_have_the_shapes_of_torchs_fakes() -> None:
 
 
 def test_an_op_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "torch's symm_mem ops are for cuda; this is cpu" in transport.torch_ops_on(CPU).reason
+    assert "torch's symm_mem ops are for cuda; this is cpu" in transport.torch_ops_availability(CPU).reason
     with symm_mem_on_cpu(without=("two_shot_all_reduce_",)):
-        assert transport.torch_ops_on(CPU).reason == (
+        assert transport.torch_ops_availability(CPU).reason == (
             f"torch {torch.__version__} has no symm_mem.two_shot_all_reduce_ for cpu"
         )
-    monkeypatch.setitem(transport.NEEDED, "unheard_of", ("Tensor",))
+    monkeypatch.setitem(transport.REQUIRED_OPS, "unheard_of", ("Tensor",))
     with symm_mem_on_cpu():
-        assert "has no symm_mem.unheard_of for cpu" in transport.torch_ops_on(CPU).reason
-    monkeypatch.delitem(transport.NEEDED, "unheard_of")
-    monkeypatch.setitem(transport.NEEDED, "one_shot_all_reduce", ("Tensor", "int"))
+        assert "has no symm_mem.unheard_of for cpu" in transport.torch_ops_availability(CPU).reason
+    monkeypatch.delitem(transport.REQUIRED_OPS, "unheard_of")
+    monkeypatch.setitem(transport.REQUIRED_OPS, "one_shot_all_reduce", ("Tensor", "int"))
     with symm_mem_on_cpu():
         assert re.search(
             r"symm_mem.one_shot_all_reduce of torch .* takes \(Tensor, str, str\), not \(Tensor, int\)",
-            transport.torch_ops_on(CPU).reason,
+            transport.torch_ops_availability(CPU).reason,
         )
 
 
@@ -396,10 +396,10 @@ def kept_in(folder: str) -> dict[str, Any]:
 
 def online(group: Any, folder: str) -> list[Any]:
     """Calls of ranks with NVLink while no variable is set."""
-    measured = mock.Mock(wraps=autotune._measure)
+    measured = mock.Mock(wraps=autotune._measure_candidates)
     x, w = seeded(32, 64), seeded(64, 64, seed=1)
     ask: dict[str, Any] = {"dtype": FP32, "group": group}
-    with with_nvlink(XDG_CACHE_HOME=folder), mock.patch.object(autotune, "_measure", measured):
+    with with_nvlink(XDG_CACHE_HOME=folder), mock.patch.object(autotune, "_measure_candidates", measured):
         before = str(fused_tp.explain("matmul_all_reduce", (32, 64), (64, 64), **ask))
         for _ in range(2):
             y = fused_tp.matmul_all_reduce(x, w, group=group)
@@ -431,7 +431,10 @@ def test_ranks_with_nvlink_choose_by_time(tmp_path: Path) -> None:
 
 
 def off(group: Any) -> None:
-    with with_nvlink(FUSED_TP_AUTOTUNE="0"), mock.patch.object(autotune, "_measure", side_effect=AssertionError):
+    with (
+        with_nvlink(FUSED_TP_AUTOTUNE="0"),
+        mock.patch.object(autotune, "_measure_candidates", side_effect=AssertionError),
+    ):
         fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
         said = str(fused_tp.explain("matmul_all_reduce", (32, 64), (64, 64), dtype=FP32, group=group))
         assert "plain over gloo" in said and "measures" not in said
@@ -448,7 +451,7 @@ def nearly_full(group: Any) -> None:
     with with_nvlink(), mock.patch.object(autotune, "_free_bytes", lambda device: free):
         for _ in range(2):
             fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
-        assert CALLED == [] and autotune._SAVED[resolve_group(group)]["choices"] == {}
+        assert CALLED == [] and autotune._SAVED_CHOICES[resolve_group(group)]["choices"] == {}
 
 
 @pytest.mark.full
@@ -462,7 +465,7 @@ def captured_first(group: Any) -> None:
     with (
         with_nvlink(),
         mock.patch.object(autotune, "is_capturing", lambda device: True),
-        mock.patch.object(autotune, "_measure", side_effect=AssertionError),
+        mock.patch.object(autotune, "_measure_candidates", side_effect=AssertionError),
     ):
         fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
 
@@ -481,7 +484,9 @@ def joined(group: Any, folder: str) -> list[Any]:
     def tried(rows: int) -> set[str]:
         with with_nvlink(XDG_CACHE_HOME=folder):
             fused_tp.matmul_all_reduce(x[:rows], x, group=group)
-        choice = [one for words, one in autotune._SAVED[described]["choices"].items() if f"up to m={rows}" in words][-1]
+        choice = [
+            one for words, one in autotune._SAVED_CHOICES[described]["choices"].items() if f"up to m={rows}" in words
+        ][-1]
         return {*choice["seconds"], *choice["slower"]}
 
     found.append(tried(8))
@@ -557,10 +562,12 @@ def test_the_shipped_table_follows_what_was_published(
         monkeypatch.delenv(name, raising=False)
     own_rows = rows // ranks if op == "all_gather_matmul" else rows
     place: dict[str, Any] = {"world_size": ranks, "transport": "nvlink", "arch": "sm_90"}
-    found = explain_for(op, (own_rows, 4096), (4096, 4096), dtype=dtype, **place).forward
+    found = explain_hypothetical(op, (own_rows, 4096), (4096, 4096), dtype=dtype, **place).forward
     assert found is not None and found.schedule == schedule and reason in found.reason
     # Without symmetric memory, NCCL's choices stay as before.
-    found = explain_for(op, (own_rows, 4096), (4096, 4096), dtype=dtype, **{**place, "transport": "nccl"}).forward
+    found = explain_hypothetical(
+        op, (own_rows, 4096), (4096, 4096), dtype=dtype, **{**place, "transport": "nccl"}
+    ).forward
     assert found is not None and found.schedule in ("plain", "pipelined") and "sm_90/default" in found.reason
 
 
@@ -568,10 +575,10 @@ def test_what_is_refused_by_the_size_of_a_group_and_by_dtype(monkeypatch: pytest
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "symm_mem")
     place: dict[str, Any] = {"transport": "nvlink", "arch": "sm_90"}
     with pytest.raises(ValueError, match="it supports at most 16 ranks, and the group has 17"):
-        explain_for("all_reduce", (4, 8), dtype=BF16, world_size=17, **place)
-    found = explain_for("all_reduce", (4, 8), dtype=torch.float16, world_size=8, **place).forward
+        explain_hypothetical("all_reduce", (4, 8), dtype=BF16, world_size=17, **place)
+    found = explain_hypothetical("all_reduce", (4, 8), dtype=torch.float16, world_size=8, **place).forward
     assert found is not None and "torch's symm_mem ops sum bfloat16 and float32, not float16" in found.reason
-    found = explain_for("all_gather", (4, 8), dtype=torch.float16, world_size=8, **place).forward
+    found = explain_hypothetical("all_gather", (4, 8), dtype=torch.float16, world_size=8, **place).forward
     assert found is not None and "without a deadline (FUSED_TP_TIMEOUT bounds their set-up only)" in found.reason
     assert "round after every addition" in found.reason
 

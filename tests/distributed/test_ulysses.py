@@ -64,7 +64,7 @@ def on_three_ranks(group: dist.ProcessGroup, most_pieces: int) -> list[list[Tens
     assert out.shape == q.shape and lse.shape == (2, 3, 0)
     assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fused_tp.attention.all_to_all._MOST_RANGES", most_pieces)
+        patch.setattr("fused_tp.attention.all_to_all._MAX_RANGES", most_pieces)
         return results_of(group, [*OVER_THREE, *SHORT], ulysses_attention)
 
 

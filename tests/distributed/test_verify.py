@@ -101,18 +101,18 @@ class Ends(Plain):
 @contextmanager
 def shorter(op: str, **environment: str) -> Iterator[None]:
     """Check only one op."""
-    made = verify.examples_of
+    made = verify.make_examples
 
     def one(*given: int) -> list[verify.Example]:
         return [example for example in made(*given) if example.op == op]
 
-    with mock.patch.object(verify, "examples_of", one), mock.patch.dict(os.environ, environment):
+    with mock.patch.object(verify, "make_examples", one), mock.patch.dict(os.environ, environment):
         yield
 
 
 def told(move: Any) -> Any:
     def all_reduce(x: Tensor, **how: Any) -> Any:
-        Disturbed.moving = x.numel() == verify.BESIDE_ELEMENTS
+        Disturbed.moving = x.numel() == verify.CONCURRENT_ELEMENTS
         return move(x, **how)
 
     return all_reduce
@@ -197,7 +197,7 @@ def chosen(group: Any, folder: str) -> str:
         what = ("hurried", "matmul_all_reduce", torch.float32)
         assert "late" in autotune.known_problem(resolve_group(group), torch.device("cpu"), *what)
         fused_tp.matmul_all_reduce(seeded(8, 16), seeded(8, 16, seed=1), group=group)
-        (choice,) = autotune._SAVED[resolve_group(group)]["choices"].values()
+        (choice,) = autotune._SAVED_CHOICES[resolve_group(group)]["choices"].values()
         return str(choice["seconds"].keys())
 
 

@@ -81,7 +81,7 @@ def of_mixed_gpus(group: Any) -> list[str]:
     own = ("sm_100", "sm_90", "sm_120", "sm_100")[described.rank]
     chosen = []
     with (
-        patch.object(dispatch, "arch_of", lambda _: own),
+        patch.object(dispatch, "device_arch", lambda _: own),
         patch.object(registry, "exchange", side_effect=exchange) as exchanged,
     ):
         for rows in (1, 2):

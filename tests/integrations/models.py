@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from examples.llama import Llama, LlamaConfig
 from fused_tp.nn import gather_state_dict
-from fused_tp.nn.sharding import parts_dims
+from fused_tp.nn.sharding import packed_dims
 from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.parallelizing.state_dict import load_full_state_dict
 from tests.integrations.model_families import FAMILIES, OWN_SIZES
@@ -126,7 +126,7 @@ def assert_same_gradients(parallel: nn.Module, whole: nn.Module, *, factor: floa
     expected = dict(whole.named_parameters())
     names = [name for name, _ in parallel.named_parameters()]
     assert names == list(expected), (names, list(expected))
-    parts = parts_dims(parallel)
+    parts = packed_dims(parallel)
     # Some are zero except for rounding, such as a query's when attention has one key.
     largest = max(full(p.grad).abs().max().item() for p in expected.values() if p.grad is not None)
     for name, parameter in parallel.named_parameters():

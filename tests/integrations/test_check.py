@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from examples.llama import Llama, LlamaConfig, RMSNorm
 from fused_tp.cli.main import main
-from fused_tp.nn.sharding import local
+from fused_tp.nn.sharding import local_shard
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.planning.build import build
 from fused_tp.planning.config import ParallelConfig
@@ -95,7 +95,7 @@ def without_sum(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> nn.Modu
     """The parallel model with a row-parallel layer that does not reduce: each rank keeps its partial sum."""
     parallel: Any = build(model, config, mesh)
     layer = parallel.get_submodule(f"{LATTER}.self_attn.o_proj")
-    layer.forward = lambda x, **_: F.linear(x, local(layer.weight))
+    layer.forward = lambda x, **_: F.linear(x, local_shard(layer.weight))
     return parallel
 
 

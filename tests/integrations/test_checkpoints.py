@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import fused_tp
 from fused_tp import CheckpointManager, DistributedBatches
-from fused_tp.nn.sharding import as_dtensors, parts_dims
+from fused_tp.nn.sharding import as_dtensors, packed_dims
 from fused_tp.pipelining import Pipeline
 from fused_tp.training.checkpoints import _checksum, _reason
 from tests.integrations.models import make, make_tokens, mesh_of
@@ -64,7 +64,7 @@ def whole_state(group: dist.ProcessGroup, model: Any, optimizer: torch.optim.Opt
     """Parameters and optimizer state of the unsharded model, put together without torch.distributed.checkpoint."""
     found: dict[str, Any] = {}
     for module in modules_of(model):
-        parts, cuts = parts_dims(module), as_dtensors(module)
+        parts, cuts = packed_dims(module), as_dtensors(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
 
             def full(t: Tensor, parameter: Any = parameter, parts: Any = parts, cuts: Any = cuts) -> Tensor:

@@ -196,11 +196,11 @@ def test_chunks_are_told_from_windows_and_refused() -> None:
 
 def _alone(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> tuple[Tensor, None]:
     """Attention with the dropout of ring attention, over one rank."""
-    from fused_tp.ops.ring_attention import attention_over
+    from fused_tp.ops.ring_attention import ring_attention_from_head
 
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     how: Any = {"causal": True, "scale": keywords["scaling"], "dropout_p": keywords["dropout"]}
-    return attention_over(q, k, v, None, alone=True, **how), None
+    return ring_attention_from_head(q, k, v, None, is_unsharded=True, **how), None
 
 
 @on_layouts("cp2", "ulysses2", full=["cp2_tp2", "ring2_ulysses2", "ulysses2_tp2"])

@@ -547,11 +547,11 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     for _ in range(3):
         refuses(RankMismatchError, says, parallel, input_ids=own, labels=own, attention_mask=torch.ones(2, 9))
     parallel(own, labels=own)  # the fourth call is not compared
-    with settings.environment({"FUSED_TP_CHECK_BATCH": "2"}):
+    with settings.override_environment({"FUSED_TP_CHECK_BATCH": "2"}):
         parallel(input_ids=own)
         refuses(RankMismatchError, "argument 0 differ", parallel, own)
     parallel.train(dist.get_rank(group) == 0)
-    with settings.environment({"FUSED_TP_CHECK_BATCH": "1"}):
+    with settings.override_environment({"FUSED_TP_CHECK_BATCH": "1"}):
         refuses(RankMismatchError, "rank 0 is, and rank 1 is not.*model.eval", parallel, tokens)
     refuses(RankMismatchError, "sample tokens need equal random states", parallel.eval(), own)
     parallel.train()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fused_tp.core.errors import RankMismatchError
 from fused_tp.nn import gather_state_dict
-from fused_tp.nn.sharding import parts_dims
+from fused_tp.nn.sharding import packed_dims
 from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.parallelizing.state_dict import load_full_state_dict
 from tests.integrations.models import (
@@ -113,7 +113,7 @@ def assert_same_gradients(parallel: Any, whole: Any) -> None:
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     found = {name: p for name, p in parallel.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys() == {n for n, p in whole.named_parameters() if p.requires_grad}
-    parts = parts_dims(parallel)
+    parts = packed_dims(parallel)
     for name, parameter in found.items():
         gradient = full(parameter.grad)
         if (dim := parts.get(id(parameter))) is not None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.attention.layout import Tokens
+from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
@@ -71,7 +71,7 @@ class Case:
 def whole_step(mask: AttentionMask) -> Step:
     """A step of all queries and all keys, including queries that see no key and keys that no query sees."""
     queries, keys = np.arange(mask.seq_len), np.arange(mask.seq_len_kv)
-    places, starts, stops = mask.seen(queries)
+    places, starts, stops = mask.visible_intervals(queries)
     return Step(
         0, len(queries), 0, len(keys), starts.astype(np.int32), stops.astype(np.int32), places, queries, keys, (), ()
     )
@@ -124,9 +124,9 @@ def tile(rows: int = 16, block: int = 16, *, tma: bool = False) -> Any:
 
 
 def terms(scores: Scores) -> Any:
-    from fused_tp.attention.kernels.triton import terms_of
+    from fused_tp.attention.kernels.triton import to_kernel_terms
 
-    return terms_of(scores)
+    return to_kernel_terms(scores)
 
 
 def kernels() -> Any:
@@ -158,13 +158,13 @@ def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False)
     """Run a case, compare all results with its reference, and return them."""
     results, dtype = run(c, None if shipped else config or tile()), c.q.dtype
     # Two roundings: of p to the dtype of v, of which the average over keys keeps up to half a step, and of the output.
-    reduced = c.step.keys + c.q.shape[3]
+    reduced = c.step.num_keys + c.q.shape[3]
     assert_within_dtype_error(results["out"], c.out, dtype, reduced_over=reduced, roundings=2, name=f"{name} out")
     torch.testing.assert_close(results["lse"].double(), c.lse, rtol=4e-6, atol=4e-6)
     blind = torch.from_numpy(c.step.starts >= c.step.stops)
     assert not results["out"][:, blind].any() and not results["q"][:, blind].any()
     assert c.sinks is not None or bool((results["lse"][..., blind] == -torch.inf).all())
-    reduced = (c.step.keys + c.step.rows) * c.q.shape[2]
+    reduced = (c.step.num_keys + c.step.num_rows) * c.q.shape[2]
     for leaf, gradient in c.gradients.items():
         rms = gradient.pow(2).mean().sqrt().clamp_min(0.1)  # the terms of a gradient may cancel
         error = ((results[leaf].double() - gradient).abs() / (gradient.abs() + rms)).max()
@@ -237,13 +237,13 @@ def vectors_of_heads(_group: dist.ProcessGroup) -> None:
 def dropout_bits(_group: dist.ProcessGroup) -> None:
     """Equal probabilities and one-hot v make out show which keys were kept."""
     indices = np.concatenate((np.arange(5, 30), np.arange(41, 62)))
-    tokens = Tokens((range(5, 30), range(41, 62)))
+    tokens = TokenRanges((range(5, 30), range(41, 62)))
     step = make_step(AttentionMask(62, 62), tokens, tokens)
     for drop in (Dropout(0.5, 2**63 - 1), Dropout(0.1, 1 << 31, 2**20)):
         q, k = torch.zeros(2, 46, 2, 16), torch.zeros(2, 46, 1, 16)
         v = torch.eye(46)[None, :, None].expand(2, -1, 1, -1).contiguous()
         out, _ = kernels().flash_attention(q, k, v, step, terms(Scores(1.0, dropout=drop)), config=tile())
-        wanted = drop.kept(2, 2, *[torch.from_numpy(indices)] * 2)
+        wanted = drop.keep_mask(2, 2, *[torch.from_numpy(indices)] * 2)
         assert torch.equal(out.transpose(1, 2) != 0, wanted)
 
 
@@ -253,7 +253,7 @@ def states(_group: dist.ProcessGroup) -> None:
     flash, own = kernels(), terms(c.scores)
 
     def fold(state: SoftmaxState, keys: slice, fresh: bool = False) -> SoftmaxState:
-        step = make_step(AttentionMask(37, 37), Tokens((range(37),)), Tokens((range(keys.start, keys.stop),)))
+        step = make_step(AttentionMask(37, 37), TokenRanges((range(37),)), TokenRanges((range(keys.start, keys.stop),)))
         sums = (state.weighted, state.highest, state.total)
         flash.flash_forward(c.q, c.k[:, keys], c.v[:, keys], step, own, sums, fresh=fresh, config=tile())
         return state
@@ -294,7 +294,7 @@ def leaks(_group: dist.ProcessGroup) -> None:
         q[:, token] += change
         grad_out[:, token] *= change
         after = run(replace(c, q=q, grad_out=grad_out), tile(), before["lse"])
-        first, last = c.step.seen_by
+        first, last = c.step.queries_per_key
         unseen = torch.from_numpy((first > token) | (last <= token))
         for name in "kv":
             assert torch.equal(before[name][:, unseen], after[name][:, unseen]), (name, token)
@@ -355,11 +355,11 @@ def errors(_group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="rows of q are 8388608 elements apart"):
         check_rows(k=c.k, q=far)
     from fused_tp.attention.kernels.base import KernelQuery
-    from fused_tp.attention.kernels.triton import launchable
+    from fused_tp.attention.kernels.triton import triton_availability
 
     cpu = torch.device("cpu")
-    assert launchable(KernelQuery(cpu, torch.bfloat16, 64, 256))
-    assert "head dims go from 1 to 256" in launchable(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
+    assert triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 256))
+    assert "head dims go from 1 to 256" in triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
 
 
 CONTRACTS = (vectors_of_heads, dropout_bits, states, leaks, strides)

@@ -54,7 +54,7 @@ def small_chunks() -> Iterator[None]:
     from fused_tp.attention import ring_fused
     from fused_tp.triton_kernels.attention import ring_keys
 
-    with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(ring_fused, "_ROWS_OF_A_CHUNK", 9):
+    with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(ring_fused, "_MAX_CHUNK_ROWS", 9):
         yield
 
 
@@ -249,7 +249,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
     dist.destroy_process_group(other)
 
     module = import_module("fused_tp.ops.ring_attention")  # the module; the op has the same name
-    real = module._ring
+    real = module._select_ring
 
     def by_messages(*args: Any) -> Any:
         ring = real(*args)
@@ -258,7 +258,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
     checked = FUSED | {"FUSED_TP_CHECK": "1"}
     with (
         mock.patch.dict(os.environ, checked),
-        mock.patch.object(module, "_ring", by_messages),
+        mock.patch.object(module, "_select_ring", by_messages),
         pytest.raises(RankMismatchError) as raised,
     ):
         fused_tp.ring_attention(q, q, q, group=group)

@@ -31,17 +31,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_tp.attention.kernels import select, triton
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
-from fused_tp.attention.kernels.native import NATIVE, NativeCpu
-from fused_tp.attention.kernels.reference import REFERENCE, Reference
-from fused_tp.attention.kernels.select import choose_kernel, kernel_for
-from fused_tp.attention.kernels.torch_flash import TORCH_CPU
-from fused_tp.attention.layout import Tokens
+from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, KernelQuery, StepRows
+from fused_tp.attention.kernels.native import NATIVE_KERNEL, NativeCpu
+from fused_tp.attention.kernels.reference import REFERENCE_KERNEL, ReferenceKernel
+from fused_tp.attention.kernels.select import choose_kernel, select_kernel
+from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL
+from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.core import dispatch
 from fused_tp.core.availability import AVAILABLE, unavailable
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 from tests.attention_reference import Gradients, Inputs, backward, forward, one_step, whole_reference
 from tests.attention_reference import kernel_inputs as inputs
 from tests.native_build import REPOSITORY, build_program, native_build, output_of, require_sanitizer
@@ -52,7 +52,9 @@ core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core:
 ISAS = ("plain", "avx2", "avx512", "avx512_bf16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PLAIN = Scores(0.3)
-KERNEL = pytest.mark.parametrize("kernel", [NATIVE, TORCH_CPU, REFERENCE], ids=lambda kernel: kernel.name)
+KERNEL = pytest.mark.parametrize(
+    "kernel", [NATIVE_KERNEL, TORCH_CPU_KERNEL, REFERENCE_KERNEL], ids=lambda kernel: kernel.name
+)
 DOCUMENTS = (0, 1, 1, 90, 150, 151, 210)
 MASKS = {
     "full": AttentionMask(37, 37),
@@ -82,7 +84,9 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check(kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, keys: Sequence[Tokens] = ()) -> None:
+def check(
+    kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, keys: Sequence[TokenRanges] = ()
+) -> None:
     """Compare forward and backward with fp64, in a step for each of `keys`, or in one step."""
     dtype = x.q.dtype
     out, lse, grads = whole_reference(mask, scores, x)
@@ -108,11 +112,11 @@ def check(kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Input
         assert float((made.d_slopes.detach().double() - grads.d_slopes).abs().max()) < 64 * sum_eps * size
 
 
-def in_parts(length: int) -> list[Tokens]:
+def in_parts(length: int) -> list[TokenRanges]:
     """Keys in three unaligned parts: those of a zigzag rank, a single key, and the others."""
     first, last = length // 7, length - length // 5
     parts = ((range(first), range(last, length)), (range(first, first + 1),), (range(first + 1, last),))
-    return [Tokens(tuple(filter(len, ranges))) for ranges in parts]
+    return [TokenRanges(tuple(filter(len, ranges))) for ranges in parts]
 
 
 @KERNEL
@@ -122,16 +126,16 @@ def test_masks_in_one_step_and_in_several(kernel: AttentionKernel, dtype: torch.
         sizes = {"heads": 4} if "window" not in name else {"heads": 3, "kv_heads": 1, "dim": 5, "v_dim": 12}
         x = inputs(mask, dtype, batch=2, **sizes)
         check(kernel, mask, PLAIN, x)
-        if kernel is not TORCH_CPU or dtype == torch.float64:  # it rounds the result of each step
+        if kernel is not TORCH_CPU_KERNEL or dtype == torch.float64:  # it rounds the result of each step
             check(kernel, mask, PLAIN, x, in_parts(mask.seq_len_kv))
 
 
 def test_blocks_take_queries_and_keys_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_tp.attention.kernels.reference._MOST_SCORES", 1)  # 16 rows
-    monkeypatch.setattr("fused_tp.attention.kernels.reference._KEYS", 24)
+    monkeypatch.setattr("fused_tp.attention.kernels.reference._MAX_BLOCK_SCORES", 1)  # 16 rows
+    monkeypatch.setattr("fused_tp.attention.kernels.reference._MAX_BLOCK_KEYS", 24)
     mask, slopes = MASKS["documents"], torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     scores = Scores(0.3, 2.0, slopes, Dropout(0.3, 12345678901234567))
-    check(Reference(), mask, scores, inputs(mask, torch.float64, batch=2, heads=4, dim=8))
+    check(ReferenceKernel(), mask, scores, inputs(mask, torch.float64, batch=2, heads=4, dim=8))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -139,16 +143,16 @@ def test_blocks_take_queries_and_keys_in_blocks(monkeypatch: pytest.MonkeyPatch)
     st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(any),
     st.booleans(),
     st.tuples(st.integers(-1, 50), st.integers(-1, 50)),
-    st.sampled_from([TORCH_CPU, Reference()]),
+    st.sampled_from([TORCH_CPU_KERNEL, ReferenceKernel()]),
 )
 def test_any_mask_in_small_tiles_and_blocks(
     lengths: list[int], causal: bool, window: tuple[int, int], kernel: AttentionKernel
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("torch_flash._FEWEST_ROWS", "reference._KEYS"):
+        for place in ("torch_flash._MIN_TILE_ROWS", "reference._MAX_BLOCK_KEYS"):
             patch.setattr(f"fused_tp.attention.kernels.{place}", 8)
-        patch.setattr("fused_tp.attention.kernels.torch_flash._MOST_ROWS", 32)
-        patch.setattr("fused_tp.attention.kernels.reference._MOST_SCORES", 1)  # 16 rows
+        patch.setattr("fused_tp.attention.kernels.torch_flash._MAX_BAND_ROWS", 32)
+        patch.setattr("fused_tp.attention.kernels.reference._MAX_BLOCK_SCORES", 1)  # 16 rows
         bounds = (0, *itertools.accumulate(lengths))
         mask = AttentionMask(bounds[-1], bounds[-1], causal, window, bounds, bounds)
         check(kernel, mask, PLAIN, inputs(mask, torch.float64, batch=2, kv_heads=1, dim=4))
@@ -156,37 +160,40 @@ def test_any_mask_in_small_tiles_and_blocks(
 
 def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
-    native = kernel_for(q, q, Scores(1.0, softcap=2.0))
-    assert native.name == "native-cpu" and kernel_for(q, q, PLAIN, grad_lse=True, single=False) is native
-    assert kernel_for(q.to("meta"), q.to("meta"), PLAIN) is REFERENCE
+    native = select_kernel(q, q, Scores(1.0, softcap=2.0))
+    assert (
+        native.name == "native-cpu"
+        and select_kernel(q, q, PLAIN, has_grad_lse=True, allows_tile_rounding=False) is native
+    )
+    assert select_kernel(q.to("meta"), q.to("meta"), PLAIN) is REFERENCE_KERNEL
 
     cuda = partial(KernelQuery, torch.device("cuda"), torch.bfloat16, 128, 128)
-    monkeypatch.setattr(triton, "launchable", lambda query: AVAILABLE)
-    select._choose.cache_clear()
+    monkeypatch.setattr(triton, "triton_availability", lambda query: AVAILABLE)
+    select._choose_kernel.cache_clear()
     for wanted, name in (
         (cuda(), "torch-cuda"),  # one step: nothing is rounded twice
-        (cuda(single=False), "triton"),
-        (cuda(plain=False), "triton"),
-        (cuda(grad_lse=True), "triton"),
-        (replace(cuda(single=False), dtype=torch.float32), "torch-blocks"),
+        (cuda(allows_tile_rounding=False), "triton"),
+        (cuda(has_plain_scores=False), "triton"),
+        (cuda(has_grad_lse=True), "triton"),
+        (replace(cuda(allows_tile_rounding=False), dtype=torch.float32), "torch-blocks"),
     ):
         assert choose_kernel(wanted)[0].name == name
-    monkeypatch.setattr(triton, "launchable", lambda query: unavailable("it is not installed"))
-    select._choose.cache_clear()
-    provider, reason = choose_kernel(cuda(single=False))
+    monkeypatch.setattr(triton, "triton_availability", lambda query: unavailable("it is not installed"))
+    select._choose_kernel.cache_clear()
+    provider, reason = choose_kernel(cuda(allows_tile_rounding=False))
     assert provider.name == "torch-cuda" and "; no triton: it is not installed" in reason
-    assert choose_kernel(cuda(plain=False))[0] is REFERENCE
-    select._choose.cache_clear()
+    assert choose_kernel(cuda(has_plain_scores=False))[0] is REFERENCE_KERNEL
+    select._choose_kernel.cache_clear()
 
 
 def test_torch_serves_single_plain_steps_where_the_cpu_has_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "has_matrix_tiles", lambda: True)
-    select._choose.cache_clear()
+    select._choose_kernel.cache_clear()
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
-    assert kernel_for(q, q, PLAIN) is TORCH_CPU
-    assert kernel_for(q, q, PLAIN, single=False).name == "native-cpu"
-    assert kernel_for(q, q, Scores(1.0, softcap=2.0)).name == "native-cpu"
-    select._choose.cache_clear()
+    assert select_kernel(q, q, PLAIN) is TORCH_CPU_KERNEL
+    assert select_kernel(q, q, PLAIN, allows_tile_rounding=False).name == "native-cpu"
+    assert select_kernel(q, q, Scores(1.0, softcap=2.0)).name == "native-cpu"
+    select._choose_kernel.cache_clear()
 
 
 def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,16 +207,19 @@ def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: py
     cpu = partial(KernelQuery, torch.device("cpu"))
     for wanted, name in (
         (cpu(torch.float32, 64, 64), "native-cpu"),
-        (cpu(torch.float32, 64, 64, backward=True), "native-cpu"),
-        (cpu(torch.float32, 64, 128, backward=True), "torch-cpu"),
-        (cpu(torch.float32, 128, 128, backward=True, grad_lse=True), "native-cpu"),
-        (cpu(torch.bfloat16, 8, 8, backward=True), "torch-cpu"),
-        (cpu(torch.bfloat16, 8, 8, backward=True, single=False), "native-cpu"),  # it rounds once over all steps
-        (cpu(torch.float64, 8, 8, backward=True), "native-cpu"),
+        (cpu(torch.float32, 64, 64, is_backward=True), "native-cpu"),
+        (cpu(torch.float32, 64, 128, is_backward=True), "torch-cpu"),
+        (cpu(torch.float32, 128, 128, is_backward=True, has_grad_lse=True), "native-cpu"),
+        (cpu(torch.bfloat16, 8, 8, is_backward=True), "torch-cpu"),
+        (
+            cpu(torch.bfloat16, 8, 8, is_backward=True, allows_tile_rounding=False),
+            "native-cpu",
+        ),  # it rounds once over all steps
+        (cpu(torch.float64, 8, 8, is_backward=True), "native-cpu"),
     ):
         assert choose_kernel(wanted)[0].name == name, wanted
     shapes, place = [(1, 8, 2, 128)] * 3, {"world_size": 2, "transport": "shm", "arch": "cpu"}
-    provider = explain_for("ring_attention", *shapes, dtype=torch.float32, **place).provider
+    provider = explain_hypothetical("ring_attention", *shapes, dtype=torch.float32, **place).provider
     assert provider is not None and provider.name == "native-cpu"
     assert "; its backward uses torch-cpu: " in provider.reason and "by the dispatch table" in provider.reason
     table.with_name("bad.json").write_text(json.dumps({"arch": {}, "attention": [{"kernel": "torch-cpu"}]}))
@@ -222,12 +232,12 @@ def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: py
 def test_a_provider_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 8)
     monkeypatch.setenv("FUSED_TP_ATTENTION", "torch-cpu")
-    assert kernel_for(q, q, PLAIN) is TORCH_CPU
+    assert select_kernel(q, q, PLAIN) is TORCH_CPU_KERNEL
     with pytest.raises(ValueError, match="ATTENTION=torch-cpu does not support this call: torch's kernels do not"):
-        kernel_for(q, q, Scores(1.0, softcap=2.0))
+        select_kernel(q, q, Scores(1.0, softcap=2.0))
     monkeypatch.setenv("FUSED_TP_ATTENTION", "magic")
     with pytest.raises(ValueError, match="FUSED_TP_ATTENTION must be one of native-cpu, triton, torch-cuda"):
-        kernel_for(q, q, PLAIN)
+        select_kernel(q, q, PLAIN)
 
 
 @pytest.mark.gpu
@@ -235,7 +245,7 @@ def test_cuda_flash() -> None:
     for mask in MASKS.values():
         x = inputs(mask, torch.bfloat16, batch=2, heads=4, dim=20, v_dim=12)
         on_gpu = Inputs(*(t.cuda() for t in x))
-        kernel = kernel_for(on_gpu.q, on_gpu.v, PLAIN)
+        kernel = select_kernel(on_gpu.q, on_gpu.v, PLAIN)
         out, _ = forward(kernel, mask, PLAIN, on_gpu).result(torch.bfloat16)
         torch.testing.assert_close(out.cpu().double(), whole_reference(mask, PLAIN, x)[0], atol=0.02, rtol=0.02)
 
@@ -350,7 +360,7 @@ def bits(t: Tensor) -> Tensor:
 def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) -> None:
     """A token changes no bit for tokens that do not see it, and its NaN reaches all that do."""
     mask, provider, scores = MASKS[name], NativeCpu(isa), Scores(0.25)
-    _, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
+    _, starts, stops = map(torch.from_numpy, mask.visible_intervals(np.arange(mask.seq_len)))
 
     def run(x: Inputs) -> tuple[SoftmaxState, Gradients]:
         state = forward(provider, mask, scores, x)
@@ -393,7 +403,7 @@ def test_rows_that_see_nothing(isa: str) -> None:
     )  # as earlier steps may leave it
     before = SoftmaxState(state.weighted.clone(), state.highest.clone(), state.total.clone())
     provider.forward(step, scores, x.q[:, rows], x.k, x.v, state.rows(step.q_start, step.q_stop))
-    _, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
+    _, starts, stops = map(torch.from_numpy, mask.visible_intervals(np.arange(mask.seq_len)))
     blind = starts >= stops
     assert blind.sum() > 20
     assert torch.equal(state.weighted[:, blind], before.weighted[:, blind])
@@ -450,7 +460,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
             caller.join()
         assert len(results) == 15 and all(torch.equal(result, wanted) for result in results)
         step, state = one_step(mask), SoftmaxState.empty(x.q, 16)
-        step.on(x.q.device)
+        step.vectors_on(x.q.device)
         child = os.fork()
         if child == 0:  # without torch's own threads, so torch must not compute here
             signal.alarm(20)
@@ -482,14 +492,14 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     x, step = inputs(mask, torch.float32), one_step(mask)
     made: list[weakref.ref[Tensor]] = []
     step._on_devices[x.q.device] = Forgetful()
-    vars(step)["addresses"] = Replaced()
+    vars(step)["native_vectors"] = Replaced()
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
     state, scores = SoftmaxState.empty(x.q, 16), Scores(0.2, alibi_slopes=torch.ones(x.q.shape[2]))
     NativeCpu().forward(step, scores, x.q, x.k, x.v, state)
     made.clear()
     lse = state.result(torch.float32)[1]
-    sums = Sums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
+    sums = GradientSums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
     NativeCpu().backward(step, scores, StepRows(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
 
 

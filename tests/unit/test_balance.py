@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fused_tp import sequence_balance
 from fused_tp.attention.balance import balanced_ranges
-from fused_tp.attention.layout import all_tokens
+from fused_tp.attention.layout import tokens_by_rank
 
 
 def bounds_of(lengths: Any) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def test_every_token_once_in_order_and_no_worse_than_zigzag(lengths: list[int], 
     for ranges in held:
         assert all(ranges) and all(a.stop < b.start for a, b in pairwise(ranges))
     assert sorted(token for ranges in held for r in ranges for token in r) == list(range(total))
-    zigzag = all_tokens(total, world_size, "zigzag")
+    zigzag = tokens_by_rank(total, world_size, "zigzag")
     busiest = max(causal_work(bounds, ranges) for ranges in held)
     assert busiest <= max(causal_work(bounds, tokens.ranges) for tokens in zigzag)
 
@@ -110,7 +110,7 @@ def test_documents_stay_whole_where_they_can() -> None:
 
 def test_one_document_is_cut_like_zigzag() -> None:
     held = balanced_ranges((0, 8192), 4)
-    assert held == [tokens.ranges for tokens in all_tokens(8192, 4, "zigzag")]
+    assert held == [tokens.ranges for tokens in tokens_by_rank(8192, 4, "zigzag")]
 
 
 def test_the_figure_counts_what_the_mask_shows() -> None:
@@ -121,7 +121,7 @@ def test_the_figure_counts_what_the_mask_shows() -> None:
         of = np.repeat(np.arange(len(documents)), documents)
         q, k = np.arange(19)[:, None], np.arange(19)
         dense = (of[:, None] == of) & (k >= q - 2) & (k <= q + 1)
-        held = all_tokens(19, 3, layout, bounds)
+        held = tokens_by_rank(19, 3, layout, bounds)
         assert figure.work == tuple(int(dense[tokens.indices].sum()) for tokens in held)
         assert figure.tokens == tuple(tokens.length for tokens in held)
         assert figure.balance == pytest.approx(dense.sum() / 3 / max(figure.work))

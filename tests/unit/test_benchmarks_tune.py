@@ -15,7 +15,7 @@ from benchmarks.tune import retuned
 from fused_tp.backends.autotune import fastest
 from fused_tp.cli.main import main
 from fused_tp.core import dispatch
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 
 pytestmark = pytest.mark.full
 
@@ -44,7 +44,7 @@ def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.
     def chosen(op: str, dtype: torch.dtype, rows: int, world_size: int = 2, transport: str = "shm") -> str:
         k, n = (1024, None) if op == "all_gather_matmul" else (None, 1024)
         key = dispatch.ScheduleKey(op, dtype, torch.device("cpu"), rows, k, n)
-        return dispatch.choose(key, world_size, transport, "cpu").schedule
+        return dispatch.choose_schedule(key, world_size, transport, "cpu").schedule
 
     assert chosen("matmul_all_reduce", torch.float32, 4) == "plain"  # 16 KiB
     assert chosen("matmul_all_reduce", torch.float32, 15) == "plain"  # below the geometric mean of 16 and 256 KiB
@@ -85,7 +85,7 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
     assert said[-1].startswith(f"{path}: 18 choices changed; FUSED_TP_TABLE names it already.")
     assert said[-1].endswith("A process reads its table once: start anew what runs already.")
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
-    answer = explain_for(
+    answer = explain_hypothetical(
         "matmul_all_reduce", (16, 1024), (2048, 1024), dtype=torch.float32, world_size=2, transport="shm", arch="cpu"
     ).forward
     assert answer is not None and answer.schedule == "pipelined"
@@ -131,7 +131,7 @@ def test_the_kernels_of_attention_go_into_the_table(tmp_path: Path, monkeypatch:
         {"kernel": "torch-cpu", **scope},
     ]
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
-    chosen = {dim: dispatch.attention_kernel(torch.float32, dim, backward=True) for dim in (64, 90, 91, 128)}
+    chosen = {dim: dispatch.choose_attention_kernel(torch.float32, dim, backward=True) for dim in (64, 90, 91, 128)}
     assert chosen == {64: "native-cpu", 90: "native-cpu", 91: "torch-cpu", 128: "torch-cpu"}
     before = path.read_bytes()
     tune.tune(path, 2, say=said.append)

@@ -28,8 +28,8 @@ def check(make: Make, counts: list[int], chunks: int) -> None:
     """
     world, gathers, offsets = len(counts), make is gather_plan, [0, *itertools.accumulate(counts)]
     made = [make(tuple(counts), rank, chunks) for rank in range(world)]
-    exchanges, pieces = len(made[0].exchanges), made[0].pieces
-    assert all(len(plan.exchanges) == exchanges and plan.pieces == pieces for plan in made)
+    exchanges, pieces = len(made[0].exchanges), made[0].chunks_per_rank
+    assert all(len(plan.exchanges) == exchanges and plan.chunks_per_rank == pieces for plan in made)
     assert exchanges <= max(chunks, 1) and (exchanges >= 1 or world == 1)
     for rank, plan in enumerate(made):
         have = {(rank, row) for row in range(counts[rank])}
@@ -67,12 +67,12 @@ def test_the_order_of_ranks() -> None:
 
 def test_more_chunks_than_peers_cut_the_rows() -> None:
     plan = gather_plan((5, 5, 5), 0, 5)
-    assert (len(plan.exchanges), plan.pieces) == (4, 2)
-    assert plan.ranges == (((10, 13),), ((13, 15),), ((5, 8),), ((8, 10),))
+    assert (len(plan.exchanges), plan.chunks_per_rank) == (4, 2)
+    assert plan.row_ranges == (((10, 13),), ((13, 15),), ((5, 8),), ((8, 10),))
 
 
 def test_rows_side_by_side_are_one_range() -> None:
     plan = gather_plan((3,) * 5, 1, 1)
-    assert plan.ranges[0] == ((0, 3), (6, 15))
+    assert plan.row_ranges[0] == ((0, 3), (6, 15))
     plan = scatter_plan((3, 3, 3, 0), 3, 1)
-    assert plan.ranges[0] == ((0, 9),)
+    assert plan.row_ranges[0] == ((0, 9),)

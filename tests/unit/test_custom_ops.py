@@ -13,14 +13,14 @@ import torch
 from fused_tp.ops import matmul_all_reduce
 from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
 from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
-from fused_tp.ops.attention_arguments import arguments_of, checked_arguments
+from fused_tp.ops.attention_arguments import build_arguments, checked_arguments
 from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
 from fused_tp.ops.context_parallel_decode import CONTEXT_PARALLEL_DECODE
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
 from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
-from fused_tp.ops.op import every_op
+from fused_tp.ops.op import all_ops
 from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, SHARD_SEQUENCE, UNSHARD_SEQUENCE
 from fused_tp.ops.vocab_parallel_cross_entropy import VOCAB_PARALLEL_CROSS_ENTROPY
@@ -35,7 +35,7 @@ Q, K = leaf(2, 6, 4, 8), leaf(2, 6, 2, 8, seed=1)
 CACHE = Q[:, :1].detach(), K.detach(), K.detach()
 BOUNDS = torch.tensor([0, 2, 6])
 BY_HEAD = {"alibi_slopes": leaf(4).abs(), "sinks": leaf(4, seed=2)}
-GIVEN = arguments_of("ring_attention", {"causal": True, "dropout_p": 0.5, "cu_seqlens": BOUNDS, **BY_HEAD})
+GIVEN = build_arguments("ring_attention", {"causal": True, "dropout_p": 0.5, "cu_seqlens": BOUNDS, **BY_HEAD})
 ATTENTION = checked_arguments(GIVEN, Q, K, K, 1, 0)
 SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (ALL_GATHER_MATMUL, (leaf(2, 3, 4), [leaf(5, 4), leaf(6, 4)], [leaf(6)], [False, True], 1, 3, True, "")),
@@ -66,7 +66,7 @@ def test_compilers_decompose_no_op() -> None:
     from torch._decomp import core_aten_decompositions
 
     table = core_aten_decompositions()
-    assert not [op.name for op in every_op().values() if op.overload in table]
+    assert not [op.name for op in all_ops().values() if op.overload in table]
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.cli import doctor
 from fused_tp.cli.main import COMMANDS, main
 from fused_tp.core.availability import AVAILABLE
-from fused_tp.ops.explain import explain_for
+from fused_tp.ops.explain import explain_hypothetical
 
 pytestmark = pytest.mark.full
 
@@ -100,7 +100,7 @@ def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.Monke
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "copy_engine")
     on_gpus: dict[str, Any] = {"dtype": torch.float32, "world_size": 2, "transport": "nccl", "arch": "sm_90"}
     for op, forced in (("all_reduce", False), ("all_gather", True)):  # copy engines do not serve sums alone
-        decision = explain_for(op, (4, 8), **on_gpus).forward
+        decision = explain_hypothetical(op, (4, 8), **on_gpus).forward
         assert decision is not None and (decision.schedule == "copy_engine") == forced
 
 
@@ -147,7 +147,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.gpus = [SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30) for _ in range(4)]
         self.peers = {(one, other) for one in range(4) for other in range(4)}
-        self.attributes = {cuda_driver.MULTICAST: 1}
+        self.attributes = {cuda_driver.MULTICAST_SUPPORTED: 1}
         self.nccl = SimpleNamespace(version_text="2.27.3", has_revoke=False, has_shared_devices=False)
         self.core = ModuleType("core")
         self.core.__dict__["NcclLibrary"] = lambda: self.nccl
@@ -164,9 +164,9 @@ class Machine:
         version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2026\n")
         monkeypatch.setattr(doctor, "_MODULE_VERSION", version)
         self.library = tmp_path / "_cuda.so"
-        monkeypatch.setattr(native_kernels, "LIBRARY", self.library)
-        monkeypatch.setattr(native_kernels, "built_for", lambda path=self.library: self.built)
-        self.built: native_kernels.BuiltFor | None = None
+        monkeypatch.setattr(native_kernels, "KERNEL_LIBRARY", self.library)
+        monkeypatch.setattr(native_kernels, "read_kernel_targets", lambda path=self.library: self.built)
+        self.built: native_kernels.KernelTargets | None = None
 
     def properties(self, device: int) -> SimpleNamespace:
         return self.gpus[device]
@@ -247,11 +247,11 @@ def test_nccl_as_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_device_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.library.touch()
-    machine.built = native_kernels.BuiltFor(("sm_80",), (13, 0, 88))
+    machine.built = native_kernels.KernelTargets(("sm_80",), (13, 0, 88))
     found = machine.findings()["device kernels"]
     assert found.status == doctor.PROBLEM and found.value == "built for sm_80 by CUDA 13.0, but not usable"
     assert found.advice.startswith("They were built for sm_80, and this GPU is sm_90; reinstall")
-    machine.built = native_kernels.BuiltFor(("sm_90a", "compute_90"), (13, 0, 88))
+    machine.built = native_kernels.KernelTargets(("sm_90a", "compute_90"), (13, 0, 88))
     with monkeypatch.context() as without_gpu:
         without_gpu.setattr(torch.cuda, "is_available", lambda: False)
         found = machine.findings()["device kernels"]

@@ -22,8 +22,8 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch is built without oneDNN")
     monkeypatch.setattr(gemm, "_onednn_beats_mkl", lambda: True)
-    monkeypatch.setattr(gemm, "_SMALLEST_FOR_ONEDNN", 0)
-    monkeypatch.setattr(gemm, "_native_rows", lambda dtype: 0)
+    monkeypatch.setattr(gemm, "_MIN_ONEDNN_MULTIPLY_ADDS", 0)
+    monkeypatch.setattr(gemm, "_max_native_rows", lambda dtype: 0)
 
 
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,8 +31,8 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     core = pytest.importorskip("fused_tp._core")
     if not core.few_rows_isa(0):
         pytest.skip("the native core has no kernels for few rows on this CPU")
-    monkeypatch.setattr(gemm, "_native_rows", lambda dtype: core.FEW_ROWS)
-    monkeypatch.setattr(gemm, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(gemm, "_max_native_rows", lambda dtype: core.FEW_ROWS)
+    monkeypatch.setattr(gemm, "_MIN_NATIVE_ELEMENTS", 0)
 
 
 INPUTS = {
@@ -126,9 +126,9 @@ def test_few_rows_are_read_only_where_memory_is_what_a_tensor_shows(monkeypatch:
     x, w = seeded(2, 8), seeded(5, 8, seed=1)
     negative = torch.complex(seeded(5, 8), -w).conj().imag
     zero = torch._efficientzerotensor((5, 8))
-    assert gemm._few_rows(x, w, None) is not None
+    assert gemm._few_rows_matmul(x, w, None) is not None
     for given, meant in ((negative, w), (zero, torch.zeros(5, 8)), (w.clone().requires_grad_(), w)):
-        assert gemm._few_rows(x, given, None) is None
+        assert gemm._few_rows_matmul(x, given, None) is None
         assert_within_dtype_error(gemm.linear(x, given), matmul64(x, meant), torch.float32, reduced_over=8)
         assert_within_dtype_error(gemm.linear(given, x), matmul64(meant, x), torch.float32, reduced_over=8)
     assert torch.equal(gemm.linear(x, w, negative[:, 0]), gemm.linear(x, w, w[:, 0].clone()))

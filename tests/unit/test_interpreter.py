@@ -32,6 +32,6 @@ def test_attention_goes_without_kernels_that_cannot_be_loaded(monkeypatch: pytes
     def broken() -> None:
         raise ImportError("of two versions")
 
-    monkeypatch.setattr(attention, "_kernels", broken)
-    available = attention.launchable(KernelQuery(torch.device("cpu"), torch.bfloat16, 64, 64))
+    monkeypatch.setattr(attention, "_load_kernels", broken)
+    available = attention.triton_availability(KernelQuery(torch.device("cpu"), torch.bfloat16, 64, 64))
     assert available.reason == "the Triton kernels cannot be loaded (of two versions)"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, judged
-from fused_tp.core.peer_watch import PeerWatch, own_process, watchable
+from fused_tp.core.peer_watch import PeerWatch, process_identity, watchable_pids
 
 pytestmark = pytest.mark.full
 
@@ -105,11 +105,11 @@ def test_a_watch_ends_with_its_owner() -> None:
 
 
 def test_only_processes_of_the_same_namespace_can_be_watched() -> None:
-    namespace, own = own_process()
+    namespace, own = process_identity()
     process = sleeper()
     try:
         known = [(namespace, own), (namespace, process.pid), ("pid:[0]", process.pid), ("", process.pid)]
-        assert watchable(known) == {1: process.pid}
+        assert watchable_pids(known) == {1: process.pid}
     finally:
         process.kill()
         process.wait()

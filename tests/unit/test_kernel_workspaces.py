@@ -98,7 +98,7 @@ def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(
     heard: str | None, left: Said, kind: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "7")
-    workspaces, _ = made(mock.Mock(broken=None, peer_failure=lambda: heard))
+    workspaces, _ = made(mock.Mock(fatal_error=None, peer_failure_message=lambda: heard))
     with pytest.raises(kind) as raised, workspaces.use("sum", 1, "op") as workspace:
         workspace.expired.return_value = left
     assert str(raised.value) == sentence and workspace.leave.called, "a peer that comes later waits in vain"
@@ -136,7 +136,7 @@ def test_a_workspace_may_be_made_while_the_watch_looks_at_the_others() -> None:
 
 def test_a_failure_while_growing_makes_the_group_unusable() -> None:
     told: list[str] = []
-    workspaces, memory = made(mock.Mock(broken=None, abort_because=told.append))
+    workspaces, memory = made(mock.Mock(fatal_error=None, abort_because=told.append))
     memory.allocate = mock.Mock(side_effect=MemoryError("none left"))
     with pytest.raises(MemoryError), workspaces.use("sum", 5, "op"):
         pass

@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.core import gloo
 from fused_tp.core.failure import RankStatus, StartedCall
-from fused_tp.core.gloo import Messages, outlive
+from fused_tp.core.gloo import PendingMessages, keep_alive_if_pending
 
 
 class Work:
@@ -38,16 +38,16 @@ class Work:
 
 def test_messages_are_waited_for_in_slices() -> None:
     first, second = Work(), Work()
-    both = Messages([(1, first), (2, second)], 60.0)
+    both = PendingMessages([(1, first), (2, second)], 60.0)
     assert not both.wait_for(0.01)
-    peers = [both.peer]
+    peers = [both.awaited_peer]
     first.end.set()
     while peers[-1] == 1:
         assert not both.wait_for(0.01)
-        peers.append(both.peer)
+        peers.append(both.awaited_peer)
     second.end.set()
     assert both.wait_for(60.0) and both.wait_for(0.0)
-    peers.append(both.peer)
+    peers.append(both.awaited_peer)
     assert list(dict.fromkeys(peers)) == [1, 2, None]
 
 
@@ -91,7 +91,7 @@ def test_what_a_gpu_sends_and_receives_is_in_the_order_of_its_stream(monkeypatch
     monkeypatch.setattr(torch, "empty", empty)
     x = torch.zeros(4)
     Stream.steps.append(lambda: x.fill_(1.0))  # x is still being computed
-    host = gloo.on_host(x.as_subclass(OnGpu))
+    host = gloo.copy_to_host(x.as_subclass(OnGpu))
     assert torch.equal(host, torch.ones(4)) and not Stream.steps
     Stream.steps.append(lambda: x.fill_(2.0))
     Stream().synchronize()
@@ -99,7 +99,7 @@ def test_what_a_gpu_sends_and_receives_is_in_the_order_of_its_stream(monkeypatch
     # Received data are written after the pending work of the stream and before its next work.
     room, seen = gloo.host_buffer(x.as_subclass(OnGpu)).fill_(3.0), []
     Stream.steps.append(lambda: seen.append(x.clone()))
-    gloo.from_host(room, x.as_subclass(OnGpu))
+    gloo.copy_from_host(room, x.as_subclass(OnGpu))
     Stream.steps.append(lambda: seen.append(x.clone()))
     Stream().synchronize()
     assert [one[0].item() for one in seen] == [2.0, 3.0]
@@ -115,17 +115,17 @@ def test_what_has_ended_with_any_error_has_not_ended_well(error: BaseException) 
     work.wait = wait  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(type(error)):
-            Messages([(1, work)], 60.0).wait_for(60.0)
+            PendingMessages([(1, work)], 60.0).wait_for(60.0)
 
 
 def test_nothing_to_wait_for_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "_idle_or_new_waiter", None)
-    assert Messages([], 60.0).wait_for(0.0)
+    assert PendingMessages([], 60.0).wait_for(0.0)
 
 
 def test_messages_share_one_timeout() -> None:
     begun = time.perf_counter()
-    both = Messages([(1, Work()), (2, Work())], 0.3)
+    both = PendingMessages([(1, Work()), (2, Work())], 0.3)
     with pytest.raises(RuntimeError, match="Timed out"):
         both.wait_for(60.0)
     assert time.perf_counter() - begun < 0.55
@@ -138,15 +138,15 @@ def waiting_threads() -> int:
 
 
 def test_a_thread_serves_one_op_after_the_other_and_none_that_is_stuck() -> None:
-    stuck, end = Messages([(1, work := Work())], 60.0), work.end
+    stuck, end = PendingMessages([(1, work := Work())], 60.0), work.end
     assert not stuck.wait_for(0.0)
-    assert Messages([(1, Work(ended=True))], 60.0).wait_for(60.0)
-    while not gloo._idle:
+    assert PendingMessages([(1, Work(ended=True))], 60.0).wait_for(60.0)
+    while not gloo._idle_waiters:
         time.sleep(0.001)  # its thread becomes idle without a notification
     before = waiting_threads()
     for _ in range(20):
-        assert Messages([(1, Work(ended=True))], 60.0).wait_for(60.0)
-        while not gloo._idle:
+        assert PendingMessages([(1, Work(ended=True))], 60.0).wait_for(60.0)
+        while not gloo._idle_waiters:
             time.sleep(0.001)  # as above
     assert waiting_threads() == before
     end.set()
@@ -171,14 +171,14 @@ def test_a_collective_is_lost_when_nobody_is_left_to_wait_for(
 ) -> None:
     statuses = {rank: RankStatus(call, ["op"], 0.6) for rank, call in calls.items()}
     transport: Any = SimpleNamespace(rank=0, world_size=3, board=SimpleNamespace(read=lambda: statuses))
-    assert TorchDist._cannot_end(transport, StartedCall("op", 5, 0.0), Work(), gone) == lost
+    assert TorchDist._waits_for_lost_peer(transport, StartedCall("op", 5, 0.0), Work(), gone) == lost
 
 
 def test_of_messages_only_the_one_that_is_waited_for_can_be_lost() -> None:
-    both: Any = Messages([(1, Work()), (2, Work())], 60.0)
+    both: Any = PendingMessages([(1, Work()), (2, Work())], 60.0)
     transport: Any = SimpleNamespace()
     for gone, lost in (({1: 2.0}, True), ({1: 0.1}, False), ({2: 9.0}, False)):
-        assert TorchDist._cannot_end(transport, StartedCall("op", 5, 0.0), both, gone) == lost
+        assert TorchDist._waits_for_lost_peer(transport, StartedCall("op", 5, 0.0), both, gone) == lost
 
 
 class Group:
@@ -192,5 +192,5 @@ def test_a_group_is_kept_only_if_its_collectives_do_not_end(
     monkeypatch.setattr(gloo, "_COMPLETION_SECONDS", 0.02)
     group: Any = Group()
     before = sys.getrefcount(group)
-    assert outlive(group, works) == kept
+    assert keep_alive_if_pending(group, works) == kept
     assert sys.getrefcount(group) - before == kept

@@ -17,7 +17,7 @@ import torch
 
 from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.backends.cuda.device_schedule import DeviceSchedule
-from fused_tp.backends.cuda.native_kernels import BuiltFor, native_kernels_available
+from fused_tp.backends.cuda.native_kernels import KernelTargets, native_kernels_available
 from fused_tp.triton_kernels.comm import signals
 from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program, build_shared, output_of, use_library
 
@@ -94,7 +94,7 @@ def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library built for Hopper and Blackwell by CUDA 13.0, with a torch that sees a GPU."""
     library = double(BUILT_FOR)
-    monkeypatch.setattr(native_kernels, "LIBRARY", library)
+    monkeypatch.setattr(native_kernels, "KERNEL_LIBRARY", library)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (13, 1))
     return library
@@ -104,7 +104,7 @@ def test_whether_it_can_be_used_here(installed: Path, monkeypatch: pytest.Monkey
     def reason(arch: int = 90) -> str:
         return native_kernels_available(arch).reason
 
-    assert native_kernels.built_for(installed) == BuiltFor(("sm_90a", "compute_100"), (13, 0, 88))
+    assert native_kernels.read_kernel_targets(installed) == KernelTargets(("sm_90a", "compute_100"), (13, 0, 88))
     assert native_kernels_available() and native_kernels_available(90) and native_kernels_available(120)
     assert native_kernels.native_kernels() is native_kernels.native_kernels()
     assert reason(80) == (
@@ -122,10 +122,10 @@ def test_without_library_or_core(installed: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "fused_tp._core", None)  # import raises ImportError
         assert "_core" in native_kernels_available().reason
-    monkeypatch.setattr(native_kernels, "LIBRARY", tmp_path / "_cuda.so")
+    monkeypatch.setattr(native_kernels, "KERNEL_LIBRARY", tmp_path / "_cuda.so")
     reason = native_kernels_available().reason
     assert reason.startswith("they were not built when fused_tp was installed; install the CUDA toolkit")
-    assert native_kernels.built_for(tmp_path / "_cuda.so") is None
+    assert native_kernels.read_kernel_targets(tmp_path / "_cuda.so") is None
     with pytest.raises(RuntimeError, match="The device kernels are not available: they were not built"):
         native_kernels.native_kernels()
 
@@ -141,13 +141,13 @@ def test_which_gpus_code_serves() -> None:
         "sm_100f": [100, 103],
         "compute_90": [90, 100, 103, 120],
     }.items():
-        assert [gpu for gpu in gpus if BuiltFor((name,), (13,)).runs_on(gpu)] == served, name
+        assert [gpu for gpu in gpus if KernelTargets((name,), (13,)).runs_on(gpu)] == served, name
 
 
 def test_a_process_without_driver_has_none() -> None:
     if cuda_driver.cuda_version() is not None:
         pytest.skip("this machine has a driver")
-    assert cuda_driver.device_attribute(cuda_driver.MULTICAST, 0) is None
+    assert cuda_driver.device_attribute(cuda_driver.MULTICAST_SUPPORTED, 0) is None
 
 
 # -- places and sizes ------------------------------------------------------------------------------------------------
@@ -219,6 +219,6 @@ def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
     schedule = DeviceSchedule("two_shot", Device(), None)  # a fake device with only the methods used here
     products = [(torch.ones(4, 3), torch.ones(2, 3))]
     for meanwhile in (None, lambda: None):
-        schedule.matmul_all_reduce(products, None, meanwhile=meanwhile)
-        schedule.matmul_reduce_scatter(products, None, scatter_dim=0, meanwhile=meanwhile)
+        schedule.matmul_all_reduce(products, None, overlapped_work=meanwhile)
+        schedule.matmul_reduce_scatter(products, None, scatter_dim=0, overlapped_work=meanwhile)
     assert asked[:2] == asked[2:]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.backends.nccl.nccl import NcclFacts, judged, own_facts
+from fused_tp.backends.nccl.nccl import NcclFacts, check_facts, own_facts
 from tests.native.doubles import libraries
 from tests.native_build import build_program, output_of, require_sanitizer, use_nccl
 
@@ -116,7 +116,7 @@ def facts(gpu: str = "", version: int = 22907, problem: str = "") -> NcclFacts:
     ],
 )
 def test_whether_ranks_can(told: list[NcclFacts], said: str) -> None:
-    found = judged(told)
+    found = check_facts(told)
     assert bool(found) == (not said) and said in found.reason
 
 

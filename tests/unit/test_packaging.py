@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fused_tp.backends.cuda import native_kernels
-from fused_tp.backends.cuda.native_kernels import built_for
+from fused_tp.backends.cuda.native_kernels import read_kernel_targets
 from tests.native_build import native_build, prebuild
 from tests.workers import REPOSITORY
 
@@ -53,8 +53,8 @@ def build_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> setuptool
 
 def test_libraries_are_where_the_build_puts_them() -> None:
     """A module that had moved once looked in its own folder."""
-    assert Path(native_kernels.__file__).is_relative_to(native_kernels.LIBRARY.parent)
-    assert native_kernels.LIBRARY == REPOSITORY / "fused_tp" / "_cuda.so"
+    assert Path(native_kernels.__file__).is_relative_to(native_kernels.KERNEL_LIBRARY.parent)
+    assert native_kernels.KERNEL_LIBRARY == REPOSITORY / "fused_tp" / "_cuda.so"
 
 
 @pytest.mark.filterwarnings("ignore:setup.py install is deprecated")  # setuptools runs it to find install paths
@@ -311,7 +311,7 @@ def test_wheel_has_the_core_and_the_device_kernels(native_tree: tuple[Path, Path
     # The library's name holds no Python version; the library itself states the GPUs it was built for.
     with zipfile.ZipFile(wheel) as archive:
         (tmp_path / "_cuda.so").write_bytes(archive.read("fused_tp/_cuda.so"))
-    built = built_for(tmp_path / "_cuda.so")
+    built = read_kernel_targets(tmp_path / "_cuda.so")
     assert built is not None and built.runs_on(80) and built.runs_on(90)
 
 
@@ -347,7 +347,7 @@ def test_device_kernels_that_fail_or_are_off_leave_the_core(native_tree: tuple[P
 TWO_RANKS = """
 import torch, torch.distributed as dist
 import fused_tp
-from fused_tp.backends.cuda.native_kernels import built_for
+from fused_tp.backends.cuda.native_kernels import read_kernel_targets
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -358,7 +358,7 @@ y = fused_tp.matmul_all_reduce(x[:, mine], weight[:, mine], group=None)
 torch.testing.assert_close(y, x @ weight.T)
 way = str(fused_tp.explain("matmul_all_reduce", (5, 4), (6, 4), dtype=torch.float32, group=None))
 assert "over shm" in way, way
-assert built_for().runs_on(90)
+assert read_kernel_targets().runs_on(90)
 if rank == 0:
     print("ran on torch", torch.__version__, "from", fused_tp.__file__)
 dist.destroy_process_group()

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention import decode
-from fused_tp.attention.kernels.reference import REFERENCE
+from fused_tp.attention.kernels.reference import REFERENCE_KERNEL
 from fused_tp.attention.layout import BlockCyclicLayout, TokenLayout
-from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionArguments, AttentionMask, Scores
-from fused_tp.backends.local import Local
+from fused_tp.backends.local import LocalSchedule
 from fused_tp.ops.attention_arguments import checked_arguments
 
 ring_attention = import_module("fused_tp.ops.ring_attention")  # the module; the op has the same name
@@ -33,7 +33,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
 
     q = torch.empty(1, seq // 2, 4, head_dim, dtype=torch.bfloat16)
     plan = ring_plan(AttentionMask(seq, seq, **how), 2, TokenLayout("contiguous"))
-    layout = keys_layout(plan, 0, q, q)
+    layout = make_keys_layout(plan, 0, q, q)
     words = torch.zeros(8, dtype=torch.int64)
     workspace: Any = SimpleNamespace(
         rank=0,
@@ -85,20 +85,20 @@ class OnGpu(Tensor):
 
 def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(ring_attention, "_captured", type(ring_attention._captured)())
+    monkeypatch.setattr(ring_attention, "_captured_plans", type(ring_attention._captured_plans)())
     q = torch.ones(1, 4, 1, 8)
     rest = (*checked_arguments(AttentionArguments(causal=True), q, q, q, 1, 0), "")
     for _ in range(3):
         args = ring_attention.RING_ATTENTION.pack((q.as_subclass(OnGpu), q, q, *rest))
-        ring_attention._start(Local(), args, grad_lse=False)
-    assert len(ring_attention._captured) == 1
+        ring_attention._prepare_call(LocalSchedule(), args, grad_lse=False)
+    assert len(ring_attention._captured_plans) == 1
 
 
 def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture keeps each table once and creates none, which would need a copy from the host."""
     monkeypatch.setattr(decode, "_captured_tables", set())
     monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: None)
-    monkeypatch.setattr(decode, "terms_of", lambda _: None)
+    monkeypatch.setattr(decode, "to_kernel_terms", lambda _: None)
     distribution, scores, q = (
         BlockCyclicLayout(2, 0, 4),
         Scores(1.0, alibi_slopes=torch.ones(2)),
@@ -106,16 +106,16 @@ def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: p
     )
 
     def attend(length: int) -> None:
-        decode.attend_by_kernel(
-            decode.CacheCall(distribution, scores, (-1, -1), REFERENCE, False), q, [length], q, q, None
+        decode.attend_with_kernel(
+            decode.CacheCall(distribution, scores, (-1, -1), REFERENCE_KERNEL, False), q, [length], q, q, None
         )
 
-    real = decode._on
-    monkeypatch.setattr(decode, "_on", lambda *given: real(*given).as_subclass(OnGpu))
+    real = decode._table_on_device
+    monkeypatch.setattr(decode, "_table_on_device", lambda *given: real(*given).as_subclass(OnGpu))
     monkeypatch.setattr(OnGpu, "record_stream", lambda *_: None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    decode._seen_rows.cache_clear()
-    decode._row_indices.cache_clear()
+    decode._visible_row_tables.cache_clear()
+    decode._row_token_indices.cache_clear()
     attend(9)
     assert not decode._captured_tables
     monkeypatch.setattr(decode, "is_capturing", lambda _: True)
@@ -124,8 +124,8 @@ def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: p
     held = [weakref.ref(table) for table in decode._captured_tables]
     with pytest.raises(RuntimeError, match="cannot be copied to the GPU during CUDA graph capture"):
         attend(10)
-    decode._seen_rows.cache_clear()
-    decode._row_indices.cache_clear()
+    decode._visible_row_tables.cache_clear()
+    decode._row_token_indices.cache_clear()
     assert len(held) == 2 and all(table() is not None for table in held)
 
 

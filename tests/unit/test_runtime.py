@@ -20,7 +20,7 @@ from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import check_mesh_order, group_by_name, resolve_group
 from fused_tp.core.partition import shard_range, shard_sizes
 from fused_tp.core.pending import sum_in_rank_order
-from fused_tp.ops.explain import explain_for, tensor_arguments
+from fused_tp.ops.explain import explain_hypothetical, tensor_arguments
 
 
 def test_partition_is_that_of_torch_chunk() -> None:
@@ -56,7 +56,7 @@ def test_a_setting_is_what_was_looked_up(monkeypatch: pytest.MonkeyPatch) -> Non
     one text under the other."""
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "plain")
     with monkeypatch.context() as patched:
-        patched.setattr(settings, "RAW", {settings.forced_schedule.key: os.environ.encodevalue("pipelined")})
+        patched.setattr(settings, "RAW_ENVIRON", {settings.forced_schedule.key: os.environ.encodevalue("pipelined")})
         assert settings.forced_schedule() == "pipelined"
     assert settings.forced_schedule() == "plain"
 
@@ -79,7 +79,9 @@ def test_sum_is_in_rank_order_and_rounded_once() -> None:
 
 
 def choose(op: str, m: int, k: int | None, n: int | None) -> str:
-    return dispatch.choose(ScheduleKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu").schedule
+    return dispatch.choose_schedule(
+        ScheduleKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu"
+    ).schedule
 
 
 def test_small_calls_run_plain_collectives_and_large_ones_overlap() -> None:
@@ -105,7 +107,7 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     def ask(m: int, dtype: torch.dtype, world_size: int, *without: str) -> str:
         key = ScheduleKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
-        choice = dispatch.choose(key, world_size, "gloo", "cpu", without)
+        choice = dispatch.choose_schedule(key, world_size, "gloo", "cpu", without)
         assert choice.chunks == (3 if choice.schedule == "nccl_pipeline" else None)
         return choice.schedule
 
@@ -196,7 +198,7 @@ def test_explain_where_a_table_prefers_messages_to_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", [{"schedule": "pipelined"}]))
-    answer = explain_for("all_reduce", (4, 8), dtype=torch.float32, world_size=2, transport="shm", arch="cpu")
+    answer = explain_hypothetical("all_reduce", (4, 8), dtype=torch.float32, world_size=2, transport="shm", arch="cpu")
     assert f"  forward: pipelined over torch.distributed, because dispatch table {tmp_path}/table.json, rule" in str(
         answer
     )

@@ -15,9 +15,9 @@ from fused_tp.backends.shared_memory import shm
 from fused_tp.core import failure
 from fused_tp.core import store as store_module
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.core.failure import RankStatus, StatusBoard, late_ranks
+from fused_tp.core.failure import RankStatus, StatusBoard, describe_late_ranks
 from fused_tp.core.group import resolve_group
-from fused_tp.core.store import BoundedStore, exchange
+from fused_tp.core.store import StoreWithTimeout, exchange
 from tests.distributed.shm_tools import with_store
 from tests.workers import run_ranks
 
@@ -50,22 +50,22 @@ class FaultyStore(dist.Store):
 # ---- the board -------------------------------------------------------------------------------------------------------
 
 WAITING = RankStatus(1, ["all_reduce"], 0.5)
-FAILED = RankStatus(1, ["all_reduce"], 0.5, failed=True, error=PeerLostError())
+FAILED = RankStatus(1, ["all_reduce"], 0.5, has_failed=True, error=PeerLostError())
 
 
 def test_hesitating_store_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(failure, "STORE_TIMEOUT_SECONDS", 0.1)
     shared = dist.HashStore()
     other, store = StatusBoard(shared, "name", 1, 2), FaultyStore(shared)
     board = StatusBoard(store, "name", 0, 2)
     board.post(WAITING)
-    assert board.read() == {} and not board.answers, "it does not know which group it belongs to"
+    assert board.read() == {} and not board.is_answering, "it does not know which group it belongs to"
     store.answers.set()
     other.post(FAILED)
     assert set(until_it_answers(board)) == {1} and board.has_failure()
     store.answers.clear()
     board.post(WAITING)
-    assert not board.answers
+    assert not board.is_answering
     store.answers.set()
     assert set(until_it_answers(board)) == {0, 1}
     assert set(other.read()) == {0, 1}, "both are on the board of the same group"
@@ -75,7 +75,7 @@ def until_it_answers(board: StatusBoard) -> dict[int, RankStatus]:
     deadline = time.perf_counter() + 10.0
     while time.perf_counter() < deadline:
         statuses = board.read()
-        if board.answers:
+        if board.is_answering:
             return statuses
         time.sleep(0.01)
     raise AssertionError("the store answers, the board does not")
@@ -93,7 +93,7 @@ def test_board_without_a_number_stays_blank_and_asks_once(store: FaultyStore) ->
     board = StatusBoard(store, "name", 0, 2)
     board.post(FAILED)
     assert not board.has_failure() and board.read() == {} and board.read_until(bool, 5.0) == {}
-    assert store.asked == 1 and time.perf_counter() - begun < 4.0 and not board.answers
+    assert store.asked == 1 and time.perf_counter() - begun < 4.0 and not board.is_answering
 
 
 def test_no_thread_to_ask_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,27 +101,27 @@ def test_no_thread_to_ask_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         board.post(WAITING)
-        assert not board.has_failure() and board.read() == {} and not board.answers
+        assert not board.has_failure() and board.read() == {} and not board.is_answering
     board.post(WAITING)
-    assert board.read()[0].call == 1 and board.answers
+    assert board.read()[0].call == 1 and board.is_answering
 
 
 def test_statuses_of_an_earlier_group_of_the_name_are_not_read() -> None:
     store = dist.HashStore()
     first = StatusBoard(store, "name", 0, 2)
     first.post(FAILED)
-    assert first.has_failure() and first.read()[0].op(1) == "all_reduce"
+    assert first.has_failure() and first.read()[0].op_of_call(1) == "all_reduce"
     second = StatusBoard(store, "name", 0, 2)
     assert not second.has_failure() and second.read() == {}
 
 
 def test_late_ranks_in_a_sentence() -> None:
-    waiting = RankStatus(5, ["all_gather", "all_reduce"], 9.0, failed=True)
+    waiting = RankStatus(5, ["all_gather", "all_reduce"], 9.0, has_failed=True)
     behind = RankStatus(4, ["all_gather"], 3.0)
-    only_now = RankStatus(5, ["all_reduce"], 0.3, failed=True)  # has just arrived, on a busy machine
+    only_now = RankStatus(5, ["all_reduce"], 0.3, has_failed=True)  # has just arrived, on a busy machine
 
     def said(statuses: dict[int, RankStatus], ranks: list[int], op: str) -> str:
-        late, rest = late_ranks(statuses, ranks, 5, op)
+        late, rest = describe_late_ranks(statuses, ranks, 5, op)
         return str(CollectiveTimeoutError("{op}" + rest, op="op", missing=late)).removeprefix("op")
 
     assert said({1: waiting, 2: only_now}, [1, 2], "all_reduce") == " for rank 2, which had not arrived."
@@ -147,8 +147,8 @@ HOSTS: dict[str, tuple[tuple[str, ...] | None, type[FusedTPError], str]] = {
 def exchange_over(group: Any, host: str) -> list[str]:
     dead, kind, _ = HOSTS[host]
     said = []
-    with mock.patch.object(store_module, "ANSWER_SECONDS", 0.1):
-        for meet in (lambda described: exchange(described, "names", "mine"), shm._rendezvous):
+    with mock.patch.object(store_module, "STORE_TIMEOUT_SECONDS", 0.1):
+        for meet in (lambda described: exchange(described, "names", "mine"), shm._create_transport):
             store = FaultyStore(dead=dead or ())
             described, begun = with_store(resolve_group(group), store), time.perf_counter()
             with pytest.raises(kind) as caught:
@@ -169,4 +169,4 @@ def test_exchange_over_a_store_whose_host(host: str) -> None:
 
 
 def test_deadline_longer_than_a_thread_can_wait() -> None:
-    assert BoundedStore(dist.HashStore()).ask(lambda store: store.add("count", 1), 1e12) == 1
+    assert StoreWithTimeout(dist.HashStore()).request(lambda store: store.add("count", 1), 1e12) == 1

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fused_tp.core import tracing
-from fused_tp.core.tracing import label, span
+from fused_tp.core.tracing import range_name, span
 from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce
 from tests.workers import run_ranks
 
@@ -34,19 +34,19 @@ def nvtx(monkeypatch: pytest.MonkeyPatch) -> Told:
     told = Told()
     monkeypatch.setattr(torch.cuda, "nvtx", told)
     monkeypatch.setattr(tracing, "_HAS_NVTX", True)
-    monkeypatch.setattr(tracing, "TOOL", False)
+    monkeypatch.setattr(tracing, "HAS_NVTX_TOOL", False)
     monkeypatch.delenv("FUSED_TP_NVTX", raising=False)
     return told
 
 
 def test_names() -> None:
     x, w, b = torch.empty(8, 64, dtype=torch.bfloat16), torch.empty(32, 64), torch.empty(32)
-    assert label("op", (x, w, b), "plain") == "op [8, 64]x[32, 64] bf16 plain"
-    assert label("op", (x, [w, w], [b], "group", 3), None) == "op [8, 64]x[32, 64]x[32, 64] bf16"
-    assert label("op", [b]) == "op [32] f32"
-    assert label("chunk", 2, "of", 4, x) == "chunk 2 of 4 [8, 64]"
-    assert label("chunk of columns", (0, 16)) == "chunk of columns (0, 16)"
-    assert label("op", (x.long(),)) == "op [8, 64] int64"
+    assert range_name("op", (x, w, b), "plain") == "op [8, 64]x[32, 64] bf16 plain"
+    assert range_name("op", (x, [w, w], [b], "group", 3), None) == "op [8, 64]x[32, 64]x[32, 64] bf16"
+    assert range_name("op", [b]) == "op [32] f32"
+    assert range_name("chunk", 2, "of", 4, x) == "chunk 2 of 4 [8, 64]"
+    assert range_name("chunk of columns", (0, 16)) == "chunk of columns (0, 16)"
+    assert range_name("op", (x.long(),)) == "op [8, 64] int64"
 
 
 def test_a_span_that_nobody_sees_costs_next_to_nothing() -> None:
@@ -77,12 +77,12 @@ def test_nvtx_by_the_setting(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nvtx_where_a_tool_is_there(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "TOOL", True)
-    assert tracing.recording()
+    monkeypatch.setattr(tracing, "HAS_NVTX_TOOL", True)
+    assert tracing.is_recording()
     with span("seen"):
         pass
     monkeypatch.setenv("FUSED_TP_NVTX", "0")
-    assert not tracing.recording()
+    assert not tracing.is_recording()
     with span("unseen"):
         pass
     assert nvtx.names == ["seen"]
@@ -120,7 +120,7 @@ def test_a_profiler_sees_waits() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         with tracing.op_span("3", "op", torch.empty(2, 3)):
             native.seconds += 0.5
-        with pytest.raises(KeyError), tracing.waiting("all_gather"):
+        with pytest.raises(KeyError), tracing.wait_span("all_gather"):
             raise KeyError
     shown = {event.key for event in profile.key_averages()}
     assert {"op [2, 3]", "waited 0.500000 s, group 3", "waiting for all_gather"} <= shown

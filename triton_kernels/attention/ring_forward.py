@@ -145,7 +145,7 @@ def ring_kernel(
 class Chunks(Protocol):
     """Masks of this rank's queries over its own keys and each chunk; the first chunk is its own keys."""
 
-    def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
+    def tables_on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
         """int32 tensors on `device`, for tiles of `rows` queries against blocks of `block` keys: tiles [tiles, 2] and
         bounds [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks [chunks, CHUNK_COLUMNS]; starts, stops
         [chunks, queries], in keys of the chunk; places, q_indices [queries]; and k_indices, those of own keys, then
@@ -239,7 +239,7 @@ def _launch(
     groups: range,
 ) -> KernelLaunch:
     config = config or config_for("ring", q, out, terms, precision)
-    tables = chunks.on(q.device, config.rows, config.block)
+    tables = chunks.tables_on(q.device, config.rows, config.block)
     keys, values = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
     k_tma, v_tma = descriptors(config, keys, values)
     heads = q.shape[2]

@@ -26,9 +26,9 @@ COLUMNS = 6  # columns of a tile: row, end of rows, begin, end, begin and end of
 class StepMask(Protocol):
     """Mask of `rows` queries over `keys` keys; a step of a ring is one.
 
-    `starts`, `stops` and `seen_by` (first, last) are int32 arrays; the breaks are rows before which tokens of the whole
-    sequence are missing. `on` returns int32 tensors on a device by name: starts, stops, first, last, places, q_indices
-    and k_indices; the tiles are cached in the same dict.
+    `starts`, `stops` and `queries_per_key` (first, last) are int32 arrays; the breaks are rows before which tokens of
+    the whole sequence are missing. `vectors_on` returns int32 tensors on a device by name: starts, stops, first, last,
+    places, q_indices and k_indices; the tiles are cached in the same dict.
     """
 
     rows: int
@@ -37,9 +37,9 @@ class StepMask(Protocol):
     k_breaks: tuple[int, ...]
     starts: Any
     stops: Any
-    seen_by: tuple[Any, Any]
+    queries_per_key: tuple[Any, Any]
 
-    def on(self, device: torch.device) -> dict[str, Tensor]: ...
+    def vectors_on(self, device: torch.device) -> dict[str, Tensor]: ...
 
 
 def query_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:

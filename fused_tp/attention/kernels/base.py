@@ -20,23 +20,23 @@ class KernelQuery:
     """Properties of a call that decide which kernels support it.
 
     Attributes:
-        plain: True if scores are scale * q.k, and nothing is dropped.
-        grad_lse: True if the log-sum-exp has a gradient.
-        single: True if kernels that round after every tile lose no accuracy: either the call is one step of one tile,
-            or sums are accumulated in `dtype` itself (fp32, fp64).
-        positive_scale: True if scale is above 0.
-        backward: True for the backward.
+        has_plain_scores: True if scores are scale * q.k, and nothing is dropped.
+        has_grad_lse: True if the log-sum-exp has a gradient.
+        allows_tile_rounding: True if kernels that round after every tile lose no accuracy: either the call is one step
+            of one tile, or sums are accumulated in `dtype` itself (fp32, fp64).
+        has_positive_scale: True if scale is above 0.
+        is_backward: True for the backward.
     """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
-    plain: bool = True
-    grad_lse: bool = False
-    single: bool = True
-    positive_scale: bool = True
-    backward: bool = False
+    has_plain_scores: bool = True
+    has_grad_lse: bool = False
+    allows_tile_rounding: bool = True
+    has_positive_scale: bool = True
+    is_backward: bool = False
 
 
 class StepRows(NamedTuple):
@@ -54,7 +54,7 @@ class StepRows(NamedTuple):
     grad_out: Tensor
     row_sums: Tensor
 
-    def part(self, rows: slice, keys: slice) -> StepRows:
+    def select(self, rows: slice, keys: slice) -> StepRows:
         """Views of the query rows `rows` and the key rows `keys`."""
         q, out, grad_out = (x[:, rows] for x in (self.q, self.out, self.grad_out))
         return StepRows(
@@ -62,7 +62,7 @@ class StepRows(NamedTuple):
         )
 
 
-class Sums(NamedTuple):
+class GradientSums(NamedTuple):
     """Gradients to accumulate in, in fp32 (fp64 for fp64), shaped like q, k, v and the ALiBi slopes."""
 
     dq: Tensor
@@ -70,9 +70,9 @@ class Sums(NamedTuple):
     dv: Tensor
     d_slopes: Tensor | None
 
-    def part(self, rows: slice, keys: slice) -> Sums:
+    def select(self, rows: slice, keys: slice) -> GradientSums:
         """Views of the query rows `rows` and the key rows `keys`."""
-        return Sums(self.dq[:, rows], self.dk[:, keys], self.dv[:, keys], self.d_slopes)
+        return GradientSums(self.dq[:, rows], self.dk[:, keys], self.dv[:, keys], self.d_slopes)
 
 
 class AttentionKernel(ABC):
@@ -98,7 +98,7 @@ class AttentionKernel(ABC):
         """Available if this kernel supports calls like `query`."""
         return AVAILABLE
 
-    def deprioritized(self, query: KernelQuery) -> str:
+    def reason_to_avoid(self, query: KernelQuery) -> str:
         """The reason to prefer another available kernel for `query`; empty if there is no such reason."""
         return ""
 
@@ -109,7 +109,9 @@ class AttentionKernel(ABC):
         """Add the attention of q to the keys k with values v to `state`. With `fresh`, `state` is uninitialized memory,
         and is overwritten."""
 
-    def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    def forward_single_step(
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Return (out, lse), like `SoftmaxState.result`, for a call that consists of `step` only.
 
         Return None if this kernel has no faster path than `forward` with a state.
@@ -117,7 +119,7 @@ class AttentionKernel(ABC):
         return None
 
     @abstractmethod
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`.
 
         With p = exp(score - lse), p' = p after dropout, and dcap = the derivative of the softcap:

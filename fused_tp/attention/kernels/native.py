@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
-from fused_tp.attention.kernels.torch_flash import plain_enough
+from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, KernelQuery, StepRows
+from fused_tp.attention.kernels.torch_flash import plain_scores_availability
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
@@ -23,9 +23,9 @@ from fused_tp.core.pending import accumulate_dtype
 try:
     import fused_tp._core as _core
 
-    _BUILT = True
+    _HAS_CORE = True
 except ImportError:  # the package was installed without its native core
-    _BUILT = False
+    _HAS_CORE = False
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
 
@@ -48,62 +48,66 @@ class NativeCpu(AttentionKernel):
         self.isa = isa
 
     def available(self, query: KernelQuery) -> Availability:
-        if not _BUILT:
+        if not _HAS_CORE:
             return unavailable("the native core is not built")
         if query.device.type != "cpu":
             return unavailable(f"it supports CPU tensors only, got tensors on {query.device}")
         settings.isa()  # raises if FUSED_TP_ISA is invalid, before anything is sent; the C++ core reads the variable
         if query.dtype not in _DTYPES:
-            kind = str(query.dtype).removeprefix("torch.")
-            return unavailable(f"it supports float32, bfloat16, float16 and float64, got {kind}")
+            dtype_name = str(query.dtype).removeprefix("torch.")
+            return unavailable(f"it supports float32, bfloat16, float16 and float64, got {dtype_name}")
         return AVAILABLE
 
-    def deprioritized(self, query: KernelQuery) -> str:
-        return self.slower_because(query) if query.single and plain_enough(query) else ""
+    def reason_to_avoid(self, query: KernelQuery) -> str:
+        return (
+            self.reason_torch_is_faster(query)
+            if query.allows_tile_rounding and plain_scores_availability(query)
+            else ""
+        )
 
-    def slower_because(self, query: KernelQuery) -> str:
+    def reason_torch_is_faster(self, query: KernelQuery) -> str:
         """The reason why torch's kernels are faster for `query` on this CPU; empty if they are not.
 
         The dispatch table decides if it has an entry; otherwise torch is faster in bf16 if the CPU has matrix tiles
         (AMX).
         """
         head_dim = max(query.head_dim, query.v_head_dim)
-        measured = dispatch.attention_kernel(query.dtype, head_dim, query.backward)
-        if measured is not None:
-            return "" if measured == self.name else "torch's kernels are faster here by the dispatch table"
-        tiles: bool = query.dtype == torch.bfloat16 and _core.has_matrix_tiles()
-        return "torch's kernels use this CPU's matrix tiles (AMX)" if tiles else ""
+        fastest = dispatch.choose_attention_kernel(query.dtype, head_dim, query.is_backward)
+        if fastest is not None:
+            return "" if fastest == self.name else "torch's kernels are faster here by the dispatch table"
+        has_tiles: bool = query.dtype == torch.bfloat16 and _core.has_matrix_tiles()
+        return "torch's kernels use this CPU's matrix tiles (AMX)" if has_tiles else ""
 
     def forward(
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
         if fresh:
             state.clear()
-        slopes, vectors = _slopes(scores, q.dtype), _vectors(step, scores)
+        slopes, vectors = _accumulation_slopes(scores, q.dtype), _step_vectors(step, scores)
         _core.attention_forward(
-            _problem(scores, slopes, vectors, q, k, v),
+            _make_problem(scores, slopes, vectors, q, k, v),
             (state.weighted.data_ptr(), *state.weighted.stride()[:3]),
-            _heads_first(state.highest),
-            _heads_first(state.total),
+            _address_and_strides(state.highest),
+            _address_and_strides(state.total),
             torch.get_num_threads(),
             self.isa,
         )
 
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
         q = saved.q
         # Autograd may pass gradients with stride 0 (expanded), or of another dtype.
         grad_out = saved.grad_out.to(q.dtype)
         if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        wide = accumulate_dtype(q.dtype)
-        lse, row_sums = saved.lse.to(wide), saved.row_sums.to(wide)
-        slopes, vectors = _slopes(scores, q.dtype), _vectors(step, scores)
-        slope_terms = None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide)
+        wide_dtype = accumulate_dtype(q.dtype)
+        lse, row_sums = saved.lse.to(wide_dtype), saved.row_sums.to(wide_dtype)
+        slopes, vectors = _accumulation_slopes(scores, q.dtype), _step_vectors(step, scores)
+        slope_terms = None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide_dtype)
         _core.attention_backward(
-            _problem(scores, slopes, vectors, q, saved.k, saved.v),
+            _make_problem(scores, slopes, vectors, q, saved.k, saved.v),
             (grad_out.data_ptr(), *grad_out.stride()[:3]),
-            _heads_first(lse),
-            _heads_first(row_sums),
+            _address_and_strides(lse),
+            _address_and_strides(row_sums),
             *((x.data_ptr(), *x.stride()[:3]) for x in (sums.dq, sums.dk, sums.dv)),
             0 if slope_terms is None else slope_terms.data_ptr(),
             torch.get_num_threads(),
@@ -116,28 +120,34 @@ class NativeCpu(AttentionKernel):
 # Addresses of a step's int32 vectors (0 for a vector that is not needed), and the tensors that own this memory. The
 # tensors are kept here because the step may not keep them: if two threads create a step's tensors at the same time, the
 # step keeps only those of one thread.
-_Vectors = tuple[list[int], list[Tensor]]
+_StepVectors = tuple[list[int], list[Tensor]]
 _CPU = torch.device("cpu")
 
 
-def _vectors(step: Step, scores: Scores) -> _Vectors:
+def _step_vectors(step: Step, scores: Scores) -> _StepVectors:
     """Addresses of the intervals of seen keys, and of the positions if scores depend on them; cached in `step`."""
-    placed = scores.alibi_slopes is not None or scores.dropout is not None
-    known: _Vectors | None = step.addresses.get(placed)
-    if known is None:
-        on = step.on(_CPU)
-        held = [on[name] for name in ("starts", "stops", *(("places", "q_indices", "k_indices") if placed else ()))]
-        known = step.addresses[placed] = [*(x.data_ptr() for x in held), *[0] * (5 - len(held))], held
-    return known
+    needs_positions = scores.alibi_slopes is not None or scores.dropout is not None
+    cached: _StepVectors | None = step.native_vectors.get(needs_positions)
+    if cached is None:
+        device_vectors = step.vectors_on(_CPU)
+        tensors = [
+            device_vectors[name]
+            for name in ("starts", "stops", *(("places", "q_indices", "k_indices") if needs_positions else ()))
+        ]
+        cached = step.native_vectors[needs_positions] = (
+            [*(x.data_ptr() for x in tensors), *[0] * (5 - len(tensors))],
+            tensors,
+        )
+    return cached
 
 
-def _slopes(scores: Scores, dtype: torch.dtype) -> Tensor | None:
+def _accumulation_slopes(scores: Scores, dtype: torch.dtype) -> Tensor | None:
     """ALiBi slopes in the accumulation dtype; None without ALiBi."""
     slopes = scores.alibi_slopes
     return None if slopes is None else slopes.detach().to(accumulate_dtype(dtype)).contiguous()
 
 
-def _problem(scores: Scores, slopes: Tensor | None, vectors: _Vectors, q: Tensor, k: Tensor, v: Tensor) -> Any:
+def _make_problem(scores: Scores, slopes: Tensor | None, vectors: _StepVectors, q: Tensor, k: Tensor, v: Tensor) -> Any:
     """Build the arguments that forward and backward share. They hold addresses, so callers must keep the tensors alive.
 
     q, k and v [batch, rows, heads, dim] are passed as address and strides of all dims but the last.
@@ -160,9 +170,9 @@ def _problem(scores: Scores, slopes: Tensor | None, vectors: _Vectors, q: Tensor
     )
 
 
-def _heads_first(x: Tensor) -> tuple[int, int, int, int]:
+def _address_and_strides(x: Tensor) -> tuple[int, int, int, int]:
     """Address and strides (batch, rows, heads) of `x` [batch, heads, rows]."""
     return x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
 
 
-NATIVE = NativeCpu()
+NATIVE_KERNEL = NativeCpu()

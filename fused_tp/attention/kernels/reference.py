@@ -13,18 +13,18 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
+from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
 
 # Maximum number of scores per block (but at least 16 rows): 16 MB in fp32. A block needs a few tensors of this size;
 # with dropout about 16.
-_MOST_SCORES = 1 << 22
-_KEYS = 1024  # maximum number of keys per block
+_MAX_BLOCK_SCORES = 1 << 22
+_MAX_BLOCK_KEYS = 1024  # maximum number of keys per block
 
 
-class Shape(Enum):
+class TileMask(Enum):
     """Unmasked part of a tile.
 
     FULL: all keys. LOWER: for row i the keys up to i. UPPER: for row i the keys from i on. MASKED: any other mask.
@@ -40,7 +40,7 @@ class Shape(Enum):
 class ReferenceTile:
     """Queries [q_start, q_stop) against keys [k_start, k_stop) of a step."""
 
-    shape: Shape
+    mask: TileMask
     q_start: int
     q_stop: int
     k_start: int
@@ -55,39 +55,39 @@ class ReferenceTile:
         return slice(self.k_start, self.k_stop)
 
 
-def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[ReferenceTile]:
+def full_or_masked_tiles(step: Step, row_limit: int, key_limit: int) -> Iterator[ReferenceTile]:
     """Yield FULL or MASKED tiles of at most `row_limit` rows and `key_limit` keys that cover all seen keys of `step`.
 
     Tiles in which no query sees a key are skipped.
     """
-    for q_start in range(0, step.rows, row_limit):
-        q_stop = min(q_start + row_limit, step.rows)
+    for q_start in range(0, step.num_rows, row_limit):
+        q_stop = min(q_start + row_limit, step.num_rows)
         starts, stops = step.starts[q_start:q_stop], step.stops[q_start:q_stop]
         for k_start in range(int(starts[0]), int(stops[-1]), key_limit):
             k_stop = min(k_start + key_limit, int(stops[-1]))
             if ((starts < k_stop) & (stops > k_start) & (stops > starts)).any():
-                masked = bool((starts > k_start).any() or (stops < k_stop).any())
-                yield ReferenceTile(Shape.MASKED if masked else Shape.FULL, q_start, q_stop, k_start, k_stop)
+                is_masked = bool((starts > k_start).any() or (stops < k_stop).any())
+                yield ReferenceTile(TileMask.MASKED if is_masked else TileMask.FULL, q_start, q_stop, k_start, k_stop)
 
 
 @dataclass(frozen=True)
-class _Probabilities:
+class _BlockScores:
     """Tensors [B, Hkv, G, rows, keys] of one block.
 
     Attributes:
         scores: the scores; -inf where a query does not see the key.
-        kept: dropout factor of each probability, 0 or 1 / (1 - p); None without dropout.
-        d_cap: derivative of the softcap; None without softcap.
+        dropout_factor: dropout factor of each probability, 0 or 1 / (1 - p); None without dropout.
+        softcap_derivative: derivative of the softcap; None without softcap.
         distance: [rows, keys], distance of query and key for ALiBi; None without ALiBi.
     """
 
     scores: Tensor
-    kept: Tensor | None
-    d_cap: Tensor | None
+    dropout_factor: Tensor | None
+    softcap_derivative: Tensor | None
     distance: Tensor | None
 
 
-class Reference(AttentionKernel):
+class ReferenceKernel(AttentionKernel):
     """Attention in plain torch operations. Supports every call."""
 
     name = "torch-blocks"
@@ -98,86 +98,91 @@ class Reference(AttentionKernel):
     ) -> None:
         if fresh:
             state.clear()
-        for block in self._blocks(step, q):
-            rows = state.rows(block.q_start, block.q_stop)
-            highest, total = (_by_kv_head(x, k) for x in (rows.highest, rows.total))
-            of_block = _probabilities(step, scores, block, q, k, state.weighted.dtype)
-            now = torch.maximum(highest, of_block.scores.amax(-1))
-            base = now.masked_fill(now == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
-            before, p = torch.exp(highest - base), torch.exp(of_block.scores - base.unsqueeze(-1))
-            total.mul_(before).add_(p.sum(-1))
-            highest.copy_(now)
-            weighted = (p if of_block.kept is None else p * of_block.kept) @ _keys_first(v[:, block.keys], p.dtype)
-            rows.weighted.mul_(_heads_last(before.unsqueeze(-1))).add_(_heads_last(weighted))
+        for tile in self._tiles(step, q):
+            rows = state.rows(tile.q_start, tile.q_stop)
+            max_score, total = (_split_heads(x, k) for x in (rows.highest, rows.total))
+            block_scores = _block_scores(step, scores, tile, q, k, state.weighted.dtype)
+            new_max = torch.maximum(max_score, block_scores.scores.amax(-1))
+            shift = new_max.masked_fill(new_max == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
+            rescale, probabilities = torch.exp(max_score - shift), torch.exp(block_scores.scores - shift.unsqueeze(-1))
+            total.mul_(rescale).add_(probabilities.sum(-1))
+            max_score.copy_(new_max)
+            weighted = (
+                probabilities if block_scores.dropout_factor is None else probabilities * block_scores.dropout_factor
+            ) @ _keys_by_kv_head(v[:, tile.keys], probabilities.dtype)
+            rows.weighted.mul_(_merge_heads(rescale.unsqueeze(-1))).add_(_merge_heads(weighted))
 
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
         q, k, v, _, lse, grad_out, row_sums = saved
         dq, dk, dv, d_slopes = sums
-        for block in self._blocks(step, q):
-            rows, keys = block.rows, block.keys
-            of_block = _probabilities(step, scores, block, q, k, dq.dtype)
-            seen = lse[..., rows].masked_fill(lse[..., rows] == -torch.inf, 0.0)
-            p = torch.exp(of_block.scores - _by_kv_head(seen, k).unsqueeze(-1))
-            left = p if of_block.kept is None else p * of_block.kept
-            g, q_block = _rows_first(grad_out[:, rows], k, p.dtype), _rows_first(q[:, rows], k, p.dtype)
-            d_scores = left * (g @ _keys_first(v[:, keys], p.dtype).mT)
-            d_scores -= p * _by_kv_head(row_sums[..., rows], k).unsqueeze(-1)
-            if d_slopes is not None and of_block.distance is not None:
-                d_slopes -= (d_scores * of_block.distance).sum((0, 3, 4)).flatten()
-            if of_block.d_cap is not None:
-                d_scores = d_scores * of_block.d_cap
+        for tile in self._tiles(step, q):
+            rows, keys = tile.rows, tile.keys
+            block_scores = _block_scores(step, scores, tile, q, k, dq.dtype)
+            finite_lse = lse[..., rows].masked_fill(lse[..., rows] == -torch.inf, 0.0)
+            probabilities = torch.exp(block_scores.scores - _split_heads(finite_lse, k).unsqueeze(-1))
+            kept = probabilities if block_scores.dropout_factor is None else probabilities * block_scores.dropout_factor
+            grad_out_block, q_block = (
+                _queries_by_kv_head(grad_out[:, rows], k, probabilities.dtype),
+                _queries_by_kv_head(q[:, rows], k, probabilities.dtype),
+            )
+            d_scores = kept * (grad_out_block @ _keys_by_kv_head(v[:, keys], probabilities.dtype).mT)
+            d_scores -= probabilities * _split_heads(row_sums[..., rows], k).unsqueeze(-1)
+            if d_slopes is not None and block_scores.distance is not None:
+                d_slopes -= (d_scores * block_scores.distance).sum((0, 3, 4)).flatten()
+            if block_scores.softcap_derivative is not None:
+                d_scores = d_scores * block_scores.softcap_derivative
             d_scores = d_scores * scores.scale
-            dq[:, rows] += _heads_last(d_scores @ _keys_first(k[:, keys], p.dtype))
+            dq[:, rows] += _merge_heads(d_scores @ _keys_by_kv_head(k[:, keys], probabilities.dtype))
             dk[:, keys] += (d_scores.mT @ q_block).sum(2).transpose(1, 2)
-            dv[:, keys] += (left.mT @ g).sum(2).transpose(1, 2)
+            dv[:, keys] += (kept.mT @ grad_out_block).sum(2).transpose(1, 2)
 
-    def _blocks(self, step: Step, q: Tensor) -> Iterator[ReferenceTile]:
-        keys = min(_KEYS, step.keys)
-        return blocks(step, max(16, _MOST_SCORES // (q.shape[0] * q.shape[2] * keys)), keys)
+    def _tiles(self, step: Step, q: Tensor) -> Iterator[ReferenceTile]:
+        keys = min(_MAX_BLOCK_KEYS, step.num_keys)
+        return full_or_masked_tiles(step, max(16, _MAX_BLOCK_SCORES // (q.shape[0] * q.shape[2] * keys)), keys)
 
 
-def _probabilities(
-    step: Step, how: Scores, block: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
-) -> _Probabilities:
-    on = step.on(q.device)
-    scores = _rows_first(q[:, block.rows], k, dtype) @ _keys_first(k[:, block.keys], dtype).mT
-    scores *= how.scale
-    d_cap = distance = factor = None
-    if how.softcap:
-        tanh = torch.tanh(scores / how.softcap)
-        scores, d_cap = how.softcap * tanh, 1 - tanh * tanh
-    if how.alibi_slopes is not None:
-        distance = (on["places"][block.rows, None] - on["k_indices"][block.keys]).abs().to(dtype)
-        scores = scores - how.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
-    if block.shape is Shape.MASKED:
-        columns = torch.arange(block.k_start, block.k_stop, device=q.device)
-        starts, stops = on["starts"][block.rows, None], on["stops"][block.rows, None]
+def _block_scores(
+    step: Step, definition: Scores, tile: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
+) -> _BlockScores:
+    vectors = step.vectors_on(q.device)
+    scores = _queries_by_kv_head(q[:, tile.rows], k, dtype) @ _keys_by_kv_head(k[:, tile.keys], dtype).mT
+    scores *= definition.scale
+    softcap_derivative = distance = dropout_factor = None
+    if definition.softcap:
+        tanh = torch.tanh(scores / definition.softcap)
+        scores, softcap_derivative = definition.softcap * tanh, 1 - tanh * tanh
+    if definition.alibi_slopes is not None:
+        distance = (vectors["places"][tile.rows, None] - vectors["k_indices"][tile.keys]).abs().to(dtype)
+        scores = scores - definition.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
+    if tile.mask is TileMask.MASKED:
+        columns = torch.arange(tile.k_start, tile.k_stop, device=q.device)
+        starts, stops = vectors["starts"][tile.rows, None], vectors["stops"][tile.rows, None]
         scores = scores.masked_fill((columns < starts) | (columns >= stops), -torch.inf)
-    if how.dropout is not None:
-        where = on["q_indices"][block.rows], on["k_indices"][block.keys]
-        keep = how.dropout.kept(q.shape[0], q.shape[2], *where)
-        factor = _by_kv_head(keep, k).to(dtype) / (1 - how.dropout.p)
-    return _Probabilities(scores, factor, d_cap, distance)
+    if definition.dropout is not None:
+        indices = vectors["q_indices"][tile.rows], vectors["k_indices"][tile.keys]
+        keep_mask = definition.dropout.keep_mask(q.shape[0], q.shape[2], *indices)
+        dropout_factor = _split_heads(keep_mask, k).to(dtype) / (1 - definition.dropout.p)
+    return _BlockScores(scores, dropout_factor, softcap_derivative, distance)
 
 
-def _rows_first(x: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+def _queries_by_kv_head(x: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert [B, rows, H, D] to [B, Hkv, G, rows, D]."""
-    return _by_kv_head(x.transpose(1, 2).to(dtype), k)
+    return _split_heads(x.transpose(1, 2).to(dtype), k)
 
 
-def _keys_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _keys_by_kv_head(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert [B, keys, Hkv, D] to [B, Hkv, 1, keys, D]."""
     return x.transpose(1, 2).unsqueeze(2).to(dtype)
 
 
-def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
+def _split_heads(x: Tensor, k: Tensor) -> Tensor:
     """View [B, H, ...] as [B, Hkv, G, ...]."""
     return x.unflatten(1, (k.shape[2], -1))
 
 
-def _heads_last(x: Tensor) -> Tensor:
+def _merge_heads(x: Tensor) -> Tensor:
     """Convert [B, Hkv, G, rows, D] to [B, rows, H, D]."""
     return x.flatten(1, 2).transpose(1, 2)
 
 
-REFERENCE = Reference()
+REFERENCE_KERNEL = ReferenceKernel()

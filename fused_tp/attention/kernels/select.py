@@ -14,15 +14,16 @@ from functools import lru_cache
 from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
-from fused_tp.attention.kernels.native import NATIVE
-from fused_tp.attention.kernels.reference import REFERENCE
-from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
-from fused_tp.attention.kernels.triton import TRITON
+from fused_tp.attention.kernels.native import NATIVE_KERNEL
+from fused_tp.attention.kernels.reference import REFERENCE_KERNEL
+from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL
+from fused_tp.attention.kernels.triton import TRITON_KERNEL
 from fused_tp.attention.spec import Scores
 from fused_tp.core import settings
 
 KERNELS: dict[str, AttentionKernel] = {
-    kernel.name: kernel for kernel in (NATIVE, TRITON, TORCH_CUDA, TORCH_CPU, REFERENCE)
+    kernel.name: kernel
+    for kernel in (NATIVE_KERNEL, TRITON_KERNEL, TORCH_CUDA_KERNEL, TORCH_CPU_KERNEL, REFERENCE_KERNEL)
 }
 
 
@@ -32,7 +33,7 @@ def choose_kernel(query: KernelQuery) -> tuple[AttentionKernel, str]:
     Raises:
         ValueError: FUSED_TP_ATTENTION is not the name of a kernel, or that kernel does not support the call.
     """
-    return _choose(query, forced_kernel(), settings.table_path())
+    return _choose_kernel(query, forced_kernel(), settings.table_path())
 
 
 def forced_kernel() -> str | None:
@@ -47,30 +48,38 @@ def forced_kernel() -> str | None:
     return forced
 
 
-def kernel_for(
-    q: Tensor, v: Tensor, scores: Scores, *, grad_lse: bool = False, single: bool = True, backward: bool = False
+def select_kernel(
+    q: Tensor,
+    v: Tensor,
+    scores: Scores,
+    *,
+    has_grad_lse: bool = False,
+    allows_tile_rounding: bool = True,
+    is_backward: bool = False,
 ) -> AttentionKernel:
     """Return the kernel for attention with `q`, `v` [B, S, H, D] and `scores`; other arguments as in `KernelQuery`."""
     dims = q.shape[-1], v.shape[-1]
     return choose_kernel(
-        KernelQuery(q.device, q.dtype, *dims, scores.plain, grad_lse, single, scores.scale > 0, backward)
+        KernelQuery(
+            q.device, q.dtype, *dims, scores.is_plain, has_grad_lse, allows_tile_rounding, scores.scale > 0, is_backward
+        )
     )[0]
 
 
 @lru_cache(maxsize=256)
-def _choose(query: KernelQuery, forced: str | None, table: str | None) -> tuple[AttentionKernel, str]:
+def _choose_kernel(query: KernelQuery, forced: str | None, table: str | None) -> tuple[AttentionKernel, str]:
     """Implement `choose_kernel`. `table`, the path of the dispatch table, is only a cache key: the kernels read it."""
     if forced is not None:
         # In the backward, lse may have a gradient on some ranks only. A forced kernel that does not support this
         # gradient must not raise on those ranks only: they use another kernel (below).
-        available = KERNELS[forced].available(replace(query, grad_lse=False))
+        available = KERNELS[forced].available(replace(query, has_grad_lse=False))
         if not available:
             raise ValueError(f"FUSED_TP_ATTENTION={forced} does not support this call: {available.reason}.")
         if KERNELS[forced].available(query):
             return KERNELS[forced], f"FUSED_TP_ATTENTION={forced} forces it"
     notes = ""
     for name, kernel in KERNELS.items():
-        reason = kernel.available(query).reason or kernel.deprioritized(query)
+        reason = kernel.available(query).reason or kernel.reason_to_avoid(query)
         if not reason:
             return kernel, kernel.reason + notes
         if query.device.type in kernel.devices:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
-from fused_tp.attention.kernels.reference import REFERENCE, ReferenceTile, Shape
+from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, KernelQuery, StepRows
+from fused_tp.attention.kernels.reference import REFERENCE_KERNEL, ReferenceTile, TileMask
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
@@ -34,38 +34,38 @@ from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 
 _CUDA_MAX_HEAD_DIM = 256
 # Runs of fewer rows are not computed by separate kernel calls: neighboring short runs form one MASKED tile.
-_FEWEST_ROWS = 64
+_MIN_TILE_ROWS = 64
 # Maximum rows per band if both ends of the interval advance: a kernel that does not skip masked blocks wastes half of
 # the work of the two triangles, which grows with the square of this number.
-_MOST_ROWS = 2048
+_MAX_BAND_ROWS = 2048
 
 
-_tiles_of_step: WeakKeyDictionary[Step, tuple[ReferenceTile, ...]] = WeakKeyDictionary()
+_cached_tiles: WeakKeyDictionary[Step, tuple[ReferenceTile, ...]] = WeakKeyDictionary()
 
 
-def tiles(step: Step) -> tuple[ReferenceTile, ...]:
+def step_tiles(step: Step) -> tuple[ReferenceTile, ...]:
     """Disjoint tiles that together cover all seen keys of a step; cached."""
-    found = _tiles_of_step.get(step)
-    if found is None:
-        found = _tiles_of_step[step] = tuple(_tiles(step))
-    return found
+    cached = _cached_tiles.get(step)
+    if cached is None:
+        cached = _cached_tiles[step] = tuple(_make_tiles(step))
+    return cached
 
 
-def _tiles(step: Step) -> Iterator[ReferenceTile]:
+def _make_tiles(step: Step) -> Iterator[ReferenceTile]:
     if step.is_full:
-        yield ReferenceTile(Shape.FULL, 0, step.rows, 0, step.keys)
+        yield ReferenceTile(TileMask.FULL, 0, step.num_rows, 0, step.num_keys)
         return
-    waiting = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
-    for start, stop in _runs(step):
-        if stop - start < _FEWEST_ROWS:
+    first_uncovered = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
+    for start, stop in _regular_runs(step):
+        if stop - start < _MIN_TILE_ROWS:
             continue
-        yield from _masked(step, waiting, start)
-        yield from _band(step, start, stop)
-        waiting = stop
-    yield from _masked(step, waiting, step.rows)
+        yield from _masked_tile(step, first_uncovered, start)
+        yield from _band_tiles(step, start, stop)
+        first_uncovered = stop
+    yield from _masked_tile(step, first_uncovered, step.num_rows)
 
 
-def _runs(step: Step) -> Iterator[tuple[int, int]]:
+def _regular_runs(step: Step) -> Iterator[tuple[int, int]]:
     """Yield maximal runs [start, stop) of rows in which both interval ends advance by a constant 0 or 1 per row."""
     slopes = np.stack([np.diff(step.starts), np.diff(step.stops)])
     regular = ((slopes == 0) | (slopes == 1)).all(0)
@@ -74,47 +74,49 @@ def _runs(step: Step) -> Iterator[tuple[int, int]]:
     # begins at row i + 2.
     changed = (slopes[:, 1:] != slopes[:, :-1]).any(0) & regular[:-1]
     begins = np.union1d(np.flatnonzero(~regular) + 1, np.flatnonzero(changed) + 2)
-    bounds = [0, *map(int, begins), step.rows]
+    bounds = [0, *map(int, begins), step.num_rows]
     yield from itertools.pairwise(bounds)
 
 
-def _band(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
+def _band_tiles(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
     starts, stops = step.starts, step.stops
     width = int((stops[start:stop] - starts[start:stop]).min())
-    rising = bool(starts[stop - 1] > starts[start])
-    if width <= 0 or (rising and width < _FEWEST_ROWS):
-        yield from _masked(step, start, stop)
+    start_advances = bool(starts[stop - 1] > starts[start])
+    if width <= 0 or (start_advances and width < _MIN_TILE_ROWS):
+        yield from _masked_tile(step, start, stop)
         return
-    rows = min(width, _MOST_ROWS) if rising else stop - start
+    rows = min(width, _MAX_BAND_ROWS) if start_advances else stop - start
     for first in range(start, stop, rows):
-        yield from _trapezoid(step, first, min(first + rows, stop))
+        yield from _trapezoid_tiles(step, first, min(first + rows, stop))
 
 
-def _trapezoid(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
-    low, lowest_end = int(step.starts[stop - 1]), int(step.stops[start])
-    if step.starts[start] < low:
-        yield ReferenceTile(Shape.UPPER, start, stop - 1, int(step.starts[start]), low)
-    if step.stops[stop - 1] > lowest_end:
-        lowest_end -= 1
-        yield ReferenceTile(Shape.LOWER, start, stop, lowest_end, int(step.stops[stop - 1]))
-    if lowest_end > low:
-        yield ReferenceTile(Shape.FULL, start, stop, low, lowest_end)
+def _trapezoid_tiles(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
+    full_start, full_stop = int(step.starts[stop - 1]), int(step.stops[start])
+    if step.starts[start] < full_start:
+        yield ReferenceTile(TileMask.UPPER, start, stop - 1, int(step.starts[start]), full_start)
+    if step.stops[stop - 1] > full_stop:
+        full_stop -= 1
+        yield ReferenceTile(TileMask.LOWER, start, stop, full_stop, int(step.stops[stop - 1]))
+    if full_stop > full_start:
+        yield ReferenceTile(TileMask.FULL, start, stop, full_start, full_stop)
 
 
-def _masked(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
+def _masked_tile(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
     seeing = np.flatnonzero(step.stops[start:stop] > step.starts[start:stop])
     if len(seeing):
         first, last = start + int(seeing[0]), start + int(seeing[-1])
-        yield ReferenceTile(Shape.MASKED, first, last + 1, int(step.starts[first]), int(step.stops[last]))
+        yield ReferenceTile(TileMask.MASKED, first, last + 1, int(step.starts[first]), int(step.stops[last]))
 
 
-def plain_enough(query: KernelQuery) -> Availability:
+def plain_scores_availability(query: KernelQuery) -> Availability:
     """Available if torch's flash kernels support such scores."""
-    if not query.plain:
+    if not query.has_plain_scores:
         return unavailable("torch's kernels do not support softcap, ALiBi and dropout by position")
-    if not query.positive_scale:
+    if not query.has_positive_scale:
         return unavailable("torch's kernels mask scores before scaling them, so scale must be above 0")
-    return unavailable("torch's kernels do not support a gradient of the log-sum-exp") if query.grad_lse else AVAILABLE
+    return (
+        unavailable("torch's kernels do not support a gradient of the log-sum-exp") if query.has_grad_lse else AVAILABLE
+    )
 
 
 class TorchFlash(AttentionKernel):
@@ -124,77 +126,82 @@ class TorchFlash(AttentionKernel):
     head_dim: smaller ones are padded with zeros, which does not change scores, and the extra columns are dropped.
     """
 
-    multiple = 1  # the kernels require a head_dim that is a multiple of this
+    head_dim_multiple = 1  # the kernels require a head_dim that is a multiple of this
 
     def forward(
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
         if fresh:
             state.clear()
-        for tile in tiles(step):
+        for tile in step_tiles(step):
             rows, keys = tile.rows, tile.keys
-            part = state.rows(tile.q_start, tile.q_stop)
-            if tile.shape is Shape.MASKED:
-                REFERENCE.forward(_part(step, tile), scores, q[:, rows], k[:, keys], v[:, keys], part)
+            tile_state = state.rows(tile.q_start, tile.q_stop)
+            if tile.mask is TileMask.MASKED:
+                REFERENCE_KERNEL.forward(_tile_step(step, tile), scores, q[:, rows], k[:, keys], v[:, keys], tile_state)
                 continue
-            turn = _turner(tile)
-            queries, keys_, values = (self._ready(turn(x), q, v) for x in (q[:, rows], k[:, keys], v[:, keys]))
-            out, lse = self._forward(queries, keys_, values, tile.shape is not Shape.FULL, scores.scale)
-            out, lse = turn(out[..., : v.shape[-1]].transpose(1, 2)), turn(lse.transpose(1, 2)).transpose(1, 2)
-            part.add(out, lse)
+            reverse = _token_reversal(tile)
+            queries, keys_, values = (
+                self._to_kernel_layout(reverse(x), q, v) for x in (q[:, rows], k[:, keys], v[:, keys])
+            )
+            out, lse = self._run_forward(queries, keys_, values, tile.mask is not TileMask.FULL, scores.scale)
+            out, lse = reverse(out[..., : v.shape[-1]].transpose(1, 2)), reverse(lse.transpose(1, 2)).transpose(1, 2)
+            tile_state.add(out, lse)
 
-    def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        shapes = [tile.shape for tile in tiles(step)]
-        if scores.sinks is not None or len(shapes) > 1 or not {*shapes} <= {Shape.FULL, Shape.LOWER}:
+    def forward_single_step(
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        shapes = [tile.mask for tile in step_tiles(step)]
+        if scores.sinks is not None or len(shapes) > 1 or not {*shapes} <= {TileMask.FULL, TileMask.LOWER}:
             return None
-        queries, keys, values = (self._ready(x, q, v) for x in (q, k, v))
-        out, lse = self._forward(queries, keys, values, Shape.LOWER in shapes, scores.scale)
+        queries, keys, values = (self._to_kernel_layout(x, q, v) for x in (q, k, v))
+        out, lse = self._run_forward(queries, keys, values, TileMask.LOWER in shapes, scores.scale)
         return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse.contiguous()
 
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`.
 
         The kernels do not read `row_sums`: they compute it from grad_out and out, so lse must not have a gradient.
         """
         sums = sums._replace(d_slopes=None)
-        for tile in tiles(step):
-            part, totals = saved.part(tile.rows, tile.keys), sums.part(tile.rows, tile.keys)
-            if tile.shape is Shape.MASKED:
-                REFERENCE.backward(_part(step, tile), scores, part, totals)
+        for tile in step_tiles(step):
+            tile_saved, totals = saved.select(tile.rows, tile.keys), sums.select(tile.rows, tile.keys)
+            if tile.mask is TileMask.MASKED:
+                REFERENCE_KERNEL.backward(_tile_step(step, tile), scores, tile_saved, totals)
                 continue
-            turn = _turner(tile)
+            reverse = _token_reversal(tile)
             grad_out, q, k, v, out = (
-                self._ready(turn(x), saved.q, saved.v) for x in (part.grad_out, part.q, part.k, part.v, part.out)
+                self._to_kernel_layout(reverse(x), saved.q, saved.v)
+                for x in (tile_saved.grad_out, tile_saved.q, tile_saved.k, tile_saved.v, tile_saved.out)
             )
-            lse = turn(part.lse.transpose(1, 2)).transpose(1, 2)
-            grads = self._backward(grad_out, q, k, v, out, lse, tile.shape is not Shape.FULL, scores.scale)
+            lse = reverse(tile_saved.lse.transpose(1, 2)).transpose(1, 2)
+            grads = self._run_backward(grad_out, q, k, v, out, lse, tile.mask is not TileMask.FULL, scores.scale)
             for total, term in zip(totals[:3], grads, strict=True):
-                total += turn(term[..., : total.shape[-1]].transpose(1, 2))
+                total += reverse(term[..., : total.shape[-1]].transpose(1, 2))
 
-    def _ready(self, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    def _to_kernel_layout(self, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
         """Convert `x` [B, S, H, D] to [B, H, S, head_dim of the kernel]."""
-        width = -(-max(q.shape[-1], v.shape[-1]) // self.multiple) * self.multiple
+        width = -(-max(q.shape[-1], v.shape[-1]) // self.head_dim_multiple) * self.head_dim_multiple
         x = x.transpose(1, 2)
         return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
     @abstractmethod
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out, lse [B, H, S])."""
 
     @abstractmethod
-    def _backward(
+    def _run_backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
 
 
-def _part(step: Step, tile: ReferenceTile) -> Step:
-    return step.part(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop)
+def _tile_step(step: Step, tile: ReferenceTile) -> Step:
+    return step.sub_step(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop)
 
 
-def _turner(tile: ReferenceTile) -> Callable[[Tensor], Tensor]:
+def _token_reversal(tile: ReferenceTile) -> Callable[[Tensor], Tensor]:
     """Return a function that reverses the tokens (dim 1) if `tile` is an upper triangle; otherwise the identity."""
-    return (lambda x: x.flip(1)) if tile.shape is Shape.UPPER else (lambda x: x)
+    return (lambda x: x.flip(1)) if tile.mask is TileMask.UPPER else (lambda x: x)
 
 
 class TorchCpuFlash(TorchFlash):
@@ -205,13 +212,17 @@ class TorchCpuFlash(TorchFlash):
     devices = ("cpu",)
 
     def available(self, query: KernelQuery) -> Availability:
-        return unavailable("it supports CPU tensors only") if query.device.type != "cpu" else plain_enough(query)
+        return (
+            unavailable("it supports CPU tensors only")
+            if query.device.type != "cpu"
+            else plain_scores_availability(query)
+        )
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
-    def _backward(
+    def _run_backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -226,29 +237,29 @@ class TorchCudaFlash(TorchFlash):
     name = "torch-cuda"
     reason = "torch's FlashAttention supports plain scores"
     devices = ("cuda",)
-    multiple = 8
+    head_dim_multiple = 8
 
     def available(self, query: KernelQuery) -> Availability:
         if query.device.type != "cuda":
             return unavailable("it supports CUDA tensors only")
         if query.dtype not in (torch.float16, torch.bfloat16):
-            kind = str(query.dtype).removeprefix("torch.")
-            return unavailable(f"torch's attention on GPUs supports float16 and bfloat16, got {kind}")
+            dtype_name = str(query.dtype).removeprefix("torch.")
+            return unavailable(f"torch's attention on GPUs supports float16 and bfloat16, got {dtype_name}")
         if max(query.head_dim, query.v_head_dim) > _CUDA_MAX_HEAD_DIM:
             return unavailable(f"torch's attention on GPUs supports a head_dim of at most {_CUDA_MAX_HEAD_DIM}")
-        return plain_enough(query)
+        return plain_scores_availability(query)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
-    def _backward(
+    def _run_backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout the kernel draws no random numbers, so the RNG state of the forward is not needed.
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
-        with _deterministic():  # otherwise the kernel sums dq with atomics, in an order that differs between runs
+        with _deterministic_mode():  # otherwise the kernel sums dq with atomics, in an order that differs between runs
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad_out,
                 q,
@@ -270,15 +281,15 @@ class TorchCudaFlash(TorchFlash):
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def _deterministic_mode() -> Iterator[None]:
     """Context manager in which torch launches deterministic kernels."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    previous = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
 
 
-TORCH_CPU = TorchCpuFlash()
-TORCH_CUDA = TorchCudaFlash()
+TORCH_CPU_KERNEL = TorchCpuFlash()
+TORCH_CUDA_KERNEL = TorchCudaFlash()

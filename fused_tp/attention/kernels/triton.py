@@ -9,44 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
-from fused_tp.attention.kernels.torch_flash import TORCH_CUDA
+from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, KernelQuery, StepRows
+from fused_tp.attention.kernels.torch_flash import TORCH_CUDA_KERNEL
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, unavailable
 
 
-def launchable(query: KernelQuery) -> Availability:
+def triton_availability(query: KernelQuery) -> Availability:
     """Available if `TritonFlash` supports calls like `query`; `plain` and `grad_lse` do not matter."""
     if not has_triton():
         return unavailable("Triton is not installed")
-    here = None if query.device.type == "cuda" and not torch.cuda.is_available() else query.device
+    device = None if query.device.type == "cuda" and not torch.cuda.is_available() else query.device
     try:
-        kernels = _kernels()
+        kernels = _load_kernels()
     except ImportError as error:
         return unavailable(f"the Triton kernels cannot be loaded ({error})")
-    if not query.positive_scale:
+    if not query.has_positive_scale:
         return unavailable("the Triton attention kernels require a scale above 0")
-    reason = kernels.obstacle(query.dtype, query.head_dim, query.v_head_dim, here)
+    reason = kernels.obstacle(query.dtype, query.head_dim, query.v_head_dim, device)
     return AVAILABLE if reason is None else unavailable(reason)
 
 
 class TritonFlash(AttentionKernel):
-    """Attention with the Triton kernels, for every query that is `launchable`. fp32 is multiplied as IEEE fp32, not
-    TF32."""
+    """Attention with the Triton kernels, which multiply fp32 as IEEE fp32, not TF32."""
 
     name = "triton"
     reason = "the Triton kernels round once, after all steps"
     devices = ("cuda",)
 
     def available(self, query: KernelQuery) -> Availability:
-        return launchable(query)
+        return triton_availability(query)
 
-    def deprioritized(self, query: KernelQuery) -> str:
+    def reason_to_avoid(self, query: KernelQuery) -> str:
         if query.device.type != "cuda":
             return "Triton's interpreter is for tests only"
-        if query.single and TORCH_CUDA.available(query):
+        if query.allows_tile_rounding and TORCH_CUDA_KERNEL.available(query):
             return "torch's FlashAttention is preferred for a single step"
         if query.dtype == torch.float32:
             return "its float32 kernels do not use tensor cores and have small tiles"
@@ -56,15 +55,17 @@ class TritonFlash(AttentionKernel):
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
         sums = (state.weighted, state.highest, state.total)
-        _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh)
+        _load_kernels().flash_forward(q, k, v, step, to_kernel_terms(scores), sums, fresh=fresh)
 
-    def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = _kernels().flash_attention(q, k, v, step, terms_of(scores), sinks=scores.sinks)
+    def forward_single_step(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = _load_kernels().flash_attention(
+            q, k, v, step, to_kernel_terms(scores), sinks=scores.sinks
+        )
         return result
 
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`; bitwise equal in every run."""
-        _kernels().flash_backward(
+        _load_kernels().flash_backward(
             saved.grad_out,
             saved.q,
             saved.k,
@@ -75,13 +76,13 @@ class TritonFlash(AttentionKernel):
             sums.dk,
             sums.dv,
             step,
-            terms_of(scores),
+            to_kernel_terms(scores),
             d_slopes=sums.d_slopes,
         )
 
 
 @cache
-def _kernels() -> ModuleType:
+def _load_kernels() -> ModuleType:
     from fused_tp.triton_kernels import attention
     from fused_tp.triton_kernels.archive import install_shipped
 
@@ -89,12 +90,12 @@ def _kernels() -> ModuleType:
     return attention
 
 
-def terms_of(scores: Scores) -> Any:
+def to_kernel_terms(scores: Scores) -> Any:
     """Convert `scores` to `triton_kernels.attention.Terms`, the argument type of the Triton kernels."""
-    kernels = _kernels()
+    kernels = _load_kernels()
     drop = scores.dropout
     dropout = None if drop is None else kernels.DropoutArguments(drop.p, drop.seed, drop.first_head)
     return kernels.Terms(scores.scale, scores.softcap, scores.alibi_slopes, dropout)
 
 
-TRITON = TritonFlash()
+TRITON_KERNEL = TritonFlash()

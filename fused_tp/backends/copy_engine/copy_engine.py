@@ -15,8 +15,8 @@ CUDA graphs: the memory must exist and be large enough before the capture (see `
 a capture, and between replays and other calls, the caller must order the calls: one op of a group at a time, in the
 same order on all ranks.
 
-Tests replace the CUDA driver by a test double that moves host memory (`LIBRARIES`). CPU tensors then run through this
-code unchanged. An operation that would wait in a stream blocks the host instead, and raises errors immediately.
+Tests replace the CUDA driver by a test double that moves host memory (`DRIVER_LIBRARIES`). CPU tensors then run through
+this code unchanged. An operation that would wait in a stream blocks the host instead, and raises errors immediately.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from fused_tp.core.failure import GroupCalls
 from fused_tp.core.pending import current_stream
 
 # Ops in the order of csrc/copy_engine/watchdog.h, which identifies them by index.
-OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
+ENGINE_OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
 
 # Memory sizes are rounded up: to a power of two below _ROUNDED_TO, and to a multiple of _ROUNDED_TO above it.
-_LEAST_BYTES = 1 << 16
-_ROUNDED_TO = 16 << 20
+_MIN_WORKSPACE_BYTES = 1 << 16
+_ROUNDING_BYTES = 16 << 20
 
 # Largest number of streams that fetch shards. More are not faster, because a GPU has few copy engines, which share its
 # links. Ranks that share a GPU use fewer streams: the GPU's hardware queues must suffice for all streams of four ranks
 # with all kinds of workspaces, because in a shared queue a waiting stream would block the stream that it waits for.
-_MOST_FETCHES, _MOST_FETCHES_OF_ONE_GPU = 4, 2
+_MAX_FETCH_STREAMS, _MAX_FETCH_STREAMS_ON_SHARED_GPU = 4, 2
 
 # Values of the enum `Failure` in csrc/copy_engine/watchdog.h.
-_NONE, _TIMEOUT, _LOST, _ABORTED = range(4)
+_NO_FAILURE, _TIMEOUT, _PEER_LOST, _ABORTED = range(4)
 
 # File name of the driver's library, by device type; tests add a test double for "cpu".
-LIBRARIES = {"cuda": "libcuda.so.1"}
+DRIVER_LIBRARIES = {"cuda": "libcuda.so.1"}
 
 
 def copy_engine_available(device: torch.device) -> Availability:
     """Return whether copy engines can be used for tensors on `device`, regardless of the group."""
     if find_spec("fused_tp._core") is None:
         return unavailable("this installation has no native core")
-    if device.type not in LIBRARIES:
+    if device.type not in DRIVER_LIBRARIES:
         return unavailable(f"copy engines are supported on NVIDIA GPUs only, not on {device.type}")
     try:
-        driver = import_module("fused_tp._core").Driver(LIBRARIES[device.type])
+        driver = import_module("fused_tp._core").Driver(DRIVER_LIBRARIES[device.type])
         if not driver.has_stream_memory_ops(device.index or 0):
             return unavailable("this device does not support stream memory operations (waiting for a memory word)")
     except RuntimeError as error:
@@ -83,13 +83,13 @@ class _NativeSlot:
     buffer: Tensor
     gather_bytes: int
     scatter_bytes: int
-    streams: _Streams | None  # None: the core has created its own streams
+    streams: _WorkspaceStreams | None  # None: the core has created its own streams
     captured: bool = False  # True: a CUDA graph contains a call on this workspace
     pending: int = 0  # number of calls that have begun and are not finished
 
 
 @dataclass(frozen=True)
-class Offered:
+class OfferedShards:
     """Memory words by which the engine notifies a kernel of arrived shards; see `triton_kernels/comm/arrivals.py`.
 
     Attributes:
@@ -115,56 +115,67 @@ class CopyCall:
         self._engine = engine
         self._slot = slot
         self._core = slot.core
-        self._written: list[Tensor] = []  # destinations that the engine's streams may write until `finish`
-        self._call = slot.core.begin(OPS.index(op), engine.stream(), settings.timeout_seconds())
+        self._destinations: list[Tensor] = []  # destinations that the engine's streams may write until `finish`
+        self._call = slot.core.begin(ENGINE_OPS.index(op), engine.stream(), settings.timeout_seconds())
         slot.pending += 1
 
     def __enter__(self) -> CopyCall:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:  # peers wait for data that will not arrive
             self._engine.abort(f"{self.op} failed on rank {self._engine.rank} ({type(error).__name__}: {error}).")
 
     def __del__(self) -> None:
         # The call was not finished. The engine's streams may still write to these tensors, also after an abort.
-        if self._written:
-            self._engine.abandoned += self._written
+        if self._destinations:
+            self._engine.abandoned += self._destinations
 
-    def gather(self, shard: Tensor, places: Sequence[Tensor]) -> None:
-        """Start gathering the ranks' `shard` into `places`, one tensor per rank; this rank's own entry is not written.
+    def gather(self, shard: Tensor, destinations: Sequence[Tensor]) -> None:
+        """Start gathering the ranks' `shard` into `destinations`, one tensor per rank. This rank's entry is not used.
 
-        All tensors are contiguous, and each entry of `places` has as many bytes as the shard of its rank.
+        All tensors are contiguous, and each entry of `destinations` has as many bytes as the shard of its rank.
         """
-        self._written += places
-        self._core.gather(self._call, self._engine.stream(), _range(shard), [_range(place) for place in places])
+        self._destinations += destinations
+        self._core.gather(
+            self._call,
+            self._engine.stream(),
+            _address_and_bytes(shard),
+            [_address_and_bytes(destination) for destination in destinations],
+        )
 
-    def offer(self, shard: Tensor, places: Sequence[Tensor]) -> Offered:
+    def offer(self, shard: Tensor, destinations: Sequence[Tensor]) -> OfferedShards:
         """Start a gather whose shards the next kernel of the current stream polls for itself; return what it polls.
 
-        Not supported during CUDA graph capture. `places` also has an entry for this rank; if it is an empty tensor,
-        this rank's shard is not copied.
+        Not supported during CUDA graph capture. `destinations` also has an entry for this rank; if that entry is an
+        empty tensor, this rank's shard is not copied.
         """
-        self._written += places
-        op, places_at = OPS.index(self.op), [_range(place) for place in places]
-        channel = self._core.offer(self._call, self._engine.stream(), op, _range(shard), places_at)
-        first, words = (self._core.arrived(channel), self._core.order(channel)), self._slot.buffer.view(torch.int64)
-        arrived, order = (words[word : word + self._engine.world_size] for word in first)
-        return Offered(arrived, order, self._core.expired)
+        self._destinations += destinations
+        op, destination_ranges = (
+            ENGINE_OPS.index(self.op),
+            [_address_and_bytes(destination) for destination in destinations],
+        )
+        channel = self._core.offer(self._call, self._engine.stream(), op, _address_and_bytes(shard), destination_ranges)
+        first_words, words = (
+            (self._core.arrived(channel), self._core.order(channel)),
+            self._slot.buffer.view(torch.int64),
+        )
+        arrived, order = (words[word : word + self._engine.world_size] for word in first_words)
+        return OfferedShards(arrived, order, self._core.expired)
 
     def wait_for(self, peer: int) -> None:
         """Make the current stream wait until the shard of rank `peer` has arrived, in the last `gather`."""
         self._core.wait_for(self._call, self._engine.stream(), peer)
 
-    def scatter(self) -> Scatter:
+    def scatter(self) -> BlockScatter:
         """Start sending blocks to the ranks that sum them.
 
         Raises:
             RuntimeError: two earlier scatters, of this call or of a call that encloses it, have not been received yet.
         """
-        return Scatter(self, self._slot)
+        return BlockScatter(self, self._slot)
 
     def finish(self, *results: Tensor) -> None:
         """Finish the call. If the call fails, its contiguous `results` become NaN.
@@ -173,13 +184,13 @@ class CopyCall:
         """
         self._slot.pending -= 1
         self._slot.captured |= is_capturing(self._engine.device)
-        self._core.finish(self._call, self._engine.stream(), [_range(result) for result in results])
-        self._written.clear()  # not reached if the native call raised, because the engine may then still write
+        self._core.finish(self._call, self._engine.stream(), [_address_and_bytes(result) for result in results])
+        self._destinations.clear()  # not reached if the native call raised, because the engine may then still write
         if self._engine.device.type == "cpu":
             self._engine.raise_failure()
 
 
-class Scatter:
+class BlockScatter:
     """Exchange of one block between every pair of ranks: `push` to each peer, `receive`, read `terms`, `release`."""
 
     def __init__(self, call: CopyCall, slot: _NativeSlot) -> None:
@@ -198,7 +209,7 @@ class Scatter:
 
     def push(self, peer: int, block: Tensor) -> None:
         """Send the contiguous `block` to rank `peer`, after the work enqueued on the current stream so far."""
-        self._core.push(self._call._call, self._engine.stream(), self.number, peer, _range(block))
+        self._core.push(self._call._call, self._engine.stream(), self.number, peer, _address_and_bytes(block))
 
     def receive(self) -> None:
         """Make the current stream wait until all blocks for this rank have arrived."""
@@ -209,15 +220,15 @@ class Scatter:
         self._core.release(self._engine.stream(), self.number)
 
 
-class _Streams:
+class _WorkspaceStreams:
     """Streams of one workspace of the native core, which keeps this object alive; freeing it frees the streams."""
 
     def __init__(self, memory: KernelMemory) -> None:
         self._memory = memory  # keeps its `rescue` stream alive
-        most = _MOST_FETCHES_OF_ONE_GPU if memory.shares_gpu else _MOST_FETCHES
-        own = memory.own_streams(self, 1 + min(memory.world_size - 1, most))
+        max_streams = _MAX_FETCH_STREAMS_ON_SHARED_GPU if memory.shares_gpu else _MAX_FETCH_STREAMS
+        copy_streams = memory.own_streams(self, 1 + min(memory.world_size - 1, max_streams))
         assert memory.rescue is not None
-        self.handles = [memory.rescue.cuda_stream, *(stream.cuda_stream for stream in own)]
+        self.handles = [memory.rescue.cuda_stream, *(stream.cuda_stream for stream in copy_streams)]
 
 
 class CopyEngine(GroupKernels[_NativeSlot]):
@@ -234,7 +245,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         super().__init__(memory, "copy engines", messages)
         self.abandoned: list[Tensor] = []  # destinations of unfinished calls, kept alive forever
         self.watch()
-        _engines.add(self)
+        _live_engines.add(self)
 
     def stream(self) -> int:
         """Return the handle of the current stream."""
@@ -245,7 +256,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
 
         Args:
             gather_bytes: size of the longest shard that any rank passes to `CopyCall.gather`.
-            scatter_bytes: size of the longest block that any rank passes to `Scatter.push`.
+            scatter_bytes: size of the longest block that any rank passes to `BlockScatter.push`.
 
         Raises:
             RuntimeError: the workspace would have to grow during CUDA graph capture.
@@ -254,7 +265,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         self.raise_if_failed()
         slot = self._slots.get("")
         if slot is None or slot.gather_bytes < gather_bytes or slot.scatter_bytes < scatter_bytes:
-            slot = self._grow(op, gather_bytes, scatter_bytes)
+            slot = self._grow_workspace(op, gather_bytes, scatter_bytes)
         self.calls += 1
         return CopyCall(self, slot, op)
 
@@ -264,14 +275,16 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             slot.core.stop()
 
     def _failure(self) -> FusedTPError | None:
-        failed = next((slot.core for slot in self._all_slots() if slot.core.failure != _NONE), None)
-        if failed is None:
+        failed_core = next((slot.core for slot in self._all_slots() if slot.core.failure != _NO_FAILURE), None)
+        if failed_core is None:
             return None
-        kind = {_TIMEOUT: CollectiveTimeoutError, _LOST: PeerLostError}.get(failed.failure, FusedTPError)
-        late = ""
-        if failed.failure == _TIMEOUT and not self._lost:
-            late = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
-        return self._error(kind, f"{{reason}}{late}", reason=failed.sentence)
+        error_class = {_TIMEOUT: CollectiveTimeoutError, _PEER_LOST: PeerLostError}.get(
+            failed_core.failure, FusedTPError
+        )
+        timeout_text = ""
+        if failed_core.failure == _TIMEOUT and not self._lost:
+            timeout_text = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
+        return self._error(error_class, f"{{reason}}{timeout_text}", reason=failed_core.sentence)
 
     def _leave(self, slot: _NativeSlot, why: str) -> None:
         slot.core.abort(why)
@@ -279,25 +292,28 @@ class CopyEngine(GroupKernels[_NativeSlot]):
     def _lose(self, slot: _NativeSlot, rank: int) -> None:
         slot.core.lose(rank)
 
-    def _grow(self, op: str, gather_bytes: int, scatter_bytes: int) -> _NativeSlot:
-        old = self._slots.get("")
+    def _grow_workspace(self, op: str, gather_bytes: int, scatter_bytes: int) -> _NativeSlot:
+        old_slot = self._slots.get("")
         check_not_capturing(
             self.device,
             f"{op} needs memory for shards of {gather_bytes} and blocks of {scatter_bytes} bytes, and the group has "
-            f"{'none yet' if old is None else 'less'}",
+            f"{'none yet' if old_slot is None else 'less'}",
         )
-        if old is not None:
-            gather_bytes, scatter_bytes = max(gather_bytes, old.gather_bytes), max(scatter_bytes, old.scatter_bytes)
+        if old_slot is not None:
+            gather_bytes, scatter_bytes = (
+                max(gather_bytes, old_slot.gather_bytes),
+                max(scatter_bytes, old_slot.scatter_bytes),
+            )
         gather_bytes, scatter_bytes = (
-            rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO) for nbytes in (gather_bytes, scatter_bytes)
+            rounded(nbytes, _MIN_WORKSPACE_BYTES, _ROUNDING_BYTES) for nbytes in (gather_bytes, scatter_bytes)
         )
-        core = import_module("fused_tp._core").CopyEngineWorkspace
-        nbytes = core.bytes(self.world_size, gather_bytes, scatter_bytes)
+        workspace_class = import_module("fused_tp._core").CopyEngineWorkspace
+        nbytes = workspace_class.bytes(self.world_size, gather_bytes, scatter_bytes)
         with self._creation_scope(nbytes, op):
             # A rank must not free memory to which a peer may still write. So each rank waits for its own streams, and
             # then allocates the new memory, which waits for all ranks. Twice the timeout suffices, because the
             # watchdog aborts every wait of a stream after the timeout.
-            if old is not None and not old.core.quiet(2 * settings.timeout_seconds()):
+            if old_slot is not None and not old_slot.core.quiet(2 * settings.timeout_seconds()):
                 raise CollectiveTimeoutError("earlier calls did not finish")
             buffer, handle = self._memory.allocate(nbytes)
             if buffer.is_cuda:
@@ -306,31 +322,33 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
             index = self.device.index or 0
-            library = LIBRARIES[self.device.type]
-            outgrown = old if old is not None and (old.captured or old.pending) else None
+            library = DRIVER_LIBRARIES[self.device.type]
+            outgrown_slot = old_slot if old_slot is not None and (old_slot.captured or old_slot.pending) else None
             streams = None
-            if old is not None and outgrown is None:
-                streams = old.streams
+            if old_slot is not None and outgrown_slot is None:
+                streams = old_slot.streams
             elif self._memory.rescue is not None:
-                streams = _Streams(self._memory)
+                streams = _WorkspaceStreams(self._memory)
             handles = [] if streams is None else streams.handles
-            made = core(library, index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams)
+            workspace = workspace_class(
+                library, index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams
+            )
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
-        if old is not None and outgrown is None:
+        if old_slot is not None and outgrown_slot is None:
             # The new workspace reuses the streams, and the old watchdog would take their work for its own.
-            old.core.stop()
-        return self._keep("", _NativeSlot(made, buffer, gather_bytes, scatter_bytes, streams), outgrown)
+            old_slot.core.stop()
+        return self._keep("", _NativeSlot(workspace, buffer, gather_bytes, scatter_bytes, streams), outgrown_slot)
 
 
-_engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()
+_live_engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()
 
 
 @atexit.register
-def _stop_all() -> None:
-    for engine in list(_engines):
+def _stop_engines() -> None:
+    for engine in list(_live_engines):
         engine.stop()
 
 
-def _range(t: Tensor) -> tuple[int, int]:
+def _address_and_bytes(t: Tensor) -> tuple[int, int]:
     assert t.is_contiguous()
     return t.data_ptr(), t.nbytes

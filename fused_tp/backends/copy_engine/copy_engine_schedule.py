@@ -11,8 +11,8 @@ the decomposition is from Wang et al., "Overlap Communication with Dependent Com
 Learning Models", ASPLOS 2023). This schedule adds deadlines, any number of ranks, any sizes, and CUDA graphs. No kernel
 waits for a peer, so all multiprocessors are available to the matmuls.
 
-`meanwhile` runs on the caller's stream, after the last send and before the first wait, so that it overlaps with the
-transfer of the last blocks. On a separate stream it would only compete with the matmuls.
+`overlapped_work` runs on the caller's stream, after the last send and before the first wait, so that it overlaps with
+the transfer of the last blocks. On a separate stream it would only compete with the matmuls.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.backends.copy_engine.copy_engine import CopyCall, CopyEngine, Scatter
+from fused_tp.backends.copy_engine.copy_engine import BlockScatter, CopyCall, CopyEngine
 from fused_tp.backends.cuda.device_collectives import sum_into
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
 from fused_tp.backends.messages.plain import Plain, gather_blocks
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work, rank_offsets
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, OverlappedWork, rank_offsets
 from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.core.partition import shard_range, shard_sizes
-from fused_tp.core.pending import After, Pending
+from fused_tp.core.pending import Pending, PendingCall
 from fused_tp.core.tracing import span
 
 # smallest chunk of an all-reduce; for smaller ones, flags and events cost more than overlap saves
@@ -57,116 +57,118 @@ class CopyEngineSchedule(KernelSchedule):
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
-        return gather_blocks(x_shard, dim_shards, self._gathered)
+        return gather_blocks(x_shard, dim_shards, self._start_gather)
 
-    def _gathered(self, flat: Tensor) -> Pending[Tensor]:
+    def _start_gather(self, flat: Tensor) -> Pending[Tensor]:
         """Start gathering the ranks' `flat` [n] in rank order, to [W * n]."""
         out = flat.new_empty(self.world_size * flat.numel())
-        places = out.view(self.world_size, flat.numel())
+        shards = out.view(self.world_size, flat.numel())
         call = self.engine.call("all_gather", gather_bytes=flat.nbytes)
         with span("all_gather", flat, self.name), call:
-            call.gather(flat, list(places.unbind()))
-            places[self.rank].copy_(flat)
-        started = _stream_of(flat)
+            call.gather(flat, list(shards.unbind()))
+            shards[self.rank].copy_(flat)
+        start_stream = _current_stream_of(flat)
 
         def finish() -> Tensor:
             with call:
                 call.finish(out)
-            if (stream := _stream_of(flat)) != started and stream is not None:
+            if (stream := _current_stream_of(flat)) != start_stream and stream is not None:
                 flat.record_stream(stream)
                 out.record_stream(stream)
             return out
 
-        return After(finish)
+        return PendingCall(finish)
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
 
-    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+    def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         return self.fallback if op == "reduce_scatter" and not dtype.is_floating_point else None
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
-        blocks = rows.split(dim_shards.counts)
-        own = blocks[self.rank]
-        out = torch.empty_like(own)
+        blocks = rows.split(dim_shards.row_counts)
+        own_block = blocks[self.rank]
+        out = torch.empty_like(own_block)
         with (
             span("reduce_scatter", rows, self.name),
-            self.engine.call("reduce_scatter", scatter_bytes=_most_bytes(blocks)) as call,
+            self.engine.call("reduce_scatter", scatter_bytes=_max_bytes(blocks)) as call,
         ):
             scatter = call.scatter()
             for owner in self._peers:
                 scatter.push(owner, blocks[owner])
-            scatter.terms(own.shape, own.dtype)[self.rank].copy_(own)
-            self._sum(scatter, out, None)
+            scatter.terms(own_block.shape, own_block.dtype)[self.rank].copy_(own_block)
+            self._sum_block(scatter, out, None)
             call.finish(out)
         return out
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        counts = dim_shards.counts
-        own = as_rows(asked.x_shard).contiguous()
-        gathered = own.new_empty((sum(counts), dim_shards.shape[-1]))
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        counts = dim_shards.row_counts
+        own_rows = as_rows(request.x_shard).contiguous()
+        gathered = own_rows.new_empty((sum(counts), dim_shards.shape[-1]))
         shards = gathered.split(counts)
-        outputs = [own.new_empty((sum(counts), w.shape[0])) for w in asked.weights]
+        outputs = [own_rows.new_empty((sum(counts), w.shape[0])) for w in request.weights]
         parts = [y.split(counts) for y in outputs]
-        with self.engine.call("all_gather_matmul", gather_bytes=_most_bytes(shards)) as call:
-            call.gather(own, shards)
+        with self.engine.call("all_gather_matmul", gather_bytes=_max_bytes(shards)) as call:
+            call.gather(own_rows, shards)
             for source in (self.rank, *self._peers):
                 if source != self.rank:
                     call.wait_for(source)
                 with span("all_gather_matmul of the shard of rank", source, self.name):
-                    rows = own if source == self.rank else shards[source]
-                    for part, w, bias in zip(parts, asked.weights, asked.biases, strict=True):
+                    rows = own_rows if source == self.rank else shards[source]
+                    for part, w, bias in zip(parts, request.weights, request.biases, strict=True):
                         sum_of_products([(rows, w)], bias, out=part[source])
-            if asked.return_gathered:
-                shards[self.rank].copy_(own)
+            if request.return_gathered:
+                shards[self.rank].copy_(own_rows)
                 call.finish(*outputs, gathered)
             else:
                 call.finish(*outputs)
-        return [dim_shards.placed(y) for y in outputs], dim_shards.placed(gathered) if asked.return_gathered else None
+        return [dim_shards.from_rank_major(y) for y in outputs], dim_shards.from_rank_major(
+            gathered
+        ) if request.return_gathered else None
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
-        x, counts, n = products[0][0], dim_shards.counts, dim_shards.shape[-1]
+        x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
         most_bytes = max(counts) * n * x.element_size()
         with self.engine.call("matmul_reduce_scatter", scatter_bytes=most_bytes) as call:
-            scatter = self._scatter("matmul_reduce_scatter", call, products, partial, counts)
-            if meanwhile is not None:
-                meanwhile()
-            self._sum(scatter, out, bias)
+            scatter = self._multiply_and_send("matmul_reduce_scatter", call, products, partial, counts)
+            if overlapped_work is not None:
+                overlapped_work()
+            self._sum_block(scatter, out, bias)
             call.finish(out)
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
         m, n = len(x), w.shape[0]
         partial, out = x.new_empty((m, n)), x.new_empty((m, n))
-        count = self._chunks_of(m, n, x)
+        count = self._num_chunks(m, n, x)
         chunks = [shard_range(m, count, number) for number in range(count)]
         most_bytes = max(shard_sizes(stop - start, self.world_size)[0] for start, stop in chunks) * n * x.element_size()
-        waiting: tuple[Scatter, Tensor] | None = None
+        previous_chunk: tuple[BlockScatter, Tensor] | None = None
         with self.engine.call("matmul_all_reduce", gather_bytes=most_bytes, scatter_bytes=most_bytes) as call:
             for number, (start, stop) in enumerate(chunks):
                 counts = shard_sizes(stop - start, self.world_size)
                 part = [(x[start:stop], w) for x, w in products]
                 with span("matmul_all_reduce chunk", number, "of", len(chunks), self.name):
-                    scatter = self._scatter("matmul_all_reduce", call, part, partial[start:stop], counts)
-                if waiting is not None:
+                    scatter = self._multiply_and_send("matmul_all_reduce", call, part, partial[start:stop], counts)
+                if previous_chunk is not None:
                     # The transfer of the previous chunk has overlapped with a matmul, so this wait is short.
-                    self._share(call, *waiting, bias)
-                waiting = scatter, out[start:stop]
-            if meanwhile is not None:
-                meanwhile()
-            assert waiting is not None
-            self._share(call, *waiting, bias)
+                    self._reduce_and_gather(call, *previous_chunk, bias)
+                previous_chunk = scatter, out[start:stop]
+            if overlapped_work is not None:
+                overlapped_work()
+            assert previous_chunk is not None
+            self._reduce_and_gather(call, *previous_chunk, bias)
             call.finish(out)
         return out
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _scatter(
+    def _multiply_and_send(
         self, op: str, call: CopyCall, products: Sequence[Product], partial: Tensor, counts: Sequence[int]
-    ) -> Scatter:
+    ) -> BlockScatter:
         """Multiply block by block, and send each block to the owner of its rows. `partial`: memory for the blocks."""
         scatter = call.scatter()
         offsets = rank_offsets(counts)
@@ -181,27 +183,27 @@ class CopyEngineSchedule(KernelSchedule):
                     sum_of_products(part, out=scatter.terms(blocks[owner].shape, partial.dtype)[self.rank])
         return scatter
 
-    def _sum(self, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
+    def _sum_block(self, scatter: BlockScatter, out: Tensor, bias: Tensor | None) -> None:
         """Sum the ranks' terms of this rank's block into `out`."""
         scatter.receive()
         sum_into(out, scatter.terms(out.shape, out.dtype), bias)
         scatter.release()
 
-    def _share(self, call: CopyCall, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
+    def _reduce_and_gather(self, call: CopyCall, scatter: BlockScatter, out: Tensor, bias: Tensor | None) -> None:
         """Sum this rank's rows of `out`, and start gathering the rows that the other ranks have summed."""
         parts = out.split(shard_sizes(out.shape[0], self.world_size))
-        self._sum(scatter, parts[self.rank], bias)
+        self._sum_block(scatter, parts[self.rank], bias)
         call.gather(parts[self.rank], parts)
 
-    def _chunks_of(self, m: int, n: int, x: Tensor) -> int:
+    def _num_chunks(self, m: int, n: int, x: Tensor) -> int:
         """Return the number of chunks, from M, N and the dtype only: K is sharded and may differ between ranks."""
         chunks = self.chunks or m * n * x.element_size() // CHUNK_BYTES
         return max(1, min(chunks, MAX_CHUNKS if self.chunks is None else chunks, m // self.world_size))
 
 
-def _most_bytes(tensors: Sequence[Tensor]) -> int:
+def _max_bytes(tensors: Sequence[Tensor]) -> int:
     return max(t.nbytes for t in tensors)
 
 
-def _stream_of(t: Tensor) -> torch.cuda.Stream | None:
+def _current_stream_of(t: Tensor) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(t.device) if t.is_cuda else None

@@ -28,7 +28,7 @@ from fused_tp.backends.cuda.device_plans import (
     SUMMED_DTYPES,
     AllToAllLayout,
     DevicePlan,
-    Plans,
+    PlanCache,
     heads_to_sequence,
     sequence_to_heads,
     with_dense_heads,
@@ -51,7 +51,7 @@ class DeviceCollectives(Workspaces):
 
     def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
         self._kernels = native_kernels()
-        self._plans = Plans(memory)
+        self._plans = PlanCache(memory)
         _preload(self._kernels, memory.device)
         super().__init__(memory, dict.fromkeys(("device", "overlapped gather"), _workspace_class()), messages)
 
@@ -71,7 +71,7 @@ class DeviceCollectives(Workspaces):
         Raises:
             ValueError: "multimem" on memory without a multicast address.
         """
-        plan = self._plans.of("all_reduce", x, algorithm, None, overlapped)
+        plan = self._plans.get("all_reduce", x, algorithm, None, overlapped)
         terms = x.contiguous()
         if out is None:
             out = torch.empty_like(terms)
@@ -79,7 +79,7 @@ class DeviceCollectives(Workspaces):
             bias = None if bias is None else bias.contiguous()
             number, addresses = ALGORITHMS[algorithm], (terms.data_ptr(), out.data_ptr())
             sizes = plan.count, plan.dtype
-            self._launch("all_reduce", plan, number, *addresses, *sizes, _bias(bias), algorithm=algorithm)
+            self._launch("all_reduce", plan, number, *addresses, *sizes, _bias_address(bias), algorithm=algorithm)
         return out
 
     def reduce_scatter(
@@ -95,13 +95,13 @@ class DeviceCollectives(Workspaces):
         Args:
             counts: number of rows of each rank, equal except that the last ranks may have fewer; None: ceil(M / W).
         """
-        plan = self._plans.of("reduce_scatter", rows, "", counts, overlapped)
+        plan = self._plans.get("reduce_scatter", rows, "", counts, overlapped)
         rows = rows.contiguous()
         out = rows.new_empty(plan.shape)
         if plan.count:
             bias = None if bias is None else bias.contiguous()
             addresses = rows.data_ptr(), out.data_ptr()
-            self._launch("reduce_scatter", plan, *addresses, plan.count, plan.chunk, plan.dtype, _bias(bias))
+            self._launch("reduce_scatter", plan, *addresses, plan.count, plan.chunk, plan.dtype, _bias_address(bias))
         return out
 
     def all_reduce_rms_norm(
@@ -116,7 +116,7 @@ class DeviceCollectives(Workspaces):
 
         The norm is computed in float32 from the rounded new_residual, and rounded once. Not supported: "multimem".
         """
-        plan = self._plans.of("all_reduce_rms_norm", partial, algorithm)
+        plan = self._plans.get("all_reduce_rms_norm", partial, algorithm)
         partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
         new_residual, normed = torch.empty_like(partial), torch.empty_like(partial)
         if plan.count:
@@ -135,37 +135,47 @@ class DeviceCollectives(Workspaces):
                 as many rows as this one.
             overlapped: also use a separate workspace, because a CUDA graph may be replayed at the same time.
         """
-        plan = self._plans.of("all_gather", shard, "", counts, overlapped)
+        plan = self._plans.get("all_gather", shard, "", counts, overlapped)
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
         if plan.count:
             # a later capture of this call uses the other workspace, which cannot grow during the capture
             if overlapped:
-                room = self._plans.of("all_gather", shard, "", counts).nbytes
-                self.reserve("device", room, "all_gather")
-            kind = "overlapped gather" if overlapped else "device"
-            self._launch("all_gather", plan, shard.data_ptr(), out.data_ptr(), plan.count, plan.chunk, kind=kind)
+                needed_bytes = self._plans.get("all_gather", shard, "", counts).nbytes
+                self.reserve("device", needed_bytes, "all_gather")
+            workspace_name = "overlapped gather" if overlapped else "device"
+            self._launch(
+                "all_gather",
+                plan,
+                shard.data_ptr(),
+                out.data_ptr(),
+                plan.count,
+                plan.chunk,
+                workspace_name=workspace_name,
+            )
         return out
 
     def sequence_to_heads(self, x: Tensor) -> Tensor:
         """Convert a sequence shard [B, S/W, H, D] to a head shard [B, S, H/W, D], by an all-to-all."""
         x = with_dense_heads(x)
-        return self._all_to_all(x, *sequence_to_heads(x, self.world_size))
+        return self._launch_all_to_all(x, *sequence_to_heads(x, self.world_size))
 
     def heads_to_sequence(self, x: Tensor) -> Tensor:
         """Convert a head shard [B, S, H/W, D] to a sequence shard [B, S/W, H, D], by an all-to-all."""
         x = with_dense_heads(x)
-        return self._all_to_all(x, *heads_to_sequence(x, self.world_size))
+        return self._launch_all_to_all(x, *heads_to_sequence(x, self.world_size))
 
-    def _all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: tuple[int, ...]) -> Tensor:
+    def _launch_all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: tuple[int, ...]) -> Tensor:
         plan = self._plans.all_to_all(layout, out_shape)
         out = x.new_empty(plan.shape)
         if plan.count:
             self._launch("all_to_all", plan, x.data_ptr(), out.data_ptr(), tuple(layout))
         return out
 
-    def _launch(self, op: str, plan: DevicePlan, *arguments: Any, kind: str = "device", algorithm: str = "") -> None:
-        with self.use(kind, plan.nbytes, op) as workspace:
+    def _launch(
+        self, op: str, plan: DevicePlan, *arguments: Any, workspace_name: str = "device", algorithm: str = ""
+    ) -> None:
+        with self.use(workspace_name, plan.nbytes, op) as workspace:
             if algorithm == "multimem" and not workspace.multicast_address:
                 raise ValueError(
                     "algorithm='multimem' needs multicast memory (NVLink switches with SHARP, Hopper or later), which "
@@ -174,8 +184,8 @@ class DeviceCollectives(Workspaces):
             getattr(self._kernels, op)(workspace.native, *arguments, plan.blocks, current_stream(self.device))
 
 
-_preloaded: set[tuple[int, int]] = set()
-_preloading = threading.Lock()
+_preloaded_devices: set[tuple[int, int]] = set()
+_preload_lock = threading.Lock()
 
 
 def _preload(kernels: Any, device: torch.device) -> None:
@@ -183,14 +193,14 @@ def _preload(kernels: Any, device: torch.device) -> None:
     the device, on which another rank's kernel may wait for this launch."""
     if device.type != "cuda":
         return
-    with _preloading, torch.cuda.device(device):
+    with _preload_lock, torch.cuda.device(device):
         key = id(kernels), torch.cuda.current_device()
-        if key not in _preloaded:
+        if key not in _preloaded_devices:
             kernels.preload()
-            _preloaded.add(key)
+            _preloaded_devices.add(key)
 
 
-def _bias(bias: Tensor | None) -> tuple[int, int]:
+def _bias_address(bias: Tensor | None) -> tuple[int, int]:
     """Return (address, length) of `bias`; (0, 0) for None."""
     return (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
 
@@ -248,7 +258,7 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
     """
     if not out.numel():
         return
-    if out.is_cuda and out.dtype in SUMMED_DTYPES and _has_kernels(out.device.index):
+    if out.is_cuda and out.dtype in SUMMED_DTYPES and _has_kernels_for(out.device.index):
         bias = None if bias is None else bias.contiguous()
         with torch.cuda.device(out.device):
             native_kernels().sum_terms(
@@ -258,7 +268,7 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
                 out.data_ptr(),
                 out.numel(),
                 dtype_number(out.dtype),
-                _bias(bias),
+                _bias_address(bias),
                 current_stream(out.device),
             )
         return
@@ -266,7 +276,7 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
 
 
 @cache
-def _has_kernels(index: int) -> bool:
+def _has_kernels_for(index: int) -> bool:
     """True if the library contains code for GPU number `index`; it may have been built for other GPUs only."""
     major, minor = torch.cuda.get_device_capability(index)
     return native_kernels_available(10 * major + minor).ok

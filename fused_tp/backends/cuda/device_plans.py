@@ -27,8 +27,8 @@ from fused_tp.core.partition import shard_sizes
 # the sum (PTX ISA, multimem.ld_reduce).
 ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
 # multimem is excluded, because the switch cannot normalize: a rank would have to read its rows from the switch,
-# normalize them and send them to its peers, which is what two_shot does.
-NORMED_ALGORITHMS = ("one_shot", "two_shot")
+# normalize them and send them to its peers, as two_shot does.
+NORM_ALGORITHMS = ("one_shot", "two_shot")
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Number of blocks of a kernel that overlaps with another one. A block on every SM would delay a concurrent matmul until
@@ -51,7 +51,7 @@ class DevicePlan:
     shape: tuple[int, ...]  # shape of the result on this rank
 
 
-class Plans:
+class PlanCache:
     """Cache of the launch plans of one group."""
 
     def __init__(self, memory: KernelMemory) -> None:
@@ -59,7 +59,7 @@ class Plans:
         self._world_size = memory.world_size
         self._cache: dict[Hashable, DevicePlan] = {}
 
-    def of(
+    def get(
         self,
         op: str,
         x: Tensor,
@@ -69,15 +69,15 @@ class Plans:
     ) -> DevicePlan:
         """Return the plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, for gathers and scatters."""
         key = op, algorithm, counts and tuple(counts), overlapped, x.shape, x.dtype
-        return self._of(key, partial(self._make, op, x, algorithm, counts, overlapped))
+        return self._cached_plan(key, partial(self._make_plan, op, x, algorithm, counts, overlapped))
 
     def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> DevicePlan:
         """Return the plan of an all-to-all with this layout and result shape."""
         part = layout.part_bytes
-        make = partial(self._plan, "all_to_all", "", self._world_size * part, part, None, shape)
-        return self._of((layout, shape), make)
+        make = partial(self._size_launch, "all_to_all", "", self._world_size * part, part, None, shape)
+        return self._cached_plan((layout, shape), make)
 
-    def _of(self, key: tuple[Hashable, ...], make: Callable[[], DevicePlan]) -> DevicePlan:
+    def _cached_plan(self, key: tuple[Hashable, ...], make: Callable[[], DevicePlan]) -> DevicePlan:
         key = (settings.sm_margin(), *key)
         plan = self._cache.get(key)
         if plan is None:
@@ -86,21 +86,23 @@ class Plans:
             plan = self._cache[key] = make()
         return plan
 
-    def _make(self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool) -> DevicePlan:
+    def _make_plan(
+        self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool
+    ) -> DevicePlan:
         row = prod(x.shape[1:])
         if op == "all_gather":  # sizes in bytes, because the dtype does not matter
             sizes, row = counts or [x.shape[0]] * self._world_size, row * x.element_size()
             shape = (sum(sizes), *x.shape[1:])
-            return self._plan(op, algorithm, sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
+            return self._size_launch(op, algorithm, sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
         chunk, shape = 0, tuple(x.shape)
         if op == "reduce_scatter":
             sizes = counts or shard_sizes(x.shape[0], self._world_size)
             chunk, shape = sizes[0] * row, (sizes[self._memory.rank], *x.shape[1:])
         elif op == "all_reduce_rms_norm":
             chunk = x.shape[-1]
-        return self._plan(op, algorithm, x.numel(), chunk, x.dtype, shape, overlapped)
+        return self._size_launch(op, algorithm, x.numel(), chunk, x.dtype, shape, overlapped)
 
-    def _plan(
+    def _size_launch(
         self,
         op: str,
         algorithm: str,
@@ -112,16 +114,16 @@ class Plans:
     ) -> DevicePlan:
         if summed is not None and summed not in SUMMED_DTYPES:
             raise TypeError(f"Sums must have dtype float32, bfloat16 or float16, got {summed}.")
-        number = 0 if summed is None else dtype_number(summed)
+        dtype_index = 0 if summed is None else dtype_number(summed)
         if count == 0:
-            return DevicePlan(0, 0, 0, chunk, number, shape)
+            return DevicePlan(0, 0, 0, chunk, dtype_index, shape)
         # The margin applies to GPUs only: in the CPU build, blocks are threads.
         sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
-        most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
-        arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
+        max_blocks = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
+        arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, dtype_index, self._world_size
         core = import_module("fused_tp._core")
-        blocks, nbytes = core.device_plan(*arguments, most)
-        return DevicePlan(nbytes, blocks, count, chunk, number, shape)
+        blocks, nbytes = core.device_plan(*arguments, max_blocks)
+        return DevicePlan(nbytes, blocks, count, chunk, dtype_index, shape)
 
 
 # -- layouts of an all-to-all ------------------------------------------------------------------------------------------
@@ -155,24 +157,34 @@ def sequence_to_heads(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
     batches, rows, heads, head_dim = x.shape
-    own = heads // world_size
-    run = own * head_dim * x.element_size()
-    here = run, x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
-    there = rows * run, world_size * rows * run, run
-    return AllToAllLayout(batches, rows, run, *here, *there), (batches, world_size * rows, own, head_dim)
+    heads_per_rank = heads // world_size
+    run_bytes = heads_per_rank * head_dim * x.element_size()
+    in_strides = run_bytes, x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
+    out_strides = rows * run_bytes, world_size * rows * run_bytes, run_bytes
+    return AllToAllLayout(batches, rows, run_bytes, *in_strides, *out_strides), (
+        batches,
+        world_size * rows,
+        heads_per_rank,
+        head_dim,
+    )
 
 
 def heads_to_sequence(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
     """Return layout and result shape of [B, S, H/W, D] -> [B, S/W, H, D], the inverse of `sequence_to_heads`."""
-    batches, length, own, head_dim = x.shape
+    batches, length, heads_per_rank, head_dim = x.shape
     rows = length // world_size
-    run = own * head_dim * x.element_size()
-    here = rows * x.stride(1) * x.element_size(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
-    there = run, rows * world_size * run, world_size * run
-    return AllToAllLayout(batches, rows, run, *here, *there), (batches, rows, world_size * own, head_dim)
+    run_bytes = heads_per_rank * head_dim * x.element_size()
+    in_strides = rows * x.stride(1) * x.element_size(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
+    out_strides = run_bytes, rows * world_size * run_bytes, world_size * run_bytes
+    return AllToAllLayout(batches, rows, run_bytes, *in_strides, *out_strides), (
+        batches,
+        rows,
+        world_size * heads_per_rank,
+        head_dim,
+    )
 
 
 def with_dense_heads(x: Tensor) -> Tensor:
     """Return `x` [B, S, H, D], or a contiguous copy if its heads are not contiguous."""
-    dense = x.ndim == 4 and (x.stride(3) == 1 or x.shape[3] == 1) and (x.stride(2) == x.shape[3] or x.shape[2] == 1)
-    return x if dense and min(x.stride()) >= 0 else x.contiguous()
+    is_dense = x.ndim == 4 and (x.stride(3) == 1 or x.shape[3] == 1) and (x.stride(2) == x.shape[3] or x.shape[2] == 1)
+    return x if is_dense and min(x.stride()) >= 0 else x.contiguous()

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-from fused_tp.backends.cuda.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
+from fused_tp.backends.cuda.device_plans import NORM_ALGORITHMS, SUMMED_DTYPES
 from fused_tp.backends.gemm import Product, linear, sum_of_products
 from fused_tp.backends.messages.plain import Plain
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, OverlappedWork
 from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core import settings
-from fused_tp.core.pending import Done, Pending
+from fused_tp.core.pending import Pending, PendingValue
 from fused_tp.core.tracing import span
 
 
@@ -45,14 +45,14 @@ class DeviceSchedule(KernelSchedule):
         )
         self.name = algorithm
         self.device = device
-        self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
+        self._norm_algorithm = algorithm if algorithm in NORM_ALGORITHMS else "two_shot"
         self._side_stream = SideStream()
 
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
         # Not on a side stream during capture: ops on two streams of a graph are unordered, so both could use the
         # workspace at the same time.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return Done(self._gathered(x_shard, dim_shards))
+            return PendingValue(self._gathered(x_shard, dim_shards))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards, overlapped=True))
 
     def _all_reduced(self, partial: Tensor) -> Tensor:
@@ -62,29 +62,29 @@ class DeviceSchedule(KernelSchedule):
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if (other := self._other("all_reduce_rms_norm", partial.dtype, partial.shape)) is not None:
-            return other.all_reduce_rms_norm(partial, residual, norm_weight, eps)
+        if (fallback := self._fallback_for("all_reduce_rms_norm", partial.dtype, partial.shape)) is not None:
+            return fallback.all_reduce_rms_norm(partial, residual, norm_weight, eps)
         if not partial.dtype == residual.dtype == norm_weight.dtype:
             return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
         self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
-        return self._normed(partial, residual, norm_weight, eps)
+        return self._reduce_and_normalize(partial, residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         shape = (*x.shape[:-1], weight.shape[0])
-        if (other := self._other("matmul_all_reduce_rms_norm", x.dtype, shape)) is not None:
-            return other.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+        if (fallback := self._fallback_for("matmul_all_reduce_rms_norm", x.dtype, shape)) is not None:
+            return fallback.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         if not x.dtype == residual.dtype == norm_weight.dtype:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
         with span("matmul", x, weight):
             partial = linear(x, weight)
-        return self._normed(partial, residual, norm_weight, eps)
+        return self._reduce_and_normalize(partial, residual, norm_weight, eps)
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
 
-    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+    def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         return None if dtype in SUMMED_DTYPES and prod(shape) > 0 else self.fallback
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
@@ -95,39 +95,41 @@ class DeviceSchedule(KernelSchedule):
         if settings.check_ranks():
             self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        x = self._gathered(asked.x_shard, dim_shards)
-        with span("matmul", x, *asked.weights):
-            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
-        return outputs, x if asked.return_gathered else None
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        x = self._gathered(request.x_shard, dim_shards)
+        with span("matmul", x, *request.weights):
+            outputs = [linear(x, w, b) for w, b in zip(request.weights, request.biases, strict=True)]
+        return outputs, x if request.return_gathered else None
 
     def _gathered(self, x_shard: Tensor, dim_shards: DimShards, *, overlapped: bool = False) -> Tensor:
         others = prod(dim_shards.shape[: dim_shards.dim]) * prod(dim_shards.shape[dim_shards.dim + 1 :])
         counts = [size * others for size in dim_shards.sizes]
         with span("all_gather", x_shard, self.name):
             flat = self.device.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
-        return flat.view(dim_shards.shape) if dim_shards.in_order else dim_shards.joined(flat.split(counts))
+        return flat.view(dim_shards.shape) if dim_shards.is_rank_major else dim_shards.join_shards(flat.split(counts))
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with span("reduce_scatter", rows, self.name):
-            return self.device.reduce_scatter(rows, dim_shards.counts)
+            return self.device.reduce_scatter(rows, dim_shards.row_counts)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
-        with self._side_stream(meanwhile, partial.device), span("reduce_scatter", partial, self.name):
-            # Overlapped even without `meanwhile`: the number of blocks must be equal on all ranks, and `meanwhile` may
-            # be None on some ranks only (for example if a weight is frozen there).
-            return self.device.reduce_scatter(partial, dim_shards.counts, bias, overlapped=True)
+        with self._side_stream(overlapped_work, partial.device), span("reduce_scatter", partial, self.name):
+            # Overlapped even without `overlapped_work`: the number of blocks must be equal on all ranks, and
+            # `overlapped_work` may be None on some ranks only (for example if a weight is frozen there).
+            return self.device.reduce_scatter(partial, dim_shards.row_counts, bias, overlapped=True)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
-        with self._side_stream(meanwhile, partial.device), span("all_reduce", partial, self.name):
+        with self._side_stream(overlapped_work, partial.device), span("all_reduce", partial, self.name):
             return self.device.all_reduce(partial, self.name, bias, out=partial, overlapped=True)  # see _matmul_scatter
 
-    def _normed(self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        with span("all_reduce_rms_norm", partial, self._normed_by):
-            return self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._normed_by)
+    def _reduce_and_normalize(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        with span("all_reduce_rms_norm", partial, self._norm_algorithm):
+            return self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._norm_algorithm)

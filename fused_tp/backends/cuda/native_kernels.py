@@ -20,8 +20,8 @@ import torch
 from fused_tp.backends.cuda import cuda_driver
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 
-LIBRARY = Path(__file__).resolve().parents[2] / "_cuda.so"
-DEVICES = ("cuda",)  # device types that the kernels run on; tests add the CPU
+KERNEL_LIBRARY = Path(__file__).resolve().parents[2] / "_cuda.so"
+KERNEL_DEVICES = ("cuda",)  # device types that the kernels run on; tests add the CPU
 HOW_TO_BUILD = (
     "install the CUDA toolkit (12.0 or later, for its nvcc) and reinstall fused_tp where the GPU is visible, or with "
     "FUSED_TP_CUDA=1"
@@ -29,7 +29,7 @@ HOW_TO_BUILD = (
 
 
 @dataclass(frozen=True)
-class BuiltFor:
+class KernelTargets:
     """Targets of a compiled library of device kernels."""
 
     archs: tuple[str, ...]  # sm_90a: binary code for that GPU; compute_100: PTX for sm_100 and later GPUs
@@ -40,8 +40,8 @@ class BuiltFor:
         return any(_target_runs_on(name, arch) for name in self.archs)
 
 
-_lock = threading.Lock()
-_loaded: dict[Path, Any] = {}
+_load_lock = threading.Lock()
+_loaded_kernels: dict[Path, Any] = {}
 
 
 def native_kernels() -> Any:
@@ -50,13 +50,13 @@ def native_kernels() -> Any:
     Raises:
         RuntimeError: the kernels are not available; the message has the reason.
     """
-    kernels = _loaded.get(LIBRARY)
+    kernels = _loaded_kernels.get(KERNEL_LIBRARY)
     if kernels is not None:
         return kernels
     available = native_kernels_available()
     if not available:
         raise RuntimeError(f"The device kernels are not available: {available.reason}.")
-    return _loaded[LIBRARY]
+    return _loaded_kernels[KERNEL_LIBRARY]
 
 
 def native_kernels_available(arch: int = 0) -> Availability:
@@ -65,62 +65,62 @@ def native_kernels_available(arch: int = 0) -> Availability:
     Args:
         arch: compute capability of the GPU, such as 90; 0: do not check it.
     """
-    if "cuda" in DEVICES and not (requirements := _requirements_met(arch)):
+    if "cuda" in KERNEL_DEVICES and not (requirements := _check_requirements(arch)):
         return requirements
     try:
         core = import_module("fused_tp._core")
-        with _lock:
-            if LIBRARY not in _loaded:
-                _loaded[LIBRARY] = core.DeviceKernels(str(LIBRARY))
+        with _load_lock:
+            if KERNEL_LIBRARY not in _loaded_kernels:
+                _loaded_kernels[KERNEL_LIBRARY] = core.DeviceKernels(str(KERNEL_LIBRARY))
     except (ImportError, RuntimeError) as error:
         return unavailable(str(error).rstrip("."))
     return AVAILABLE
 
 
 @cache
-def built_for(path: Path = LIBRARY) -> BuiltFor | None:
+def read_kernel_targets(path: Path = KERNEL_LIBRARY) -> KernelTargets | None:
     """Read the targets of the library at `path` without loading it; None if the file is missing or lists no target."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = re.search(rb"fused_tp device kernels: ([\w ]+), nvcc ([\d.]+)\0", content)
-            archs, toolkit = (text.decode() for text in found.groups()) if found else ("", "")
+            match = re.search(rb"fused_tp device kernels: ([\w ]+), nvcc ([\d.]+)\0", content)
+            archs, toolkit = (text.decode() for text in match.groups()) if match else ("", "")
     except (OSError, ValueError):
         return None
-    return BuiltFor(tuple(archs.split()), tuple(map(int, toolkit.split(".")))) if archs else None
+    return KernelTargets(tuple(archs.split()), tuple(map(int, toolkit.split(".")))) if archs else None
 
 
-def _requirements_met(arch: int) -> Availability:
+def _check_requirements(arch: int) -> Availability:
     """Return whether this machine has the library, a GPU that it supports and a driver of a sufficient version."""
-    if not LIBRARY.exists():
+    if not KERNEL_LIBRARY.exists():
         return unavailable(f"they were not built when fused_tp was installed; {HOW_TO_BUILD}")
     if not torch.cuda.is_available():
-        why = "no GPU, or no driver" if torch.version.cuda else "torch was built without CUDA"
-        return unavailable(f"torch finds no GPU ({why})")
-    built = built_for(LIBRARY)
-    if built is None:
+        cause = "no GPU, or no driver" if torch.version.cuda else "torch was built without CUDA"
+        return unavailable(f"torch finds no GPU ({cause})")
+    targets = read_kernel_targets(KERNEL_LIBRARY)
+    if targets is None:
         return AVAILABLE  # the targets are unknown, so let loading decide
-    if arch and not built.runs_on(arch):
+    if arch and not targets.runs_on(arch):
         return unavailable(
-            f"they were built for {', '.join(built.archs)}, and this GPU is sm_{arch}; reinstall fused_tp with "
+            f"they were built for {', '.join(targets.archs)}, and this GPU is sm_{arch}; reinstall fused_tp with "
             f"FUSED_TP_CUDA_ARCHS={arch}"
         )
     driver = cuda_driver.cuda_version()
-    if driver is not None and driver[0] < built.toolkit[0]:
+    if driver is not None and driver[0] < targets.toolkit[0]:
         return unavailable(
-            f"they were built with CUDA {built.toolkit[0]}.{built.toolkit[1]}, and the driver supports only "
+            f"they were built with CUDA {targets.toolkit[0]}.{targets.toolkit[1]}, and the driver supports only "
             f"CUDA {driver[0]}.{driver[1]}; update the driver, or reinstall fused_tp with a toolkit of that version"
         )
     return AVAILABLE
 
 
 def _target_runs_on(name: str, arch: int) -> bool:
-    found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
-    if found is None:
+    match = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
+    if match is None:
         return False
-    number, letter = int(found[2]), found[3]
-    if found[1] == "compute":
+    number, suffix = int(match[2]), match[3]
+    if match[1] == "compute":
         return number <= arch
-    if letter == "a":
+    if suffix == "a":
         return number == arch
     # binary code also runs on later GPUs of the same major version
     return number <= arch and number // 10 == arch // 10

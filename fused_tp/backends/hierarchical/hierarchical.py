@@ -30,10 +30,10 @@ from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.hierarchical.two_level import Hosts, LevelScope, TwoLevelGroup
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.messages.torch_dist import TorchDist
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.core import tracing
 from fused_tp.core.partition import shard_range
-from fused_tp.core.pending import After, Pending, sum_in_rank_order
+from fused_tp.core.pending import Pending, PendingCall, sum_in_rank_order
 
 # Sums of at least twice this size are split into chunks: one crosses the network while the next one is computed.
 CHUNK_BYTES = 2 << 20
@@ -52,18 +52,22 @@ class Hierarchical(Schedule):
     name = "hierarchical"
 
     def __init__(
-        self, hosts: Hosts, inside: Callable[[str, torch.dtype], Schedule], across: TorchDist, flat: Plain
+        self,
+        hosts: Hosts,
+        host_schedule: Callable[[str, torch.dtype], Schedule],
+        cross_host: TorchDist,
+        flat_schedule: Plain,
     ) -> None:
         self._hosts = hosts
-        self._inside = inside
-        self._across = across
-        self._flat = flat
-        self._levels = TwoLevelGroup(hosts, flat.transport)
-        self.rank, self.world_size = flat.rank, flat.world_size
+        self._host_schedule = host_schedule
+        self._cross_host = cross_host
+        self._flat_schedule = flat_schedule
+        self._levels = TwoLevelGroup(hosts, flat_schedule.transport)
+        self.rank, self.world_size = flat_schedule.rank, flat_schedule.world_size
 
     @property
     def messages(self) -> TorchDist:
-        return self._flat.transport
+        return self._flat_schedule.transport
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self._levels.abort_scope(op)
@@ -71,174 +75,187 @@ class Hierarchical(Schedule):
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        dim_shards = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
+        dim_shards = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size)
         shape, sizes = dim_shards.shape, dim_shards.sizes
-        if not _even(sizes) or prod(shape) == 0:
-            return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
-        part = self._begin("all_gather", (*shape, gather_dim), x_shard)
-        with part:
-            inside = self._inside("all_gather", x_shard.dtype)
-            moving = self._across.all_gather("all_gather", x_shard.contiguous().unsqueeze(0))
+        if not _are_equal(sizes) or prod(shape) == 0:
+            return self._flat_schedule.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        scope = self._begin_call("all_gather", (*shape, gather_dim), x_shard)
+        with scope:
+            host_schedule = self._host_schedule("all_gather", x_shard.dtype)
+            pending = self._cross_host.all_gather("all_gather", x_shard.contiguous().unsqueeze(0))
 
         def finish() -> Tensor:
-            with part:
-                shards = moving.wait()
-                with tracing.span("inside", "of", self._hosts.count, "hosts", inside.name):
-                    by_host = inside.all_gather(shards, gather_dim=gather_dim + 1, gather_size=None).wait()
+            with scope:
+                shards = pending.wait()
+                with tracing.span("inside", "of", self._hosts.num_hosts, "hosts", host_schedule.name):
+                    by_host = host_schedule.all_gather(shards, gather_dim=gather_dim + 1, gather_size=None).wait()
             return by_host.movedim(0, gather_dim).reshape(shape)
 
-        return After(finish)
+        return PendingCall(finish)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         length = partial.shape[scatter_dim]
         if length % self.world_size or partial.numel() == 0:
-            return self._flat.reduce_scatter(partial, scatter_dim=scatter_dim)
-        with self._begin("reduce_scatter", (*partial.shape, scatter_dim), partial):
-            inside = self._inside("reduce_scatter", partial.dtype)
-            rows = length // self._hosts.count
+            return self._flat_schedule.reduce_scatter(partial, scatter_dim=scatter_dim)
+        with self._begin_call("reduce_scatter", (*partial.shape, scatter_dim), partial):
+            host_schedule = self._host_schedule("reduce_scatter", partial.dtype)
+            rows = length // self._hosts.num_hosts
 
-            def of_host(host: int) -> Tensor:
+            def host_term(host: int) -> Tensor:
                 part = partial.narrow(scatter_dim, host * rows, rows)
-                return inside.reduce_scatter(part, scatter_dim=scatter_dim)
+                return host_schedule.reduce_scatter(part, scatter_dim=scatter_dim)
 
-            return self._to_hosts("reduce_scatter", inside.name, of_host)
+            return self._scatter_to_hosts("reduce_scatter", host_schedule.name, host_term)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if partial.numel() == 0:
             return partial.clone()
-        with self._begin("all_reduce", partial.shape, partial):
+        with self._begin_call("all_reduce", partial.shape, partial):
             flat = partial.reshape(-1)
-            inside = self._inside("reduce_scatter", flat.dtype)
-            with tracing.span("inside", inside.name):
-                own = inside.reduce_scatter(flat, scatter_dim=0)
-            return self._everywhere(self._across.all_reduce("all_reduce", own), flat.numel()).view(partial.shape)
+            host_schedule = self._host_schedule("reduce_scatter", flat.dtype)
+            with tracing.span("inside", host_schedule.name):
+                own_slice = host_schedule.reduce_scatter(flat, scatter_dim=0)
+            return self._gather_within_host(self._cross_host.all_reduce("all_reduce", own_slice), flat.numel()).view(
+                partial.shape
+            )
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        dim = asked.gather_dim
-        dim_shards = DimShards.of_shards(asked.x_shard.shape, dim, asked.gather_size, self.world_size)
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        dim = request.gather_dim
+        dim_shards = DimShards.from_shard(request.x_shard.shape, dim, request.gather_size, self.world_size)
         shape, sizes = dim_shards.shape, dim_shards.sizes
-        if not _even(sizes) or prod(shape) == 0:
-            return self._flat.all_gather_matmul(asked)
-        count, own = self._hosts.count, self._hosts.own
+        if not _are_equal(sizes) or prod(shape) == 0:
+            return self._flat_schedule.all_gather_matmul(request)
+        count, own_host = self._hosts.num_hosts, self._hosts.host_index
         outputs: list[list[Tensor]] = [[] for _ in range(count)]
         gathered: list[Tensor | None] = [None] * count
-        with self._begin("all_gather_matmul", (*shape, dim), asked.x_shard):
-            inside = self._inside("all_gather_matmul", asked.x_shard.dtype)
-            x_shard = asked.x_shard.contiguous()
-            arriving = [
-                self._across.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
+        with self._begin_call("all_gather_matmul", (*shape, dim), request.x_shard):
+            host_schedule = self._host_schedule("all_gather_matmul", request.x_shard.dtype)
+            x_shard = request.x_shard.contiguous()
+            pending_shards = [
+                self._cross_host.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
                 for step in range(1, count)
             ]
             for step in range(count):
-                host = (own - step) % count
-                shard = arriving[step - 1].wait() if step else x_shard
-                with tracing.span("host", host, "of", count, inside.name):
-                    of_host = asked._replace(x_shard=shard, gather_size=None)
-                    outputs[host], gathered[host] = inside.all_gather_matmul(of_host)
+                host = (own_host - step) % count
+                shard = pending_shards[step - 1].wait() if step else x_shard
+                with tracing.span("host", host, "of", count, host_schedule.name):
+                    host_request = request._replace(x_shard=shard, gather_size=None)
+                    outputs[host], gathered[host] = host_schedule.all_gather_matmul(host_request)
         # This copy takes little time compared to a matmul that is large enough to be sharded over hosts.
         joined = [torch.cat(blocks, dim=dim) for blocks in zip(*outputs, strict=True)]
-        kept = [block for block in gathered if block is not None]
-        return joined, torch.cat(kept, dim=dim) if kept else None
+        gathered_blocks = [block for block in gathered if block is not None]
+        return joined, torch.cat(gathered_blocks, dim=dim) if gathered_blocks else None
 
     def matmul_reduce_scatter(
-        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        overlapped_work: OverlappedWork = None,
     ) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         length = shape[scatter_dim]
         if length % self.world_size or prod(shape) == 0:
-            return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
-        with self._begin("matmul_reduce_scatter", (*shape, scatter_dim, bias is not None), x):
-            inside = self._inside("matmul_reduce_scatter", x.dtype)
-            part = length // self._hosts.count
+            return self._flat_schedule.matmul_reduce_scatter(
+                products, bias, scatter_dim=scatter_dim, overlapped_work=overlapped_work
+            )
+        with self._begin_call("matmul_reduce_scatter", (*shape, scatter_dim, bias is not None), x):
+            host_schedule = self._host_schedule("matmul_reduce_scatter", x.dtype)
+            part = length // self._hosts.num_hosts
 
-            def of_host(host: int) -> Tensor:
+            def host_term(host: int) -> Tensor:
                 rows = [(x.narrow(scatter_dim, host * part, part), w) for x, w in products]
-                return inside.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
+                return host_schedule.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
 
-            return self._to_hosts("matmul_reduce_scatter", inside.name, of_host, bias, meanwhile)
+            return self._scatter_to_hosts("matmul_reduce_scatter", host_schedule.name, host_term, bias, overlapped_work)
 
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
+    ) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         if prod(shape) == 0:
-            return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+            return self._flat_schedule.matmul_all_reduce(products, bias, overlapped_work=overlapped_work)
         rows = [(as_rows(x), w) for x, w in products]
         m, n = rows[0][0].shape[0], w.shape[0]
-        ranges = self._columns(m, n, x)
-        moving = []
-        with self._begin("matmul_all_reduce", (*shape, bias is not None), x):
-            inside = self._inside("matmul_reduce_scatter", x.dtype)
+        ranges = self._column_chunks(m, n, x)
+        pending = []
+        with self._begin_call("matmul_all_reduce", (*shape, bias is not None), x):
+            host_schedule = self._host_schedule("matmul_reduce_scatter", x.dtype)
             # Chunks of columns, because the rows are already sharded over the ranks of a host.
             for chunk, (start, stop) in enumerate(ranges):
-                with tracing.span("chunk", chunk, "of", len(ranges), inside.name):
-                    partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
+                with tracing.span("chunk", chunk, "of", len(ranges), host_schedule.name):
+                    partial = host_schedule.matmul_reduce_scatter(
+                        [(x, w[start:stop]) for x, w in rows], None, scatter_dim=0
+                    )
                 part = None if bias is None else bias[start:stop]
-                moving.append(self._across.all_reduce("matmul_all_reduce", partial, part))
-            if meanwhile is not None:
-                meanwhile()
-            chunks = [self._everywhere(chunk, m) for chunk in moving]
+                pending.append(self._cross_host.all_reduce("matmul_all_reduce", partial, part))
+            if overlapped_work is not None:
+                overlapped_work()
+            chunks = [self._gather_within_host(chunk, m) for chunk in pending]
         return (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)).view(shape)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        self._flat.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
+        self._flat_schedule.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
         return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        self._flat.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
+        self._flat_schedule.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
         return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _to_hosts(
+    def _scatter_to_hosts(
         self,
         op: str,
-        inside: str,
-        of_host: Callable[[int], Tensor],
+        schedule_name: str,
+        host_term: Callable[[int], Tensor],
         bias: Tensor | None = None,
-        meanwhile: Work = None,
+        overlapped_work: OverlappedWork = None,
     ) -> Tensor:
-        """Return the sum of all hosts' terms for this host; `of_host` computes this host's term for another host."""
-        count, own = self._hosts.count, self._hosts.own
+        """Return the sum of all hosts' terms for this host; `host_term` computes this host's term for another host."""
+        count, own_host = self._hosts.num_hosts, self._hosts.host_index
 
-        def made(host: int) -> Tensor:
-            with tracing.span("host", host, "of", count, inside):
-                return of_host(host)
+        def traced_term(host: int) -> Tensor:
+            with tracing.span("host", host, "of", count, schedule_name):
+                return host_term(host)
 
-        sent, arriving = [], []
+        sent, transfers = [], []
         for step in range(1, count):
-            sent.append(made((own + step) % count).contiguous())  # kept alive until it has been received
-            arriving.append(self._across.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
-        terms = {own: made(own)}
-        if meanwhile is not None:
-            meanwhile()
-        for step, moving in enumerate(arriving, 1):
-            terms[(own - step) % count] = moving.wait()
+            sent.append(traced_term((own_host + step) % count).contiguous())  # kept alive until it has been received
+            transfers.append(self._cross_host.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
+        terms = {own_host: traced_term(own_host)}
+        if overlapped_work is not None:
+            overlapped_work()
+        for step, transfer in enumerate(transfers, 1):
+            terms[(own_host - step) % count] = transfer.wait()
         return sum_in_rank_order(torch.stack([terms[host] for host in range(count)]), bias)
 
-    def _everywhere(self, moving: Pending[Tensor], length: int) -> Tensor:
+    def _gather_within_host(self, pending: Pending[Tensor], length: int) -> Tensor:
         """Gather the slices along dim 0 of a sum from the ranks of this host."""
-        total = moving.wait()
-        inside = self._inside("all_gather", total.dtype)
-        with tracing.span("inside", inside.name):
-            return inside.all_gather(total, gather_dim=0, gather_size=length).wait()
+        total = pending.wait()
+        host_schedule = self._host_schedule("all_gather", total.dtype)
+        with tracing.span("inside", host_schedule.name):
+            return host_schedule.all_gather(total, gather_dim=0, gather_size=length).wait()
 
-    def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
+    def _column_chunks(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
         ranges = [shard_range(n, chunks, i) for i in range(chunks)]
         return [one for one in ranges if one[0] < one[1]]
 
-    def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
+    def _begin_call(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
         call = self._levels.call(op)
-        self._flat.transport.check(op, dims, x.dtype, x.device)
+        self._flat_schedule.transport.check(op, dims, x.dtype, x.device)
         return call
 
 
-def _even(sizes: Sequence[int]) -> bool:
+def _are_equal(sizes: Sequence[int]) -> bool:
     return len(set(sizes)) == 1

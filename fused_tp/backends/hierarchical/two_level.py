@@ -23,23 +23,23 @@ from torch.distributed.distributed_c10d import _process_group_name, _world
 from fused_tp.backends.shared_memory.shm import known_shm_transport
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
-from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, listed
-from fused_tp.core.failure import REASON_SECONDS, GroupCalls, StartedCall, calls_of, first_failure
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, join_words
+from fused_tp.core.failure import ROOT_CAUSE_SECONDS, GroupCalls, StartedCall, first_failure, group_transports
 from fused_tp.core.gloo import closed_peers
 from fused_tp.core.group import Group, GroupSlot, resolve_group
-from fused_tp.core.store import exchange, made_together, publish_failure
+from fused_tp.core.store import create_together, exchange, publish_failure
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
 
 
-def own_host() -> str:
+def host_id() -> str:
     """Return an identifier of this machine; equal in all its containers, which may share memory and GPUs.
 
     If the containers cannot share them, set a different `FUSED_TP_HOST` in each container.
     """
-    given = settings.host_name()
-    if given is not None:
-        return given
+    setting = settings.host_name()
+    if setting is not None:
+        return setting
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -50,43 +50,43 @@ def own_host() -> str:
 class Hosts:
     """A group of `count` hosts with equally many ranks each: rank = host * ranks per host + local rank."""
 
-    inside: Group  # the ranks of this host, by local rank
-    across: Group  # the ranks with the same local rank, by host
+    local_group: Group  # the ranks of this host, by local rank
+    cross_group: Group  # the ranks with the same local rank, by host
 
     @property
-    def count(self) -> int:
-        return self.across.size
+    def num_hosts(self) -> int:
+        return self.cross_group.size
 
     @property
-    def own(self) -> int:
+    def host_index(self) -> int:
         """Return the index of this rank's host."""
-        return self.across.rank
+        return self.cross_group.rank
 
 
-_HOSTS: GroupSlot[Hosts | Availability | FusedTPError] = GroupSlot()
+_HOSTS_BY_GROUP: GroupSlot[Hosts | Availability | FusedTPError] = GroupSlot()
 
 
-def hosts_of(group: Group) -> Hosts | Availability:
+def group_hosts(group: Group) -> Hosts | Availability:
     """Return the hosts of `group`, or the reason why it has no two-level layout. The first call is collective.
 
     Raises:
         CollectiveTimeoutError: a rank did not call, or was absent when the subgroups were created.
     """
-    return made_together(_HOSTS, group, _find)
+    return create_together(_HOSTS_BY_GROUP, group, _find_hosts)
 
 
-def _find(group: Group) -> Hosts | Availability:
-    if not (possible := _sorted(group)):
+def _find_hosts(group: Group) -> Hosts | Availability:
+    if not (possible := _check_ascending(group)):
         return possible
-    names = exchange(group, "hosts", own_host())
+    names = exchange(group, "hosts", host_id())
     per_host = ranks_per_host(names)
     if isinstance(per_host, Availability):
         return per_host
-    levels = split(group, per_host)
+    levels = split_by_host(group, per_host)
     return levels if isinstance(levels, Availability) else Hosts(*levels)
 
 
-def _sorted(group: Group) -> Availability:
+def _check_ascending(group: Group) -> Availability:
     if list(group.ranks) != sorted(group.ranks):
         return unavailable(
             f"its ranks {list(group.ranks)} do not ascend, and torch would sort the ranks of the subgroups it needs"
@@ -113,7 +113,7 @@ def ranks_per_host(names: list[str]) -> int | Availability:
     return per_host
 
 
-def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
+def split_by_host(group: Group, size: int) -> tuple[Group, Group] | Availability:
     """Create the two subgroups of this rank for blocks of `size` consecutive ranks. All ranks must call together.
 
     Returns:
@@ -122,80 +122,85 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
     Raises:
         CollectiveTimeoutError: a rank was absent when the subgroups were created.
     """
-    if not (possible := _sorted(group)):
-        return possible
+    if not (availability := _check_ascending(group)):
+        return availability
     count = group.size // size
-    part, place = divmod(group.rank, size)
-    inside = [group.ranks[i * size : (i + 1) * size] for i in range(count)]
-    across = [group.ranks[i::size] for i in range(size)]
+    block, position = divmod(group.rank, size)
+    blocks = [group.ranks[i * size : (i + 1) * size] for i in range(count)]
+    positions = [group.ranks[i::size] for i in range(size)]
     whole_world = group.size == dist.get_world_size()
-    made: list[Group] = []
-    counted = _world.group_count + count + size
-    for parts, own in ((inside, inside[part]), (across, across[place])):
+    subgroups: list[Group] = []
+    final_group_count = _world.group_count + count + size
+    for parts, own_ranks in ((blocks, blocks[block]), (positions, positions[position])):
         # If `group` is the world, all ranks must create all subgroups (new_group); else only a subgroup's members do.
-        if not whole_world and not (possible := _parts_possible(group, own)):
-            return possible
-        for ranks in parts if whole_world else [own]:
+        if not whole_world and not (availability := _can_create_subgroups(group, own_ranks)):
+            return availability
+        for ranks in parts if whole_world else [own_ranks]:
             try:
-                process_group = _part(group, ranks, whole_world)
+                process_group = _create_subgroup(group, ranks, whole_world)
             except FusedTPError:
                 if whole_world:
                     # torch numbers new groups, and ranks must agree on the next number. Other ranks may have created
                     # all subgroups, so count as if this rank had created them too.
-                    _world.group_count = counted
+                    _world.group_count = final_group_count
                 raise
-            if ranks == own:
-                group.owned.append(process_group)
-                made.append(resolve_group(process_group))
-    return made[0], made[1]
+            if ranks == own_ranks:
+                group.owned_groups.append(process_group)
+                subgroups.append(resolve_group(process_group))
+    return subgroups[0], subgroups[1]
 
 
-def _parts_possible(group: Group, ranks: tuple[int, ...]) -> Availability:
+def _can_create_subgroups(group: Group, ranks: tuple[int, ...]) -> Availability:
     """Return whether torch can create a subgroup with its members' calls only; the same answer on all ranks."""
-    mine: str | int
+    own_answer: str | int
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
-        mine = "the default group is bound to a device, so torch would split its communicator, which needs all ranks"
+        own_answer = (
+            "the default group is bound to a device, so torch would split its communicator, which needs all ranks"
+        )
     elif _process_group_name(list(ranks), use_hashed_name=True) in _world.pg_names.values():
-        mine = "another process group already has the name that torch would assign to a subgroup"
+        own_answer = "another process group already has the name that torch would assign to a subgroup"
     else:
         # torch's group name also contains the number of groups of this process, which must be equal on all ranks.
-        mine = len(_world.pg_names)
-    answers = exchange(group, "parts of it", mine)
+        own_answer = len(_world.pg_names)
+    answers = exchange(group, "parts of it", own_answer)
     for rank, answer in enumerate(answers):
         if isinstance(answer, str):
             return unavailable(f"rank {rank}: {answer}")
-    numbers = sorted(set(answers))
-    if len(numbers) > 1:
+    group_counts = sorted(set(answers))
+    if len(group_counts) > 1:
         return unavailable(
-            f"its ranks are members of different numbers of groups ({numbers}), so torch cannot create subgroups of it"
+            f"its ranks are members of different numbers of groups ({group_counts}), so torch cannot create subgroups "
+            "of it"
         )
     return AVAILABLE
 
 
-def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.ProcessGroup:
+def _create_subgroup(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.ProcessGroup:
     try:
-        made: dist.ProcessGroup = dist.new_group(
+        subgroup: dist.ProcessGroup = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=settings.timeout_seconds()),
             backend=dist.get_backend_config(group.process_group),
             use_local_synchronization=not whole_world,
         )
     except RuntimeError as error:  # torch's DistStoreError, or the error of a backend that cannot connect
-        numbers = [group.ranks.index(rank) for rank in ranks]
+        group_ranks = [group.ranks.index(rank) for rank in ranks]
         assert group.process_group is not None
-        told = "gloo" in dist.get_backend_config(group.process_group)
-        gone = [rank for rank in closed_peers(group.process_group) if rank in numbers] if told else []
-        who = "{missing}" if gone else f"some rank of {numbers}"
+        knows_closed_peers = "gloo" in dist.get_backend_config(group.process_group)
+        missing = (
+            [rank for rank in closed_peers(group.process_group) if rank in group_ranks] if knows_closed_peers else []
+        )
+        subject = "{missing}" if missing else f"some rank of {group_ranks}"
         raise CollectiveTimeoutError(
-            f"Rank {{rank}} of group {{group!r}} could not create a group of its ranks {numbers}: {who} did not take "
-            f"part within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT). Message of torch: {{reason}}",
+            f"Rank {{rank}} of group {{group!r}} could not create a group of its ranks {group_ranks}: {subject} did "
+            f"not take part within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT). Message of torch: {{reason}}",
             group=group.name,
             rank=group.rank,
             size=group.size,
-            missing=dict.fromkeys(gone, ""),
+            missing=dict.fromkeys(missing, ""),
             reason=str(error).splitlines()[0],
         ) from error
-    return made
+    return subgroup
 
 
 # -- failures on two levels --------------------------------------------------------------------------------------------
@@ -210,8 +215,8 @@ class TwoLevelGroup:
     def __init__(self, hosts: Hosts, flat: GroupCalls) -> None:
         self._hosts = hosts
         self._flat = flat
-        self._left = False
-        flat.also_depart = self._leave
+        self._has_left = False
+        flat.depart_dependents = self._leave
 
     def call(self, op: str) -> LevelScope:
         """Begin a call; the returned scope must be entered around the call, or around each part of it.
@@ -220,98 +225,115 @@ class TwoLevelGroup:
             FusedTPError: an earlier call has failed.
         """
         flat = self._flat
-        if flat.broken is None:
+        if flat.fatal_error is None:
             # Asynchronous work reports errors late, so a subgroup may be broken before a call of the group has failed.
-            flat.broken = next((self._of_group(one.broken) for one in self._calls() if one.broken is not None), None)
-        if flat.broken is not None:
+            flat.fatal_error = next(
+                (
+                    self._to_group_error(one.fatal_error)
+                    for one in self._subgroup_calls()
+                    if one.fatal_error is not None
+                ),
+                None,
+            )
+        if flat.fatal_error is not None:
             self._leave()
-        return LevelScope(self, flat.begin(op), self.started())
+        return LevelScope(self, flat.begin(op), self.count_started())
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
         """Context manager like `GroupCalls.abort_scope`, for the group and its subgroups."""
-        flat, before = self._flat, self._all_started()
+        flat, count_before = self._flat, self._count_all_started()
         call = flat.last_call(op)
         try:
             yield
         except FusedTPError:  # a call inside raised it, and has notified the peers
             raise
         except BaseException as error:
-            if flat.broken is None and (before is None or self._all_started() != before):
+            if flat.fatal_error is None and (count_before is None or self._count_all_started() != count_before):
                 flat.abort_midway(call, error)
             raise
 
     def abort(self, call: StartedCall, error: BaseException) -> BaseException:
         """Make the group unusable because of `error` on one level, notify peers, and return the error to raise."""
         flat = self._flat
-        if flat.broken is not None:
+        if flat.fatal_error is not None:
             return error
         if not isinstance(error, FusedTPError):
             flat.abort_midway(call, error)  # not caused by a peer
             return error
-        cause = self._of_group(error)
+        cause = self._to_group_error(error)
         if isinstance(error, PeerLostError):
             return flat.abort_peer_lost(call, cause=cause)
-        late = isinstance(error, CollectiveTimeoutError)
-        by_itself = late and time.perf_counter() - call.started > 0.9 * settings.timeout_seconds()
+        is_timeout = isinstance(error, CollectiveTimeoutError)
+        is_own_timeout = is_timeout and time.perf_counter() - call.start_time > 0.9 * settings.timeout_seconds()
         try:
-            flat.post_status(call, failed=True)
+            flat.post_status(call, has_failed=True)
             # The cause may be a failed peer, which has published its error before it left.
-            if first_failure(flat.statuses_within(0.0 if by_itself else REASON_SECONDS)) is not None:
+            if first_failure(flat.read_statuses_within(0.0 if is_own_timeout else ROOT_CAUSE_SECONDS)) is not None:
                 return flat.abort_following_peer(call)
         except BaseException:  # most likely Ctrl-C; leave, so that peers do not wait for this rank
             self._leave()
             raise
-        if late:
+        if is_timeout:
             return flat.abort_timed_out(call)
         return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))
 
-    def started(self) -> int | None:
+    def count_started(self) -> int | None:
         """Return the number of exchanges of the subgroups that peers may have joined; None if unknown."""
-        shared = known_shm_transport(self._hosts.inside)
-        return None if shared is None else sum(level.calls for level in self._calls()) + int(shared.core_group.calls)
+        shared = known_shm_transport(self._hosts.local_group)
+        return (
+            None
+            if shared is None
+            else sum(level.calls for level in self._subgroup_calls()) + int(shared.core_group.calls)
+        )
 
-    def _all_started(self) -> int | None:
+    def _count_all_started(self) -> int | None:
         """Return `started` plus the number of exchanges of the flat transport."""
-        started = self.started()
+        started = self.count_started()
         return None if started is None else started + self._flat.calls
 
     def _leave(self) -> None:
         """Leave the subgroups, which aborts all waits for this rank there."""
-        if self._left:
+        if self._has_left:
             return
-        self._left = True
-        if (shared := known_shm_transport(self._hosts.inside)) is not None:
+        self._has_left = True
+        if (shared := known_shm_transport(self._hosts.local_group)) is not None:
             shared.core_group.close()
-        for level in self._calls():
+        for level in self._subgroup_calls():
             level.abort_because("the group that contains it was aborted")
 
-    def _calls(self) -> list[GroupCalls]:
-        return [*calls_of(self._hosts.inside), *calls_of(self._hosts.across)]
+    def _subgroup_calls(self) -> list[GroupCalls]:
+        return [*group_transports(self._hosts.local_group), *group_transports(self._hosts.cross_group)]
 
-    def _of_group(self, error: FusedTPError) -> FusedTPError:
+    def _to_group_error(self, error: FusedTPError) -> FusedTPError:
         # Errors of shared memory do not name their group; they stem from the subgroup inside the host.
-        level = self._hosts.across if error.group == self._hosts.across.name else self._hosts.inside
-        return error_of_group(error, level, self._flat.group)
+        level = self._hosts.cross_group if error.group == self._hosts.cross_group.name else self._hosts.local_group
+        return to_group_error(error, level, self._flat.group)
 
 
 class LevelScope:
     """Context manager in which errors abort the group; see `TwoLevelGroup.call`. May be entered several times."""
 
-    __slots__ = ("_before", "_call", "_levels")
+    __slots__ = ("_call", "_count_before", "_levels")
 
-    def __init__(self, levels: TwoLevelGroup, call: StartedCall, before: int | None) -> None:
+    def __init__(self, levels: TwoLevelGroup, call: StartedCall, count_before: int | None) -> None:
         self._levels = levels
         self._call = call
-        self._before = before
+        self._count_before = count_before
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         if error is None:
             return
-        if not isinstance(error, FusedTPError) and self._before is not None and self._levels.started() == self._before:
+        if (
+            not isinstance(error, FusedTPError)
+            and self._count_before is not None
+            and self._levels.count_started() == self._count_before
+        ):
             return  # no exchange has started
         raised = self._levels.abort(self._call, error)
         if raised is not error:
@@ -319,22 +341,22 @@ class LevelScope:
 
 
 @contextmanager
-def errors_of_group(group: Group, level: Group) -> Iterator[None]:
+def raise_as_group_errors(group: Group, level: Group) -> Iterator[None]:
     """Context manager that raises errors of the subgroup `level` as errors of `group`, and publishes them there."""
     try:
         yield
     except FusedTPError as error:
-        raised = error_of_group(error, level, group)
+        raised = to_group_error(error, level, group)
         publish_failure(group, raised)
         raise raised from error
 
 
-def error_of_group(error: FusedTPError, level: Group, group: Group) -> FusedTPError:
+def to_group_error(error: FusedTPError, level: Group, group: Group) -> FusedTPError:
     """Convert an error of the subgroup `level` to an error of `group`."""
     ranks = [group.ranks.index(rank) for rank in level.ranks]
     if error.group:
-        return error.in_ranks_of(group.name, group.size, ranks)
+        return error.in_parent_group(group.name, group.size, ranks)
     # Errors without a group: kernels set the field `missing`, and native shared memory names ranks in its message.
-    sentence = f"{{reason}} (Its ranks are ranks {listed(map(str, ranks))} of group {{group!r}}.)"
+    sentence = f"{{reason}} (Its ranks are ranks {join_words(map(str, ranks))} of group {{group!r}}.)"
     missing = {ranks[rank]: heard for rank, heard in error.missing.items()}
     return type(error)(sentence, group=group.name, rank=group.rank, size=group.size, missing=missing, reason=str(error))

@@ -17,14 +17,14 @@ from torch import Tensor
 from fused_tp.backends.gemm import Product, as_rows, linear, sum_of_products
 from fused_tp.backends.grouped import GroupedProduct
 from fused_tp.backends.messages.plain import Plain
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Work
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork
 from fused_tp.core.partition import shard_range
 from fused_tp.core.pending import Pending
 from fused_tp.core.tracing import span
 
 CHUNK_BYTES = 512 * 1024  # smallest chunk; for smaller ones latency exceeds the time that overlap saves
 MAX_CHUNKS = 4
-Columns: TypeAlias = Callable[[int, int], Tensor]  # computes columns [start, stop) of the partial result
+ComputeColumns: TypeAlias = Callable[[int, int], Tensor]  # computes columns [start, stop) of the partial result
 
 
 class Pipelined(Plain):
@@ -32,91 +32,111 @@ class Pipelined(Plain):
 
     name = "pipelined"
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
-            x_shard = asked.x_shard.contiguous()
+            x_shard = request.x_shard.contiguous()
             # If all dims before the gathered one are 1, shards arrive in place; otherwise each in a separate buffer.
-            gathered = x_shard.new_empty(dim_shards.shape) if dim_shards.in_order else None
-            arriving = [self._arrival(x_shard, gathered, dim_shards, step) for step in range(1, self.world_size)]
-            outputs = [x_shard.new_empty((*dim_shards.shape[:-1], w.shape[0])) for w in asked.weights]
+            gathered = x_shard.new_empty(dim_shards.shape) if dim_shards.is_rank_major else None
+            arriving = [self._start_shift(x_shard, gathered, dim_shards, step) for step in range(1, self.world_size)]
+            outputs = [x_shard.new_empty((*dim_shards.shape[:-1], w.shape[0])) for w in request.weights]
             parts = [output.split(dim_shards.sizes, dim_shards.dim) for output in outputs]
             shards = [x_shard] * self.world_size
             for step in range(self.world_size):
                 source = (self.rank - step) % self.world_size
                 shard = shards[source] = arriving[step - 1].wait() if step else x_shard
                 with span("chunk of rank", source, shard):
-                    for part, w, b in zip(parts, asked.weights, asked.biases, strict=True):
+                    for part, w, b in zip(parts, request.weights, request.biases, strict=True):
                         _linear_into(part[source], shard, w, b)
-            if not asked.return_gathered:
+            if not request.return_gathered:
                 return outputs, None
             if gathered is None:
-                return outputs, dim_shards.joined(shards) if prod(dim_shards.shape) else x_shard.new_empty(
+                return outputs, dim_shards.join_shards(shards) if prod(dim_shards.shape) else x_shard.new_empty(
                     dim_shards.shape
                 )
             gathered.split(dim_shards.sizes, dim_shards.dim)[self.rank].copy_(x_shard)
             return outputs, gathered
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return sum_of_products([(x, w[start:stop]) for x, w in products])
 
-        return self._scatter_columns("matmul_reduce_scatter", columns, dim_shards, products[0][0], bias, meanwhile)
+        return self._scatter_columns(
+            "matmul_reduce_scatter", columns, dim_shards, products[0][0], bias, overlapped_work
+        )
 
-    def _grouped_scatter(self, product: GroupedProduct, dim_shards: DimShards, meanwhile: Work) -> Tensor:
+    def _grouped_scatter(
+        self, product: GroupedProduct, dim_shards: DimShards, overlapped_work: OverlappedWork
+    ) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return product.columns(start, stop).sum()
 
-        return self._scatter_columns("grouped_matmul_reduce_scatter", columns, dim_shards, product.x, None, meanwhile)
+        return self._scatter_columns(
+            "grouped_matmul_reduce_scatter", columns, dim_shards, product.x, None, overlapped_work
+        )
 
     def _scatter_columns(
-        self, op: str, columns: Columns, dim_shards: DimShards, x: Tensor, bias: Tensor | None, meanwhile: Work
+        self,
+        op: str,
+        columns: ComputeColumns,
+        dim_shards: DimShards,
+        x: Tensor,
+        bias: Tensor | None,
+        overlapped_work: OverlappedWork,
     ) -> Tensor:
-        counts = dim_shards.counts
+        counts = dim_shards.row_counts
         with self.transport.abort_scope(op):
-            moving: list[Pending[Tensor]] = []
-            for start, stop in self._columns(sum(counts), dim_shards.shape[-1], x):
+            pending: list[Pending[Tensor]] = []
+            for start, stop in self._column_chunks(sum(counts), dim_shards.shape[-1], x):
                 with span("chunk of columns", (start, stop)):
                     part = None if bias is None else bias[start:stop]
-                    moving.append(self.transport.reduce_scatter(op, columns(start, stop), counts, part))
-            if meanwhile is not None:
-                meanwhile()
-            return _join([chunk.wait() for chunk in moving])
+                    pending.append(self.transport.reduce_scatter(op, columns(start, stop), counts, part))
+            if overlapped_work is not None:
+                overlapped_work()
+            return _concatenate_columns([chunk.wait() for chunk in pending])
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
 
         def columns(start: int, stop: int) -> Tensor:
             return sum_of_products([(x, w[start:stop]) for x, w in products])
 
-        return self._sum_columns("matmul_all_reduce", columns, (x.shape[0], w.shape[0]), x, bias, meanwhile)
+        return self._sum_columns("matmul_all_reduce", columns, (x.shape[0], w.shape[0]), x, bias, overlapped_work)
 
-    def _grouped_sum(self, product: GroupedProduct, meanwhile: Work) -> Tensor:
+    def _grouped_sum(self, product: GroupedProduct, overlapped_work: OverlappedWork) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return product.columns(start, stop).sum()
 
-        return self._sum_columns("grouped_matmul_all_reduce", columns, product.shape, product.x, None, meanwhile)
+        return self._sum_columns("grouped_matmul_all_reduce", columns, product.shape, product.x, None, overlapped_work)
 
     def _sum_columns(
-        self, op: str, columns: Columns, shape: tuple[int, int], x: Tensor, bias: Tensor | None, meanwhile: Work
+        self,
+        op: str,
+        columns: ComputeColumns,
+        shape: tuple[int, int],
+        x: Tensor,
+        bias: Tensor | None,
+        overlapped_work: OverlappedWork,
     ) -> Tensor:
         with self.transport.abort_scope(op):
             first: list[Pending[Pending[Tensor]]] = []
             second: list[Pending[Tensor]] = []
-            for start, stop in self._columns(*shape, x):
+            for start, stop in self._column_chunks(*shape, x):
                 with span("chunk of columns", (start, stop)):
                     part = None if bias is None else bias[start:stop]
                     first.append(self.transport.all_reduce_steps(op, columns(start, stop), part))
                     if len(first) > 1:
                         # The first step of the previous chunk has overlapped with a matmul; now start its second step.
                         second.append(first[-2].wait())
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             second.append(first[-1].wait())
-            return _join([chunk.wait() for chunk in second])
+            return _concatenate_columns([chunk.wait() for chunk in second])
 
-    def _arrival(self, x_shard: Tensor, gathered: Tensor | None, dim_shards: DimShards, step: int) -> Pending[Tensor]:
+    def _start_shift(
+        self, x_shard: Tensor, gathered: Tensor | None, dim_shards: DimShards, step: int
+    ) -> Pending[Tensor]:
         """Start sending this rank's shard to rank + step and receiving the shard of rank - step."""
         source = (self.rank - step) % self.world_size
         if gathered is None:
@@ -125,7 +145,7 @@ class Pipelined(Plain):
             place = gathered.split(dim_shards.sizes, dim_shards.dim)[source]
         return self.transport.shift("all_gather_matmul", x_shard, place, step)
 
-    def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
+    def _column_chunks(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         """Return the chunks of N, from M, N and the dtype only: K is sharded and may differ between ranks."""
         chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
         ranges = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
@@ -144,5 +164,5 @@ def _linear_into(out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:
         torch.addmm(b, rows, w.t(), out=columns)
 
 
-def _join(chunks: Sequence[Tensor]) -> Tensor:
+def _concatenate_columns(chunks: Sequence[Tensor]) -> Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), dim=-1)

@@ -12,14 +12,14 @@ from torch import Tensor
 from fused_tp.backends.gemm import Product, sum_of_products
 from fused_tp.backends.grouped import GroupedProduct
 from fused_tp.backends.messages.torch_dist import TorchDist
-from fused_tp.backends.schedule import DimShards, RowSchedule, Work
-from fused_tp.core.pending import After, Pending
+from fused_tp.backends.schedule import DimShards, OverlappedWork, RowSchedule
+from fused_tp.core.pending import Pending, PendingCall
 
 
 class Plain(RowSchedule):
     """The ops of one group as compute followed by a torch.distributed collective.
 
-    `meanwhile`, such as the weight gradient, runs while the collective is in flight.
+    `overlapped_work`, such as the weight gradient, runs while the collective is in flight.
     """
 
     name = "plain"
@@ -48,72 +48,78 @@ class Plain(RowSchedule):
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
-            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), dim_shards.counts).wait()
+            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), dim_shards.row_counts).wait()
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         with self.transport.abort_scope("matmul_reduce_scatter"):
             partial = sum_of_products(products)
-            moving = self.transport.reduce_scatter("matmul_reduce_scatter", partial, dim_shards.counts, bias)
-            if meanwhile is not None:
-                meanwhile()
-            return moving.wait()
+            pending = self.transport.reduce_scatter("matmul_reduce_scatter", partial, dim_shards.row_counts, bias)
+            if overlapped_work is not None:
+                overlapped_work()
+            return pending.wait()
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         with self.transport.abort_scope("matmul_all_reduce"):
-            moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
-            if meanwhile is not None:
-                meanwhile()
-            return moving.wait()
+            pending = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
+            if overlapped_work is not None:
+                overlapped_work()
+            return pending.wait()
 
     def grouped_matmul_reduce_scatter(
-        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, overlapped_work: OverlappedWork = None
     ) -> Tensor:
-        dim_shards = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        dim_shards = DimShards.from_shape((*shape, product.shape[1]), scatter_dim, self.world_size)
         self.check("grouped_matmul_reduce_scatter", (*dim_shards.shape, scatter_dim), product.x)
-        if not dim_shards.in_order:
-            product = product.in_order(dim_shards.places(product.x.device))
-        return self._grouped_scatter(product, dim_shards, meanwhile).view(dim_shards.shard_shapes[self.rank])
+        if not dim_shards.is_rank_major:
+            product = product.reorder_tokens(dim_shards.rank_major_indices(product.x.device))
+        return self._grouped_scatter(product, dim_shards, overlapped_work).view(dim_shards.shard_shapes[self.rank])
 
-    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, overlapped_work: OverlappedWork = None) -> Tensor:
         self.check("grouped_matmul_all_reduce", product.shape, product.x)
-        return self._grouped_sum(product, meanwhile)
+        return self._grouped_sum(product, overlapped_work)
 
-    def _grouped_scatter(self, product: GroupedProduct, dim_shards: DimShards, meanwhile: Work) -> Tensor:
+    def _grouped_scatter(
+        self, product: GroupedProduct, dim_shards: DimShards, overlapped_work: OverlappedWork
+    ) -> Tensor:
         op = "grouped_matmul_reduce_scatter"
         with self.transport.abort_scope(op):
-            moving = self.transport.reduce_scatter(op, product.sum(), dim_shards.counts)
-            if meanwhile is not None:
-                meanwhile()
-            return moving.wait()
+            pending = self.transport.reduce_scatter(op, product.sum(), dim_shards.row_counts)
+            if overlapped_work is not None:
+                overlapped_work()
+            return pending.wait()
 
-    def _grouped_sum(self, product: GroupedProduct, meanwhile: Work) -> Tensor:
+    def _grouped_sum(self, product: GroupedProduct, overlapped_work: OverlappedWork) -> Tensor:
         with self.transport.abort_scope("grouped_matmul_all_reduce"):
-            moving = self.transport.all_reduce("grouped_matmul_all_reduce", product.sum())
-            if meanwhile is not None:
-                meanwhile()
-            return moving.wait()
+            pending = self.transport.all_reduce("grouped_matmul_all_reduce", product.sum())
+            if overlapped_work is not None:
+                overlapped_work()
+            return pending.wait()
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
         self.transport.check(op, dims, x.dtype, x.device)
 
 
-def gather_blocks(x_shard: Tensor, dim_shards: DimShards, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
-    """Start gathering the shards by `move`, which gathers blocks [n] of equal length to [W * n]."""
-    shape, sizes, longest = dim_shards.shape, dim_shards.sizes, max(dim_shards.sizes)
+def gather_blocks(
+    x_shard: Tensor, dim_shards: DimShards, start_gather: Callable[[Tensor], Pending[Tensor]]
+) -> Pending[Tensor]:
+    """Start gathering the shards by `start_gather`, which gathers blocks [n] of equal length to [W * n]."""
+    shape, sizes, max_size = dim_shards.shape, dim_shards.sizes, max(dim_shards.sizes)
     # All ranks must send blocks of equal length, so `x_shard` is padded to the longest shard.
-    per_index = prod(shape[: dim_shards.dim]) * prod(shape[dim_shards.dim + 1 :])
+    elements_per_index = prod(shape[: dim_shards.dim]) * prod(shape[dim_shards.dim + 1 :])
     flat = x_shard.contiguous().view(-1)  # not reshape(-1), which may keep strides that NCCL rejects, such as 0
-    if flat.numel() < per_index * longest:
-        flat = torch.nn.functional.pad(flat, (0, per_index * longest - flat.numel()))
-    moving = move(flat)
+    if flat.numel() < elements_per_index * max_size:
+        flat = torch.nn.functional.pad(flat, (0, elements_per_index * max_size - flat.numel()))
+    pending = start_gather(flat)
 
     def finish() -> Tensor:
-        gathered = moving.wait()
-        if dim_shards.in_order or prod(shape) == 0:
+        gathered = pending.wait()
+        if dim_shards.is_rank_major or prod(shape) == 0:
             return gathered[: prod(shape)].view(shape)
         blocks = gathered.view(len(sizes), -1)
-        return dim_shards.joined([block[: per_index * size] for block, size in zip(blocks, sizes, strict=True)])
+        return dim_shards.join_shards(
+            [block[: elements_per_index * size] for block, size in zip(blocks, sizes, strict=True)]
+        )
 
-    return After(finish)
+    return PendingCall(finish)

@@ -21,24 +21,24 @@ from fused_tp.core import settings, tracing
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.core.failure import PEER_POLL_SECONDS, GroupCalls, StartedCall
 from fused_tp.core.gloo import (
-    AT_ONCE,
-    Messages,
+    IMMEDIATE_TIMEOUT,
+    PendingMessages,
     close_connections,
     closed_peers,
-    from_host,
+    copy_from_host,
+    copy_to_host,
     host_buffer,
-    on_host,
-    outlive,
+    keep_alive_if_pending,
 )
 from fused_tp.core.group import Group, GroupSlot, on_destroy
 from fused_tp.core.pending import (
-    After,
-    Done,
     Pending,
+    PendingCall,
+    PendingValue,
     all_gather_single,
+    pending_output,
     reduce_scatter_single,
     sum_in_rank_order,
-    when,
 )
 
 # Up to this many bytes per rank an all-reduce sends every term to all ranks (one step); above it is a reduce-scatter
@@ -46,10 +46,19 @@ from fused_tp.core.pending import (
 ONE_SHOT_BYTES = 64 * 1024
 
 _SIGNATURE_BYTES = 512
-_GONE_SECONDS = 1.0  # seconds after which gloo has processed all data that arrived before a connection was closed
-_SPENT_SECONDS = 5.0  # seconds after which remaining ranks that have all arrived have exchanged their data
-_TIMED_OUT = ("timed out", "timeout")
-_LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
+_CLOSED_DRAIN_SECONDS = (
+    1.0  # seconds after which gloo has processed all data that arrived before a connection was closed
+)
+_PEERS_DONE_SECONDS = 5.0  # seconds after which remaining ranks that have all arrived have exchanged their data
+_TIMEOUT_PHRASES = ("timed out", "timeout")
+_PEER_LOST_PHRASES = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "remote peer",
+    "aborted",
+)
 
 
 class TorchDist(GroupCalls):
@@ -64,32 +73,36 @@ class TorchDist(GroupCalls):
     """
 
     def __init__(self, group: Group, device_type: str, backend: str | None = None) -> None:
-        own = f"{backend.lower()}/" if backend is not None else ""
-        super().__init__(group, backend or backend_of(group, device_type), f"fused_tp/{own}{device_type}")
+        store_folder = f"{backend.lower()}/" if backend is not None else ""
+        super().__init__(
+            group, backend or backend_for_device(group, device_type), f"fused_tp/{store_folder}{device_type}"
+        )
         self.reduces_in_place = self.backend == "nccl"
-        self._collectives: list[Any] = []  # in-flight works on gloo
+        self._in_flight_collectives: list[Any] = []  # in-flight works on gloo
         self._communicator_created = self.backend != "nccl"
-        self._by_host = self.backend == "gloo" and device_type != "cpu"
+        self._stages_on_host = self.backend == "gloo" and device_type != "cpu"
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
-    def _start(self, op: str, launch: Callable[[], Any]) -> Pending[None]:
+    def _start_transfer(self, op: str, launch: Callable[[], Any]) -> Pending[None]:
         call = self.begin(op)
         try:
             work = launch()
         except RuntimeError as error:
             raise self._failure(call, error) from error
-        if self.backend == "gloo" and not isinstance(work, Messages):
-            self._collectives = [earlier for earlier in self._collectives if not earlier.is_completed()]
-            self._collectives.append(work)
-        return After(lambda: self._wait(call, work))
+        if self.backend == "gloo" and not isinstance(work, PendingMessages):
+            self._in_flight_collectives = [
+                earlier for earlier in self._in_flight_collectives if not earlier.is_completed()
+            ]
+            self._in_flight_collectives.append(work)
+        return PendingCall(lambda: self._wait_for_work(call, work))
 
-    def _wait(self, call: StartedCall, work: Any) -> None:
-        if self.broken is not None:  # the failure of another transfer has aborted this one
-            raise self.unusable()
+    def _wait_for_work(self, call: StartedCall, work: Any) -> None:
+        if self.fatal_error is not None:  # the failure of another transfer has aborted this one
+            raise self.unusable_error()
         deadline = time.perf_counter() + settings.timeout_seconds()
         try:
-            with tracing.waiting(call.op):
+            with tracing.wait_span(call.op):
                 for one in work if isinstance(work, list) else [work]:
                     # NCCL's wait only orders streams, but with a timeout it would block the host. Its watchdog enforces
                     # the deadline.
@@ -102,13 +115,13 @@ class TorchDist(GroupCalls):
         except RuntimeError as error:
             raise self._failure(call, error) from error
         else:
-            if work in self._collectives:
-                self._collectives.remove(work)
+            if work in self._in_flight_collectives:
+                self._in_flight_collectives.remove(work)
 
     def _wait_in_slices(self, call: StartedCall, work: Any, deadline: float) -> None:
         """Wait until `deadline`, and poll for peers that have failed or left."""
         posted = False
-        gone_since: dict[int, float] = {}
+        closed_since: dict[int, float] = {}
         while not _wait_up_to(work, min(PEER_POLL_SECONDS, deadline - time.perf_counter())):
             now = time.perf_counter()
             if now >= deadline:
@@ -118,24 +131,26 @@ class TorchDist(GroupCalls):
                 posted = True
             if self.board.has_failure():
                 raise self.abort_following_peer(call)
-            gone_since = {rank: gone_since.get(rank, now) for rank in self.closed_peers()}
-            if self._cannot_end(call, work, {rank: now - since for rank, since in gone_since.items()}):
+            closed_since = {rank: closed_since.get(rank, now) for rank in self.closed_peers()}
+            if self._waits_for_lost_peer(call, work, {rank: now - since for rank, since in closed_since.items()}):
                 raise self.abort_peer_lost(call)
 
-    def _cannot_end(self, call: StartedCall, work: Any, gone: dict[int, float]) -> bool:
-        """True if `work` waits for a peer that has left. `gone`: seconds since a rank's connection was closed, by rank.
+    def _waits_for_lost_peer(self, call: StartedCall, work: Any, closed_seconds: dict[int, float]) -> bool:
+        """True if `work` waits for a peer that has left. `closed_seconds`: time since each closed connection, by rank.
 
         gloo does not detect a connection that was closed in the middle of a message (`core.gloo`). But a peer may have
         left after it finished its part of a collective, in which other ranks still work. So for a collective this is
         true only if all remaining ranks have started it, and have had time to exchange their data.
         """
-        if isinstance(work, Messages):
-            return gone.get(-1 if work.peer is None else work.peer, 0.0) > _GONE_SECONDS
+        if isinstance(work, PendingMessages):
+            return (
+                closed_seconds.get(-1 if work.awaited_peer is None else work.awaited_peer, 0.0) > _CLOSED_DRAIN_SECONDS
+            )
         # no peer has left, or data sent before it left may still arrive
-        if min(gone.values(), default=0.0) <= _GONE_SECONDS:
+        if min(closed_seconds.values(), default=0.0) <= _CLOSED_DRAIN_SECONDS:
             return False
-        others = set(range(self.world_size)) - gone.keys() - {self.rank}
-        if others and max(gone.values()) <= _SPENT_SECONDS:
+        others = set(range(self.world_size)) - closed_seconds.keys() - {self.rank}
+        if others and max(closed_seconds.values()) <= _PEERS_DONE_SECONDS:
             return False
         statuses = self.board.read()
         return all(rank in statuses and statuses[rank].call >= call.number for rank in others)
@@ -144,31 +159,35 @@ class TorchDist(GroupCalls):
 
     def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         """Abort because of `error` of torch.distributed, and return the error to raise."""
-        if self.broken is not None:
-            return self.unusable()
+        if self.fatal_error is not None:
+            return self.unusable_error()
         reason = str(error).splitlines()[0]
-        lost, late = (any(word in reason.lower() for word in words) for words in (_LOST, _TIMED_OUT))
-        kind: type[FusedTPError] = PeerLostError if lost else CollectiveTimeoutError if late else FusedTPError
-        what = " failed: {reason}"
-        if self.backend != "nccl" and lost:
+        is_peer_lost, is_timeout = (
+            any(word in reason.lower() for word in words) for words in (_PEER_LOST_PHRASES, _TIMEOUT_PHRASES)
+        )
+        error_class: type[FusedTPError] = (
+            PeerLostError if is_peer_lost else CollectiveTimeoutError if is_timeout else FusedTPError
+        )
+        message_end = " failed: {reason}"
+        if self.backend != "nccl" and is_peer_lost:
             return self.abort_peer_lost(call, reason)
-        if self.backend != "nccl" and late:
+        if self.backend != "nccl" and is_timeout:
             return self.abort_timed_out(call, reason)
-        if lost:
-            what = " lost a peer: {reason}"
-        elif late:  # NCCL reports a timeout after ranks have enqueued later calls, so statuses do not help
-            what = (
-                f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not report which. Use "
+        if is_peer_lost:
+            message_end = " lost a peer: {reason}"
+        elif is_timeout:  # NCCL reports a timeout after ranks have enqueued later calls, so statuses do not help
+            message_end = (
+                f" waited {self.describe_wait(call)} and some peer had not arrived; NCCL does not report which. Use "
                 "torch's flight recorder (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). Error: "
                 "{reason}"
             )
-        return self.abort(call, self.error(kind, call, what, reason=reason))
+        return self.abort(call, self.error(error_class, call, message_end, reason=reason))
 
     def _depart(self) -> None:
         if self.backend == "gloo":
             close_connections(self.process_group)
-            outlive(self.process_group, self._collectives)
-            self._collectives.clear()
+            keep_alive_if_pending(self.process_group, self._in_flight_collectives)
+            self._in_flight_collectives.clear()
 
     def closed_peers(self) -> list[int]:
         return closed_peers(self.process_group) if self.backend == "gloo" else []
@@ -184,12 +203,12 @@ class TorchDist(GroupCalls):
         text = f"{op}(dims={list(dims)}, dtype={dtype})".encode()
         # The checksum covers the full text, of which only the part that fits is sent.
         signature = zlib.crc32(text).to_bytes(4, "little") + text
-        mine = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8, device="cpu")
-        mine[: len(signature)] = torch.frombuffer(bytearray(signature[:_SIGNATURE_BYTES]), dtype=torch.uint8)
-        everyone = self.all_gather("check", mine.to(device)).wait().view(self.world_size, -1).cpu()
-        for rank, theirs in enumerate(everyone):
-            if not torch.equal(theirs, everyone[0]):
-                first, other = (_shown(t) for t in (everyone[0], theirs))
+        own_signature = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8, device="cpu")
+        own_signature[: len(signature)] = torch.frombuffer(bytearray(signature[:_SIGNATURE_BYTES]), dtype=torch.uint8)
+        signatures = self.all_gather("check", own_signature.to(device)).wait().view(self.world_size, -1).cpu()
+        for rank, rank_signature in enumerate(signatures):
+            if not torch.equal(rank_signature, signatures[0]):
+                first, other = (_decode_signature(t) for t in (signatures[0], rank_signature))
                 raise RankMismatchError(
                     f"Ranks of group {self.group.name!r} disagree: rank 0 calls {first}, rank {rank} calls {other}. "
                     "All ranks of a group must call the same ops in the same order with the same shapes and dtypes."
@@ -201,20 +220,20 @@ class TorchDist(GroupCalls):
         """Gather all ranks' `x` [n, ...], of equal shape, in rank order: [W * n, ...]."""
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
-            return Done(out)
-        moving = self._start(op, lambda: all_gather_single(out, x, group=self.process_group, async_op=True))
-        return when(moving, out)
+            return PendingValue(out)
+        pending = self._start_transfer(op, lambda: all_gather_single(out, x, group=self.process_group, async_op=True))
+        return pending_output(pending, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
-        moving = self._start(
+        pending = self._start_transfer(
             op,
             lambda: dist.all_to_all_single(
                 out, x, list(recv_sizes), list(send_sizes), group=self.process_group, async_op=True
             ),
         )
-        return when(moving, out)
+        return pending_output(pending, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` is not sent.
@@ -224,34 +243,34 @@ class TorchDist(GroupCalls):
         """
         self._create_communicator(op, x)
         group = self.process_group
-        to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-        room = host_buffer(out) if self._by_host else out
+        destination, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+        receive_buffer = host_buffer(out) if self._stages_on_host else out
 
         def launch() -> Any:
             ops, peers = [], []
             if out.numel():
-                ops.append(dist.P2POp(dist.irecv, room, group=group, group_peer=source))
+                ops.append(dist.P2POp(dist.irecv, receive_buffer, group=group, group_peer=source))
                 peers.append(source)
             if x.numel():
-                sent = on_host(x) if self._by_host else x
-                ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
-                peers.append(to)
+                send_buffer = copy_to_host(x) if self._stages_on_host else x
+                ops.append(dist.P2POp(dist.isend, send_buffer, group=group, group_peer=destination))
+                peers.append(destination)
             works = dist.batch_isend_irecv(ops) if ops else []
             if self.backend != "gloo":  # NCCL returns one work for the whole batch, or none
                 return works
             # `_wait_in_slices` raises at the deadline; gloo's own timeout must expire later.
-            return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + PEER_POLL_SECONDS)
+            return PendingMessages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + PEER_POLL_SECONDS)
 
-        moving = self._start(op, launch)
-        if not self._by_host:
-            return when(moving, out)
+        pending = self._start_transfer(op, launch)
+        if not self._stages_on_host:
+            return pending_output(pending, out)
 
         def finish() -> Tensor:
-            moving.wait()
-            from_host(room, out)
+            pending.wait()
+            copy_from_host(receive_buffer, out)
             return out
 
-        return After(finish)
+        return PendingCall(finish)
 
     def _create_communicator(self, op: str, like: Tensor) -> None:
         """Create the group's communicator at the first shift, by a collective call of all ranks.
@@ -262,32 +281,34 @@ class TorchDist(GroupCalls):
         if not self._communicator_created:
             self._communicator_created = True
             word = like.new_zeros(1)
-            self._start(op, lambda: dist.all_reduce(word, group=self.process_group, async_op=True)).wait()
+            self._start_transfer(op, lambda: dist.all_reduce(word, group=self.process_group, async_op=True)).wait()
 
     def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
         """Return this rank's rows of the sum of `x` [sum(sizes), ...] over ranks, plus `bias`."""
-        own = sizes[self.rank]
+        own_count = sizes[self.rank]
         if self.backend == "nccl" and len(set(sizes)) == 1:
-            out = x.new_empty((own, *x.shape[1:]))
-            moving = self._start(op, lambda: reduce_scatter_single(out, x, group=self.process_group, async_op=True))
-            return _plus(bias, when(moving, out))
-        terms = self.all_to_all(op, x, sizes, [own] * self.world_size)
-        return After(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
+            out = x.new_empty((own_count, *x.shape[1:]))
+            pending = self._start_transfer(
+                op, lambda: reduce_scatter_single(out, x, group=self.process_group, async_op=True)
+            )
+            return _add_bias(bias, pending_output(pending, out))
+        terms = self.all_to_all(op, x, sizes, [own_count] * self.world_size)
+        return PendingCall(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own_count, *x.shape[1:]), bias))
 
     def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
         """Return the sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; same bits on all ranks."""
         first = self.all_reduce_steps(op, x, bias)
-        return After(lambda: first.wait().wait())
+        return PendingCall(lambda: first.wait().wait())
 
     def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
         """Start `all_reduce` in up to two steps, so that a caller can interleave the steps of several sums."""
         if self.backend == "nccl":
-            moving = self._start(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
-            total = _plus(bias, when(moving, x))
-            return After(lambda: Done(total.wait()))
+            pending = self._start_transfer(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
+            total = _add_bias(bias, pending_output(pending, x))
+            return PendingCall(lambda: PendingValue(total.wait()))
         if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
             terms = self.all_gather(op, x.unsqueeze(0))
-            return After(lambda: Done(sum_in_rank_order(terms.wait(), bias)))
+            return PendingCall(lambda: PendingValue(sum_in_rank_order(terms.wait(), bias)))
         return self._two_shot(op, x, bias)
 
     def _two_shot(self, op: str, x: Tensor, bias: Tensor | None) -> Pending[Pending[Tensor]]:
@@ -301,50 +322,50 @@ class TorchDist(GroupCalls):
             # Add the bias of this rank's elements before rounding, so that the result is rounded only once.
             offset = self.rank * chunk % bias.numel()
             bias = bias.repeat(-(-(offset + chunk) // bias.numel()))[offset : offset + chunk]
-        mine = self.reduce_scatter(op, flat, [chunk] * self.world_size, bias)
+        own_sum = self.reduce_scatter(op, flat, [chunk] * self.world_size, bias)
 
-        def second() -> Pending[Tensor]:
-            total = self.all_gather(op, mine.wait())
-            return After(lambda: total.wait()[:count].view_as(x))
+        def start_all_gather() -> Pending[Tensor]:
+            total = self.all_gather(op, own_sum.wait())
+            return PendingCall(lambda: total.wait()[:count].view_as(x))
 
-        return After(second)
-
-
-def _plus(bias: Tensor | None, moving: Pending[Tensor]) -> Pending[Tensor]:
-    return moving if bias is None else After(lambda: moving.wait().add_(bias))
+        return PendingCall(start_all_gather)
 
 
-def _shown(signature: Tensor) -> str:
+def _add_bias(bias: Tensor | None, pending: Pending[Tensor]) -> Pending[Tensor]:
+    return pending if bias is None else PendingCall(lambda: pending.wait().add_(bias))
+
+
+def _decode_signature(signature: Tensor) -> str:
     return bytes(signature.tolist())[4:].rstrip(b"\0").decode("utf-8", "replace")
 
 
 def _wait_up_to(work: Any, seconds: float) -> bool:
     """Wait up to `seconds`; return True if `work` has finished."""
-    if isinstance(work, Messages):
+    if isinstance(work, PendingMessages):
         return work.wait_for(seconds)
     try:
-        work.wait(max(timedelta(seconds=seconds), AT_ONCE))
+        work.wait(max(timedelta(seconds=seconds), IMMEDIATE_TIMEOUT))
     except RuntimeError as error:
-        if not any(word in str(error).lower() for word in _TIMED_OUT):
+        if not any(word in str(error).lower() for word in _TIMEOUT_PHRASES):
             raise
         if not work.is_completed():
             return False
         # the work finished since the first wait, or the process group's own timeout expired (raises)
-        work.wait(AT_ONCE)
+        work.wait(IMMEDIATE_TIMEOUT)
     return True
 
 
-_BACKENDS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by device type
+_BACKEND_NAMES: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by device type
 _TRANSPORTS: GroupSlot[dict[str, TorchDist]] = GroupSlot(lambda group: {})  # by device type
 
 
-def backend_of(group: Group, device_type: str) -> str:
+def backend_for_device(group: Group, device_type: str) -> str:
     """Return the name of the backend of `group` for tensors on `device_type`.
 
     Raises:
         ValueError: the group has no backend for them.
     """
-    if (known := _BACKENDS[group].get(device_type)) is not None:
+    if (known := _BACKEND_NAMES[group].get(device_type)) is not None:
         return known
     config = dist.get_backend_config(group.process_group)
     backends = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {device_type: config}
@@ -353,27 +374,29 @@ def backend_of(group: Group, device_type: str) -> str:
             f"The tensors are on {device_type}, but group {group.name!r} has backends for {sorted(backends)} only; "
             f"create the group with a backend for {device_type}."
         )
-    backend = _BACKENDS[group][device_type] = backends[device_type]
+    backend = _BACKEND_NAMES[group][device_type] = backends[device_type]
     return backend
 
 
 def torch_dist(group: Group, device_type: str) -> TorchDist:
     """Return the transport of `group` for tensors on `device_type`; the first call creates it."""
-    made = _TRANSPORTS[group]
-    if device_type not in made:
-        made[device_type] = TorchDist(group, device_type)
-    return made[device_type]
+    transports = _TRANSPORTS[group]
+    if device_type not in transports:
+        transports[device_type] = TorchDist(group, device_type)
+    return transports[device_type]
 
 
 @on_destroy
-def _leave(group: Group) -> None:
+def _close_transports(group: Group) -> None:
     """Close the group's connections, because peers may wait for this rank. torch does so when the group is freed."""
-    for made in _TRANSPORTS.get(group, {}).values():
-        if made.broken is None:
-            made.broken = made.error(FusedTPError, made.last_call("a call"), ": its process group was destroyed.")
-            made._depart()
+    for transport in _TRANSPORTS.get(group, {}).values():
+        if transport.fatal_error is None:
+            transport.fatal_error = transport.error(
+                FusedTPError, transport.last_call("a call"), ": its process group was destroyed."
+            )
+            transport._depart()
 
 
-def known_torch_dist(group: Group, device_type: str) -> TorchDist | None:
+def existing_torch_dist(group: Group, device_type: str) -> TorchDist | None:
     """Return the transport that `torch_dist` has created, or None."""
     return _TRANSPORTS[group].get(device_type)

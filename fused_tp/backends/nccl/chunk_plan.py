@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fused_tp.core.partition import shard_range
 
 
-class RowPart(NamedTuple):
+class RowRange(NamedTuple):
     """Range of `rows` rows, starting at row `start`, that is exchanged with rank `peer`."""
 
     peer: int
@@ -29,8 +29,8 @@ class RowPart(NamedTuple):
 class ChunkExchange(NamedTuple):
     """Transfers that run at the same time. Transfers without rows are omitted on both sides."""
 
-    sends: tuple[RowPart, ...]
-    receives: tuple[RowPart, ...]
+    sends: tuple[RowRange, ...]
+    receives: tuple[RowRange, ...]
 
 
 class ChunkPlan(NamedTuple):
@@ -42,8 +42,10 @@ class ChunkPlan(NamedTuple):
 
     counts: tuple[int, ...]  # rows of every rank
     exchanges: tuple[ChunkExchange, ...]
-    ranges: tuple[tuple[tuple[int, int], ...], ...]  # (start, stop) of rows that a gather receives or a scatter sends
-    pieces: int
+    row_ranges: tuple[
+        tuple[tuple[int, int], ...], ...
+    ]  # (start, stop) of rows that a gather receives or a scatter sends
+    chunks_per_rank: int
 
 
 @lru_cache(maxsize=1024)
@@ -52,12 +54,16 @@ def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
 
     `start` of a send is a row of this rank's tensor; `start` of a receive is a row of the gathered tensor.
     """
-    (pieces, groups), rows, found = _chunks_and_groups(counts, chunks), _row_ranges(counts), []
-    for group, piece in itertools.product(groups, range(pieces)):
-        sends = [((rank + d) % len(counts), 0, counts[rank]) for d in group]
-        receives = [rows[(rank - d) % len(counts)] for d in group]
-        found.append(ChunkExchange(_chunk_of(sends, piece, pieces), _chunk_of(receives, piece, pieces)))
-    return ChunkPlan(counts, tuple(found), tuple(_merged_ranges(exchange.receives) for exchange in found), pieces)
+    (chunks_per_rank, groups), row_ranges, exchanges = _chunks_and_groups(counts, chunks), _row_ranges(counts), []
+    for group, chunk in itertools.product(groups, range(chunks_per_rank)):
+        sends = [((rank + distance) % len(counts), 0, counts[rank]) for distance in group]
+        receives = [row_ranges[(rank - distance) % len(counts)] for distance in group]
+        exchanges.append(
+            ChunkExchange(_select_chunk(sends, chunk, chunks_per_rank), _select_chunk(receives, chunk, chunks_per_rank))
+        )
+    return ChunkPlan(
+        counts, tuple(exchanges), tuple(_merged_ranges(exchange.receives) for exchange in exchanges), chunks_per_rank
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -67,12 +73,16 @@ def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
     The first chunk of all ranks' rows is exchanged first, so that its sums can start early. `start` of a send is a row
     of the full tensor; `start` of a receive is a row of this rank's rows, of which rank `peer` sends its terms.
     """
-    (pieces, groups), rows, found = _chunks_and_groups(counts, chunks), _row_ranges(counts), []
-    for piece, group in itertools.product(range(pieces), reversed(groups)):
-        sends = [rows[(rank + d) % len(counts)] for d in reversed(group)]
-        receives = [((rank - d) % len(counts), 0, counts[rank]) for d in reversed(group)]
-        found.append(ChunkExchange(_chunk_of(sends, piece, pieces), _chunk_of(receives, piece, pieces)))
-    return ChunkPlan(counts, tuple(found), tuple(_merged_ranges(exchange.sends) for exchange in found), pieces)
+    (chunks_per_rank, groups), row_ranges, exchanges = _chunks_and_groups(counts, chunks), _row_ranges(counts), []
+    for chunk, group in itertools.product(range(chunks_per_rank), reversed(groups)):
+        sends = [row_ranges[(rank + distance) % len(counts)] for distance in reversed(group)]
+        receives = [((rank - distance) % len(counts), 0, counts[rank]) for distance in reversed(group)]
+        exchanges.append(
+            ChunkExchange(_select_chunk(sends, chunk, chunks_per_rank), _select_chunk(receives, chunk, chunks_per_rank))
+        )
+    return ChunkPlan(
+        counts, tuple(exchanges), tuple(_merged_ranges(exchange.sends) for exchange in exchanges), chunks_per_rank
+    )
 
 
 def _chunks_and_groups(counts: Sequence[int], chunks: int) -> tuple[int, list[range]]:
@@ -85,24 +95,26 @@ def _chunks_and_groups(counts: Sequence[int], chunks: int) -> tuple[int, list[ra
     return max(1, min(chunks // distances, max(counts))), groups
 
 
-def _row_ranges(counts: Sequence[int]) -> list[RowPart]:
+def _row_ranges(counts: Sequence[int]) -> list[RowRange]:
     """Return the range of each rank's rows in the full tensor."""
     bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
-    return [RowPart(rank, start, stop - start) for rank, (start, stop) in enumerate(bounds)]
+    return [RowRange(rank, start, stop - start) for rank, (start, stop) in enumerate(bounds)]
 
 
-def _chunk_of(parts: Iterable[tuple[int, int, int]], piece: int, pieces: int) -> tuple[RowPart, ...]:
-    """Return chunk number `piece` of each (peer, start, rows), without empty ones."""
-    dim_shards = ((peer, start, shard_range(rows, pieces, piece)) for peer, start, rows in parts)
-    return tuple(RowPart(peer, start + begin, end - begin) for peer, start, (begin, end) in dim_shards if end > begin)
+def _select_chunk(ranges: Iterable[tuple[int, int, int]], chunk: int, num_chunks: int) -> tuple[RowRange, ...]:
+    """Return chunk number `chunk` of each (peer, start, rows), without empty ones."""
+    chunk_ranges = ((peer, start, shard_range(rows, num_chunks, chunk)) for peer, start, rows in ranges)
+    return tuple(
+        RowRange(peer, start + begin, end - begin) for peer, start, (begin, end) in chunk_ranges if end > begin
+    )
 
 
-def _merged_ranges(parts: Sequence[RowPart]) -> tuple[tuple[int, int], ...]:
+def _merged_ranges(parts: Sequence[RowRange]) -> tuple[tuple[int, int], ...]:
     """Return the row ranges (start, stop) of `parts`. Adjacent ranges are merged, so that one matmul computes them."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for part in sorted(parts, key=lambda part: part.start):
-        if found and found[-1][1] == part.start:
-            found[-1] = found[-1][0], part.start + part.rows
+        if merged and merged[-1][1] == part.start:
+            merged[-1] = merged[-1][0], part.start + part.rows
         else:
-            found.append((part.start, part.start + part.rows))
-    return tuple(found)
+            merged.append((part.start, part.start + part.rows))
+    return tuple(merged)

@@ -10,8 +10,9 @@ fails aborts the communicator, so that no stream keeps waiting.
 NCCL's own sums are not used, because they round to the tensor's dtype at every hop. Terms are exchanged, and added in
 rank order.
 
-Tests replace NCCL and the CUDA driver by test doubles that move host memory (`LIBRARIES`). CPU tensors then run through
-this code unchanged. An operation that would wait in a stream blocks the host instead, and raises errors immediately.
+Tests replace NCCL and the CUDA driver by test doubles that move host memory (`NCCL_LIBRARIES`). CPU tensors then run
+through this code unchanged. An operation that would wait in a stream blocks the host instead, and raises errors
+immediately.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.backends.messages.torch_dist import TorchDist, known_torch_dist
+from fused_tp.backends.messages.torch_dist import TorchDist, existing_torch_dist
 from fused_tp.backends.nccl.chunk_plan import ChunkPlan, gather_plan
 from fused_tp.backends.symmetric_memory.symm_mem import made_on_device
 from fused_tp.core import settings, tracing
@@ -39,9 +40,9 @@ from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.core.failure import PEER_POLL_SECONDS, StartedCall
 from fused_tp.core.group import Group, GroupSlot
-from fused_tp.core.peer_watch import PeerWatch, own_process, watchable
-from fused_tp.core.pending import Done, Pending, current_stream, when
-from fused_tp.core.store import exchange, first_reason
+from fused_tp.core.peer_watch import PeerWatch, process_identity, watchable_pids
+from fused_tp.core.pending import Pending, PendingValue, current_stream, pending_output
+from fused_tp.core.store import exchange, first_unavailability
 
 _LOG = logging.getLogger("fused_tp")
 _ARRIVAL_SECONDS = 0.3  # after a peer has exited, its data may still arrive for this long
@@ -64,10 +65,10 @@ class ExchangeQueue:
     count: int
     call: StartedCall  # the call of the last exchange enqueued
     tickets: list[Any] = field(default_factory=list)  # one per enqueued exchange; None: no data has been exchanged yet
-    brings_own_rows: bool = False
-    abandoned: bool = False
-    waiting: int = -1  # the exchange that was last observed waiting for peers
-    waiting_since: float = 0.0
+    includes_own_rows: bool = False
+    is_abandoned: bool = False
+    waiting_index: int = -1  # index of the exchange that was last observed waiting for peers
+    waiting_since: float = 0.0  # time.perf_counter of that observation
 
     def add(self, sends: Transfers, receives: Transfers, after: int | None) -> None:
         """Enqueue one more exchange; it starts after the work enqueued on stream `after`, if given."""
@@ -85,7 +86,7 @@ class ExchangeQueue:
         else:
             self.communicator.wait(ticket, stream)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if all exchanges have been enqueued and have finished. Captured exchanges count as finished."""
         if len(self.tickets) < self.count:
             return False
@@ -98,15 +99,17 @@ class ExchangeQueue:
                 return i if self.communicator.has_begun(ticket) else -1
         return -1
 
-    def captured(self) -> bool:
+    def is_captured(self) -> bool:
         """True if some exchange is part of a CUDA graph."""
         return any(ticket is not None and ticket.captured for ticket in self.tickets)
 
 
-Launch = Callable[[ExchangeQueue, int], None]  # (queue, stream): enqueues exchanges, after the work in the stream
+EnqueueExchanges = Callable[
+    [ExchangeQueue, int], None
+]  # (queue, stream): enqueues exchanges, after the work in the stream
 
 
-def _rows_at(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
+def _row_transfers(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
     return [(peer, address + start * row_bytes, rows * row_bytes) for peer, start, rows in parts if row_bytes]
 
 
@@ -118,36 +121,38 @@ class PendingExchanges(Pending[None]):
     the allocator. Rejected: recording the communicator's stream, because tensors may outlive the communicator.
     """
 
-    def __init__(self, transport: NcclDist, pipeline: ExchangeQueue, launch: Launch, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, transport: NcclDist, pipeline: ExchangeQueue, launch: EnqueueExchanges, tensors: Sequence[Tensor]
+    ) -> None:
         self._transport = transport
-        self._pipeline = pipeline
+        self._queue = pipeline
         self._launch = launch
         self._tensors = tensors
         self._stream = transport.stream()
 
     @property
-    def brings_own_rows(self) -> bool:
+    def includes_own_rows(self) -> bool:
         """True if this gather also copies this rank's rows into the gathered tensor."""
-        return self._pipeline.brings_own_rows
+        return self._queue.includes_own_rows
 
     def send(self) -> None:
         """Enqueue the next exchange of a scatter; it starts after the work enqueued on the current stream so far."""
         # Counted as a separate call, so that a rank stuck in the middle differs from one that has sent everything.
-        pipeline, transport = self._pipeline, self._transport
+        pipeline, transport = self._queue, self._transport
         if pipeline.tickets:
             pipeline.call = transport.begin(pipeline.call.op)
         transport.attempt(pipeline.call, lambda: self._launch(pipeline, transport.stream()))
 
     def wait(self, exchange: int | None = None) -> None:
         """Make the current stream wait for exchange number `exchange`, by default for all exchanges."""
-        last = len(self._pipeline.tickets) - 1
+        last = len(self._queue.tickets) - 1
         index = last if exchange is None else exchange
         stream = self._transport.stream()
         if index >= 0:
-            self._transport.wait(self._pipeline, index, stream)
+            self._transport.wait(self._queue, index, stream)
         if index == last:
             if stream != self._stream and index >= 0:
-                self._transport.wait(self._pipeline, index, self._stream)
+                self._transport.wait(self._queue, index, self._stream)
                 for tensor in self._tensors:
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             self._tensors = ()
@@ -155,9 +160,9 @@ class PendingExchanges(Pending[None]):
     def __del__(self) -> None:
         if not self._tensors:
             return
-        self._pipeline.abandoned = True
+        self._queue.is_abandoned = True
         with suppress(Exception):
-            self._transport.abandon(self._pipeline, self._stream)
+            self._transport.abandon(self._queue, self._stream)
 
 
 class NcclDist(TorchDist):
@@ -168,82 +173,96 @@ class NcclDist(TorchDist):
         pids: pids, by rank, of the peers' processes that this process can watch.
     """
 
-    arrived = "enqueued it"  # not "arrived": the GPU of that rank may not have reached the call yet
+    arrival_verb = "enqueued it"  # not "arrived": the GPU of that rank may not have reached the call yet
 
     def __init__(self, group: Group, device: torch.device, communicator: Any, pids: Mapping[int, int]) -> None:
         # passed explicitly: the group may have no backend for this device
         super().__init__(group, device.type, backend="NCCL")
         self.device = device
         self.communicator = communicator
-        _, self._driver = load(device)
+        _, self._driver = load_libraries(device)
         self._pid = os.getpid()
         self._failure_lock = threading.RLock()
         self._pending_error: FusedTPError | None = None  # error detected by the watch thread; the next call raises it
-        self._under_way: deque[ExchangeQueue] = deque()
-        self._captured = False  # True once an exchange was captured: graphs may be replayed without a call
+        self._in_flight: deque[ExchangeQueue] = deque()
+        self._has_captured = False  # True once an exchange was captured: graphs may be replayed without a call
         self._published_call = 0  # number of the last call for which a status was published
-        self._gone: list[int] = []  # ranks whose processes have exited
-        self._gone_since = 0.0
+        self._exited_ranks: list[int] = []  # ranks whose processes have exited
+        self._last_exit_time = 0.0
         self._watch = PeerWatch(self, pids, NcclDist._on_peer_lost, NcclDist._poll)
 
     # -- movements ----------------------------------------------------------------------------------------------------
 
-    def gather(self, op: str, own: Tensor, gathered: Tensor, plan: ChunkPlan) -> PendingExchanges:
-        """Start gathering the ranks' rows `own` [plan.counts[rank], n] into `gathered` [sum(plan.counts), n]."""
-        row_bytes = own.shape[1] * own.element_size()
-        at, to = own.data_ptr(), gathered.data_ptr()
+    def gather(self, op: str, own_rows: Tensor, gathered: Tensor, plan: ChunkPlan) -> PendingExchanges:
+        """Start gathering the ranks' rows `own_rows` [plan.counts[rank], n] into `gathered` [sum(plan.counts), n]."""
+        row_bytes = own_rows.shape[1] * own_rows.element_size()
+        source_address, destination_address = own_rows.data_ptr(), gathered.data_ptr()
 
         def launch(pipeline: ExchangeQueue, stream: int) -> None:
             if len(plan.exchanges) == 1 and len(set(plan.counts)) == 1 and plan.counts[0] * row_bytes > 0:
-                pipeline.tickets.append(self.communicator.all_gather(at, to, plan.counts[0] * row_bytes, stream))
-                pipeline.brings_own_rows = True
+                pipeline.tickets.append(
+                    self.communicator.all_gather(
+                        source_address, destination_address, plan.counts[0] * row_bytes, stream
+                    )
+                )
+                pipeline.includes_own_rows = True
                 return
             for sends, receives in plan.exchanges:
                 # Only the first non-empty exchange waits for `stream`; the later ones run after it.
                 after = stream if not pipeline.tickets or pipeline.tickets[-1] is None else None
-                pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), after)
+                pipeline.add(
+                    _row_transfers(source_address, sends, row_bytes),
+                    _row_transfers(destination_address, receives, row_bytes),
+                    after,
+                )
 
-        return self._move(op, len(plan.exchanges), launch, (own, gathered))
+        return self._start_exchanges(op, len(plan.exchanges), launch, (own_rows, gathered))
 
     def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: ChunkPlan) -> PendingExchanges:
         """Start receiving the peers' terms of this rank's rows in `terms` [W, plan.counts[rank], n].
 
         `partial` [sum(plan.counts), n] holds this rank's terms of all ranks' rows; its own rows may be omitted.
-        For each exchange in turn, the caller computes the rows it sends (`plan.ranges`) and then calls `send`.
+        For each exchange in turn, the caller computes the rows it sends (`plan.row_ranges`) and then calls `send`.
         """
-        row_bytes, own = terms.shape[2] * terms.element_size(), plan.counts[self.rank]
-        left_out = own if partial.shape[0] != sum(plan.counts) else 0
-        at, to = partial.data_ptr(), terms.data_ptr()
+        row_bytes, own_count = terms.shape[2] * terms.element_size(), plan.counts[self.rank]
+        omitted_rows = own_count if partial.shape[0] != sum(plan.counts) else 0
+        source_address, destination_address = partial.data_ptr(), terms.data_ptr()
 
         def launch(pipeline: ExchangeQueue, stream: int) -> None:
             exchange = plan.exchanges[len(pipeline.tickets)]
-            sends = [(peer, start - left_out * (peer > self.rank), rows) for peer, start, rows in exchange.sends]
-            receives = [(peer, start + own * peer, rows) for peer, start, rows in exchange.receives]
-            pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), stream)
+            sends = [(peer, start - omitted_rows * (peer > self.rank), rows) for peer, start, rows in exchange.sends]
+            receives = [(peer, start + own_count * peer, rows) for peer, start, rows in exchange.receives]
+            pipeline.add(
+                _row_transfers(source_address, sends, row_bytes),
+                _row_transfers(destination_address, receives, row_bytes),
+                stream,
+            )
 
-        return self._move(op, len(plan.exchanges), launch, (partial, terms), at_once=False)
+        return self._start_exchanges(op, len(plan.exchanges), launch, (partial, terms), enqueue_now=False)
 
     def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
-            return Done(out)
+            return PendingValue(out)
         plan = gather_plan((1,) * self.world_size, self.rank, 1)
         moving = self.gather(op, x.view(1, -1), out.view(self.world_size, -1), plan)
-        if not moving.brings_own_rows:  # a group of one
+        if not moving.includes_own_rows:  # a group of one
             out[self.rank * x.shape[0] : (self.rank + 1) * x.shape[0]].copy_(x)
-        return when(moving, out)
+        return pending_output(moving, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
-        going, coming = x.split(list(send_sizes)), out.split(list(recv_sizes))
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        moving = self._exchange(op, [(r, going[r]) for r in others], [(r, coming[r]) for r in others], (x, out))
-        coming[self.rank].copy_(going[self.rank])
-        return when(moving, out)
+        send_parts, receive_parts = x.split(list(send_sizes)), out.split(list(recv_sizes))
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        pending = self._exchange(
+            op, [(r, send_parts[r]) for r in peers], [(r, receive_parts[r]) for r in peers], (x, out)
+        )
+        receive_parts[self.rank].copy_(send_parts[self.rank])
+        return pending_output(pending, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-        return when(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
+        return pending_output(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
 
     def _exchange(
         self,
@@ -252,10 +271,12 @@ class NcclDist(TorchDist):
         receives: Sequence[tuple[int, Tensor]],
         tensors: Sequence[Tensor],
     ) -> PendingExchanges:
-        going, coming = (
+        send_transfers, receive_transfers = (
             [(rank, t.data_ptr(), t.nbytes) for rank, t in parts if t.nbytes] for parts in (sends, receives)
         )
-        return self._move(op, 1, lambda pipeline, stream: pipeline.add(going, coming, stream), tensors)
+        return self._start_exchanges(
+            op, 1, lambda pipeline, stream: pipeline.add(send_transfers, receive_transfers, stream), tensors
+        )
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
@@ -263,22 +284,22 @@ class NcclDist(TorchDist):
         """Handle of the current stream."""
         return current_stream(self.device)
 
-    def _move(
-        self, op: str, count: int, launch: Launch, tensors: Sequence[Tensor], *, at_once: bool = True
+    def _start_exchanges(
+        self, op: str, count: int, launch: EnqueueExchanges, tensors: Sequence[Tensor], *, enqueue_now: bool = True
     ) -> PendingExchanges:
-        """Start a transfer of `count` exchanges; `launch` enqueues all now or, without `at_once`, one per `send`."""
+        """Start a transfer of `count` exchanges. `launch` enqueues all; without `enqueue_now`, one per `send`."""
         pipeline = ExchangeQueue(self.communicator, count, self.begin(op))
         try:
             with self.abort_scope(op):
-                if at_once:
+                if enqueue_now:
                     self.attempt(pipeline.call, lambda: launch(pipeline, self.stream()))
         except BaseException:
             self.abandon(None, self.stream())
             raise
-        if pipeline.captured() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._captured = True
+        if pipeline.is_captured() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._has_captured = True
         else:
-            self._under_way.append(pipeline)
+            self._in_flight.append(pipeline)
         return PendingExchanges(self, pipeline, launch, tensors)
 
     @contextmanager
@@ -289,7 +310,7 @@ class NcclDist(TorchDist):
         with super().abort_scope(op):
             yield
 
-    def _started(self) -> int:
+    def _count_started(self) -> int:
         return int(self.communicator.calls) if os.getpid() == self._pid else 0
 
     def begin(self, op: str) -> StartedCall:
@@ -299,10 +320,12 @@ class NcclDist(TorchDist):
                 f"This process is a fork of rank {self.rank} of group {self.group.name!r}; a forked process cannot "
                 "use the group's communicator. Create new groups in it."
             )
-        if self.broken is not None:
-            raise self._failure(StartedCall(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.broken)))
+        if self.fatal_error is not None:
+            raise self._failure(
+                StartedCall(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.fatal_error))
+            )
         self.communicator.timeout_seconds = settings.timeout_seconds()
-        return self._count(op)
+        return self._count_call(op)
 
     def attempt(self, call: StartedCall, work: Callable[[], Any]) -> Any:
         """Return `work()`, and raise its errors as errors of this group."""
@@ -313,7 +336,7 @@ class NcclDist(TorchDist):
 
     def wait(self, pipeline: ExchangeQueue, index: int, stream: int) -> None:
         """Make `stream` wait for an exchange of the pipeline."""
-        with tracing.waiting(pipeline.call.op):
+        with tracing.wait_span(pipeline.call.op):
             self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
 
     def abandon(self, pipeline: ExchangeQueue | None, stream: int) -> None:
@@ -335,25 +358,25 @@ class NcclDist(TorchDist):
     def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         """Abort because of `error` of the communicator, unless done before; return the error to raise."""
         with self._failure_lock:
-            if self.broken is None:
+            if self.fatal_error is None:
                 self._pending_error = self._abort_for(call, error)
             failure, self._pending_error = self._pending_error, None
-        return failure if failure is not None else self.unusable()
+        return failure if failure is not None else self.unusable_error()
 
     def _abort_for(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
                 # A rank that was stopped finds that its own deadline has passed and the others have left.
-                late = time.perf_counter() - call.started > 1.5 * settings.timeout_seconds()
-                if late and self.board.has_failure():
+                is_late = time.perf_counter() - call.start_time > 1.5 * settings.timeout_seconds()
+                if is_late and self.board.has_failure():
                     return self.abort_following_peer(call)
                 return self.abort_timed_out(call, reason)
-            if isinstance(error, PeerLostError) and not self._gone:
+            if isinstance(error, PeerLostError) and not self._exited_ranks:
                 return self.abort_peer_lost(call, reason)
             if isinstance(error, PeerLostError):
-                what, missing = " lost {missing}: its process has exited.", dict.fromkeys(self._gone, "")
-                return self.abort(call, self.error(PeerLostError, call, what, missing=missing))
+                message_end, missing = " lost {missing}: its process has exited.", dict.fromkeys(self._exited_ranks, "")
+                return self.abort(call, self.error(PeerLostError, call, message_end, missing=missing))
             if self.board.has_failure():
                 return self.abort_following_peer(call)
             return self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
@@ -362,18 +385,18 @@ class NcclDist(TorchDist):
 
     def _abort_transports(self, reason: str) -> None:
         """Abort the communicator, and make the group's torch.distributed transport for this device unusable too."""
-        self.communicator.abort(str(self.broken or reason))
-        plain = known_torch_dist(self.group, self.device.type)
-        if plain is not None and plain.broken is None:
-            plain.broken = self.broken
+        self.communicator.abort(str(self.fatal_error or reason))
+        plain = existing_torch_dist(self.group, self.device.type)
+        if plain is not None and plain.fatal_error is None:
+            plain.fatal_error = self.fatal_error
 
     def abort_because(self, reason: str) -> None:
-        if self.broken is None:
+        if self.fatal_error is None:
             self._failure(self.last_call("a call"), RuntimeError(reason))
 
     def abort_midway(self, call: StartedCall, error: BaseException) -> None:
         with self._failure_lock:
-            if self.broken is not None:
+            if self.fatal_error is not None:
                 return
             try:
                 super().abort_midway(call, error)
@@ -383,14 +406,14 @@ class NcclDist(TorchDist):
     # -- called by the watch's thread ---------------------------------------------------------------------------------
 
     def _on_peer_lost(self, rank: int) -> None:
-        self._gone.append(rank)
-        self._gone_since = time.perf_counter()
+        self._exited_ranks.append(rank)
+        self._last_exit_time = time.perf_counter()
 
     def _poll(self) -> None:
         if not self._failure_lock.acquire(blocking=False):  # a call is already handling a failure
             return
         try:
-            if self.broken is None:
+            if self.fatal_error is None:
                 self._poll_for_failures()
         finally:
             self._failure_lock.release()
@@ -399,19 +422,19 @@ class NcclDist(TorchDist):
         if self.communicator.failure:
             # Report it here, because a rank that only replays graphs makes no call. But the exit of a peer is not an
             # error if no exchange waits for the peer.
-            if self._under_way or self._captured or not self._gone:
+            if self._in_flight or self._has_captured or not self._exited_ranks:
                 self._report_failure()
             return
         with suppress(RuntimeError):  # the communicator's own watchdog reports a broken device
-            while self._under_way and (self._under_way[0].abandoned or self._under_way[0].ended()):
-                self._under_way.popleft()
-        call = self._under_way[0].call if self._under_way else None
-        if self._gone and self._is_lost():
-            self.communicator.lose(self._gone[0], "its process has exited")
-            if call is not None or self._captured:
+            while self._in_flight and (self._in_flight[0].is_abandoned or self._in_flight[0].has_ended()):
+                self._in_flight.popleft()
+        call = self._in_flight[0].call if self._in_flight else None
+        if self._exited_ranks and self._is_lost():
+            self.communicator.lose(self._exited_ranks[0], "its process has exited")
+            if call is not None or self._has_captured:
                 self._report_failure()
             return
-        if call is None or time.perf_counter() - call.started < PEER_POLL_SECONDS:
+        if call is None or time.perf_counter() - call.start_time < PEER_POLL_SECONDS:
             return
         if self._published_call < call.number:
             self._published_call = call.number
@@ -426,23 +449,23 @@ class NcclDist(TorchDist):
         arrives. The delay starts when this rank's own computation has reached the exchange.
         """
         now = time.perf_counter()
-        if not self._under_way:
-            return now - self._gone_since > _IDLE_SECONDS
-        front, waiting = self._under_way[0], -1
+        if not self._in_flight:
+            return now - self._last_exit_time > _IDLE_SECONDS
+        oldest, waiting_index = self._in_flight[0], -1
         with suppress(RuntimeError):  # the communicator's own watchdog reports a broken device
-            waiting = front.first_waiting()
-        if waiting < 0 or waiting != front.waiting:
-            front.waiting, front.waiting_since = waiting, now
-        return waiting >= 0 and now - max(self._gone_since, front.waiting_since) > _ARRIVAL_SECONDS
+            waiting_index = oldest.first_waiting()
+        if waiting_index < 0 or waiting_index != oldest.waiting_index:
+            oldest.waiting_index, oldest.waiting_since = waiting_index, now
+        return waiting_index >= 0 and now - max(self._last_exit_time, oldest.waiting_since) > _ARRIVAL_SECONDS
 
     def _report_failure(self) -> None:
         """Abort and log the error now. The next call will raise it, but may never happen, while peers wait."""
-        if self._under_way:
-            call = self._under_way[0].call
+        if self._in_flight:
+            call = self._in_flight[0].call
         else:
             call = self.last_call(self._ops[-1] if self._ops else "a CUDA graph")
         with self._failure_lock:
-            if self.broken is not None:
+            if self.fatal_error is not None:
                 return
             try:
                 self.communicator.check()
@@ -452,7 +475,7 @@ class NcclDist(TorchDist):
             _LOG.error(
                 "%s Data in flight became NaN. Results of work enqueued after it, and of CUDA graphs replayed from now "
                 "on, are undefined.",
-                self.broken,
+                self.fatal_error,
             )
 
 
@@ -460,7 +483,7 @@ class NcclDist(TorchDist):
 
 
 # By device type and index.
-_NCCL: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(lambda group: {})
+_NCCL_TRANSPORTS: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(lambda group: {})
 
 
 def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
@@ -468,15 +491,15 @@ def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
 
     Raises the errors of `made_on_device`.
     """
-    return made_on_device(_NCCL, group, device, "NCCL communicator", _agree)
+    return made_on_device(_NCCL_TRANSPORTS, group, device, "NCCL communicator", _create_transport)
 
 
-def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
-    mine = own_facts(group, device)
-    facts = [NcclFacts(**told) for told in exchange(group, "nccl", asdict(mine))]
-    if not (found := judged(facts)):
-        return found
-    library, driver = load(device)
+def _create_transport(group: Group, device: torch.device) -> NcclDist | Availability:
+    facts_here = own_facts(group, device)
+    facts = [NcclFacts(**fields) for fields in exchange(group, "nccl", asdict(facts_here))]
+    if not (availability := check_facts(facts)):
+        return availability
+    library, driver = load_libraries(device)
     communicator = import_module("fused_tp._core").Communicator(
         library,
         driver,
@@ -486,7 +509,7 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
         group.size,
         timeout_seconds=settings.timeout_seconds(),
     )
-    pids = watchable([fact.process for fact in facts])
+    pids = watchable_pids([fact.process for fact in facts])
     return NcclDist(group, device, communicator, pids)
 
 
@@ -494,13 +517,13 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
 
 
 # File names of NCCL (empty: the library that torch has loaded) and of the driver, by device type.
-LIBRARIES = {"cuda": ("", "libcuda.so.1")}
+NCCL_LIBRARIES = {"cuda": ("", "libcuda.so.1")}
 
 
-def load(device: torch.device) -> tuple[Any, Any]:
+def load_libraries(device: torch.device) -> tuple[Any, Any]:
     """Load `_core.NcclLibrary` and `_core.Driver`. Raises RuntimeError if one of them is unavailable."""
     core = import_module("fused_tp._core")
-    nccl, driver = LIBRARIES[device.type]
+    nccl, driver = NCCL_LIBRARIES[device.type]
     return core.NcclLibrary(nccl), core.Driver(driver)
 
 
@@ -508,7 +531,7 @@ def load(device: torch.device) -> tuple[Any, Any]:
 class NcclFacts:
     """Facts of one rank, sent to all ranks to decide whether a communicator can be created."""
 
-    process: Sequence[str | int]  # from `own_process`
+    process: Sequence[str | int]  # from `process_identity`
     gpu: str = ""
     version: int = 0
     id: str = ""  # rank 0's unique id, in hex
@@ -518,30 +541,34 @@ class NcclFacts:
 def own_facts(group: Group, device: torch.device) -> NcclFacts:
     """Return the facts of this rank."""
     if find_spec("fused_tp._core") is None:
-        return NcclFacts(own_process(), problem="this installation has no native core")
-    if device.type not in LIBRARIES:
-        return NcclFacts(own_process(), problem=f"NCCL supports NVIDIA GPUs only, not {device.type}")
+        return NcclFacts(process_identity(), problem="this installation has no native core")
+    if device.type not in NCCL_LIBRARIES:
+        return NcclFacts(process_identity(), problem=f"NCCL supports NVIDIA GPUs only, not {device.type}")
     try:
-        library, _ = load(device)
+        library, _ = load_libraries(device)
         unique_id = library.make_id().hex() if group.rank == 0 else ""
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     except RuntimeError as error:
-        return NcclFacts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
+        return NcclFacts(process_identity(), problem=str(error).splitlines()[0].rstrip("."))
     if os.environ.get("NCCL_COMM_BLOCKING", "").strip() not in ("", "0", "-1"):
         # The variable overrides the communicator's configuration, and a blocking call of NCCL has no deadline.
-        return NcclFacts(own_process(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks")
+        return NcclFacts(
+            process_identity(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks"
+        )
     # NCCL 2.30 and later allow several ranks on one GPU if the variable is set.
-    shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return NcclFacts(own_process(), "" if shares else gpu, library.version, unique_id)
+    may_share_gpu = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return NcclFacts(process_identity(), "" if may_share_gpu else gpu, library.version, unique_id)
 
 
-def judged(facts: Sequence[NcclFacts]) -> Availability:
+def check_facts(facts: Sequence[NcclFacts]) -> Availability:
     """Return whether ranks with these facts can create a communicator."""
-    if not (found := first_reason(fact.problem for fact in facts)):
-        return found
+    if not (availability := first_unavailability(fact.problem for fact in facts)):
+        return availability
     versions = sorted({fact.version for fact in facts})
     if len({version // 100 for version in versions}) > 1:
-        return unavailable(f"its ranks have loaded different versions of NCCL: {', '.join(map(_shown, versions))}")
+        return unavailable(
+            f"its ranks have loaded different versions of NCCL: {', '.join(map(_format_version, versions))}"
+        )
     gpus = [fact.gpu for fact in facts if fact.gpu]
     if len(set(gpus)) < len(gpus):
         return unavailable(
@@ -550,5 +577,5 @@ def judged(facts: Sequence[NcclFacts]) -> Availability:
     return AVAILABLE
 
 
-def _shown(version: int) -> str:
+def _format_version(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

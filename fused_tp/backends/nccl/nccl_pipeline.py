@@ -26,7 +26,7 @@ from fused_tp.backends.gemm import Product, as_rows, sum_of_products
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.nccl.chunk_plan import gather_plan, scatter_plan
 from fused_tp.backends.nccl.nccl import NcclDist, PendingExchanges
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Work, rank_offsets
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, rank_offsets
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.core.partition import shard_range
 from fused_tp.core.tracing import span
@@ -36,7 +36,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 MAX_CHUNKS = 8
 # Up to this size every rank receives all terms, in one exchange of W times the bytes instead of two sequential ones.
 ONE_SHOT_BYTES = 128 * 1024
-_ALIGNED = 16  # bytes that one thread moves at a time
+_ALIGNMENT_BYTES = 16  # bytes that one thread moves at a time
 
 
 class NcclPipeline(Plain):
@@ -65,126 +65,130 @@ class NcclPipeline(Plain):
         with self.transport.abort_scope("all_reduce"):
             out = torch.empty_like(partial)
             if out.nbytes <= ONE_SHOT_BYTES:
-                return self._terms_of_all("all_reduce", partial, out, None)()
-            self._share_out("all_reduce", partial, out, None)().wait()
+                return self._start_one_shot_sum("all_reduce", partial, out, None)()
+            self._start_two_shot_sum("all_reduce", partial, out, None)().wait()
             return out
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
-            moving, terms = self._swap_terms("reduce_scatter", rows, dim_shards.counts)
+            moving, terms = self._exchange_terms("reduce_scatter", rows, dim_shards.row_counts)
             moving.wait()
             out = rows.new_empty(terms.shape[1])
             sum_into(out, terms)
             return out
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
-            counts = dim_shards.counts
-            own = as_rows(asked.x_shard).contiguous()
+            counts = dim_shards.row_counts
+            own_rows = as_rows(request.x_shard).contiguous()
             start = rank_offsets(counts)[self.rank]
-            gathered = own.new_empty((sum(counts), own.shape[1]))
-            plan = gather_plan(counts, self.rank, self._chunks(gathered.nbytes))
-            moving = self.transport.gather("all_gather_matmul", own, gathered, plan)
-            outputs = [own.new_empty((len(gathered), w.shape[0])) for w in asked.weights]
+            gathered = own_rows.new_empty((sum(counts), own_rows.shape[1]))
+            plan = gather_plan(counts, self.rank, self._num_chunks(gathered.nbytes))
+            moving = self.transport.gather("all_gather_matmul", own_rows, gathered, plan)
+            outputs = [own_rows.new_empty((len(gathered), w.shape[0])) for w in request.weights]
 
             def multiply(x: Tensor, start: int) -> None:
-                for output, w, b in zip(outputs, asked.weights, asked.biases, strict=True):
+                for output, w, b in zip(outputs, request.weights, request.biases, strict=True):
                     if len(x):
                         sum_of_products([(x, w)], b, out=output[start : start + len(x)])
 
-            with span("own rows", own, self.name):
-                multiply(own, start)
-            for i, ranges in enumerate(plan.ranges):
-                with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
+            with span("own rows", own_rows, self.name):
+                multiply(own_rows, start)
+            for i, ranges in enumerate(plan.row_ranges):
+                with span("chunk", i + 1, "of", len(plan.row_ranges), ranges, self.name):
                     moving.wait(i)
                     for begin, end in ranges:
                         multiply(gathered[begin:end], begin)
-            if asked.return_gathered and not moving.brings_own_rows:
-                gathered[start : start + len(own)].copy_(own)
-            outputs = [dim_shards.placed(y) for y in outputs]
-            return outputs, dim_shards.placed(gathered) if asked.return_gathered else None
+            if request.return_gathered and not moving.includes_own_rows:
+                gathered[start : start + len(own_rows)].copy_(own_rows)
+            outputs = [dim_shards.from_rank_major(y) for y in outputs]
+            return outputs, dim_shards.from_rank_major(gathered) if request.return_gathered else None
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
-        x, counts = products[0][0], dim_shards.counts
-        own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
-        partial = x.new_empty((len(x) - own, columns))  # all rows except the own
-        terms = x.new_empty((self.world_size, own, columns))
-        plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
-        moving = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
-        beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self.transport.abort_scope("matmul_reduce_scatter"), self._side_stream(beside, x.device):
-            for i, ranges in enumerate(plan.ranges):
-                with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
+        x, counts = products[0][0], dim_shards.row_counts
+        own_count, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
+        partial = x.new_empty((len(x) - own_count, columns))  # all rows except the own
+        terms = x.new_empty((self.world_size, own_count, columns))
+        plan = scatter_plan(counts, self.rank, self._num_chunks(len(x) * columns * x.element_size()))
+        pending = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
+        side_stream_work, main_stream_work = (overlapped_work, None) if x.is_cuda else (None, overlapped_work)
+        with self.transport.abort_scope("matmul_reduce_scatter"), self._side_stream(side_stream_work, x.device):
+            for i, ranges in enumerate(plan.row_ranges):
+                with span("chunk", i + 1, "of", len(plan.row_ranges), ranges, self.name):
                     for begin, end in ranges:
-                        at = begin - own if begin > start else begin
-                        sum_of_products(_rows_of(products, begin, end), out=partial[at : at + end - begin])
-                    moving.send()
+                        partial_row = begin - own_count if begin > start else begin
+                        sum_of_products(
+                            _slice_rows(products, begin, end), out=partial[partial_row : partial_row + end - begin]
+                        )
+                    pending.send()
             with span("own rows", terms[self.rank], self.name):
-                if own:
-                    sum_of_products(_rows_of(products, start, start + own), out=terms[self.rank])
-            if here is not None:
-                here()
-            out = x.new_empty((own, columns))
-            for piece in range(plan.pieces):
-                begin, end = shard_range(own, plan.pieces, piece)
-                with span("sum of piece", piece + 1, "of", plan.pieces, self.name):
-                    if plan.ranges:
-                        moving.wait(len(plan.ranges) // plan.pieces * (piece + 1) - 1)
+                if own_count:
+                    sum_of_products(_slice_rows(products, start, start + own_count), out=terms[self.rank])
+            if main_stream_work is not None:
+                main_stream_work()
+            out = x.new_empty((own_count, columns))
+            for chunk in range(plan.chunks_per_rank):
+                begin, end = shard_range(own_count, plan.chunks_per_rank, chunk)
+                with span("sum of piece", chunk + 1, "of", plan.chunks_per_rank, self.name):
+                    if plan.row_ranges:
+                        pending.wait(len(plan.row_ranges) // plan.chunks_per_rank * (chunk + 1) - 1)
                     sum_into(out[begin:end], terms[:, begin:end], bias)
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
         out = x.new_empty((len(x), w.shape[0]))
-        beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self.transport.abort_scope("matmul_all_reduce"), self._side_stream(beside, x.device):
+        side_stream_work, main_stream_work = (overlapped_work, None) if x.is_cuda else (None, overlapped_work)
+        with self.transport.abort_scope("matmul_all_reduce"), self._side_stream(side_stream_work, x.device):
             if out.nbytes <= ONE_SHOT_BYTES:
                 with span("one shot", out, self.name):
-                    moving = self._terms_of_all("matmul_all_reduce", sum_of_products(products), out, bias)
-                if here is not None:
-                    here()
-                return moving()
-            chunks = self._chunks(out.nbytes)
+                    sum_terms = self._start_one_shot_sum("matmul_all_reduce", sum_of_products(products), out, bias)
+                if main_stream_work is not None:
+                    main_stream_work()
+                return sum_terms()
+            chunks = self._num_chunks(out.nbytes)
             ranges = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
-            add_up: Callable[[], PendingExchanges] | None = None
-            gathering: list[PendingExchanges] = []
+            sum_previous: Callable[[], PendingExchanges] | None = None
+            pending_gathers: list[PendingExchanges] = []
             for i, (begin, end) in enumerate(ranges):
                 with span("chunk", i + 1, "of", len(ranges), (begin, end), self.name):
-                    partial = sum_of_products(_rows_of(products, begin, end))
-                    add_up_next = self._share_out("matmul_all_reduce", partial, out[begin:end], bias)
-                    if add_up is not None:
+                    partial = sum_of_products(_slice_rows(products, begin, end))
+                    sum_current = self._start_two_shot_sum("matmul_all_reduce", partial, out[begin:end], bias)
+                    if sum_previous is not None:
                         # The transfer of the previous chunk's terms has overlapped with a matmul.
-                        gathering.append(add_up())
-                    add_up = add_up_next
-            if here is not None:
-                here()
-            assert add_up is not None, "there are rows"
-            gathering.append(add_up())
-            for chunk in gathering:
+                        pending_gathers.append(sum_previous())
+                    sum_previous = sum_current
+            if main_stream_work is not None:
+                main_stream_work()
+            assert sum_previous is not None, "there are rows"
+            pending_gathers.append(sum_previous())
+            for chunk in pending_gathers:
                 chunk.wait()
         return out
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _chunks(self, nbytes: int) -> int:
+    def _num_chunks(self, nbytes: int) -> int:
         """Return the number of exchanges, from the size of the gathered x or the result, which all ranks know."""
         if self.chunks is not None:
             return self.chunks
         return max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
 
-    def _terms_of_all(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
+    def _start_one_shot_sum(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
         """Start gathering the ranks' `partial`; the returned function writes their sum to `out`."""
         terms = self.transport.all_gather(op, partial.view(1, *out.shape))
 
-        def add_up() -> Tensor:
+        def sum_terms() -> Tensor:
             sum_into(out, terms.wait(), bias)
             return out
 
-        return add_up
+        return sum_terms
 
-    def _share_out(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], PendingExchanges]:
+    def _start_two_shot_sum(
+        self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None
+    ) -> Callable[[], PendingExchanges]:
         """Start sending each rank its slice of `partial` to sum.
 
         The returned function sums this rank's slice, and starts gathering all sums into `out`. Slices are ranges of
@@ -192,37 +196,39 @@ class NcclPipeline(Plain):
         """
         flat, flat_out = partial.view(-1, 1), out.view(-1, 1)
         per_rank = -(-len(flat) // self.world_size)
-        alignment = max(1, _ALIGNED // partial.element_size())
+        alignment = max(1, _ALIGNMENT_BYTES // partial.element_size())
         per_rank = -(-per_rank // alignment) * alignment
         counts = tuple(max(0, min(per_rank, len(flat) - rank * per_rank)) for rank in range(self.world_size))
-        own, start = counts[self.rank], rank_offsets(counts)[self.rank]
-        moving, terms = self._swap_terms(op, flat, counts)
+        own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        pending, terms = self._exchange_terms(op, flat, counts)
 
-        def add_up() -> PendingExchanges:
-            moving.wait()
-            mine = flat_out[start : start + own]
-            sum_into(mine.view(-1), terms, _bias_from(bias, start, own))
-            return self.transport.gather(op, mine, flat_out, gather_plan(counts, self.rank, 1))
+        def sum_and_gather() -> PendingExchanges:
+            pending.wait()
+            own_sums = flat_out[start : start + own_count]
+            sum_into(own_sums.view(-1), terms, _flat_bias(bias, start, own_count))
+            return self.transport.gather(op, own_sums, flat_out, gather_plan(counts, self.rank, 1))
 
-        return add_up
+        return sum_and_gather
 
-    def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[PendingExchanges, Tensor]:
+    def _exchange_terms(
+        self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]
+    ) -> tuple[PendingExchanges, Tensor]:
         """Start sending rank r its counts[r] terms of [sum(counts), 1]; return the terms [W, own] to receive."""
-        own, start = counts[self.rank], rank_offsets(counts)[self.rank]
-        terms = terms_of_all.new_empty((self.world_size, own, 1))
+        own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        terms = terms_of_all.new_empty((self.world_size, own_count, 1))
         plan = scatter_plan(counts, self.rank, 1)
-        moving = self.transport.scatter(op, terms_of_all, terms, plan)
-        for _ in plan.ranges:  # one exchange; none in a group of one rank
-            moving.send()
-        terms[self.rank].copy_(terms_of_all[start : start + own])
-        return moving, terms.view(self.world_size, own)
+        pending = self.transport.scatter(op, terms_of_all, terms, plan)
+        for _ in plan.row_ranges:  # one exchange; none in a group of one rank
+            pending.send()
+        terms[self.rank].copy_(terms_of_all[start : start + own_count])
+        return pending, terms.view(self.world_size, own_count)
 
 
-def _rows_of(products: Sequence[Product], begin: int, end: int) -> list[Product]:
+def _slice_rows(products: Sequence[Product], begin: int, end: int) -> list[Product]:
     return [(x[begin:end], w) for x, w in products]
 
 
-def _bias_from(bias: Tensor | None, start: int, count: int) -> Tensor | None:
+def _flat_bias(bias: Tensor | None, start: int, count: int) -> Tensor | None:
     """Return the bias of `count` elements of the flattened output, from element `start` on."""
     if bias is None:
         return None

@@ -25,19 +25,19 @@ from torch import Tensor
 from fused_tp.backends.gemm import Product, linear, sum_of_products
 from fused_tp.backends.grouped import GroupedProduct
 from fused_tp.backends.messages.torch_dist import TorchDist
-from fused_tp.backends.schedule import DimShards, GatherMatmul, RowSchedule, T, Work, add_rms_norm
-from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, dtype_number, folded
-from fused_tp.core.errors import FusedTPError, raised_midway
-from fused_tp.core.pending import After, Pending
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, RowSchedule, T, add_rms_norm
+from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, dtype_number, fold_dims
+from fused_tp.core.errors import FusedTPError, describe_midway_error
+from fused_tp.core.pending import Pending, PendingCall
 
 with suppress(ImportError):  # without the native core no group can use this schedule
     import fused_tp._core as _core
 
 # For results smaller than this, the native all-reduce is faster than a call with several steps.
-_DIRECT_BYTES = 1 << 20
+_MIN_STEPPED_BYTES = 1 << 20
 
 
-class SharedMemory(RowSchedule):
+class SharedMemorySchedule(RowSchedule):
     """The ops of one group of ranks that share memory."""
 
     name = "one_sided"
@@ -46,7 +46,7 @@ class SharedMemory(RowSchedule):
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self._gathers: WeakSet[ShmCall] = WeakSet()  # gathers in flight
+        self._gathers_in_flight: WeakSet[ShmCall] = WeakSet()  # gathers in flight
 
     @property
     def messages(self) -> TorchDist:
@@ -54,36 +54,36 @@ class SharedMemory(RowSchedule):
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
-        core_group, outer = self.transport.core_group, self.transport.op_began
-        before = core_group.calls
-        self.transport.op_began = before if outer is None else outer
+        core_group, outer_start = self.transport.core_group, self.transport.calls_before_op
+        calls_before = core_group.calls
+        self.transport.calls_before_op = calls_before if outer_start is None else outer_start
         try:
             yield
         except BaseException as error:
-            if core_group.calls != before and not isinstance(error, FusedTPError):
-                core_group.give_up(f"{op} {raised_midway(error)}")
+            if core_group.calls != calls_before and not isinstance(error, FusedTPError):
+                core_group.give_up(f"{op} {describe_midway_error(error)}")
             # Abandon unfinished gathers now. A stored exception keeps them alive through its traceback, and after 16
             # more calls peers would wait for them until the deadline.
-            for workspace in list(self._gathers):
+            for workspace in list(self._gathers_in_flight):
                 workspace.abandon()
             raise
         finally:
-            self.transport.op_began = outer
+            self.transport.calls_before_op = outer_start
 
     # -- collectives -----------------------------------------------------------------------------------
 
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
-        dims = (*folded(dim_shards.shape), dim_shards.dim)
+        dims = (*fold_dims(dim_shards.shape), dim_shards.dim)
         workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
         with ExitStack() as on_error:  # abandon the call if copying raises
             on_error.push(workspace)
             workspace.buffer(self.rank, x_shard.shape, x_shard.dtype).copy_(x_shard)
             workspace.signal(1)
             on_error.pop_all()
-        self._gathers.add(workspace)
+        self._gathers_in_flight.add(workspace)
 
         def finish() -> Tensor:
-            self._gathers.discard(workspace)
+            self._gathers_in_flight.discard(workspace)
             with workspace:
                 out = x_shard.new_empty(dim_shards.shape)
                 for rank, part in enumerate(out.split(dim_shards.sizes, dim_shards.dim)):
@@ -94,7 +94,7 @@ class SharedMemory(RowSchedule):
                         part.copy_(workspace.buffer(rank, part.shape, out.dtype))
             return out
 
-        return After(finish)
+        return PendingCall(finish)
 
     def _all_reduced(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
@@ -107,23 +107,25 @@ class SharedMemory(RowSchedule):
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
-        return self.transport.reduce_scatter(rows, dim_shards.counts, called=(*dim_shards.shape[:-1], dim_shards.dim))
+        return self.transport.reduce_scatter(
+            rows, dim_shards.row_counts, op_dims=(*dim_shards.shape[:-1], dim_shards.dim)
+        )
 
     def gathered(
         self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int | None, use: Callable[[Tensor], T]
     ) -> T:
-        dim_shards, dtype = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
+        dim_shards, dtype = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
         host = 0  # the gathered x is in rank 0's workspace; each page is on the NUMA node of the rank that writes it
         nbytes = prod(dim_shards.shape) * dtype.itemsize if self.rank == host else 0
-        with self.transport.begin(op, (*folded(dim_shards.shape), dim_shards.dim), dtype, nbytes) as workspace:
+        with self.transport.begin(op, (*fold_dims(dim_shards.shape), dim_shards.dim), dtype, nbytes) as workspace:
             x = workspace.buffer(host, dim_shards.shape, dtype)
             x.narrow(dim_shards.dim, sum(dim_shards.sizes[: self.rank]), dim_shards.sizes[self.rank]).copy_(x_shard)
             workspace.signal(1)
             workspace.wait_all(1)
             return use(x)
 
-    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        x_shard, weights, biases, gather_dim, gather_size, return_gathered = asked
+    def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x_shard, weights, biases, gather_dim, gather_size, return_gathered = request
 
         def multiply(x: Tensor) -> tuple[list[Tensor], Tensor | None]:
             outputs = []
@@ -134,7 +136,7 @@ class SharedMemory(RowSchedule):
         return self.gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
         own_bias = bias if self.rank == 0 else None  # the bias must be added once, so only rank 0 adds it
@@ -142,79 +144,86 @@ class SharedMemory(RowSchedule):
         def write(partial: Tensor) -> object:
             return sum_of_products(products, own_bias, out=partial)
 
-        return self._scatter_written(op, write, dim_shards, products[0][0].dtype, meanwhile)
+        return self._write_and_scatter(op, write, dim_shards, products[0][0].dtype, overlapped_work)
 
     def grouped_matmul_reduce_scatter(
-        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, overlapped_work: OverlappedWork = None
     ) -> Tensor:
-        dim_shards = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
-        if not dim_shards.in_order:
-            product = product.in_order(dim_shards.places(product.x.device))
-        op, dtype, rows = "grouped_matmul_reduce_scatter", product.x.dtype, self._rows_for(product)
-        out = self._scatter_written(op, partial(product.sum, rows=rows), dim_shards, dtype, meanwhile)
+        dim_shards = DimShards.from_shape((*shape, product.shape[1]), scatter_dim, self.world_size)
+        if not dim_shards.is_rank_major:
+            product = product.reorder_tokens(dim_shards.rank_major_indices(product.x.device))
+        op, dtype, rows = "grouped_matmul_reduce_scatter", product.x.dtype, self._product_buffer(product)
+        out = self._write_and_scatter(op, partial(product.sum, rows=rows), dim_shards, dtype, overlapped_work)
         return out.view(dim_shards.shard_shapes[self.rank])
 
-    def _scatter_written(
-        self, op: str, write: Callable[[Tensor], object], dim_shards: DimShards, dtype: torch.dtype, meanwhile: Work
+    def _write_and_scatter(
+        self,
+        op: str,
+        write: Callable[[Tensor], object],
+        dim_shards: DimShards,
+        dtype: torch.dtype,
+        overlapped_work: OverlappedWork,
     ) -> Tensor:
-        dims, n, counts = (*folded(dim_shards.shape), dim_shards.dim), dim_shards.shape[-1], dim_shards.counts
+        dims, n, counts = (*fold_dims(dim_shards.shape), dim_shards.dim), dim_shards.shape[-1], dim_shards.row_counts
         with self.transport.begin(op, dims, dtype, prod(dim_shards.shape) * dtype.itemsize) as workspace:
             write(workspace.buffer(self.rank, (sum(counts), n), dtype))
             workspace.signal(1)
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             workspace.wait_all(1)
             out = self.transport.empty((counts[self.rank], n), dtype)
             if out.numel():
-                sources = workspace.addresses(self.world_size, dim_shards.starts[self.rank] * n * dtype.itemsize)
+                sources = workspace.addresses(self.world_size, dim_shards.row_starts[self.rank] * n * dtype.itemsize)
                 # The rows are contiguous, so they are summed as one long row.
                 _core.sum_arrays(out.data_ptr(), sources, out.numel(), dtype_number(dtype))
         return out
 
-    def _rows_for(self, product: GroupedProduct) -> Tensor:
+    def _product_buffer(self, product: GroupedProduct) -> Tensor:
         """Return pool memory, which has no page faults, for the experts' products of the rows."""
         return self.transport.empty((len(product.x), product.shape[1]), product.x.dtype)
 
-    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, overlapped_work: OverlappedWork = None) -> Tensor:
         op, shape = "grouped_matmul_all_reduce", product.shape
-        if prod(shape) * product.x.dtype.itemsize >= _DIRECT_BYTES:
-            write = partial(product.sum, rows=self._rows_for(product))
-            return self.transport.all_reduce_of(op, shape, product.x.dtype, write, meanwhile)
+        if prod(shape) * product.x.dtype.itemsize >= _MIN_STEPPED_BYTES:
+            write = partial(product.sum, rows=self._product_buffer(product))
+            return self.transport.write_and_all_reduce(op, shape, product.x.dtype, write, overlapped_work)
         y = product.sum()
-        if meanwhile is not None:
-            meanwhile()
+        if overlapped_work is not None:
+            overlapped_work()
         return self.transport.all_reduce(y, y, op)
 
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
+    ) -> Tensor:
         x, w = products[0]
         own_bias = bias if self.rank == 0 else None
         shape = torch.Size((*x.shape[:-1], w.shape[0]))
-        if shape.numel() * x.dtype.itemsize < _DIRECT_BYTES:
+        if shape.numel() * x.dtype.itemsize < _MIN_STEPPED_BYTES:
             y = sum_of_products(products, own_bias)
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             self.transport.all_reduce(y, y, "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias")
             return y
-        return self._matmul_sum(products, bias, meanwhile)
+        return self._matmul_sum(products, bias, overlapped_work)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
         op, columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
 
         def write(y: Tensor) -> None:
             sum_of_products(products, bias if self.rank == 0 else None, out=y.view(-1, columns))
 
-        return self.transport.all_reduce_of(op, (*x.shape[:-1], columns), x.dtype, write, meanwhile)
+        return self.transport.write_and_all_reduce(op, (*x.shape[:-1], columns), x.dtype, write, overlapped_work)
 
-    def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+    def make_repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
         if op != "matmul_all_reduce":
             return None
         x, w, bias, _ = args
         shape = torch.Size((*x.shape[:-1], w.shape[0]))
-        if shape.numel() * x.dtype.itemsize >= _DIRECT_BYTES:
+        if shape.numel() * x.dtype.itemsize >= _MIN_STEPPED_BYTES:
             return None
         core_group, rank = self.transport.core_group, self.rank
-        described = self.transport.described(op if bias is None else f"{op} with bias", x.dtype, shape)
+        signature = self.transport.call_signature(op if bias is None else f"{op} with bias", x.dtype, shape)
 
         def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
             if bias is not None and not bias.data_ptr():  # only rank 0 reads the bias
@@ -224,7 +233,7 @@ class SharedMemory(RowSchedule):
             except RuntimeError:  # out of memory, for example; the checks of the op report the cause
                 return None
             address = y.data_ptr()
-            _core.all_reduce(core_group, address, address, *described)
+            _core.all_reduce(core_group, address, address, *signature)
             return y
 
         return call
@@ -233,7 +242,7 @@ class SharedMemory(RowSchedule):
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if not partial.dtype == residual.dtype == norm_weight.dtype:
-            total = self.transport.all_reduce(partial.contiguous(), called=f"all_reduce_rms_norm of eps {eps!r}")
+            total = self.transport.all_reduce(partial.contiguous(), op_name=f"all_reduce_rms_norm of eps {eps!r}")
             return add_rms_norm(total, residual, norm_weight, eps)
         return self.transport.all_reduce_rms_norm(
             partial.contiguous(), residual.contiguous(), norm_weight.contiguous(), eps

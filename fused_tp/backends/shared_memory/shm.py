@@ -25,19 +25,19 @@ from torch import Tensor
 
 from fused_tp.core import settings, tracing
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
-from fused_tp.core.errors import FusedTPError, raised_midway
+from fused_tp.core.errors import FusedTPError, describe_midway_error
 from fused_tp.core.group import Group, GroupSlot, on_destroy
-from fused_tp.core.store import exchange, first_reason, made_together
+from fused_tp.core.store import create_together, exchange, first_unavailability
 
 _core: Any = None
-_why_no_core = ""
+_core_missing_reason = ""
 try:
     _core = import_module("fused_tp._core")
 except ImportError as missing:
-    _why_no_core = f"the native core is not built ({missing}); install a C++ compiler and reinstall fused_tp"
+    _core_missing_reason = f"the native core is not built ({missing}); install a C++ compiler and reinstall fused_tp"
 
 MAX_RANKS: int = getattr(_core, "MAX_RANKS", 64)  # kMaxRanks in csrc/shm/control.h
-_MEETING = "the shared-memory rendezvous"
+_RENDEZVOUS_NAME = "the shared-memory rendezvous"
 
 # Numbers of dtypes in csrc/dtype.h. bool is handled as uint8.
 _DTYPE_NUMBERS = {
@@ -53,7 +53,7 @@ _DTYPE_NUMBERS = {
     torch.int64: 8,
 }
 
-_MOST_DESCRIBED = 1024
+_MAX_CACHED_SIGNATURES = 1024
 
 
 @cache
@@ -82,12 +82,12 @@ class ShmCall:
 
     __slots__ = ("__weakref__", "_call", "_core_group", "_memories", "peers_may_end")
 
-    def __init__(self, call: Any, core_group: Any, op_began: int | None = None) -> None:
+    def __init__(self, call: Any, core_group: Any, calls_before_op: int | None = None) -> None:
         self._call = call
         self._core_group = core_group
         self._memories: dict[int, Any] = {}
         # In the second or a later call of an op, an exception must abort the group before it abandons the call.
-        self.peers_may_end = op_began is not None and call.number - 1 > op_began
+        self.peers_may_end = calls_before_op is not None and call.number - 1 > calls_before_op
 
     def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """Return a view of `rank`'s memory of this call, at byte `offset`. Waits until that rank has begun the call."""
@@ -123,17 +123,19 @@ class ShmCall:
     def __enter__(self) -> ShmCall:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if error_class is None:
             self._call.end()
         else:
             if self.peers_may_end and error is not None and not isinstance(error, FusedTPError):
-                self._core_group.give_up(f"call {self._call.number} {raised_midway(error)}")
+                self._core_group.give_up(f"call {self._call.number} {describe_midway_error(error)}")
             self.abandon()
 
 
 @lru_cache(maxsize=1024)
-def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
+def fold_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Fold `shape` to at most six dims, because a call's signature has room for eight numbers."""
     return (math.prod(shape[:-5]), *shape[-5:]) if len(shape) > 6 else tuple(shape)
 
@@ -154,27 +156,29 @@ class ShmTransport:
         self.core_group = core_group
         self.rank: int = core_group.rank
         self.world_size: int = core_group.size
-        self._held: list[tuple[int, Any]] = []  # (number, memory) of calls that this rank has left by an exception
-        self._most_pooled_bytes = settings.shared_memory_reserve() // 2
-        self._described: dict[Any, tuple[int, Any]] = {}
-        self.op_began: int | None = None  # within an op of several calls, the number of calls before it
+        self._retained_memory: list[
+            tuple[int, Any]
+        ] = []  # (number, memory) of calls that this rank has left by an exception
+        self._max_pooled_bytes = settings.shared_memory_reserve() // 2
+        self._signatures: dict[Any, tuple[int, Any]] = {}
+        self.calls_before_op: int | None = None  # within an op of several calls, the number of calls before it
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor from this rank's pool, whose pages are mapped already.
 
         If the pool is full, the tensor is from torch's allocator, because callers may keep outputs for any time.
         """
-        memory = self._pooled(math.prod(shape) * dtype.itemsize)
+        memory = self._allocate_pooled(math.prod(shape) * dtype.itemsize)
         if memory is None:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def _pooled(self, nbytes: int) -> Any:
+    def _allocate_pooled(self, nbytes: int) -> Any:
         """Return pool memory for a result; None if `nbytes` is 0 or results would fill more than half of the pool.
 
         The other half is reserved for workspaces, without which no op could run.
         """
-        if nbytes == 0 or self.core_group.bytes_in_use + nbytes > self._most_pooled_bytes:
+        if nbytes == 0 or self.core_group.bytes_in_use + nbytes > self._max_pooled_bytes:
             return None
         try:
             return self.core_group.allocate(nbytes)
@@ -189,21 +193,21 @@ class ShmTransport:
                 calls. For large calls, whose memory use would otherwise grow if one rank is ahead of the others.
         """
         call = self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse)
-        return ShmCall(call, self.core_group, self.op_began)
+        return ShmCall(call, self.core_group, self.calls_before_op)
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """True if `begin` with `reuse` would not wait."""
         settled: bool = self.core_group.settled()
         return settled
 
-    def all_reduce_of(
+    def write_and_all_reduce(
         self,
         op: str,
         shape: Sequence[int],
         dtype: torch.dtype,
         write: Callable[[Tensor], object],
-        meanwhile: Callable[[], None] | None = None,
+        overlapped_work: Callable[[], None] | None = None,
     ) -> Tensor:
         """Return the sum over ranks of the tensors of `shape`, not empty, that `write(term)` fills.
 
@@ -212,75 +216,77 @@ class ShmTransport:
 
         Args:
             op: name of the op; must agree on all ranks, as must `shape` and `dtype`.
-            meanwhile: work to do once the term is written, while peers may still be busy with theirs.
+            overlapped_work: called once the term is written, while peers may still compute their terms.
 
         Example:
             y = transport.all_reduce_of("matmul_all_reduce", (m, n), x.dtype, lambda y: torch.mm(x, w.t(), out=y))
         """
         count = math.prod(shape)
-        memory = self._pooled(count * dtype.itemsize)
-        number, dims = dtype_number(dtype), folded(tuple(shape))
+        memory = self._allocate_pooled(count * dtype.itemsize)
+        dtype_index, dims = dtype_number(dtype), fold_dims(tuple(shape))
         if memory is not None:
-            call = self.core_group.begin_in(op, number, dims, memory)
+            call = self.core_group.begin_in(op, dtype_index, dims, memory)
         else:
-            call = self.core_group.begin(op, number, dims, count * dtype.itemsize)
-        if self._held:  # peers read no memory of calls further back than MAX_CALLS_IN_FLIGHT
-            self._held = [one for one in self._held if one[0] + _core.MAX_CALLS_IN_FLIGHT > call.number]
+            call = self.core_group.begin(op, dtype_index, dims, count * dtype.itemsize)
+        if self._retained_memory:  # peers read no memory of calls further back than MAX_CALLS_IN_FLIGHT
+            self._retained_memory = [
+                retained for retained in self._retained_memory if retained[0] + _core.MAX_CALLS_IN_FLIGHT > call.number
+            ]
         try:
-            with ShmCall(call, self.core_group, self.op_began) as workspace:
+            with ShmCall(call, self.core_group, self.calls_before_op) as workspace:
                 term = (
                     workspace.buffer(self.rank, shape, dtype)
                     if memory is None
                     else torch.frombuffer(memory, dtype=dtype).view(shape)
                 )
                 write(term)
-                if meanwhile is not None:
+                if overlapped_work is not None:
                     workspace.signal(1)
-                    meanwhile()
+                    overlapped_work()
                 workspace.peers_may_end = True  # sum_workspaces signals
-                _core.sum_workspaces(self.core_group, call, count, number)
+                _core.sum_workspaces(self.core_group, call, count, dtype_index)
                 return term.clone() if memory is None else term
         except BaseException:  # including Ctrl-C: keep the memory, because peers may still read it
-            self._held.append((call.number, memory))
+            self._retained_memory.append((call.number, memory))
             raise
 
-    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, called: str = "all_reduce") -> Tensor:
+    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, op_name: str = "all_reduce") -> Tensor:
         """Return the sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself).
 
         Args:
-            called: name of the op that this call is part of; it and the shape must be equal on all ranks.
+            op_name: name of the op that this call is part of; it and the shape must be equal on all ranks.
         """
-        described = self.described(called, tensor.dtype, tensor.shape)
+        signature = self.call_signature(op_name, tensor.dtype, tensor.shape)
         out = torch.empty_like(tensor) if out is None else out
-        _core.all_reduce(self.core_group, tensor.data_ptr(), out.data_ptr(), *described)
+        _core.all_reduce(self.core_group, tensor.data_ptr(), out.data_ptr(), *signature)
         return out
 
-    def described(self, called: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
+    def call_signature(self, op_name: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
         """Return (number of elements, signature): the arguments of the native all-reduce except addresses."""
-        key = (called, dtype, shape)
-        known = self._described.get(key)
-        if known is None:
+        key = (op_name, dtype, shape)
+        cached = self._signatures.get(key)
+        if cached is None:
             _check_summable(dtype)
-            signature = _core.Signature(called, dtype_number(dtype), folded(shape))
-            if len(self._described) >= _MOST_DESCRIBED:  # reached if sequence lengths keep changing
-                self._described.clear()
-            known = self._described[key] = (math.prod(shape), signature)
-        return known
+            signature = _core.Signature(op_name, dtype_number(dtype), fold_dims(shape))
+            if len(self._signatures) >= _MAX_CACHED_SIGNATURES:  # reached if sequence lengths keep changing
+                self._signatures.clear()
+            cached = self._signatures[key] = (math.prod(shape), signature)
+        return cached
 
-    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], called: Sequence[int] | None = None) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], op_dims: Sequence[int] | None = None) -> Tensor:
         """Return the rows of this rank of the sum of `tensor` over ranks: `sizes[r]` rows of dim 0 belong to rank r.
 
-        `called` (default: the shape of `tensor`): dims of the op's call; they must agree on all ranks.
+        `op_dims` (default: the shape of `tensor`): dims of the op's call; they must agree on all ranks.
         """
         _check_summable(tensor.dtype)
-        row = math.prod(tensor.shape[1:])
+        row_elements = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
-        dims = folded(tensor.shape if called is None else tuple(called))
+        dims = fold_dims(tensor.shape if op_dims is None else tuple(op_dims))
         _core.reduce_scatter(
             self.core_group,
             tensor.data_ptr(),
             out.data_ptr(),
-            [size * row for size in sizes],
+            [size * row_elements for size in sizes],
             _core.Signature("reduce_scatter", dtype_number(tensor.dtype), dims),
         )
         return out
@@ -342,7 +348,7 @@ def shm_transport(group: Group) -> ShmTransport | None:
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
-    found = made_together(_TRANSPORTS, group, _rendezvous)
+    found = create_together(_TRANSPORTS, group, _create_transport)
     return found if isinstance(found, ShmTransport) else None
 
 
@@ -352,7 +358,7 @@ def known_shm_transport(group: Group) -> ShmTransport | None:
     return found if isinstance(found, ShmTransport) else None
 
 
-def shm_serves(size: int) -> Availability:
+def shm_supports_size(size: int) -> Availability:
     """Return whether groups of `size` ranks can use shared memory, regardless of the ranks' hosts."""
     if not settings.shared_memory_allowed():
         return unavailable("FUSED_TP_SHM=0 turns shared memory off")
@@ -363,63 +369,63 @@ def shm_serves(size: int) -> Availability:
 
 def shm_availability(group: Group) -> Availability:
     """Return the availability of `shm_transport(group)` as far as known. Never waits for other ranks."""
-    if not (serves := shm_serves(group.size)):
-        return serves
+    if not (size_availability := shm_supports_size(group.size)):
+        return size_availability
     if _core is None:
-        return unavailable(_why_no_core)
+        return unavailable(_core_missing_reason)
     if group.process_group is None:
         return unavailable("torch.distributed is not initialised")
     found = _TRANSPORTS.get(group)
     return found if isinstance(found, Availability) else AVAILABLE
 
 
-def _rendezvous(group: Group) -> ShmTransport | Availability:
-    if not (serves := shm_serves(group.size)):
-        return serves
+def _create_transport(group: Group) -> ShmTransport | Availability:
+    if not (size_availability := shm_supports_size(group.size)):
+        return size_availability
     # Read settings first: an invalid one must raise before this rank is counted. The core reads FUSED_TP_ISA itself.
     reserve_bytes, _ = settings.shared_memory_reserve(), settings.isa()
     core_group, problem = None, ""
 
-    def gone() -> list[int]:
+    def find_dead() -> list[int]:
         dead = core_group.dead_peer() if core_group is not None else -1
         return [dead] if dead >= 0 else []
 
     try:
         if _core is None:
-            raise RuntimeError(_why_no_core)
+            raise RuntimeError(_core_missing_reason)
         core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds)
     except RuntimeError as error:
         problem = str(error)
-    own = core_group.address.hex() if core_group is not None else "", settings.host_name()
-    found = exchange(group, _MEETING, own, gone)
-    if len(hosts := {host for _, host in found}) > 1:
+    own_answer = core_group.address.hex() if core_group is not None else "", settings.host_name()
+    answers = exchange(group, _RENDEZVOUS_NAME, own_answer, find_dead)
+    if len(hosts := {host for _, host in answers}) > 1:
         return unavailable(f"FUSED_TP_HOST assigns its ranks to {len(hosts)} different hosts")
-    addresses = [bytes.fromhex(address) for address, _ in found]
+    addresses = [bytes.fromhex(address) for address, _ in answers]
     if core_group is not None and all(addresses):
         try:
             core_group.connect(addresses)
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
     # All ranks must make the same decision, because a rank that cannot connect would keep its peers waiting.
-    if not (reached := first_reason(exchange(group, _MEETING, problem, gone))):
-        return reached
+    if not (availability := first_unavailability(exchange(group, _RENDEZVOUS_NAME, problem, find_dead))):
+        return availability
     transport = ShmTransport(core_group)
     tracing.add_wait_source(core_group, lambda core: core.waited_seconds)
-    _open.add(core_group)
+    _open_groups.add(core_group)
     return transport
 
 
 @on_destroy
-def _leave(group: Group) -> None:
+def _leave_group(group: Group) -> None:
     if (transport := known_shm_transport(group)) is not None:
         transport.core_group.give_up("its process group was destroyed")
 
 
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_open_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
+def _close_groups() -> None:
     """Close all groups at exit, which notifies waiting peers earlier than the operating system would."""
-    for core_group in list(_open):
+    for core_group in list(_open_groups):
         core_group.close()

@@ -34,7 +34,7 @@ from fused_tp.core.errors import (
     FusedTPError,
     PeerLostError,
     RankMismatchError,
-    raised_midway,
+    describe_midway_error,
 )
 from fused_tp.core.failure import GroupCalls
 from fused_tp.core.peer_watch import PeerWatch
@@ -88,7 +88,7 @@ class GroupKernels(ABC, Generic[SlotT]):
         self._logged = False
         self._others: WeakSet[GroupKernels[Any]] = WeakSet()
         self.calls = 0  # number of started calls, which peers join
-        self.broken: FusedTPError | None = None  # why the kernels are unusable
+        self.fatal_error: FusedTPError | None = None  # why the kernels are unusable
 
     def watch(self) -> None:
         """Start the thread that watches the peers' processes."""
@@ -102,7 +102,7 @@ class GroupKernels(ABC, Generic[SlotT]):
 
     def abort(self, sentence: str) -> None:
         """Make the kernels unusable, with `sentence` as the reason, and abort all waits of peers for this rank."""
-        if self.broken is None:
+        if self.fatal_error is None:
             self._fail(self._error(FusedTPError, "{reason}", reason=sentence))
 
     def raise_if_failed(self) -> None:
@@ -113,12 +113,12 @@ class GroupKernels(ABC, Generic[SlotT]):
             PeerLostError: a peer's process has exited.
             FusedTPError: one of these was raised before, or a peer has failed.
         """
-        if self.broken is not None:
+        if self.fatal_error is not None:
             sentence = (
                 f"The group's {self._what} are unusable since an earlier failure: {{cause}} Destroy the process group "
                 "and create a new one."
             )
-            raise self._error(FusedTPError, sentence, cause=self.broken)
+            raise self._error(FusedTPError, sentence, cause=self.fatal_error)
         self.raise_failure()
         if self._lost:
             self._fail(self._loss())
@@ -134,8 +134,8 @@ class GroupKernels(ABC, Generic[SlotT]):
         self._raise_broken()
 
     def _raise_broken(self) -> None:
-        assert self.broken is not None
-        raise self.broken.copy()
+        assert self.fatal_error is not None
+        raise self.fatal_error.copy()
 
     def _error(self, kind: type[FusedTPError], sentence: str, **fields: Any) -> FusedTPError:
         return kind(sentence, rank=self.rank, size=self.world_size, **fields)
@@ -146,8 +146,8 @@ class GroupKernels(ABC, Generic[SlotT]):
 
     def check_usable(self) -> None:
         """Raise if the group's messages have failed, because the ranks' launches may then no longer match."""
-        if self._messages is not None and self._messages.broken is not None:
-            raise self._messages.unusable()
+        if self._messages is not None and self._messages.fatal_error is not None:
+            raise self._messages.unusable_error()
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -166,20 +166,20 @@ class GroupKernels(ABC, Generic[SlotT]):
         except BaseException as error:
             # Captured work has not run, so no peer has joined it.
             if self.calls != before and not is_capturing(self.device):
-                if messages is not None and messages.broken is None:
+                if messages is not None and messages.fatal_error is None:
                     messages.abort_midway(messages.last_call(op), error)
-                self.abort(f"{op} {raised_midway(error)}")
-            elif messages is not None and messages.broken is not None:  # the whole op ran by messages
-                self.abort(str(messages.broken))
+                self.abort(f"{op} {describe_midway_error(error)}")
+            elif messages is not None and messages.fatal_error is not None:  # the whole op ran by messages
+                self.abort(str(messages.fatal_error))
             raise
 
     def _fail(self, error: FusedTPError) -> str | None:
         """Make the kernels unusable and notify peers. Returns the description of a peer's earlier failure, if any."""
-        self.broken = error.copy()
+        self.fatal_error = error.copy()
         said = None
         try:
             if self._messages is not None:
-                said = self._messages.peer_failure()
+                said = self._messages.peer_failure_message()
                 self._messages.abort_because(str(error))
         finally:
             for slot in self._all_slots():
@@ -235,7 +235,7 @@ class GroupKernels(ABC, Generic[SlotT]):
 
     def _poll(self) -> None:
         """Log the error that the next call will raise, because results are wrong already and no call may follow."""
-        if self._logged or self.device.type == "cpu" or self.broken is not None:
+        if self._logged or self.device.type == "cpu" or self.fatal_error is not None:
             return
         if (failure := self._failure()) is not None:
             self._logged = True
@@ -340,7 +340,7 @@ class Workspaces(GroupKernels[_Slot]):
         if not expired.gave_up or self._lost:
             super().raise_failure()
         if said := self._fail(self._error(CollectiveTimeoutError, "{reason}.", reason=str(expired))):
-            self.broken = self._error(PeerLostError, "{reason}", reason=f"{expired}. {said}")
+            self.fatal_error = self._error(PeerLostError, "{reason}", reason=f"{expired}. {said}")
         self._raise_broken()
 
     def _failure(self) -> FusedTPError | None:

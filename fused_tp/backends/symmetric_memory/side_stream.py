@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fused_tp.core.pending import After, Pending
+from fused_tp.core.pending import Pending, PendingCall
 
 
 class SideStream:
@@ -19,18 +19,18 @@ class SideStream:
         self._gathers: torch.cuda.Stream | None = None
 
     @contextmanager
-    def __call__(self, meanwhile: Callable[[], None] | None, device: torch.device) -> Iterator[None]:
-        """Overlap `meanwhile` with the launches inside the scope: on a GPU on a side stream, joined at the end.
+    def __call__(self, overlapped_work: Callable[[], None] | None, device: torch.device) -> Iterator[None]:
+        """Overlap `overlapped_work` with the launches inside the scope: on a GPU on a side stream, joined at the end.
 
-        Memory that `meanwhile` allocates belongs to the pool of the side stream and is used on the caller's stream.
+        Memory that `overlapped_work` allocates belongs to the side stream's pool and is used on the caller's stream.
         This is safe: the pool reuses a block only for later work of the side stream, which first waits for all earlier
         work of the caller's stream.
         """
-        if meanwhile is None:
+        if overlapped_work is None:
             yield
         elif device.type != "cuda":
             yield
-            meanwhile()
+            overlapped_work()
         else:
             stream = torch.cuda.current_stream(device)
             before = stream.record_event()
@@ -41,7 +41,7 @@ class SideStream:
             side.wait_event(before)
             try:
                 with torch.cuda.stream(side):
-                    meanwhile()
+                    overlapped_work()
             finally:
                 stream.wait_stream(side)
 
@@ -61,7 +61,7 @@ class SideStream:
             gathered.record_stream(consumer)
             return gathered
 
-        return After(finish)
+        return PendingCall(finish)
 
     def own_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Make a stream that nothing else uses."""

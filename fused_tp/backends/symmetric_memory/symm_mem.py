@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.backends.hierarchical.two_level import own_host
+from fused_tp.backends.hierarchical.two_level import host_id
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, GroupSlot, on_destroy
-from fused_tp.core.peer_watch import own_process, watchable
-from fused_tp.core.store import exchange, first_reason
+from fused_tp.core.peer_watch import process_identity, watchable_pids
+from fused_tp.core.store import exchange, first_unavailability
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class SymmMemFacts:
     """Facts that one rank sends to the others."""
 
     host: str
-    process: Sequence[str | int]  # from `peer_watch.own_process`
+    process: Sequence[str | int]  # from `peer_watch.process_identity`
     gpu: str = ""  # uuid, which two ranks may share
     arch: int = 0
     sms: int = 0
@@ -173,7 +173,7 @@ def knows_group_memory(group: Group, device: torch.device) -> bool:
 
 def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
     if device.type == "cpu":
-        mine = SymmMemFacts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
+        mine = SymmMemFacts(host_id(), process_identity(), sms=_INTERPRETED_PROGRAMS)
     else:
         mine = _facts_of_gpu(device)
     facts = [SymmMemFacts(**told) for told in exchange(group, "kernel memory", asdict(mine))]
@@ -185,7 +185,7 @@ def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
         found, multicast = _try_fabric(group, device)
     if not found:
         return found
-    pids = watchable([fact.process for fact in facts])
+    pids = watchable_pids([fact.process for fact in facts])
     return GroupMemory(group, device, facts[0].arch, shared_sms(facts), pids, multicast)
 
 
@@ -214,7 +214,7 @@ def shared_sms(facts: list[SymmMemFacts]) -> int:
 
 def judged(facts: list[SymmMemFacts]) -> Availability:
     """Availability of peer memory access to these ranks."""
-    if not (found := first_reason(fact.problem for fact in facts)):
+    if not (found := first_unavailability(fact.problem for fact in facts)):
         return found
     if len({fact.host for fact in facts}) > 1:
         return unavailable("its ranks are on several hosts")
@@ -372,11 +372,11 @@ def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
             if not torch.cuda.can_device_access_peer(index, other)
         )
     except (AssertionError, RuntimeError) as error:  # a torch without CUDA raises AssertionError
-        return SymmMemFacts(own_host(), own_process(), problem=str(error).splitlines()[0])
+        return SymmMemFacts(host_id(), process_identity(), problem=str(error).splitlines()[0])
     arch = 10 * properties.major + properties.minor
     return SymmMemFacts(
-        own_host(),
-        own_process(),
+        host_id(),
+        process_identity(),
         str(properties.uuid),
         arch,
         properties.multi_processor_count,

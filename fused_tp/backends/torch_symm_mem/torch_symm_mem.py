@@ -4,13 +4,13 @@ The API is alpha and differs between versions of torch, so each op is looked up,
 expected types. The ranks use the ops that all of them have.
 
 Memory: torch keeps one workspace per group, and every op places its buffers from offset 0, so two ops on different
-streams would overwrite each other. Here an op waits for the previous one, on any stream, and for our own kernels on the
-device. torch grows the workspace within an op, where a rank that grows it alone would wait without a deadline. So all
-ranks grow it here first, together, or none does if one of them has too little memory. Sums use a separate buffer.
+streams would overwrite each other. Here an op waits for the previous one, on any stream, and for this package's kernels
+on the device. torch grows the workspace within an op, where a rank that grows it alone would wait without a deadline.
+So all ranks grow it here first, together, or no rank does if one of them has too little memory. Sums use a separate
+buffer.
 
-Deadlines: set-up is bounded by `FUSED_TP_TIMEOUT`, and a peer that has ended is noticed before the next call. The
-kernels poll without a deadline, and nothing ends them: a peer that is lost in the middle of an op leaves the GPU
-waiting.
+Deadlines: setup is bounded by `FUSED_TP_TIMEOUT`, and the exit of a peer is detected before the next call. torch's
+kernels poll without a deadline and cannot be aborted: if a peer is lost in the middle of an op, the GPU waits forever.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from fused_tp.core.failure import GroupCalls
 from fused_tp.core.store import exchange
 
 # torch's dispatch keys by device type.
-KEYS = {"cuda": "CUDA"}
+DISPATCH_KEYS = {"cuda": "CUDA"}
 
 # Types of the arguments passed to each op. An op may have further arguments if they have defaults.
-NEEDED = {
+REQUIRED_OPS = {
     "fused_all_gather_matmul": ("Tensor", "List[Tensor]", "int", "str", "bool"),
     "fused_matmul_reduce_scatter": ("Tensor", "Tensor", "str", "int", "str"),
     "one_shot_all_reduce": ("Tensor", "str", "str"),
     "two_shot_all_reduce_": ("Tensor", "str", "str"),
 }
-OPTIONAL = {
+OPTIONAL_OPS = {
     "multimem_all_reduce_": ("Tensor", "str", "str"),
     "multimem_one_shot_all_reduce": ("Tensor", "str", "str"),
     "_low_contention_all_gather": ("Tensor", "str"),
@@ -54,28 +54,32 @@ OPTIONAL = {
 _LOG = logging.getLogger("fused_tp")
 
 
-def torch_op(name: str, device_type: str) -> Any:
-    """torch's op `symm_mem::<name>` for tensors on such a device, or an `Availability` with the reason if none fits."""
+def find_torch_op(name: str, device_type: str) -> Any:
+    """Return torch's op `symm_mem::<name>` for this device type, or an `Availability` with the reason if none fits."""
     import torch.distributed._symmetric_memory  # defines the ops that are written in Python
 
     found = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
-    key = KEYS.get(device_type)
+    key = DISPATCH_KEYS.get(device_type)
     if found is None or key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", key):
         return unavailable(f"torch {torch.__version__} has no symm_mem.{name} for {device_type}")
-    passed, arguments = (NEEDED | OPTIONAL)[name], found._schema.arguments
+    passed_types, arguments = (REQUIRED_OPS | OPTIONAL_OPS)[name], found._schema.arguments
     types = tuple(str(argument.type) for argument in arguments)
-    if types[: len(passed)] != passed or not all(one.has_default_value() for one in arguments[len(passed) :]):
+    if types[: len(passed_types)] != passed_types or not all(
+        one.has_default_value() for one in arguments[len(passed_types) :]
+    ):
         return unavailable(
-            f"symm_mem.{name} of torch {torch.__version__} takes ({', '.join(types)}), not ({', '.join(passed)})"
+            f"symm_mem.{name} of torch {torch.__version__} takes ({', '.join(types)}), not ({', '.join(passed_types)})"
         )
     return found
 
 
-def torch_ops_on(device: torch.device) -> Availability:
-    """True if this torch has the ops that the schedule requires, for tensors on `device`."""
-    if device.type not in KEYS:
-        return unavailable(f"torch's symm_mem ops are for {', '.join(KEYS)}; this is {device.type}")
-    return next((one for name in NEEDED if isinstance(one := torch_op(name, device.type), Availability)), AVAILABLE)
+def torch_ops_availability(device: torch.device) -> Availability:
+    """Return whether this version of torch has all `REQUIRED_OPS` for tensors on `device`."""
+    if device.type not in DISPATCH_KEYS:
+        return unavailable(f"torch's symm_mem ops are for {', '.join(DISPATCH_KEYS)}; this is {device.type}")
+    return next(
+        (op for name in REQUIRED_OPS if isinstance(op := find_torch_op(name, device.type), Availability)), AVAILABLE
+    )
 
 
 class TorchSymmMem(Workspaces):
@@ -92,54 +96,59 @@ class TorchSymmMem(Workspaces):
         self._what = "symm_mem ops"
         self._group = memory.group
         self.name, self.multicast = memory.group.name, memory.multicast
-        found = {name: torch_op(name, self.device.type) for name in (*NEEDED, *OPTIONAL)}
-        mine = [name for name, op in found.items() if not isinstance(op, Availability)]
-        everyone = [set(theirs) for theirs in exchange(self._group, "torch's symm_mem ops", mine)]
-        self.ops: dict[str, Any] = {name: found[name] for name in mine if all(name in theirs for theirs in everyone)}
+        ops_here = {name: find_torch_op(name, self.device.type) for name in (*REQUIRED_OPS, *OPTIONAL_OPS)}
+        own_names = [name for name, op in ops_here.items() if not isinstance(op, Availability)]
+        names_by_rank = [set(rank_names) for rank_names in exchange(self._group, "torch's symm_mem ops", own_names)]
+        self.ops: dict[str, Any] = {
+            name: ops_here[name] for name in own_names if all(name in rank_names for rank_names in names_by_rank)
+        }
         self._workspace_bytes = 0
-        self._sums: Tensor | None = None
+        self._sum_buffer: Tensor | None = None
         self._outgrown_memory: list[Tensor] = []  # outgrown memory that a CUDA graph may still use
-        # by kind of memory, the smallest size that some rank could not allocate
+        # for "workspace" and "sums": the smallest size that some rank could not allocate
         self._failed_bytes: dict[str, int] = {}
 
-    def has_room(self, op: str, *, workspace: int = 0, sums: int = 0) -> bool:
-        """True if the memory for `turn` exists. Makes it if it does not, on all ranks or on none.
+    def reserve_memory(self, op: str, *, workspace: int = 0, sums: int = 0) -> bool:
+        """Allocate the memory for `turn` if it does not exist yet, on all ranks or on none. Return True if it exists.
 
         Args:
-            workspace: bytes that torch will require of its own workspace, the same on all ranks.
-            sums: bytes for `summand`.
+            workspace: bytes that torch's op needs in torch's workspace, the same on all ranks.
+            sums: bytes that `summand` needs.
 
         Raises:
             RuntimeError: memory would have to grow while a CUDA graph is being captured.
             Also the errors of `raise_if_failed`.
         """
         self.raise_if_failed()
-        have = 0 if self._sums is None else self._sums.numel()
-        return self._grow(op, "workspace", workspace, self._workspace_bytes) and self._grow(op, "sums", sums, have)
+        existing_bytes = 0 if self._sum_buffer is None else self._sum_buffer.numel()
+        return self._grow(op, "workspace", workspace, self._workspace_bytes) and self._grow(
+            op, "sums", sums, existing_bytes
+        )
 
-    def _grow(self, op: str, kind: str, nbytes: int, have: int) -> bool:
-        if nbytes <= have:
+    def _grow(self, op: str, memory_name: str, nbytes: int, existing_bytes: int) -> bool:
+        if nbytes <= existing_bytes:
             return True
-        if nbytes >= self._failed_bytes.get(kind, nbytes + 1):
+        if nbytes >= self._failed_bytes.get(memory_name, nbytes + 1):
             return False
         check_not_capturing(
-            self.device, f"{op} needs {nbytes} bytes of symmetric memory for torch's op, and the group has {have}"
+            self.device,
+            f"{op} needs {nbytes} bytes of symmetric memory for torch's op, and the group has {existing_bytes}",
         )
-        # No rank may free memory that another may still read: each waits for its own ops, and making the new memory
-        # waits for all ranks.
+        # No rank may free memory that a peer may still read. So each rank waits for its own ops, and then allocates the
+        # new memory, which waits for all ranks.
         if self._turn.done is not None:
             self._turn.done.synchronize()
         size = rounded(nbytes)
         try:
-            if kind == "workspace":
+            if memory_name == "workspace":
                 outgrown = make_torch_workspace(self._group, self.device, size)
                 self._workspace_bytes = size
             else:
-                outgrown = self._sums
-                self._sums, self._handle = self._memory.allocate(size)
+                outgrown = self._sum_buffer
+                self._sum_buffer, self._handle = self._memory.allocate(size)
         except NoSymmetricMemory as error:
-            self._failed_bytes[kind] = nbytes
-            _LOG.warning("%s of this size goes by plain collectives from now on: %s", op, error)
+            self._failed_bytes[memory_name] = nbytes
+            _LOG.warning("%s of this size uses plain collectives from now on: %s", op, error)
             return False
         if outgrown is not None and self._outside_slot.captured:
             self._outgrown_memory.append(outgrown)
@@ -147,22 +156,22 @@ class TorchSymmMem(Workspaces):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Scope of one op that `has_room`: its launches run after those of the previous op, on the group's device."""
+        """Context manager of one op, after `reserve_memory`: its kernels run after those of the previous op."""
         self.calls += 1
         with self.in_turn():
             yield
 
     def summand(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Uninitialized tensor in memory of all ranks for this rank's term of a sum; valid inside its `turn`."""
-        assert self._sums is not None
-        return self._sums[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        """Return an uninitialized tensor in symmetric memory for this rank's term of a sum; valid inside `turn`."""
+        assert self._sum_buffer is not None
+        return self._sum_buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def _on_peer_lost(self, rank: int) -> None:
         super()._on_peer_lost(rank)
         if self._outside_slot.turn.under_way():
             _LOG.error(
-                "Rank %d lost rank %d, which has ended, while a symm_mem op of torch's was under way. Its kernels wait "
-                "without a deadline: end this process.",
+                "Rank %d lost rank %d, whose process has exited, during one of torch's symm_mem ops. The op's kernels "
+                "wait without a deadline. Kill this process.",
                 self.rank,
                 rank,
             )

@@ -14,10 +14,11 @@
 An all-reduce returns the same bits on all ranks, and in every run unless the switch adds. A bias is added to the
 rounded sum.
 
-A call falls back to plain collectives if no torch op serves it: rows that do not divide evenly by the ranks, a rank's
-part that is not a multiple of 16 bytes, all-reduces in dtypes other than float32 and bfloat16, empty tensors, or too
-little memory on some rank. All ranks know each of these, so they make the same choice. torch's own alignment checks
-cover less: a gather of 8 bytes from each of two ranks would be written by stores of 16.
+A call falls back to plain collectives if no torch op supports it: the rows are not divisible by the number of ranks, a
+rank's part is not a multiple of 16 bytes, an all-reduce has a dtype other than float32 and bfloat16, a tensor is empty,
+or some rank has too little memory. All ranks know each of these conditions, so they make the same choice. torch's own
+alignment checks are weaker: they accept a gather of 8 bytes from each of two ranks, which its kernel writes with
+16-byte stores.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from torch import Tensor
 
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
 from fused_tp.backends.messages.plain import Plain, gather_blocks
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Work
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork
 from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
-from fused_tp.core.pending import Done, Pending
+from fused_tp.core.pending import Pending, PendingValue
 from fused_tp.core.tracing import span
 
 SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # supported by torch's all-reduces
@@ -47,7 +48,7 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     Args:
         symm_mem: the group's ops and memory.
-        plain: schedule of the calls that no torch op serves.
+        plain: schedule of the calls that no torch op supports.
     """
 
     name = "symm_mem"
@@ -63,12 +64,12 @@ class TorchSymmMemSchedule(KernelSchedule):
         if (
             "_low_contention_all_gather" not in self.symm_mem.ops
             or not self._is_even(dim_shards, x_shard.nbytes)
-            or not self.symm_mem.has_room("all_gather", workspace=x_shard.nbytes)
+            or not self.symm_mem.reserve_memory("all_gather", workspace=x_shard.nbytes)
         ):
             return self.fallback._gather(x_shard, dim_shards)
-        # In a capture nothing orders ops on two streams, so both could use the workspace at once.
+        # During a capture, ops on two streams are unordered, so both could use the workspace at the same time.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return Done(self._gathered(x_shard, dim_shards))
+            return PendingValue(self._gathered(x_shard, dim_shards))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards))
 
     def _gathered(self, x_shard: Tensor, dim_shards: DimShards) -> Tensor:
@@ -76,29 +77,31 @@ class TorchSymmMemSchedule(KernelSchedule):
 
         def move(flat: Tensor) -> Pending[Tensor]:
             with self.symm_mem.turn(), span("all_gather", flat, self.name):
-                return Done(_arrived(gather(flat, self.symm_mem.name)))
+                return PendingValue(_wait_for_result(gather(flat, self.symm_mem.name)))
 
         return gather_blocks(x_shard, dim_shards, move).wait()
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        rows = as_rows(asked.x_shard).contiguous()
-        # With multicast torch gathers all of x in the workspace, otherwise it only places a shard there.
-        most = rows.nbytes * self.world_size
-        if not self._is_even(dim_shards, rows.nbytes) or not self.symm_mem.has_room(
-            "all_gather_matmul", workspace=most
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        rows = as_rows(request.x_shard).contiguous()
+        # With multicast, torch gathers all of x in the workspace; otherwise it only stores a shard there.
+        max_bytes = rows.nbytes * self.world_size
+        if not self._is_even(dim_shards, rows.nbytes) or not self.symm_mem.reserve_memory(
+            "all_gather_matmul", workspace=max_bytes
         ):
-            return self.fallback._gather_matmul(asked, dim_shards)
-        ws = [w.t() for w in asked.weights]
-        with self.symm_mem.turn(), span("all_gather_matmul", rows, *asked.weights, self.name):
+            return self.fallback._gather_matmul(request, dim_shards)
+        transposed = [w.t() for w in request.weights]
+        with self.symm_mem.turn(), span("all_gather_matmul", rows, *request.weights, self.name):
             gathered, outputs = self.symm_mem.ops["fused_all_gather_matmul"](
-                rows, ws, 0, self.symm_mem.name, return_A=asked.return_gathered
+                rows, transposed, 0, self.symm_mem.name, return_A=request.return_gathered
             )
-        for y, bias in zip(outputs, asked.biases, strict=True):
+        for y, bias in zip(outputs, request.biases, strict=True):
             if bias is not None:
                 y.add_(bias)
-        return [dim_shards.placed(y) for y in outputs], dim_shards.placed(gathered) if asked.return_gathered else None
+        return [dim_shards.from_rank_major(y) for y in outputs], dim_shards.from_rank_major(
+            gathered
+        ) if request.return_gathered else None
 
-    # -- sums that are scattered --------------------------------------------------------------------------------------
+    # -- reduce-scatters ----------------------------------------------------------------------------------------------
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         scatter = self.symm_mem.ops.get("_low_contention_reduce_scatter")
@@ -106,83 +109,83 @@ class TorchSymmMemSchedule(KernelSchedule):
             scatter is None
             or not rows.is_floating_point()
             or not self._is_even(dim_shards, rows.nbytes // self.world_size)
-            or not self.symm_mem.has_room("reduce_scatter", workspace=rows.nbytes)
+            or not self.symm_mem.reserve_memory("reduce_scatter", workspace=rows.nbytes)
         ):
             return self.fallback._sum_rows(rows, dim_shards)
         with self.symm_mem.turn(), span("reduce_scatter", rows, self.name):
-            return _arrived(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
+            return _wait_for_result(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         (x, w), *others = products
-        part = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
-        if not self._is_even(dim_shards, part) or not self.symm_mem.has_room(
-            "matmul_reduce_scatter", workspace=2 * part
+        part_bytes = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
+        if not self._is_even(dim_shards, part_bytes) or not self.symm_mem.reserve_memory(
+            "matmul_reduce_scatter", workspace=2 * part_bytes
         ):
-            return self.fallback._matmul_scatter(products, dim_shards, bias, meanwhile)
+            return self.fallback._matmul_scatter(products, dim_shards, bias, overlapped_work)
         if others:  # torch's op does not sum products: concatenate their features into one product
             x, w = (torch.cat([product[side] for product in products], dim=-1) for side in (0, 1))
         with self.symm_mem.turn(), span("matmul_reduce_scatter", x, w, self.name):
             total: Tensor = self.symm_mem.ops["fused_matmul_reduce_scatter"](x, w.t(), "sum", 0, self.symm_mem.name)
-        if meanwhile is not None:
-            meanwhile()  # not on a side stream, where it would compete with torch's matmuls
+        if overlapped_work is not None:
+            overlapped_work()  # not on a side stream, where it would compete with torch's matmuls
         return total if bias is None else total.add_(bias)
 
-    # -- sums that all ranks get --------------------------------------------------------------------------------------
+    # -- all-reduces --------------------------------------------------------------------------------------------------
 
     def _all_reduced(self, partial: Tensor) -> Tensor:
-        if not self._sums("all_reduce", partial.dtype, partial.nbytes):
+        if not self._can_sum("all_reduce", partial.dtype, partial.nbytes):
             return self.fallback._all_reduced(partial)
         with self.symm_mem.turn(), span("all_reduce", partial, self.name):
             term = self.symm_mem.summand(partial.shape, partial.dtype)
             term.copy_(partial)
-            return self._sum_of(term)
+            return self._sum_term(term)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
         shape = torch.Size((x.shape[0], w.shape[0]))
         nbytes = shape.numel() * x.element_size()
-        if not self._sums("matmul_all_reduce", x.dtype, nbytes):
-            return self.fallback._matmul_sum(products, bias, meanwhile)
+        if not self._can_sum("matmul_all_reduce", x.dtype, nbytes):
+            return self.fallback._matmul_sum(products, bias, overlapped_work)
         with self.symm_mem.turn():
             term = self.symm_mem.summand(shape, x.dtype)
             with span("matmul", products):
                 sum_of_products(products, out=term)
-            with self._side_stream(meanwhile, x.device), span("all_reduce", term, self.name):
-                total = self._sum_of(term)
+            with self._side_stream(overlapped_work, x.device), span("all_reduce", term, self.name):
+                total = self._sum_term(term)
         return total if bias is None else total.add_(bias)
 
-    def _sum_of(self, term: Tensor) -> Tensor:
+    def _sum_term(self, term: Tensor) -> Tensor:
         """Return the sum over ranks of `term`, which is in symmetric memory, in separate memory."""
         name, in_place = self._algorithm(term.nbytes, term.dtype)
         total: Tensor = self.symm_mem.ops[name](term, "sum", self.symm_mem.name)
         return term.clone() if in_place else total
 
     def _algorithm(self, nbytes: int, dtype: torch.dtype) -> tuple[str, bool]:
-        """Name of the op that sums this many bytes, and True if it does so in place."""
-        small = nbytes <= ONE_SHOT_BYTES
+        """Return (name of the op that sums this many bytes, True if it sums in place)."""
+        is_small = nbytes <= ONE_SHOT_BYTES
         if self.symm_mem.multicast:
             # Each rank reads the whole sum from the switch, whose order of three or more terms may vary by rank.
-            if small and self.world_size == 2 and "multimem_one_shot_all_reduce" in self.symm_mem.ops:
+            if is_small and self.world_size == 2 and "multimem_one_shot_all_reduce" in self.symm_mem.ops:
                 return "multimem_one_shot_all_reduce", False
-            if (not small or dtype != torch.float32) and "multimem_all_reduce_" in self.symm_mem.ops:
+            if (not is_small or dtype != torch.float32) and "multimem_all_reduce_" in self.symm_mem.ops:
                 return "multimem_all_reduce_", True
-        return ("one_shot_all_reduce", False) if small else ("two_shot_all_reduce_", True)
+        return ("one_shot_all_reduce", False) if is_small else ("two_shot_all_reduce_", True)
 
     # -- limits of torch's ops ----------------------------------------------------------------------------------------
 
     def _is_even(self, dim_shards: DimShards, nbytes: int) -> bool:
-        """True if all ranks hold equally much, in multiples of `ALIGNMENT`; `nbytes`: size on this rank."""
+        """True if all ranks' shards are equal and their size, `nbytes`, is a positive multiple of `ALIGNMENT`."""
         return len(set(dim_shards.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT == 0
 
-    def _sums(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
+    def _can_sum(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
         """True if one of torch's ops sums this many bytes."""
-        fits = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT == 0
-        return fits and self.symm_mem.has_room(op, sums=nbytes)
+        is_supported = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT == 0
+        return is_supported and self.symm_mem.reserve_memory(op, sums=nbytes)
 
 
-def _arrived(result: Tensor) -> Tensor:
+def _wait_for_result(result: Tensor) -> Tensor:
     """Make the current stream wait for `result` of one of torch's asynchronous ops, and return it."""
     arrived: Tensor = torch.ops._c10d_functional.wait_tensor(result)
     return arrived

@@ -26,7 +26,7 @@ from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
 from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.messages.plain import Plain
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, OverlappedWork
 from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS, KernelSchedule, Workspaces
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
@@ -98,7 +98,7 @@ class FusedKernel(KernelSchedule):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+    def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         # K = 0: there is nothing to gather, and the products are zero.
         return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
 
@@ -116,19 +116,19 @@ class FusedKernel(KernelSchedule):
         return self.gather_matmul_copied(asked, dim_shards, self.copies.engine, self._gather_launch(asked, dim_shards))
 
     def gather_matmul_copied(
-        self, asked: GatherMatmul, dim_shards: DimShards, engine: CopyEngine, launch: Any
+        self, request: GatherMatmul, dim_shards: DimShards, engine: CopyEngine, launch: Any
     ) -> tuple[list[Tensor], Tensor | None]:
         """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
         from fused_tp.triton_kernels.comm.arrivals import Arrivals
         from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving
 
-        own = as_rows(asked.x_shard).contiguous()
+        own = as_rows(request.x_shard).contiguous()
         if own.data_ptr() % 16:
             own = own.clone()  # TMA requires 16-byte alignment
-        gathered = own.new_empty((sum(dim_shards.counts), dim_shards.shape[-1]))
-        places = list(gathered.split(dim_shards.counts))
+        gathered = own.new_empty((sum(dim_shards.row_counts), dim_shards.shape[-1]))
+        places = list(gathered.split(dim_shards.row_counts))
         largest = max(place.nbytes for place in places)
-        if not asked.return_gathered:
+        if not request.return_gathered:
             places[self.rank] = places[self.rank][:0]
         # The matmul's own deadline is only an upper bound: the streams that copy enforce the deadline.
         timeout_ns = int(min(2 * settings.timeout_seconds(), LONGEST_SECONDS) * 1e9)
@@ -141,48 +141,52 @@ class FusedKernel(KernelSchedule):
             outputs = multiply_arriving(
                 own,
                 gathered,
-                asked.weights,
+                request.weights,
                 start=start,
                 rank=self.rank,
                 world_size=self.world_size,
                 launch=launch,
-                rows_per_rank=dim_shards.counts[0],
+                rows_per_rank=dim_shards.row_counts[0],
                 timeout_ns=timeout_ns,
                 loaded=self._loaded,
-                biases=[_dense(bias) for bias in asked.biases],
+                biases=[_dense(bias) for bias in request.biases],
             )
-            call.finish(*outputs, *([gathered] if asked.return_gathered else []))
-        return [dim_shards.placed(y) for y in outputs], dim_shards.placed(gathered) if asked.return_gathered else None
+            call.finish(*outputs, *([gathered] if request.return_gathered else []))
+        return [dim_shards.from_rank_major(y) for y in outputs], dim_shards.from_rank_major(
+            gathered
+        ) if request.return_gathered else None
 
-    def _gather_matmul_direct(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul_direct(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.gemm import all_gather_gemm as module
 
-        rows_per_rank, dtype = dim_shards.counts[0], asked.x_shard.dtype
+        rows_per_rank, dtype = dim_shards.row_counts[0], request.x_shard.dtype
         nbytes = module.workspace_bytes(rows_per_rank, dim_shards.shape[-1], dtype, self.world_size)
         with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
             outputs, gathered = module.all_gather_gemm(
-                as_rows(asked.x_shard),
-                asked.weights,
+                as_rows(request.x_shard),
+                request.weights,
                 workspace=workspace,
-                launch=self._gather_launch(asked, dim_shards),
-                rows=sum(dim_shards.counts),
+                launch=self._gather_launch(request, dim_shards),
+                rows=sum(dim_shards.row_counts),
                 rows_per_rank=rows_per_rank,
-                biases=[_dense(bias) for bias in asked.biases],
-                gathered=asked.return_gathered,
+                biases=[_dense(bias) for bias in request.biases],
+                gathered=request.return_gathered,
             )
-        return [dim_shards.placed(y) for y in outputs], None if gathered is None else dim_shards.placed(gathered)
+        return [
+            dim_shards.from_rank_major(y) for y in outputs
+        ], None if gathered is None else dim_shards.from_rank_major(gathered)
 
-    def _gather_launch(self, asked: GatherMatmul, dim_shards: DimShards) -> Any:
+    def _gather_launch(self, request: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
         widest = max(w.shape[0] for w in asked.weights)
         return self._launch_options(asked.x_shard.dtype, sum(dim_shards.counts), widest, least_margin=1)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         from fused_tp.triton_kernels.gemm.gemm_sum import gemm_reduce_scatter, reduce_scatter_bytes
 
-        x, counts, n = products[0][0], dim_shards.counts, dim_shards.shape[-1]
+        x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
         launch = self._launch_options(x.dtype, sum(counts), n, least_margin=1)
@@ -190,20 +194,20 @@ class FusedKernel(KernelSchedule):
         nbytes = reduce_scatter_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
         with (
             self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
-            self._side_stream(meanwhile, x.device),
+            self._side_stream(overlapped_work, x.device),
         ):
             out: Tensor = gemm_reduce_scatter(
                 products, workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
             )
         return out
 
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: OverlappedWork = None) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         self.check("matmul_all_reduce", (*shape, bias is not None), x)
         return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
         return self._launch_sum("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
 
     def matmul_all_reduce_rms_norm(
@@ -227,7 +231,7 @@ class FusedKernel(KernelSchedule):
         return normed.view(shape), new_residual.view(shape)
 
     def _launch_sum(
-        self, op: str, products: Sequence[Product], meanwhile: Work, **epilogue: Any
+        self, op: str, products: Sequence[Product], meanwhile: OverlappedWork, **epilogue: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Launch the sum over ranks of all `products`; `epilogue`: the bias, or the residual and the norm."""
         from fused_tp.triton_kernels.gemm.gemm_sum import all_reduce_bytes, gemm_all_reduce

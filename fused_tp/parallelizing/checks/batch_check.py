@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.core.checks import is_due
-from fused_tp.core.errors import RankMismatchError, listed
+from fused_tp.core.checks import is_check_due
+from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.core.group import resolve_group
 from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
@@ -90,14 +90,14 @@ class BatchCheck:
         if is_suspended():
             return
         call = self.calls[model.training] = self.calls[model.training] + 1
-        if is_due(call):
+        if is_check_due(call):
             arguments = {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs}
             self._compare(sum(self.calls.values()), arguments, training=model.training)
 
     def _compare(self, call: int, arguments: dict[str, Any], *, training: bool) -> None:
         described = {name: one for key, value in sorted(arguments.items()) for name, one in _described(key, value)}
         found, modes = zip(*of_all_ranks(self.meshes, "the batch", (described, training)), strict=True)
-        dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
+        dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
         if len(set(modes)) > 1:
             raise RankMismatchError(
                 f"in call {call} of the model, not all {len(modes)} ranks of {dims} are in training mode: rank "
@@ -110,7 +110,7 @@ class BatchCheck:
         names = {*found[0], *found[differ[0]]}
         names = {name for name in names if found[0].get(name) != found[differ[0]].get(name)}
         raise RankMismatchError(
-            f"the ranks of {dims} received different batches in call {call} of the model: {listed(sorted(names))} "
+            f"the ranks of {dims} received different batches in call {call} of the model: {join_words(sorted(names))} "
             f"differ between the first rank and rank {differ[0]} of {len(found)}. These ranks compute one forward pass "
             "together, so each must receive the same batch. Shard the data over data parallel ranks only: "
             "DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()), or "

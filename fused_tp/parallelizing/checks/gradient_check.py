@@ -19,8 +19,8 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_tp.core.checks import is_due
-from fused_tp.core.errors import listed
+from fused_tp.core.checks import is_check_due
+from fused_tp.core.errors import join_words
 from fused_tp.core.group import resolve_group
 from fused_tp.core.store import exchange
 from fused_tp.parallelizing.checks.batch_check import is_suspended
@@ -55,7 +55,7 @@ class GradientCheck:
             return
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         self.calls += bool(outputs)
-        if outputs and is_due(self.calls):
+        if outputs and is_check_due(self.calls):
             self._queued = False  # an earlier backward pass that raised an error has left it True
             for t in outputs:
                 t.register_hook(partial(self._queue, model))
@@ -87,7 +87,7 @@ class GradientCheck:
             more = f" and {len(worst) - len(first)} more" if len(worst) > len(first) else ""
             raise ValueError(
                 f"after backward the ranks of {(self.mesh.mesh_dim_names or ('tp',))[0]!r} hold different gradients of "
-                f"{listed(map(repr, first))}{more}, which are replicated on these ranks. Either the ranks drew "
+                f"{join_words(map(repr, first))}{more}, which are replicated on these ranks. Either the ranks drew "
                 "different dropout masks: set equal random states (torch.manual_seed). Or the parameter is used "
                 "between sharded layers, where each rank has only its own features and so only one term of the "
                 "gradient: remove these layers from the plan, or give the parameter's module the style "

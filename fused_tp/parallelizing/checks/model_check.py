@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_tp.core.checks import is_due
-from fused_tp.core.errors import RankMismatchError, listed
+from fused_tp.core.checks import is_check_due
+from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.core.pending import checksum
 from fused_tp.nn.sharding import PLAIN_SHARDINGS
 from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
@@ -77,7 +77,7 @@ class ModuleCheck:
         if is_suspended():
             return
         self.calls += 1
-        self._is_due = is_due(self.calls)
+        self._is_due = is_check_due(self.calls)
         if not self._is_due:
             return
         for name, module in model.named_modules():
@@ -164,7 +164,8 @@ def _check_values(model: nn.Module) -> None:
         names = [name for name, one in zip(known, unset, strict=True) if one]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ValueError(
-            f"the model was built on the meta device, and {listed(map(repr, names[:4]))}{more} have no values (NaN). "
+            f"the model was built on the meta device, and {join_words(map(repr, names[:4]))}{more} have no values "
+            "(NaN). "
             "Load values with load_full_state_dict or torch.distributed.checkpoint, or initialize the model with "
             "init_weights() or apply(), with equal random states on all ranks."
         )
@@ -245,10 +246,11 @@ def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
     for i, theirs in enumerate(ranks):
         differ = [name for name in first if not _alike(first[name], theirs.get(name))]
         if differ:
-            dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
+            dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
             more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
             raise RankMismatchError(
-                f"the ranks of {dims} have built different models: {listed(map(repr, differ[:4]))}{more} of rank {i} "
+                f"the ranks of {dims} have built different models: {join_words(map(repr, differ[:4]))}{more} of rank "
+                f"{i} "
                 f"of {len(ranks)} differ from another rank's in shape, dtype, requires_grad or values. All ranks must "
                 "build the same model, since each keeps a shard of it. Set the same random state on all ranks before "
                 "they build it (torch.manual_seed(0)), or load the same checkpoint on all of them."

@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_tp.core.checks import is_due
-from fused_tp.core.errors import RankMismatchError, listed
+from fused_tp.core.checks import is_check_due
+from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.nn.optimizers import (
-    FORWARD,
-    PARTS_AND_STEPS,
+    FORWARD_MOMENT,
     PLAIN_SHARDINGS,
+    STEP_EXCHANGE_NAME,
     ShardedLayout,
-    checksum_of_parts,
+    optimizer_step_counts,
     refuse_different_moments,
-    steps_of,
-    watch_again,
+    rewatch_model,
+    sample_checksum,
 )
 from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
 
@@ -37,7 +37,7 @@ _OVER_DATA_PARALLEL = "DistributedDataParallel(model, process_group=mesh['dp'].g
 class PartsCheck:
     """Forward pre-hook that compares samples of weight shards, and numbers of optimizer steps, over ranks.
 
-    It runs at the calls that `is_due` selects. Each run copies 61 elements of each sharded parameter, transfers them
+    It runs at calls that `is_check_due` selects. Each run copies 61 elements of each sharded parameter, transfers them
     from the device at once, and exchanges a few numbers over each mesh.
 
     Args:
@@ -58,15 +58,17 @@ class PartsCheck:
     def __call__(self, model: nn.Module, args: Any) -> None:
         if is_suspended():
             return
-        watch_again(model)
+        rewatch_model(model)
         self._check_data_parallel(model)
         call = self.calls[model.training] = self.calls[model.training] + 1
-        if not is_due(call):
+        if not is_check_due(call):
             return
         place, parts = 0, None
         if self.tp_mesh is not None:
-            place, parts = self.tp_mesh.get_local_rank(), checksum_of_parts(self._parts(model))
-        found = of_all_ranks(self.meshes, PARTS_AND_STEPS, [FORWARD, place, parts, steps_of(model)])
+            place, parts = self.tp_mesh.get_local_rank(), sample_checksum(self._parts(model))
+        found = of_all_ranks(
+            self.meshes, STEP_EXCHANGE_NAME, [FORWARD_MOMENT, place, parts, optimizer_step_counts(model)]
+        )
         refuse_different_moments(self.meshes[0], [one[0] for one in found])
         places: dict[int, int] = {}
         for _, theirs, part, _ in found:
@@ -80,7 +82,7 @@ class PartsCheck:
             return
         shared = self._shared_with(dist.get_process_group_ranks(wrapper.process_group))
         if shared and any(True for _ in _plain_shards(model)):
-            self._refuse(f"DistributedDataParallel is over global ranks {listed(map(str, shared))}, which hold")
+            self._refuse(f"DistributedDataParallel is over global ranks {join_words(map(str, shared))}, which hold")
         self._accepted = id(wrapper)
 
     def _shared_with(self, ranks: Sequence[int]) -> list[int]:
@@ -97,7 +99,7 @@ class PartsCheck:
                 if not _is_distributed(parameter, sharding.placement):
                     yield parameter
             elif shared := self._shared_with(parameter.device_mesh.mesh.flatten().tolist()):
-                self._refuse(f"{name!r} is sharded over global ranks {listed(map(str, shared))}, which hold")
+                self._refuse(f"{name!r} is sharded over global ranks {join_words(map(str, shared))}, which hold")
         for parameter in model.parameters():
             if isinstance(parameter, DTensor):
                 placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
@@ -122,7 +124,7 @@ def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> 
     other = next((rank for rank, theirs in enumerate(steps) if theirs != steps[0]), None)
     if other is None:
         return
-    dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
+    dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
     raise RankMismatchError(
         f"the {len(steps)} ranks of {dims} share a model, but have taken different numbers of optimizer steps with its "
         f"parameters: {steps[0]} on rank 0, {steps[other]} on rank {other}. Their weights differ from the first such "

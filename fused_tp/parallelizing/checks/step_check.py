@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from fused_tp.core.checks import is_due
+from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors
@@ -115,7 +115,7 @@ class StepCheck:
         if not any(p.requires_grad for p in model.parameters()):
             return
         self.calls += 1
-        if not is_due(self.calls):
+        if not is_check_due(self.calls):
             return
         code = {name: code_of(module) for name, module in model.named_modules()}
         arguments = self._by_name(args, kwargs)
@@ -332,7 +332,7 @@ class _Steps:
         """Gather full parameters; return the reason if that fails, or "". A collective call."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         try:
-            self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, keep=True, device=None))
+            self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, keep_result=True, device=None))
         except FusedTPError:
             raise
         except Exception as error:

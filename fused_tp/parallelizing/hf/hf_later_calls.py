@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.experimental import implicit_replication
 
-from fused_tp.nn.sharding import shown_as_dtensors
+from fused_tp.nn.sharding import parameters_as_dtensors
 
 
 def adapt_later_calls(model: nn.Module) -> None:
@@ -26,7 +26,7 @@ def adapt_later_calls(model: nn.Module) -> None:
 
 def _init_weights(model: Any, module: nn.Module) -> None:
     # The method computes full tensors on every rank and copies them into parameters, so treat them as replicated.
-    with shown_as_dtensors(module), implicit_replication():
+    with parameters_as_dtensors(module), implicit_replication():
         type(model)._init_weights(model, module)
 
 

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fused_tp.attention.layout import all_tokens
+from fused_tp.attention.layout import tokens_by_rank
 from fused_tp.ops.collectives import all_gather
 from fused_tp.parallelizing.forward_shard import CpContext
 from fused_tp.parallelizing.hf.hf_attention import SEQUENCE
@@ -169,7 +169,7 @@ def runs_of(seq_len: int, world_size: int, rank: int, layout: str) -> Runs:
     >>> runs_of(10, 2, 0, "zigzag")
     Runs(own=(3, 2), before=(0, 2), lengths=(3, 5, 2), slots=(0, 2, 1), most=2)
     """
-    held = [tokens.ranges for tokens in all_tokens(seq_len, world_size, layout)]
+    held = [tokens.ranges for tokens in tokens_by_rank(seq_len, world_size, layout)]
     most = max(map(len, held))
     found = sorted((r.start, len(r), at, i) for at, ranges in enumerate(held) for i, r in enumerate(ranges))
     return Runs(

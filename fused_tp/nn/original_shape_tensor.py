@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-class InOriginalShape(Tensor):
+class OriginalShapeTensor(Tensor):
     """This rank's blocks of a full tensor, for `save` and `load` only. Implements torch's `_Checkpointable`.
 
     Rejected: torch's LocalShardsWrapper, which supports at most two dims.
@@ -26,21 +26,23 @@ class InOriginalShape(Tensor):
     shards: dict[torch.Size, Tensor]  # by offset in the full tensor
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, shards: dict[torch.Size, Tensor], like: Tensor) -> InOriginalShape:
-        made: InOriginalShape = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        made.shards = shards
-        return made
+    def __new__(cls, shape: torch.Size, shards: dict[torch.Size, Tensor], like: Tensor) -> OriginalShapeTensor:
+        instance: OriginalShapeTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device
+        )
+        instance.shards = shards
+        return instance
 
     @classmethod
-    def of(cls, tensor: DTensor, dim: int | None = None) -> InOriginalShape:
+    def from_dtensor(cls, tensor: DTensor, dim: int | None = None) -> OriginalShapeTensor:
         """Wrap a DTensor. With `dim`, join the dims `dim` (parts) and `dim + 1` (rows) to one of parts * rows."""
         local = tensor.to_local().detach()
         with torch.device("cpu"):  # torch computes the offset in tensors on the default device, and reads each of them
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         if dim is None:
             # A rank without elements has no block, except if the full tensor has no elements, which needs one.
-            own = {torch.Size(offset): local} if local.numel() or not tensor.numel() else {}
-            return cls(tensor.shape, own, local)
+            shards_by_offset = {torch.Size(offset): local} if local.numel() or not tensor.numel() else {}
+            return cls(tensor.shape, shards_by_offset, local)
         rows = tensor.shape[dim + 1]
         shape = torch.Size([*tensor.shape[:dim], tensor.shape[dim] * rows, *tensor.shape[dim + 2 :]])
         shards = {
@@ -49,10 +51,10 @@ class InOriginalShape(Tensor):
         }
         return cls(shape, shards, local)
 
-    def on_cpu(self, copy: Callable[[Tensor], Tensor]) -> InOriginalShape:
+    def copy_to_cpu(self, copy: Callable[[Tensor], Tensor]) -> OriginalShapeTensor:
         """Return this tensor with its blocks replaced by the CPU copies that `copy` returns."""
         like = torch.empty(0, dtype=self.dtype, device="cpu")
-        return InOriginalShape(self.shape, {offset: copy(shard) for offset, shard in self.shards.items()}, like)
+        return OriginalShapeTensor(self.shape, {offset: copy(shard) for offset, shard in self.shards.items()}, like)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
