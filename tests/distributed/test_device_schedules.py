@@ -256,7 +256,7 @@ def test_ranks_that_are_threads_have_nothing_without_kernels(library: None) -> N
     def ranks(rank: LocalRank) -> None:
         schedule = DeviceSchedule("two_shot", DeviceCollectives(rank), None)
         assert torch.equal(schedule.all_reduce(torch.ones(2)), torch.full((2,), 3.0))
-        with pytest.raises(ValueError, match="Ranks that are threads"):
+        with pytest.raises(ValueError, match="ranks are threads of one process"):
             schedule.all_reduce(torch.ones(2, dtype=torch.float64))
 
     run_local(3, ranks, timeout=60)
