@@ -138,8 +138,8 @@ def _rewritten_kernels(rules: list[Rule], measured: Directions) -> tuple[list[Ru
     for (dtype, backward), by_head_dim in measured.items():
         choices = []
         for head_dim, seconds in by_head_dim.items():
-            query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, backward=backward)
-            with environment({"FUSED_TP_ATTENTION": ""}):
+            query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, is_backward=backward)
+            with override_environment({"FUSED_TP_ATTENTION": ""}):
                 incumbent = choose_kernel(query)[0].name
             choices.append((_name(dtype, backward, head_dim), head_dim, incumbent, seconds))
         winners, changed = _choose(choices)

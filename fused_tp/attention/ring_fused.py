@@ -127,7 +127,7 @@ def make_keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
         chunks=tuple(
             module.KeyChunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).peer_chunks
         ),
-        max_chunk_rows=kv_chunks(plan, rank).most_rows,
+        max_chunk_rows=kv_chunks(plan, rank).max_peer_rows,
         pairs=pairs,
         groups=module.group_count(pairs, shard_bytes),
         head_dim=k.shape[3],

@@ -52,7 +52,9 @@ PLAIN = "plain"
 NUM_ROUNDS = 9
 ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
 MAX_CALLS = 50  # largest number of calls per schedule and round
-MAX_TIME_RATIO = 0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
+MAX_TIME_RATIO = (
+    0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
+)
 MAX_SLOWDOWN = 3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
 REPLICATED_OPS = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
@@ -121,7 +123,9 @@ def saved_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | 
 
 def describe_choices(group: Group) -> dict[str, str]:
     """Return descriptions of all choices of this group, keyed by the description of the call."""
-    return {call: describe_choice(choice) for call, choice in _SAVED_CHOICES.get(group, {"choices": {}})["choices"].items()}
+    return {
+        call: describe_choice(choice) for call, choice in _SAVED_CHOICES.get(group, {"choices": {}})["choices"].items()
+    }
 
 
 def saved_files() -> list[tuple[Path, dict[str, Any]]]:
@@ -207,7 +211,9 @@ def _measure_candidates(
         {one: _try_schedule(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
     )
     for one in names:
-        problem = _schedule_problem([trial[one] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS)
+        problem = _schedule_problem(
+            [trial[one] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS
+        )
         if problem and one != PLAIN:
             saved["wrong"][_verdict_key(one, name, key.dtype)] = problem
             del schedules[one]
@@ -217,7 +223,9 @@ def _measure_candidates(
     calls = min(MAX_CALLS, 1 + int(ROUND_SECONDS / max(shortest, 1e-9)))
     rounds = [[_seconds_per_call(schedules[one], run, calls, key.device) for one in rivals] for _ in range(NUM_ROUNDS)]
     by_rank = exchange(group, f"autotuning of {name}: times", rounds)
-    slowest = {one: [max(times[i][at] for times in by_rank) for i in range(NUM_ROUNDS)] for at, one in enumerate(rivals)}
+    slowest = {
+        one: [max(times[i][at] for times in by_rank) for i in range(NUM_ROUNDS)] for at, one in enumerate(rivals)
+    }
     medians = {one: statistics.median(times) for one, times in slowest.items()}
     return {"schedule": fastest(slowest), "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
 
@@ -296,9 +304,9 @@ def describe_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -
 def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
     """Choose from seconds by name and round: the incumbent, unless another is clearly faster in most rounds.
 
-    A rival must take less than `MAX_TIME_RATIO` of the incumbent's time in three quarters of the rounds, so that noise changes
-    no choice; of such rivals, the one with the smallest median ratio is chosen. Without times of the incumbent, the one
-    with the smallest median time is.
+    A rival must take less than `MAX_TIME_RATIO` of the incumbent's time in three quarters of the rounds, so that noise
+    changes no choice; of such rivals, the one with the smallest median ratio is chosen. Without times of the incumbent,
+    the one with the smallest median time is.
 
     >>> fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
     'pipelined'
@@ -387,7 +395,7 @@ def _results_folder() -> Path:
     named = settings.autotune()
     if named in (None, settings.AUTOTUNE_UNSET, "1"):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
-    return Path(str(setting))
+    return Path(str(named))
 
 
 def _describe_machine(group: Group, device: torch.device) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class _ColumnLinear(_Styled):
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
         check_floating(x)
-        weight, bias = local(self.weight), local(self.bias)
+        weight, bias = local_shard(self.weight), local_shard(self.bias)
         layout = self._input_layout(x)
         dim = _shard_dim(layout, x.ndim - 1)
         if dim is None and (isinstance(x, DTensor) or layout != Replicate()):
@@ -239,10 +239,10 @@ class _RowLinear(_Styled):
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
         check_floating(x)
-        weight = local(self.weight)
+        weight = local_shard(self.weight)
         x = self._local_input(x, Shard(x.ndim - 1))
         check_width(x, weight.shape[1], "this rank's part of in_features")
-        sums = partial(row_matmul, x, weight, local(self.bias), self._style_mesh)
+        sums = partial(row_matmul, x, weight, local_shard(self.bias), self._style_mesh)
         return self._reduce_output(sums, (*x.shape[:-1], linear.out_features), x.ndim - 1)
 
 
@@ -250,7 +250,7 @@ class _ColumnEmbedding(_Styled):
     def forward(self, ids: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
-        y = F.embedding(self._local_input(ids, Replicate()), local(embedding.weight), embedding.padding_idx)
+        y = F.embedding(self._local_input(ids, Replicate()), local_shard(embedding.weight), embedding.padding_idx)
         return self._convert_output(y, Shard(y.ndim - 1), (*y.shape[:-1], embedding.embedding_dim))
 
 
@@ -259,8 +259,10 @@ class _RowEmbedding(_Styled):
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
         ids = self._local_input(ids, Replicate())
-        check_ids_inside(ids, embedding.num_embeddings)
-        sums = partial(lookup, ids, local(embedding.weight), embedding.num_embeddings, embedding.padding_idx)
+        check_ids_in_range(ids, embedding.num_embeddings)
+        sums = partial(
+            sharded_lookup, ids, local_shard(embedding.weight), embedding.num_embeddings, embedding.padding_idx
+        )
         return self._reduce_output(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1)
 
 

@@ -76,11 +76,11 @@ class _Projections(Module):
         super().parallelize(parallel_dims)
 
     def column(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
-        weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
+        weights, biases = [local_shard(layer.weight) for layer in layers], [local_shard(layer.bias) for layer in layers]
         return column_matmul(x, weights, biases, self.tp_mesh, self.sequence_dim)
 
     def row(self, x: Tensor, layer: Linear) -> Tensor:
-        return row_matmul(x, local(layer.weight), None, self.tp_mesh, self.sequence_dim)
+        return row_matmul(x, local_shard(layer.weight), None, self.tp_mesh, self.sequence_dim)
 
 
 class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
@@ -178,7 +178,7 @@ class RingAttention(Module):
         with spmd.no_typecheck():
             documents = None
             if attention_masks is not None:
-                documents = _document_bounds(local(attention_masks), self.cp_mesh, self.layout)
+                documents = _document_bounds(local_shard(attention_masks), self.cp_mesh, self.layout)
             return _attend(
                 q_BLNH, k_BLNH, v_BLNH, self.cp_mesh, documents, causal=True, scale=scale, layout=self.layout
             )
@@ -206,10 +206,10 @@ def _attend(
     """Return the output [batch, seq / W, heads, head_dim]; `documents` holds the bounds in each row, if any."""
     keywords["alone"] = mesh is None
     if documents is None:
-        return attention_over(q, k, v, mesh, **keywords)
+        return ring_attention_from_head(q, k, v, mesh, **keywords)
     rows = [slice(i, i + 1) for i in range(q.shape[0])]
     outs = [
-        attention_over(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **keywords)
+        ring_attention_from_head(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **keywords)
         for row, bounds in zip(rows, documents, strict=True)
     ]
     return torch.cat(outs)

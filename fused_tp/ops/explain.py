@@ -125,7 +125,7 @@ def explain(
             who = "FUSED_TP_AUTOTUNE measures" if settings.autotune() else "the autotuner (FUSED_TP_AUTOTUNE) measures"
             return replace(decision, reason=f"{decision.reason}, until {who} the first such call")
         chosen = choice["schedule"]
-        transport = SCHEDULES[chosen].transport or backend_for_device(resolved, where.type)
+        transport = SCHEDULES[chosen].transport or backend_for_device(resolved, resolved_device.type)
         return Decision(chosen, transport, f"measured here: {describe_choice(choice)}{caveat_of(chosen)}")
 
     environment = _Environment(

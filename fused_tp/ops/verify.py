@@ -26,11 +26,11 @@ from torch import Tensor
 
 from fused_tp.backends.autotune import (
     REPLICATED_OPS,
-    tensor_checksum,
     describe_difference,
     known_problem,
     record_right,
     record_wrong,
+    tensor_checksum,
     usable_schedules,
 )
 from fused_tp.core import settings
@@ -184,7 +184,7 @@ def _check_example(
         with settings.override_environment({"FUSED_TP_SCHEDULE": schedule}):
             first = [_run_with_gradients(example, one, group) for one in sets]
             for found, one in zip(first, sets, strict=True):
-                report["wrong"] = report["wrong"] or describe_difference(found, one.wanted)
+                report["wrong"] = report["wrong"] or describe_difference(found, one.expected)
             results = len(sets[0].grads)
             report["bits"] = [tensor_checksum(t) for found in first for t in found[:results]]
             for when, again in _situations(example, sets, group, other_group, device, calls):
@@ -258,16 +258,18 @@ def _situations(
 
 def _run_with_gradients(example: Example, one: _InputSet, group: dist.ProcessGroup) -> list[Tensor]:
     """Run the example; return its results and gradients."""
-    leaves = [x.detach().requires_grad_() for x in input_set.inputs]
+    leaves = [x.detach().requires_grad_() for x in one.inputs]
     results = _to_list(example.run(*leaves, group=group))
-    return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, input_set.grads)]
+    return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, one.grads)]
 
 
 def _to_list(results: Any) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else list(results)
 
 
-def _make_inputs(example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int) -> _InputSet:
+def _make_inputs(
+    example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int
+) -> _InputSet:
     """Generate the inputs and output gradients of `rank`, and compute their float64 reference."""
 
     def random(shape: Sequence[int], *number: int) -> Tensor:
@@ -333,12 +335,14 @@ def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
     gather_rows = partial(collectives.all_gather, dim=0, gather_size=m)
     scatter_rows = partial(collectives.reduce_scatter, dim=0)
     return [
-        Example("all_gather_matmul", gather, gathered, shards),
-        Example("matmul_reduce_scatter", matmul_reduce_scatter, scattered, columns),
-        Example("matmul_all_reduce", matmul_all_reduce, reduced, columns, has_one_result=True),
-        Example("matmul_all_reduce_rms_norm", norm, normed, normed_shapes, frozenset({2, 3}), has_one_result=True),
-        Example("all_gather", gather_rows, gathered, [[(own, k)] for own in rows]),
-        Example("reduce_scatter", scatter_rows, scattered, [[(m, n)]] * world),
-        Example("all_reduce", collectives.all_reduce, reduced, [[(m, n)]] * world, has_one_result=True),
-        Example("ring_attention", attend, attended, heads),
+        Example("all_gather_matmul", gather, reference_gather, shards),
+        Example("matmul_reduce_scatter", matmul_reduce_scatter, reference_scatter, columns),
+        Example("matmul_all_reduce", matmul_all_reduce, reference_reduce, columns, has_one_result=True),
+        Example(
+            "matmul_all_reduce_rms_norm", norm, reference_norm, normed_shapes, frozenset({2, 3}), has_one_result=True
+        ),
+        Example("all_gather", gather_rows, reference_gather, [[(own, k)] for own in rows]),
+        Example("reduce_scatter", scatter_rows, reference_scatter, [[(m, n)]] * world),
+        Example("all_reduce", collectives.all_reduce, reference_reduce, [[(m, n)]] * world, has_one_result=True),
+        Example("ring_attention", attend, reference_attention, heads),
     ]

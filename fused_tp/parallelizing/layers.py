@@ -469,8 +469,14 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
         read = {p: sums(owner) for p, owner in owners.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
         distribution = sharding.distribution
         mesh = distribution.parameter_mesh if distribution and name in distribution.names else None
-        has_parameters = replicate_own(
-            module, sharding.mesh, memo, sums=sums(name), shards=shards, read=read, parameter_mesh=mesh
+        has_parameters = replicate_own_parameters(
+            module,
+            sharding.mesh,
+            memo,
+            sums_gradients=sums(name),
+            shards=shards,
+            read_parameters=read,
+            parameter_mesh=mesh,
         )
         embeds = has_parameters and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)
         if name in plan.embeds or embeds:
@@ -481,7 +487,7 @@ def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sh
     """Apply `replicate_own_parameters` to `module` alone, named `name` in the model, without its submodules."""
     embedded = isinstance(module, nn.Embedding)
     sums = _gradient_predicate(name, spec, sharding.sequence, embedded=embedded)
-    if replicate_own(module, sharding.mesh, memo, sums=sums) and embedded:
+    if replicate_own_parameters(module, sharding.mesh, memo, sums_gradients=sums) and embedded:
         module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 

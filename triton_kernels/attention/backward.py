@@ -276,7 +276,7 @@ def flash_backward(
     check_rows(q=q, k=k, v=v, grad_out=grad_out)
     if q.numel() == 0 or k.numel() == 0:
         return
-    on = step.on(q.device)
+    on = step.vectors_on(q.device)
     tensors: dict[str, Any] = {"grad_out": heads_tensor(grad_out), "lse": heads_tensor(lse), "sums": heads_tensor(sums)}
     qkv = q, k, v
 

@@ -285,7 +285,7 @@ def _launch(
     own = {
         **dict.fromkeys(("state", "out", "lse", "sinks")),
         **results,
-        "mask": mask_arguments(step.on(q.device), "starts", "stops"),
+        "mask": mask_arguments(step.vectors_on(q.device), "starts", "stops"),
     }
     launch_tiles(forward_kernel, tiles, config, (q, k, v), terms, precision, tma, first=first, **own)
 

@@ -51,11 +51,11 @@ def query_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> 
 def key_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:
     """Return the tiles of `rows` keys against blocks of `block` queries, as `query_tiles`."""
     name = f"key tiles {rows}x{block}"
-    return _cached_tiles(step, name, device, *step.seen_by, step.k_breaks, rows, block)
+    return _cached_tiles(step, name, device, *step.queries_per_key, step.k_breaks, rows, block)
 
 
 def _cached_tiles(step: StepMask, name: str, device: torch.device, *arguments: Any) -> Tensor:
-    known = step.on(device)
+    known = step.vectors_on(device)
     if name not in known:
         known[name] = torch.from_numpy(tiles_of(*arguments)).to(device)
     return known[name]

@@ -26,7 +26,7 @@ from fused_tp.backends.copy_engine.copy_engine import BlockScatter, CopyCall, Co
 from fused_tp.backends.cuda.device_collectives import sum_into
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
 from fused_tp.backends.messages.plain import Plain, gather_blocks
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, OverlappedWork, rank_offsets
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule, rank_offsets
 from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.core.partition import shard_range, shard_sizes
 from fused_tp.core.pending import Pending, PendingCall

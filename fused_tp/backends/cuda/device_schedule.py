@@ -18,7 +18,7 @@ from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 from fused_tp.backends.cuda.device_plans import NORM_ALGORITHMS, SUMMED_DTYPES
 from fused_tp.backends.gemm import Product, linear, sum_of_products
 from fused_tp.backends.messages.plain import Plain
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, OverlappedWork
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing

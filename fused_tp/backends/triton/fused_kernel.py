@@ -26,7 +26,7 @@ from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
 from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.messages.plain import Plain
-from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, OverlappedWork
+from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS, KernelSchedule, Workspaces
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
@@ -105,15 +105,17 @@ class FusedKernel(KernelSchedule):
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         return self.fallback._sum_rows(rows, dim_shards)  # there is no kernel for a sum without a matmul
 
-    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.comm.streams import runs_copies_at_once
 
-        direct = prod(dim_shards.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
+        direct = prod(dim_shards.shape) * request.x_shard.dtype.itemsize <= DIRECT_BYTES
         if self.copies is None or direct:
-            return self._gather_matmul_direct(asked, dim_shards)
-        if not runs_copies_at_once(asked.x_shard.device):
-            return self.copies._gather_matmul(asked, dim_shards)
-        return self.gather_matmul_copied(asked, dim_shards, self.copies.engine, self._gather_launch(asked, dim_shards))
+            return self._gather_matmul_direct(request, dim_shards)
+        if not runs_copies_at_once(request.x_shard.device):
+            return self.copies._gather_matmul(request, dim_shards)
+        return self.gather_matmul_copied(
+            request, dim_shards, self.copies.engine, self._gather_launch(request, dim_shards)
+        )
 
     def gather_matmul_copied(
         self, request: GatherMatmul, dim_shards: DimShards, engine: CopyEngine, launch: Any
@@ -178,8 +180,8 @@ class FusedKernel(KernelSchedule):
 
     def _gather_launch(self, request: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
-        widest = max(w.shape[0] for w in asked.weights)
-        return self._launch_options(asked.x_shard.dtype, sum(dim_shards.counts), widest, least_margin=1)
+        widest = max(w.shape[0] for w in request.weights)
+        return self._launch_options(request.x_shard.dtype, sum(dim_shards.row_counts), widest, least_margin=1)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
@@ -201,14 +203,16 @@ class FusedKernel(KernelSchedule):
             )
         return out
 
-    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: OverlappedWork = None) -> Tensor:
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
+    ) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         self.check("matmul_all_reduce", (*shape, bias is not None), x)
-        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
+        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: OverlappedWork) -> Tensor:
-        return self._launch_sum("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+        return self._launch_sum("matmul_all_reduce", products, overlapped_work, bias=_dense(bias))[0]
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -231,7 +235,7 @@ class FusedKernel(KernelSchedule):
         return normed.view(shape), new_residual.view(shape)
 
     def _launch_sum(
-        self, op: str, products: Sequence[Product], meanwhile: OverlappedWork, **epilogue: Any
+        self, op: str, products: Sequence[Product], overlapped_work: OverlappedWork, **epilogue: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Launch the sum over ranks of all `products`; `epilogue`: the bias, or the residual and the norm."""
         from fused_tp.triton_kernels.gemm.gemm_sum import all_reduce_bytes, gemm_all_reduce
@@ -242,7 +246,7 @@ class FusedKernel(KernelSchedule):
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self._check_launch(op, launch, x)
         nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
-        with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(meanwhile, x.device):
+        with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(overlapped_work, x.device):
             result: tuple[Tensor, Tensor | None] = gemm_all_reduce(
                 products, workspace=workspace, launch=launch, two_shot=two_shot, **epilogue
             )
