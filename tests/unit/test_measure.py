@@ -93,6 +93,8 @@ def test_steps_are_predicted() -> None:
     here = measured()
     model, *_ = planner.MODELS.values()
     for ranks, way in ((1, "one process"), (2, "tp2, sequence parallel")):
-        settings = {**planner.settings_of(model, 6), "parallel": planner.WAYS[way]}
+        settings = {**planner.train_settings(model, 6), "parallel": planner.CONFIGURATIONS[way]}
         found = max(run_fresh(ranks, fastest_step, settings, timeout=200))
-        assert planner.predict(here, model, planner.WAYS[way]).time.total == pytest.approx(found, rel=0.4), way
+        assert planner.predict(here, model, planner.CONFIGURATIONS[way]).time.total == pytest.approx(found, rel=0.4), (
+            way
+        )
