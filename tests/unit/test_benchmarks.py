@@ -32,7 +32,7 @@ from benchmarks.case import (
     slowest_rank_seconds,
 )
 from benchmarks.ranks import RankContext, RankFailure, Ranks
-from benchmarks.results import MeasuredMachine, Record, RivalTimes, merge, read_records, records_of, write_atomically
+from benchmarks.results import MeasuredMachine, Record, RivalTimes, merge_records, read_records, records_of, write_atomically
 from benchmarks.runner import Times, take_turns
 from benchmarks.table import markdown
 from fused_tp.cli.main import main as command
@@ -98,9 +98,9 @@ def test_records_and_their_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "cpu.jsonl"
     elsewhere = replace(RECORD, machine=replace(MACHINE, cpu="another"))
     other_case, newer = replace(RECORD, case="op/fp32/M=1"), replace(RECORD, rounds=11)
-    merge(path, [RECORD, elsewhere, other_case])
+    merge_records(path, [RECORD, elsewhere, other_case])
     # A case replaces its lines of the same machine, and no others.
-    assert merge(path, [newer]) == read_records(path) == [elsewhere, other_case, newer]
+    assert merge_records(path, [newer]) == read_records(path) == [elsewhere, other_case, newer]
     path.write_text(f"{RECORD.to_json()}\n\nnonsense\n")
     with pytest.raises(ValueError, match=r"cpu\.jsonl, line 3"):
         read_records(path)
@@ -162,7 +162,7 @@ def test_table() -> None:
 
 def test_picture_of_a_stored_file(tmp_path: Path) -> None:
     path = tmp_path / "cpu.jsonl"
-    merge(path, [RECORD])
+    merge_records(path, [RECORD])
     assert plot.main([str(path)]) == 0
     assert (tmp_path / "cpu.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to draw"):
