@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from fused_tp.cli import at_least, make_folder, positive
+from fused_tp.cli import at_least, make_folder, positive_number
 from fused_tp.core.settings import table_path
 
 from . import cpu_attention, cpu_block, cpu_experts, cpu_matmul
@@ -76,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the suite and of tuning."""
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--rounds", type=at_least(1), metavar="N", help="rounds of each case (as many as fit its time)")
-    parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="multiply the time for each case (1)")
+    parser.add_argument(
+        "--scale", type=positive_number, default=1.0, metavar="X", help="multiply the time for each case (1)"
+    )
     parser.add_argument(
         "--ranks", type=int, default=2, choices=RANK_COUNTS, metavar="W", help="ranks of one thread, a core each (2)"
     )

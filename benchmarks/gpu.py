@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fused_tp.cli import positive
+from fused_tp.cli import positive_number
 
 from .case import MEASURES, BenchCase, Unavailable, select_cases
 from .results import Record, merge_records, records_of, write_atomically
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="check every result; time and write nothing")
     parser.add_argument(
         "--minutes",
-        type=positive,
+        type=positive_number,
         default=DEFAULT_MINUTES,
         metavar="X",
         help=f"time limit; skip cases beyond it ({DEFAULT_MINUTES:g})",

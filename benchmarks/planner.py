@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fused_tp.cli import at_least, make_folder
-from fused_tp.cli.compare import WARMUP, Result, Variant, train_in_turn
+from fused_tp.cli.compare import WARMUP, Result, Variant, train_alternately
 from fused_tp.cli.compare_report import step_seconds
-from fused_tp.cli.plan import measured
+from fused_tp.cli.plan import measure_this_machine
 from fused_tp.cli.ranks import Job, launch, preload, start_method
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
@@ -102,7 +102,7 @@ def measured_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> 
     method = start_method("cpu")
     if method == "forkserver":
         preload(["fused_tp.training.run", "transformers.modeling_utils", "torch._dynamo"])
-    results: list[Result] = launch(Job(train_in_turn, [variant], ParallelConfig(**way).world_size), method)[0]
+    results: list[Result] = launch(Job(train_alternately, [variant], ParallelConfig(**way).world_size), method)[0]
     return step_seconds(results[0])
 
 
@@ -148,7 +148,10 @@ def draw(rows: Sequence[PlannerRow], path: Path) -> None:
         model_rows = [row for row in rows if row.model == name]
         positions = range(len(model_rows))
         axes.barh(
-            [position - 0.2 for position in positions], [row.measured for row in model_rows], 0.4, label="measured"
+            [position - 0.2 for position in positions],
+            [row.measured for row in model_rows],
+            0.4,
+            label="measured",
         )
         axes.barh(
             [position + 0.2 for position in positions], [row.predicted for row in model_rows], 0.4, label="predicted"
@@ -169,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="in place of OUT/planner.svg")
     options = parser.parse_args(arguments)
     make_folder("--out", options.out)
-    machine = measured()
+    machine = measure_this_machine()
     print(json.dumps(machine.to_dict(), indent=1), flush=True)
     rows = list(measure_rows(machine, options.steps))
     print(table(rows))

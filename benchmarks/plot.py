@@ -23,12 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_COLUMNS = 3
-WIDTH, MAX_HEIGHT, ROW_HEIGHT, TITLE_HEIGHT = (
-    13.3,
-    11.6,
-    2.75,
-    0.6,
-)  # inches: total, maximum total, row of panels, title
+# Inches: total width, maximum total height, height of a row of panels, height of the title.
+WIDTH, MAX_HEIGHT, ROW_HEIGHT, TITLE_HEIGHT = 13.3, 11.6, 2.75, 0.6
 DPI = 120
 GROUP_GAP = 1.0  # between two sizes, in bar widths
 Y_LIMIT_FACTOR = 1.5  # factor above the highest bar, which leaves room for the legend

@@ -58,7 +58,7 @@ class Sharding:
         plan: plan with concrete names.
         mesh: mesh of the tensor parallel ranks; without tensor parallelism, of the ranks that experts are distributed
             over.
-        meshes: meshes of all ranks that share the model, see `of_all_ranks`.
+        meshes: meshes of all ranks that share the model, see `gather_over_meshes`.
         sequence: shards the sequence of each forward pass.
         config: the model's config, or None.
         distribution: distribution of experts over the ranks of `ep_dim`, or None.

@@ -27,8 +27,8 @@ from fused_tp.parallelizing.checks.model_check import (
     is_parallelized,
     remember_code,
 )
-from fused_tp.parallelizing.checks.parts_check import PartsCheck
-from fused_tp.parallelizing.checks.sharding_check import check_verify, compared
+from fused_tp.parallelizing.checks.parts_check import ShardCheck
+from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.checks.step_check import StepCheck
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution
@@ -277,7 +277,7 @@ def parallelize(
     base: nn.Module = peft.base_model(model) if peft and isinstance(model, peft.PeftModel) else model
     options = _check(base, mesh, keywords)
     tp_mesh, cp_mesh = options.parallelism.tp_mesh, options.parallelism.cp_mesh
-    with compared(base, verify, options.sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
+    with compare_sharding(base, verify, options.sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
         # Along a separate expert parallel dim ranks have different batches, so no rank can compute the full step alone.
         can_replay = verify is not False and options.meshes and options.own_ep_mesh is None
         unsharded = UnshardedModel(base) if can_replay else None
@@ -286,7 +286,7 @@ def parallelize(
         _add_hooks(base, options, planned.sequence, sharding, unsharded)
     remember_code(base)
     sequence = planned.sequence
-    sequence.attends = sequence.attended if outcome.right else sequence.attention_layers(base)
+    sequence.attends = sequence.attended if outcome.is_equal else sequence.attention_layers(base)
     if peft and base is not model:
         users: Any = model
         users.save_pretrained = partial(peft.save_pretrained, model)
@@ -468,19 +468,19 @@ def _add_hooks(
     if unsharded is not None:
         step = StepCheck(sequence, meshes, unsharded)
         loss = LossCheck(step)
-        model.register_forward_pre_hook(loss.before, with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(loss.before_forward, with_kwargs=True, prepend=True)
         model.register_forward_pre_hook(step, with_kwargs=True, prepend=True)
-        model.register_forward_hook(loss.after, with_kwargs=True)
+        model.register_forward_hook(loss.after_forward, with_kwargs=True)
     if meshes:
         changes = ModuleCheck(parallelism, model, from_meta=options.from_meta)
-        model.register_forward_pre_hook(changes.refuse, prepend=True)
+        model.register_forward_pre_hook(changes.check_parameters, prepend=True)
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
-        model.register_forward_pre_hook(changes.name_changes)
+        model.register_forward_pre_hook(changes.log_changes)
     shared_over = [*meshes, *([] if options.own_ep_mesh is None else [options.own_ep_mesh])]
     if shared_over:
         watch(model, shared_over)
-        model.register_forward_pre_hook(PartsCheck(shared_over, parallelism.tp_mesh), prepend=True)
+        model.register_forward_pre_hook(ShardCheck(shared_over, parallelism.tp_mesh), prepend=True)
         in_one_order(model._forward_pre_hooks)
     if parallelism.tp_mesh is not None:
         model.register_forward_hook(GradientCheck(parallelism.tp_mesh))
@@ -497,7 +497,7 @@ def _add_hooks(
             setattr(module, MARK, parallelism)
     setattr(model, SHARDING, sharding)
     if unsharded is not None:
-        unsharded.note_sharded(model)
+        unsharded.record_sharded(model)
 
 
 def _peft() -> ModuleType | None:

@@ -45,7 +45,7 @@ from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, Row
 from fused_tp.parallelizing.shard_plan import Style, StyleSpec, spec_of
 
 POSITIONS = ("positions", "position_ids")
-CACHES = ("cache", "kv_cache", "past_key_values")
+CACHE_NAMES = ("cache", "kv_cache", "past_key_values")
 
 
 def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
@@ -122,7 +122,7 @@ class PlainSequence(SequenceSharding):
         self.tokens = (names[0],)
         self.positions = next((name for name in POSITIONS if name in names), None)
         self.labels = "labels" if "labels" in names else None
-        self.caches = tuple(name for name in CACHES if name in names)
+        self.caches = tuple(name for name in CACHE_NAMES if name in names)
         self.plan = plan
         self.has_loss = callable(getattr(model, "loss_function", None))
 

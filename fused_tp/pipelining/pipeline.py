@@ -30,9 +30,9 @@ from fused_tp.nn.grad_norm import clip_by_norm_, grad_norm
 from fused_tp.nn.optimizers import steps_of, watch
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
-from fused_tp.parallelizing.checks.batch_check import BatchCheck, of_all_ranks
+from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
 from fused_tp.parallelizing.checks.parts_check import check_equal_steps
-from fused_tp.parallelizing.checks.sharding_check import check_verify, compared
+from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.grad_sync import is_distributed, take_mean
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.parallelize import parallelize
@@ -199,7 +199,7 @@ def pipeline(
         disable()  # hooks from gradient_checkpointing_enable, which parallel embeddings do not support
     stages: dict[int, Stage] = {}
     sharing = [pp_mesh, *meshes.values()]
-    with compared(model, verify, sharing, tp=tp_mesh, cp=cp_mesh, rows=microbatches) as outcome:
+    with compare_sharding(model, verify, sharing, tp=tp_mesh, cp=cp_mesh, rows=microbatches) as outcome:
         refused: Exception | None = None
         try:
             for number, (part, boundary) in take_stages(
@@ -492,7 +492,7 @@ class Pipeline:
         if not is_due(self._calls) or self._pp_mesh.size() == 1:
             return
         steps = max((number for stage in self.stages.values() for number in steps_of(stage.model)), default=0)
-        found = of_all_ranks([self._pp_mesh], "optimizer steps", steps)
+        found = gather_over_meshes([self._pp_mesh], "optimizer steps", steps)
         check_equal_steps([self._pp_mesh], [one for one in found if one])  # frozen stages report 0
 
     def _split(self) -> AbstractContextManager[None]:

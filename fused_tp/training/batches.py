@@ -24,7 +24,7 @@ from torch.utils.data._utils import worker as data_worker
 
 from fused_tp.core.errors import RankMismatchError
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.parallelizing.checks.batch_check import of_all_ranks
+from fused_tp.parallelizing.checks.batch_check import gather_over_meshes
 
 DP_DIMS = ("dp_replicate", "dp_shard", "ep")  # dims of make_mesh along which batches differ
 _OWN_KEYWORDS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "persistent_workers"}
@@ -137,7 +137,7 @@ class DistributedBatches:
         meshes = [] if mesh is None else [mesh[dim] for dim in mesh.mesh_dim_names or () if mesh[dim].size() > 1]
         mine = [self._length, self.global_batch_size, self._shuffle, self._seed, self.epochs, self._drop_last]
         names = ("length of the dataset", "global_batch_size", "shuffle", "seed", "epochs", "drop_last")
-        every = of_all_ranks(meshes, "DistributedBatches", mine)
+        every = gather_over_meshes(meshes, "DistributedBatches", mine)
         for name, values in zip(names, zip(*every, strict=True), strict=True):
             if len(set(values)) > 1:
                 raise RankMismatchError(

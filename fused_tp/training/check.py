@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_tp.core.settings import environment
 from fused_tp.ops.arguments import check_int
 from fused_tp.ops.op import OPS
-from fused_tp.parallelizing.checks.batch_check import suspended
+from fused_tp.parallelizing.checks.batch_check import suspend_checks
 from fused_tp.parallelizing.checks.module_outputs import (
+    ModuleOutputs,
     OutputComparison,
-    Outputs,
-    RankPart,
-    enclosing,
+    RankShards,
+    enclosing_names,
     first_difference,
-    recorded,
+    record_outputs,
     relative_error,
 )
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
@@ -99,7 +99,7 @@ def check_model(
     place, _ = data_parallel_place(mesh)
     mine = range(place * config.microbatches, (place + 1) * config.microbatches)
     # Suspend the checks inside `parallelize` and the batch check: they would raise at the first difference.
-    with suspended(), environment({"FUSED_TP_CHECK_BATCH": "0"}):
+    with suspend_checks(), environment({"FUSED_TP_CHECK_BATCH": "0"}):
         parallel = build(copy.deepcopy(whole), config, mesh)
         optimizers = [torch.optim.SGD(list(one.parameters()), lr, foreach=False) for one in (whole, parallel)]
         losses = []
@@ -108,10 +108,10 @@ def check_model(
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            with recorded(whole) as recording:
+            with record_outputs(whole) as recording:
                 expected = _step_unsharded(whole, parts, mine, recording.outputs)
-            comparison = OutputComparison(recording, RankPart(mesh["tp"], mesh["cp"], *_rows_of(given)))
-            with comparison.watching(_models(parallel)), _CommunicationCounter() as communicated:
+            comparison = OutputComparison(recording, RankShards(mesh["tp"], mesh["cp"], *_rows_of(given)))
+            with comparison.recording_outputs(_models(parallel)), _CommunicationCounter() as communicated:
                 loss = _step_parallel(parallel, parts, mine)
             losses.append((sum(expected) / len(parts), loss, sum(expected[i] for i in mine) / len(mine)))
             if not step:
@@ -191,13 +191,13 @@ def _models(parallel: nn.Module | Pipeline) -> list[nn.Module]:
     return [stage.model for stage in parallel.stages.values()] if isinstance(parallel, Pipeline) else [parallel]
 
 
-def _step_unsharded(model: nn.Module, parts: list[dict[str, Any]], mine: range, outputs: Outputs) -> list[float]:
+def _step_unsharded(model: nn.Module, parts: list[dict[str, Any]], mine: range, outputs: ModuleOutputs) -> list[float]:
     """Run all microbatches on the unsharded model and return their losses.
 
     Gradients of the mean loss accumulate in the model. `outputs` keeps module outputs for the microbatches `mine`.
     """
     losses: list[float] = []
-    own: Outputs = {}
+    own: ModuleOutputs = {}
     for index, part in enumerate(parts):
         outputs.clear()
         try:
@@ -282,7 +282,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _report(
     config: ParallelConfig,
     whole: nn.Module,
-    outputs: Outputs,
+    outputs: ModuleOutputs,
     losses: list[tuple[float, float, float]],
     comparison: OutputComparison,
     gradients: dict[str, float],
@@ -304,7 +304,7 @@ def _report(
         if any(name in found["errors"] for found in ranks)
     }
     for name in first_difference({name: max(of_ranks.values()) for name, of_ranks in errors.items()}, tolerance)[1]:
-        around = next((one for one in enclosing(name) if one in errors), "")
+        around = next((one for one in enclosing_names(name) if one in errors), "")
         skipped[name] = f"its output differs, but the output of {around or 'the model'}, which contains it, is right"
         del errors[name]
     worst = _max_by_key(rank["gradients"] for rank in ranks)

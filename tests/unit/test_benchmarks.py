@@ -32,7 +32,15 @@ from benchmarks.case import (
     slowest_rank_seconds,
 )
 from benchmarks.ranks import RankContext, RankFailure, Ranks
-from benchmarks.results import MeasuredMachine, Record, RivalTimes, merge_records, read_records, records_of, write_atomically
+from benchmarks.results import (
+    MeasuredMachine,
+    Record,
+    RivalTimes,
+    merge_records,
+    read_records,
+    records_of,
+    write_atomically,
+)
 from benchmarks.runner import Times, take_turns
 from benchmarks.table import markdown
 from fused_tp.cli.main import main as command

@@ -13,7 +13,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
 from benchmarks import planner
-from fused_tp.cli.plan import measured
+from fused_tp.cli.plan import measure_this_machine
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
 from fused_tp.planning.hardware import MACHINES, Machine
@@ -90,7 +90,7 @@ def fastest_step(group: dist.ProcessGroup, settings: dict[str, Any]) -> float:
 
 @pytest.mark.long
 def test_steps_are_predicted() -> None:
-    here = measured()
+    here = measure_this_machine()
     model, *_ = planner.MODELS.values()
     for ranks, way in ((1, "one process"), (2, "tp2, sequence parallel")):
         settings = {**planner.train_settings(model, 6), "parallel": planner.CONFIGURATIONS[way]}

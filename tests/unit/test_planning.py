@@ -431,12 +431,12 @@ def test_speed_is_a_range_where_one_is_published(capsys: pytest.CaptureFixture[s
     assert f"{best.low_tokens_per_second / 8:,.0f} - {best.tokens_per_second / 8:,.0f}" in said
     assert "as torchtitan publishes for Llama 3 8B in bf16" in said
     assert main([*arguments, "--gpu", "b200"]) == 0
-    assert "Others are slower." in capsys.readouterr().out
+    assert "Other stacks are slower." in capsys.readouterr().out
 
 
 def test_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = replace(MACHINES["a100"], name="here", peak_flops={"fp32": 1e11}, matmul_flops={"fp32": 9e10})
-    monkeypatch.setattr("fused_tp.cli.plan.measured", lambda: found)
+    monkeypatch.setattr("fused_tp.cli.plan.measure_this_machine", lambda: found)
     path = tmp_path / "here.json"
     assert main(["plan", "--measure", str(path)]) == 0 and find_machine(path) == found
     arguments = ["plan", "--model", "llama-3-8b", "--gpus", "8", "--seq", "4096", "--batch", "32"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fused_tp.cli.main import main
-from fused_tp.cli.report import late_ranks
+from fused_tp.cli.report import late_rank_sentences
 from fused_tp.training.exposure import ExposureReport, RankTime, analyze
 from fused_tp.training.intervals import Intervals
 from fused_tp.training.traces import read_traces
@@ -300,7 +300,7 @@ def test_the_rank_that_others_wait_for_longest_is_named_first() -> None:
     """A rank without a module that explains its lateness was not named, however long others waited for it."""
     times = [(0, 0.1, ""), (1, 0.3, "layers.0.mlp"), (2, 0.5, "")]
     ranks = [RankTime(rank, 1.0, 0.5, 0.0, 0.5, 0.0, 0.0, waited, cause, 0.2) for rank, waited, cause in times]
-    first, second = late_ranks(ExposureReport(ranks, [], [], [], []))
+    first, second = late_rank_sentences(ExposureReport(ranks, [], [], [], []))
     assert first.startswith("Rank 2 is late: others wait 0.5000 s") and "No module explains it" in first
     assert second.startswith("Rank 1 is late") and second.endswith("in layers.0.mlp.")
 

@@ -104,7 +104,7 @@ time.sleep(60)
 def test_an_interruption_keeps_what_was_found(
     number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "_gpus", lambda: selftest.Gpus("", 90, 1, "H100"))
+    monkeypatch.setattr(selftest, "_find_gpus", lambda: selftest.Gpus("", 90, 1, "H100"))
     chosen = [step("first", FINDS), step("hangs", WRITES_AND_HANGS), step("never", "")]
     monkeypatch.setattr(selftest, "steps", lambda *_: chosen)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in background jobs
@@ -200,7 +200,7 @@ def test_no_step_runs_before_one_that_is_worth_more() -> None:
         ranks = [one.rank for one in steps]
         assert ranks == sorted(ranks)
         # All mandatory steps fit into the default time.
-        assert sum(one.least for one in steps if one.rank < 8) < 60 * selftest.MINUTES - 60 * (gpus > 1)
+        assert sum(one.least for one in steps if one.rank < 8) < 60 * selftest.DEFAULT_MINUTES - 60 * (gpus > 1)
 
 
 def body(monkeypatch: pytest.MonkeyPatch, result: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -329,7 +329,7 @@ def test_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     obstacle = "no GPU" if gpu is None else ""
-    monkeypatch.setattr(selftest, "_gpus", lambda: selftest.Gpus(obstacle, 90, 1, "H100"))
+    monkeypatch.setattr(selftest, "_find_gpus", lambda: selftest.Gpus(obstacle, 90, 1, "H100"))
     monkeypatch.setattr(selftest, "steps", lambda *_: [step("only", code, gpu=gpu is not False)])
     (tmp_path / "of the user").write_text("kept")
     assert main(["selftest", "--out", str(tmp_path)]) == status
