@@ -53,7 +53,7 @@ class Context(Protocol):
     rechecks_results: bool  # check results again after the last round
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return `mine` of every rank."""
+        """Return `value` of every rank."""
 
     def synchronize(self) -> None:
         """Return once all launched work has ended, and raise its errors."""

@@ -134,7 +134,10 @@ class _RecordingEngine:
 
 
 class RankDriver:
-    """Ranks made by threads and driven from a single one: `one(rank, number of a set of inputs)` is a rank's call."""
+    """Ranks made by threads and driven from a single thread.
+
+    `call_rank(rank, number)` is the call of one rank on the set of inputs `number`.
+    """
 
     def __init__(self, context: GpuContext, world_size: int, call_rank: Callable[[int, int], Any]) -> None:
         self.context, self.call_rank = context, call_rank

@@ -243,7 +243,7 @@ def gpu_versions(device: torch.device) -> dict[str, str]:
 
 @lru_cache(1)
 def nvidia_smi(index: int, cache_key: int) -> dict[str, str]:
-    """Driver, clocks and power by nvidia-smi, cached by `moment`: it takes longer than short cases. {} without it."""
+    """Return driver, clocks and power from nvidia-smi; {} without it. Cached: a query takes longer than a short case."""
     query = f"--query-gpu={','.join(CLOCKS.values())}"
     lines = output_of("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
     values = [value.strip() for value in "".join(lines).split(",")]

@@ -40,7 +40,7 @@ FEATURES = 2048
 ROWS = (2, 16, 64, 256, 1024)
 ROUNDS = 15
 MIN_ROUNDS = 9
-SIZE_TIMEOUT_SECONDS = 300.0  # time limit for one size
+SECONDS = 300.0  # time limit for one size
 TUNED_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp32")}
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 SCHEDULES = {"shm": ("one_sided", "pipelined", "plain"), "gloo": ("pipelined", "plain")}  # by transport
@@ -49,12 +49,12 @@ HEAD_DIMS = (64, 128)
 TOKENS, HEADS = 2048, 2
 
 Rule = dict[str, Any]
-KernelSeconds = dict[tuple[str, bool], dict[int, Mapping[str, Sequence[float]]]]
+Directions = dict[tuple[str, bool], dict[int, Mapping[str, Sequence[float]]]]
 """Seconds by kernel and round, by head dim, by (dtype, backward)."""
 
 
 @dataclass(frozen=True)
-class OpSeconds:
+class Measured:
     """Seconds of one op at one size, by schedule and round."""
 
     op: str
@@ -76,15 +76,15 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
         ValueError: the active table is invalid, or `rounds` is too small.
     """
     if rounds < MIN_ROUNDS:
-        raise ValueError(f"rounds is {rounds}; a choice by three quarters of the rounds needs at least {MIN_ROUNDS}.")
-    named_table = settings.table_path()
-    if named_table is not None and Path(named_table) == path and not path.exists():
+        raise ValueError(f"rounds is {rounds}; a choice by three quarters of the rounds needs {MIN_ROUNDS} at least.")
+    named = settings.table_path()
+    if named is not None and Path(named) == path and not path.exists():
         del os.environ["FUSED_TP_TABLE"]  # the shipped table is active until this run has written the named one
     table = dispatch.load_table(settings.table_path())
     rules = dispatch.attention_rules(settings.table_path())
-    tuned, changes = _retune_schedules(table, _measure_schedules(world_size, rounds, say), world_size)
-    rules, kernel_changes = _retune_kernels(rules, _measure_kernels(world_size, rounds, say))
-    changes += kernel_changes
+    tuned, changes = _rewritten(table, _measure(world_size, rounds, say), world_size)
+    rules, of_kernels = _rewritten_kernels(rules, _measure_kernels(world_size, rounds, say))
+    changes += of_kernels
     for change in changes:
         say(change)
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
@@ -92,99 +92,98 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
     text = json.dumps({"about": about, "arch": tuned, "attention": rules}, indent=1)
     write_atomically(path, re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
     choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
-    usage = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
-    if named_table is not None and Path(named_table) == path:
-        usage = "FUSED_TP_TABLE names it already"
-    say(f"{path}: {choices} changed; {usage}. A process reads its table once: restart running processes.")
+    use = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
+    if named is not None and Path(named) == path:
+        use = "FUSED_TP_TABLE names it already"
+    say(f"{path}: {choices} changed; {use}. A process reads its table once: start anew what runs already.")
 
 
-def _measure_schedules(world_size: int, rounds: int, say: Callable[[str], None]) -> list[OpSeconds]:
-    measured: list[OpSeconds] = []
-    sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather needs equal shards on all ranks
+def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[Measured]:
+    measured: list[Measured] = []
+    sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather takes equal shards of all ranks
     with Ranks(world_size) as ranks:
         for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
-            case = BenchCase(f"{op}/{name}/M={rows}", schedule_contestants, {"op": op, "dtype": name, "rows": rows})
-            times = ranks.call(run_case, case, rounds, 1.0, seconds=SIZE_TIMEOUT_SECONDS)
+            case = BenchCase(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
+            times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
             for schedule, reason in times[0].skipped.items() if not measured else ():
                 say(f"{schedule} {reason}")
             seconds = {
                 schedule: slowest_rank_seconds([t.seconds[schedule] for t in times]) for schedule in times[0].seconds
             }
-            measured.append(OpSeconds(op, dtype, rows, seconds))
-            say(f"{case.name}: {_format_medians(seconds)}")
+            measured.append(Measured(op, dtype, rows, seconds))
+            say(f"{case.name}: {_medians(seconds)}")
     return measured
 
 
-def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -> KernelSeconds:
-    measured: KernelSeconds = {}
+def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -> Directions:
+    measured: Directions = {}
     with Ranks(world_size) as ranks:
         for dtype, backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
-            name = _kernel_case_name(dtype, backward, head_dim)
-            case = BenchCase(name, kernel_contestants, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
-            times = ranks.call(run_case, case, rounds, 1.0, seconds=SIZE_TIMEOUT_SECONDS)
+            name = _name(dtype, backward, head_dim)
+            case = BenchCase(name, kernels_of, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
+            times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
             seconds = {kernel: slowest_rank_seconds([t.seconds[kernel] for t in times]) for kernel in times[0].seconds}
             measured.setdefault((dtype, backward), {})[head_dim] = seconds
-            say(f"{case.name}: {_format_medians(seconds)}")
+            say(f"{case.name}: {_medians(seconds)}")
     return measured
 
 
-def _retune_kernels(rules: list[Rule], measured: KernelSeconds) -> tuple[list[Rule], list[str]]:
+def _rewritten_kernels(rules: list[Rule], measured: Directions) -> tuple[list[Rule], list[str]]:
     """Attention rules after the measurement, and a sentence for each choice that changed."""
     changes: list[str] = []
     for (dtype, backward), by_head_dim in measured.items():
-        winners, change_count = [], len(changes)
+        winners, before = [], len(changes)
         for head_dim, seconds in by_head_dim.items():
             query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, backward=backward)
             with environment({"FUSED_TP_ATTENTION": ""}):
                 old = choose_kernel(query)[0].name
-            new = pick_winner(old, seconds)
+            new = challenge(old, seconds)
             winners.append((head_dim, new))
             if new != old:
-                changes.append(f"{_kernel_case_name(dtype, backward, head_dim)}: {_describe_change(seconds, old, new)}")
-        if len(changes) > change_count:
+                changes.append(f"{_name(dtype, backward, head_dim)}: {_change(seconds, old, new)}")
+        if len(changes) > before:
             scope = {"dtypes": [str(DTYPES[dtype]).removeprefix("torch.")], "backward": backward}
-            rules = _size_rules("kernel", "max_head_dim", winners, scope) + _rules_of_other_scopes(rules, scope)
+            rules = _by_size("kernel", "max_head_dim", winners, scope) + _others(rules, scope)
     return rules, changes
 
 
-def _kernel_case_name(dtype: str, backward: bool, head_dim: int) -> str:
+def _name(dtype: str, backward: bool, head_dim: int) -> str:
     return f"attention {'backward' if backward else 'forward'}/{dtype}/D={head_dim}"
 
 
-def _format_medians(seconds: Mapping[str, Sequence[float]]) -> str:
+def _medians(seconds: Mapping[str, Sequence[float]]) -> str:
     return ", ".join(f"{name} {1e3 * statistics.median(times):.3g} ms" for name, times in seconds.items())
 
 
-def _retune_schedules(
-    table: dict[str, Any], measured: Sequence[OpSeconds], world_size: int
+def _rewritten(
+    table: dict[str, Any], measured: Sequence[Measured], world_size: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Table after the measurement, and a sentence for each choice that differs from `table`."""
     changes: list[str] = []
     for transport, op, (name, dtype) in itertools.product(SCHEDULES, OPS, TUNED_DTYPES.items()):
-        op_sizes = [m for m in measured if m.op == op and m.dtype == dtype]
-        if not all(schedule in m.seconds for m in op_sizes for schedule in SCHEDULES[transport]):
+        mine = [m for m in measured if m.op == op and m.dtype == dtype]
+        if not all(schedule in m.seconds for m in mine for schedule in SCHEDULES[transport]):
             continue  # this machine has no shared memory
-        winners = [(m.nbytes, _winner(m, transport, world_size)) for m in op_sizes]
+        winners = [(m.nbytes, _winner(m, transport, world_size)) for m in mine]
         changed = [
-            f"{op}/{name}/M={m.rows} over {transport}: "
-            f"{_describe_change(m.seconds, _incumbent(m, transport, world_size), new)}"
-            for m, (_, new) in zip(op_sizes, winners, strict=True)
+            f"{op}/{name}/M={m.rows} over {transport}: {_change(m.seconds, _incumbent(m, transport, world_size), new)}"
+            for m, (_, new) in zip(mine, winners, strict=True)
             if new != _incumbent(m, transport, world_size)
         ]
         if changed:
-            table = retune_rules(table, transport, op, dtype, world_size, winners)
+            table = retuned(table, transport, op, dtype, world_size, winners)
         changes += changed
     return table, changes
 
 
-def _describe_change(seconds: Mapping[str, Sequence[float]], old: str, new: str) -> str:
+def _change(seconds: Mapping[str, Sequence[float]], old: str, new: str) -> str:
     if old not in seconds:
         return f"{new} in place of {old}, which did not run"
     ratio = ratio_quartiles(seconds[new], seconds[old])
     return f"{new} in place of {old}, in {ratio.median:.2f} [{ratio.q1:.2f}, {ratio.q3:.2f}] of its time"
 
 
-def pick_winner(incumbent: str, seconds: Mapping[str, Sequence[float]]) -> str:
+def challenge(incumbent: str, seconds: Mapping[str, Sequence[float]]) -> str:
     """Choose a schedule from seconds by schedule and round: `incumbent` unless another is clearly faster.
 
     Example:
@@ -194,11 +193,11 @@ def pick_winner(incumbent: str, seconds: Mapping[str, Sequence[float]]) -> str:
     if incumbent not in seconds:
         return min(seconds, key=lambda name: sorted(seconds[name])[len(seconds[name]) // 2])
     ratios = {name: ratio_quartiles(times, seconds[incumbent]) for name, times in seconds.items()}
-    faster = [name for name, ratio in ratios.items() if ratio.q3 < MARGIN]
-    return min(faster, key=lambda name: ratios[name].median, default=incumbent)
+    clear = [name for name, ratio in ratios.items() if ratio.q3 < MARGIN]
+    return min(clear, key=lambda name: ratios[name].median, default=incumbent)
 
 
-def retune_rules(
+def retuned(
     table: Mapping[str, Any],
     transport: str,
     op: str,
@@ -214,28 +213,28 @@ def retune_rules(
     transports = tuned.setdefault("cpu", copy.deepcopy(tuned.get("default", {})))
     ops = transports.setdefault(transport, copy.deepcopy(transports.get("default", {})))
     scope = {"dtypes": [str(dtype).removeprefix("torch.")], "world_sizes": [world_size]}
-    kept = _rules_of_other_scopes(ops.get(op, ops.get("default", [])), scope)
-    ops[op] = _size_rules("schedule", "max_bytes", winners, scope) + kept
+    kept = _others(ops.get(op, ops.get("default", [])), scope)
+    ops[op] = _by_size("schedule", "max_bytes", winners, scope) + kept
     return tuned
 
 
-def _size_rules(key: str, limit_key: str, winners: Sequence[tuple[int, str]], scope: Rule) -> list[Rule]:
+def _by_size(what: str, limit: str, winners: Sequence[tuple[int, str]], scope: Rule) -> list[Rule]:
     """Rules for pairs (size, winner), sizes ascending."""
     new: list[Rule] = []
-    for (size, winner), next_winner in zip(winners, [*winners[1:], None], strict=True):
-        if next_winner is None:
-            new.append({key: winner, **scope})
-        elif next_winner[1] != winner:
+    for (size, winner), following in zip(winners, [*winners[1:], None], strict=True):
+        if following is None:
+            new.append({what: winner, **scope})
+        elif following[1] != winner:
             # Two sizes with different winners switch at their geometric mean.
-            new.append({key: winner, limit_key: math.isqrt(size * next_winner[0]), **scope})
+            new.append({what: winner, limit: math.isqrt(size * following[0]), **scope})
     return new
 
 
-def _rules_of_other_scopes(rules: Sequence[Rule], scope: Rule) -> list[Rule]:
+def _others(rules: Sequence[Rule], scope: Rule) -> list[Rule]:
     return [rule for rule in rules if any(rule.get(key) != scope[key] for key in scope)]
 
 
-def schedule_contestants(context: RankContext, op: str, dtype: str, rows: int) -> Makers:
+def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers:
     """Makers for one op on every schedule."""
     import fused_tp
 
@@ -255,7 +254,7 @@ def schedule_contestants(context: RankContext, op: str, dtype: str, rows: int) -
     return {schedule: partial(contestant, schedule) for schedule in SCHEDULES["shm"]}
 
 
-def kernel_contestants(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
+def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
     """Makers for one direction of causal attention on one rank, by each of KERNELS."""
     from fused_tp.ops.ring_attention import attention_over
 
@@ -276,12 +275,12 @@ def kernel_contestants(context: RankContext, dtype: str, backward: bool, head_di
     return {kernel: partial(contestant, kernel) for kernel in KERNELS}
 
 
-def _winner(measured: OpSeconds, transport: str, world_size: int) -> str:
-    candidates = {name: times for name, times in measured.seconds.items() if name in SCHEDULES[transport]}
-    return pick_winner(_incumbent(measured, transport, world_size), candidates)
+def _winner(measured: Measured, transport: str, world_size: int) -> str:
+    possible = {name: times for name, times in measured.seconds.items() if name in SCHEDULES[transport]}
+    return challenge(_incumbent(measured, transport, world_size), possible)
 
 
-def _incumbent(measured: OpSeconds, transport: str, world_size: int) -> str:
+def _incumbent(measured: Measured, transport: str, world_size: int) -> str:
     gathers = measured.op == "all_gather_matmul"
     k, n = (FEATURES, None) if gathers else (None, FEATURES)
     key = dispatch.ScheduleKey(measured.op, measured.dtype, torch.device("cpu"), measured.rows, k, n)

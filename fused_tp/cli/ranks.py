@@ -131,7 +131,7 @@ def _rank_process(rank: int, job: Job[Any], port: int, launcher_pid: int, folder
 
 
 def exit_with_process(pid: int) -> None:
-    """Make this rank exit when process number `process` exits, even by SIGKILL. Has an effect on Linux only."""
+    """Make this rank exit when process number `pid` exits, even by SIGKILL. Has an effect on Linux only."""
     if not hasattr(os, "pidfd_open"):
         return
     try:
@@ -147,7 +147,7 @@ def exit_with_process(pid: int) -> None:
 
 
 def _run_rank(job: Job[Any], rank: int, local_rank: int, store_and_folder: tuple[dist.Store, Path] | None) -> Any:
-    """Run `job` on one rank. `launched`: the ranks' store and the folder of `launch`; None under torchrun."""
+    """Run `job` on one rank. `store_and_folder`: the ranks' store and the folder of `launch`; None under torchrun."""
     import torch
     import torch.distributed as dist
 

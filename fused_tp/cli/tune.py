@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from fused_tp.planning.model_shape import ModelShape
 
-_AT_LEAST_ONE = at_least(1)
+_ONE = at_least(1)
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # (m, k, n) of a check. Kernels choose their code path by size: few rows, a prime number of rows, and many rows.
-CHECK_SIZES = ((16, 256, 192), (83, 72, 56), (640, 256, 384))
+CHECKED = ((16, 256, 192), (83, 72, 56), (640, 256, 384))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=at_least(2), metavar="W", help="ranks on this machine (all its GPUs, or 2)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"], help="(bf16)")
-    parser.add_argument(
-        "--calls", type=_AT_LEAST_ONE, default=100, metavar="N", help="calls of each op in a check (100)"
-    )
+    parser.add_argument("--calls", type=_ONE, default=100, metavar="N", help="calls of each op in a check (100)")
     parser.add_argument("--check-only", action="store_true", help="measure nothing")
     group = parser.add_argument_group("measurements (without --check-only)")
     group.add_argument(
         "--model", default="llama-3-8b", help="model whose matmuls are measured: a name or a config.json"
     )
-    group.add_argument(
-        "--tokens", nargs="+", type=_AT_LEAST_ONE, default=[16, 256, 4096], metavar="M", help="(16 256 4096)"
-    )
+    group.add_argument("--tokens", nargs="+", type=_ONE, default=[16, 256, 4096], metavar="M", help="(16 256 4096)")
     parser.add_argument("--folder", type=Path, help="folder for the results (FUSED_TP_AUTOTUNE, or ~/.cache/fused_tp)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 
@@ -72,14 +68,14 @@ def main(arguments: argparse.Namespace) -> int:
         if device == "cuda" and not is_under_torchrun() and ranks > torch.cuda.device_count():
             raise ValueError(f"--ranks must be at most {torch.cuda.device_count()}, the number of GPUs, got {ranks}.")
         if not arguments.check_only:
-            local_matmul_sizes(_find_shape(arguments.model), ranks)
+            matmuls_of(_shape(arguments.model), ranks)
         for option in ("folder", "json"):
             if (path := getattr(arguments, option)) is not None:
                 make_parent_folder(f"--{option}", path / "file" if option == "folder" else path)
-        method = None if is_under_torchrun() else start_method(device)
-        if method == "forkserver":
+        how = None if is_under_torchrun() else start_method(device)
+        if how == "forkserver":
             preload(["fused_tp.ops.verify"])
-        results = launch(Job(tune, arguments, ranks, device), method)
+        found = launch(Job(tune, arguments, ranks, device), how)
     except ValueError as error:
         print(f"fused-tp tune: {error}", file=sys.stderr)
         return 2
@@ -87,8 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp tune: {error} A check that was running is recorded as wrong.", file=sys.stderr)
         return 1
     if arguments.json is not None and os.environ.get("RANK", "0") == "0":
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 1 if results["wrong"] else 0
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["wrong"] else 0
 
 
 def check_on_one_gpu(arguments: argparse.Namespace) -> int:
@@ -104,28 +100,28 @@ def check_on_one_gpu(arguments: argparse.Namespace) -> int:
     from fused_tp.selftest.kernels import CASES, check
 
     dtypes = [getattr(torch, DTYPES[name]) for name in arguments.dtypes]
-    world_sizes = (arguments.ranks,) if arguments.ranks else (1, 2, 3, 4)
-    cases = [case for case in CASES if case.dtype in dtypes and case.world in world_sizes]
+    wanted = (arguments.ranks,) if arguments.ranks else (1, 2, 3, 4)
+    cases = [case for case in CASES if case.dtype in dtypes and case.world in wanted]
     if not cases:
         raise ValueError(
             f"on one GPU, --ranks must be 2 to 4 for bf16, or 2 for fp16 and fp32, got --ranks {arguments.ranks} "
             f"--dtypes {' '.join(arguments.dtypes)}."
         )
     print_now("This machine has one GPU: kernels are checked with ranks as threads, and nothing is measured.")
-    results: dict[str, Any] = {"ranks": "threads of one GPU", "right": [], "wrong": {}, "choices": {}}
+    found: dict[str, Any] = {"ranks": "threads of one GPU", "right": [], "wrong": {}, "choices": {}}
     device = torch.device("cuda", torch.cuda.current_device())
     for case in cases:
         if problem := check(case, device):
             print_now(f"WRONG: {case.name}: {problem}")
-            results["wrong"][case.name] = problem
+            found["wrong"][case.name] = problem
         else:
             print_now(f"{case.name}: right")
-            results["right"].append(case.name)
-    print_now(f"{len(results['right'])} right, {len(results['wrong'])} wrong.")
+            found["right"].append(case.name)
+    print_now(f"{len(found['right'])} right, {len(found['wrong'])} wrong.")
     if arguments.json is not None:
         make_parent_folder("--json", arguments.json)
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 1 if results["wrong"] else 0
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["wrong"] else 0
 
 
 def tune(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -139,37 +135,32 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
     say: Callable[[str], None] = print_now if dist.get_rank() == 0 else lambda line: None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     folder = autotune() or "1" if arguments.folder is None else str(arguments.folder.resolve())
-    results: dict[str, Any] = {"ranks": dist.get_world_size(), "right": [], "wrong": {}, "choices": {}}
+    found: dict[str, Any] = {"ranks": dist.get_world_size(), "right": [], "wrong": {}, "choices": {}}
     with environment({"FUSED_TP_AUTOTUNE": folder, "FUSED_TP_SCHEDULE": ""}):
         for name in arguments.dtypes:
             dtype = getattr(torch, DTYPES[name])
-            verdicts = verify(dist.group.WORLD, device, dtype, CHECK_SIZES, calls=arguments.calls)
-            for op, op_verdicts in groupby(verdicts, lambda verdict: verdict.op):
-                correct_schedules = []
-                for verdict in op_verdicts:
-                    description = f"{op} in {name} on {verdict.schedule}"
+            verdicts = verify(dist.group.WORLD, device, dtype, CHECKED, calls=arguments.calls)
+            for op, of_op in groupby(verdicts, lambda verdict: verdict.op):
+                right = []
+                for verdict in of_op:
+                    what = f"{op} in {name} on {verdict.schedule}"
                     if verdict.problem:
-                        say(f"WRONG: {description}: {verdict.problem}")
-                        results["wrong"][description] = verdict.problem
+                        say(f"WRONG: {what}: {verdict.problem}")
+                        found["wrong"][what] = verdict.problem
                     else:
-                        correct_schedules.append(verdict.schedule)
-                        results["right"].append(description)
-                say(f"{op} in {name} is right on {', '.join(correct_schedules) or 'none'}")
+                        right.append(verdict.schedule)
+                        found["right"].append(what)
+                say(f"{op} in {name} is right on {', '.join(right) or 'none'}")
         # Measure after all checks, because wrong schedules are not measured.
         for name in [] if arguments.check_only else arguments.dtypes:
-            for call, choice in measure_matmuls(
-                arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device
-            ):
-                say(f"{call}: {choice}")
-                results["choices"][call] = choice
-    counts = f"{len(results['right'])} right, {len(results['wrong'])} wrong"
-    say(f"{counts}. To use the results: FUSED_TP_AUTOTUNE={folder}")
-    return results
+            for words, told in measured(arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device):
+                say(f"{words}: {told}")
+                found["choices"][words] = told
+    say(f"{len(found['right'])} right, {len(found['wrong'])} wrong. To use what was found: FUSED_TP_AUTOTUNE={folder}")
+    return found
 
 
-def measure_matmuls(
-    model: str, tokens: list[int], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, str]]:
+def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield (description of a call, schedule with times) for the matmuls of a layer, forward and backward."""
     import torch
     import torch.distributed as dist
@@ -182,33 +173,27 @@ def measure_matmuls(
 
     group = dist.group.WORLD
     rank, world = dist.get_rank(), dist.get_world_size()
-    columns, rows = local_matmul_sizes(_find_shape(model), world)
+    columns, rows = matmuls_of(_shape(model), world)
 
-    def random_tensor(*shape: int) -> torch.Tensor:
+    def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float32, device=device).to(dtype).requires_grad_()
 
-    known_choices = set(told_choices(resolve_group(group)))
+    told = set(told_choices(resolve_group(group)))
     for m in tokens:
-        rows_per_rank = -(-m // world)
-        local_rows = min(rows_per_rank, max(0, m - rank * rows_per_rank))
+        share = -(-m // world)
+        mine = min(share, max(0, m - rank * share))
         for k, n in columns:
             # Autotuning measures an op in its first call; backward calls the ops of backward.
-            all_gather_matmul(
-                random_tensor(local_rows, k), random_tensor(n, k), group=group, gather_size=m
-            ).sum().backward()
+            all_gather_matmul(made(mine, k), made(n, k), group=group, gather_size=m).sum().backward()
         for k, n in rows:
-            matmul_reduce_scatter(random_tensor(m, k), random_tensor(n, k), group=group).sum().backward()
-            matmul_all_reduce(random_tensor(m, k), random_tensor(n, k), group=group)
-        current_choices = told_choices(resolve_group(group))
-        yield from (
-            (description, current_choices[description])
-            for description in current_choices
-            if description not in known_choices
-        )
-        known_choices |= set(current_choices)
+            matmul_reduce_scatter(made(m, k), made(n, k), group=group).sum().backward()
+            matmul_all_reduce(made(m, k), made(n, k), group=group)
+        now = told_choices(resolve_group(group))
+        yield from ((words, now[words]) for words in now if words not in told)
+        told |= set(now)
 
 
-def local_matmul_sizes(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return the local sizes (k, n) of the column-parallel matmuls, and of the row-parallel ones, without experts.
 
     Experts run on other ops, which are not measured.
@@ -219,10 +204,8 @@ def local_matmul_sizes(shape: ModelShape, world: int) -> tuple[list[tuple[int, i
     from fused_tp.planning.config import ParallelConfig
 
     ParallelConfig(tp=world, sequence_parallel=False, loss_parallel=False).check(shape)
-    blocks = [
-        block for kind in shape.kinds for block in kind.blocks if block.wide and block.narrow and not block.experts
-    ]
-    sizes = list(dict.fromkeys((block.wide, block.narrow) for block in blocks))
+    blocks = [one for kind in shape.kinds for one in kind.blocks if one.wide and one.narrow and not one.experts]
+    sizes = list(dict.fromkeys((one.wide, one.narrow) for one in blocks))
     for size in (size for pair in sizes for size in pair):
         if size % world:
             raise ValueError(f"{world} ranks do not divide the {size:g} features of {shape.name}; use another model.")
@@ -232,7 +215,7 @@ def local_matmul_sizes(shape: ModelShape, world: int) -> tuple[list[tuple[int, i
     return columns, [(int(narrow) // world, shape.hidden) for _, narrow in sizes]
 
 
-def _find_shape(model: str) -> ModelShape:
+def _shape(model: str) -> ModelShape:
     from fused_tp.planning.find_shape import find_shape
 
     return find_shape(model)

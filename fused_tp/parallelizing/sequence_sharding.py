@@ -25,13 +25,13 @@ from fused_tp.parallelizing.forward_shard import (
     leave_forward,
     running_forward,
     running_node,
-    unsharded,
-    version_of,
+    tensor_version,
+    unsharded_state,
 )
-from fused_tp.parallelizing.global_loss import GlobalLoss, ReplacedLoss, scale_gradient, shift
+from fused_tp.parallelizing.global_loss import GlobalLoss, ReplacedLoss, scale_gradient, shift_targets
 from fused_tp.parallelizing.grad_sync import GradientSync
-from fused_tp.parallelizing.graph import HeadOutputs, leaves, nodes_of
-from fused_tp.parallelizing.outputs import map_tensors, tensors_in
+from fused_tp.parallelizing.graph import HeadOutputs, leaf_tensors, reachable_nodes
+from fused_tp.parallelizing.outputs import find_tensors, map_tensors
 
 # Attribute of a model whose output is not returned to the caller: a pipeline stage other than the last.
 PASSES_ON = "_fused_tp_passes_on"
@@ -113,14 +113,14 @@ class SequenceSharding:
         self.whole_blocks: list[str] = []  # names of blocks that run on the full sequence, see `whole_blocks`
         self.expert_blocks: list[str] = []  # names of blocks with experts that run on this rank's tokens
         # Modules before and after the layers that see the full sequence, and where it is split and joined: see
-        # `before`, `splits`, `joins` and `behind` of `ShardingPlan`.
-        self.in_front: frozenset[str] = frozenset()
-        self.splits = False
-        self.joins = ""
-        self.behind: tuple[str, ...] = ()
+        # `modules_before_layers`, `full_arguments`, `gather_after` and `modules_after_layers` of `ShardingPlan`.
+        self.modules_before_layers: frozenset[str] = frozenset()
+        self.has_full_arguments = False
+        self.gather_after = ""
+        self.modules_after_layers: tuple[str, ...] = ()
         self._loss: GlobalLoss | None = None
-        self.attends = 0  # least number of calls of attention over the CP ranks in a forward pass
-        self.attended = 0  # number of such calls in the last forward pass
+        self.min_attention_calls = 0  # least number of calls of attention over the CP ranks in a forward pass
+        self.attention_calls = 0  # number of such calls in the last forward pass
         self._known_ids = _known_ids(model)
 
     def prepare(self, model: nn.Module) -> None:
@@ -169,7 +169,7 @@ class SequenceSharding:
 
     def is_whole(self, name: str) -> bool:
         """True if the module called `name` is, or is inside, a module that runs on the full sequence."""
-        return _is_in(name, (*self.whole_blocks, *self.in_front, *self.behind))
+        return _is_in(name, (*self.whole_blocks, *self.modules_before_layers, *self.modules_after_layers))
 
     def flattens(self, name: str) -> bool:
         """True if the module called `name` is in a block that may pass it the tokens of all rows in one dim."""
@@ -178,7 +178,7 @@ class SequenceSharding:
     def state_of(self, name: str) -> Callable[[], LayerState]:
         """Return the function that returns the state of the running forward pass, for the experts called `name`."""
         asks = self.parallelism.sequence_parallel and not self.is_whole(name)
-        return self.state_now if asks else unsharded
+        return self.state_now if asks else unsharded_state
 
     def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
         """Return the loss over all ranks that replaces `own`, the model's loss function."""
@@ -252,7 +252,7 @@ class SequenceSharding:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         arguments = self.by_name(args, kwargs)
-        self._head_outputs.begin()
+        self._head_outputs.reset()
         source, tokens = self.find_tokens(arguments)
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
         too_short = self.is_too_short(tokens.shape[1])
@@ -270,7 +270,7 @@ class SequenceSharding:
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
         if self._loss is not None:
-            self._loss.computed = []
+            self._loss.computed_losses = []
         self._state = UNSHARDED
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
@@ -281,7 +281,7 @@ class SequenceSharding:
             self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
         self._in_history = not torch.compiler.is_compiling()
         if self._in_history:
-            self._history.note(self._state)
+            self._history.record(self._state)
         self._switch_layers(self._state)
         enter_forward(self, shard, cache)
         return (), {**arguments, **self.extra_arguments(shard)}
@@ -327,7 +327,7 @@ class SequenceSharding:
             tokens = self._shard_tokens(tokens, cp, own)
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
-        if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.splits:
+        if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.has_full_arguments:
             # These are embeddings. Token ids are not sharded over TP ranks here, but after they are embedded.
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)
         arguments[source] = tokens
@@ -349,7 +349,7 @@ class SequenceSharding:
             target_count=count,
             ignore_index=ignore_index,
             logits_to_keep=keep,
-            targets_version=version_of(targets),
+            targets_version=tensor_version(targets),
         )
 
     def _check_range(
@@ -413,7 +413,7 @@ class SequenceSharding:
             return None
         targets: Tensor | None = arguments.get("shift_labels")
         if targets is None:
-            targets = shift(labels, ignore_index)
+            targets = shift_targets(labels, ignore_index)
         if targets.shape != tokens.shape[:2]:
             raise ValueError(
                 f"{self.labels} must have the shape of the tokens, {tuple(tokens.shape[:2])}, got "
@@ -478,12 +478,12 @@ class SequenceSharding:
             state = self._state
         elif node is not None:
             # A compiled forward pass is not in the history: use the latest state.
-            state = self._history.at(node) if self._in_history else self._state
+            state = self._history.state_at(node) if self._in_history else self._state
         else:
             state = self._state_of_direct_call()
         if self._in_history:
             # The layer creates new nodes: if it contains a nested checkpoint, that will be looked up by these.
-            self._history.note(state)
+            self._history.record(state)
         if state is not self._layers_state:
             self._switch_layers(state)
         return state
@@ -505,7 +505,7 @@ class SequenceSharding:
     def _note_head(self, head: nn.Module, args: Any, output: Tensor) -> None:
         frame = running_forward()
         if frame is not None and frame.owner is self and frame.node == running_node():  # False if backward reruns it
-            self._head_outputs.note(output)
+            self._head_outputs.record(output)
 
     def _switch_layers(self, state: LayerState) -> None:
         self._layers_state = state
@@ -526,19 +526,19 @@ class SequenceSharding:
                 self._check_attended(model, frame)
             return self._finish_output(model, args, kwargs, output, None if frame is None else frame.shard)
         finally:
-            self._head_outputs.begin()  # drop the outputs, which keep the autograd graph alive
+            self._head_outputs.reset()  # drop the outputs, which keep the autograd graph alive
 
     def _check_attended(self, model: nn.Module, frame: RunningForward) -> None:
         """Raise ValueError if a layer of this forward pass has attended to this rank's tokens only."""
-        if frame.shard is None or frame.shard.cp is None or frame.traced or torch.compiler.is_compiling():
+        if frame.shard is None or frame.shard.cp is None or frame.is_traced or torch.compiler.is_compiling():
             return
-        self.attended = frame.attended
-        if frame.attended < self.attends:
+        self.attention_calls = frame.attention_calls
+        if frame.attention_calls < self.min_attention_calls:
             raise ValueError(
-                f"{type(model).__name__} called attention over the context parallel ranks {frame.attended} times in "
-                f"this forward pass, but {self.attends} layers should call it. The other layers attended to this "
-                "rank's tokens only: their forward or attention function was replaced, or they were removed, after "
-                "parallelize. Make such changes before parallelize, or use no cp_dim."
+                f"{type(model).__name__} called attention over the context parallel ranks {frame.attention_calls} "
+                f"times in this forward pass, but {self.min_attention_calls} layers should call it. The other layers "
+                "attended to this rank's tokens only: their forward or attention function was replaced, or they were "
+                "removed, after parallelize. Make such changes before parallelize, or use no cp_dim."
             )
 
     def _finish_output(
@@ -546,12 +546,12 @@ class SequenceSharding:
     ) -> Any:
         if shard is not None and shard.targets is not None and self._loss is not None:
             self._loss.check_returned(output, self._head_outputs)
-        with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_off
+        with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_disabled
         self._calls += with_gradients
-        due = self._has_experts or (self.sync is not None and self.sync.partly) or is_due(self._calls)
-        if self.sync is not None and with_gradients and due and not self.sync.defers:
-            outputs = [t for t in tensors_in(output) if t.requires_grad]
-            self.sync.note_use(model, outputs, routed=self._has_experts)
+        due = self._has_experts or (self.sync is not None and self.sync.has_partly_used) or is_due(self._calls)
+        if self.sync is not None and with_gradients and due and not self.sync.has_pending_reduction:
+            outputs = [t for t in find_tensors(output) if t.requires_grad]
+            self.sync.find_partly_used(model, outputs, has_experts=self._has_experts)
         if self._replicated_over_cp and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, but backward sums the gradients of parameters: scale by 1 / ranks.
             assert self.parallelism.cp_mesh is not None
@@ -569,7 +569,7 @@ class SequenceSharding:
             ValueError: `t` has another shape.
         """
         if t.ndim == 0 and shard.cp is None:  # probably a loss, computed from logits that the head has gathered
-            if not self._head_outputs.determine(t):
+            if not self._head_outputs.determines(t):
                 raise ValueError(
                     "The model returns a scalar computed from hidden states, which is not supported with "
                     "sequence_parallel=True: each tensor parallel rank has other tokens, so the scalar would differ "
@@ -617,7 +617,7 @@ def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
-    own = {id(leaf) in parameters for leaf in leaves(nodes_of(tokens))}
+    own = {id(leaf) in parameters for leaf in leaf_tensors(reachable_nodes(tokens))}
     if len(own) > 1:
         raise ValueError(
             f"{source} was computed from parameters of the model and from other tensors that require grad, which is "

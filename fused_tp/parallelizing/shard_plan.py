@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.linear import MultiQueryLinear, features_of, is_conv1d
-from fused_tp.parallelizing.expert_parallel import check_distributed
+from fused_tp.parallelizing.expert_parallel import check_distributable
 from fused_tp.parallelizing.experts import takes_routing
-from fused_tp.parallelizing.families import Family, family_of, is_known
+from fused_tp.parallelizing.families import Family, find_family, has_family
 
 Style: TypeAlias = "str | ParallelStyle"
 
@@ -128,31 +128,33 @@ class ShardingPlan:
     Attributes:
         modules: styles of modules.
         parameters: styles of parameters of modules that are not replaced.
-        counts: attributes that count heads, and are divided by the number of ranks; by module name.
-        per_head: arguments with one entry per head, and their dim of heads; by module name.
-        unread: names of parameters that the source of a forward reads only under an option that is off.
-        embeds: names of modules whose output covers the full sequence, even if their input is a shard.
-        before: names of modules before the layers, which see the full sequence even under sequence parallelism.
-        splits: arguments that hold the full sequence because of `before`, and are sharded when a layer receives them;
-            by module name.
+        head_attributes: attributes that count heads, and are divided by the number of ranks; by module name.
+        per_head_arguments: arguments with one entry per head, and their dim of heads; by module name.
+        unread_parameters: names of parameters that the source of a forward reads only under an option that is off.
+        position_modules: names of modules whose output covers the full sequence, even if their input is a shard.
+        modules_before_layers: names of modules before the layers, which see the full sequence even under sequence
+            parallelism.
+        full_arguments: arguments that hold the full sequence because of `modules_before_layers`, and are sharded when a
+            layer receives them; by module name.
         parts: arguments, besides the first, of blocks that run on the full sequence (`whole_blocks`) that hold a shard
             of it; by module name.
-        joins: name of the module whose output is gathered under sequence parallelism, "" for none.
-        behind: names of the modules after `joins`, outside of the base model, which get the full sequence.
+        gather_after: name of the module whose output is gathered under sequence parallelism, "" for none.
+        modules_after_layers: names of the modules after `gather_after`, outside of the base model, which get the full
+            sequence.
         flattens: layers get the tokens of all rows in one dim.
     """
 
     modules: dict[str, Style] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    per_head: dict[str, Mapping[str, int]] = field(default_factory=dict)
-    unread: set[str] = field(default_factory=set)
-    embeds: set[str] = field(default_factory=set)
-    before: set[str] = field(default_factory=set)
-    splits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    head_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    per_head_arguments: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    unread_parameters: set[str] = field(default_factory=set)
+    position_modules: set[str] = field(default_factory=set)
+    modules_before_layers: set[str] = field(default_factory=set)
+    full_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    joins: str = ""
-    behind: tuple[str, ...] = ()
+    gather_after: str = ""
+    modules_after_layers: tuple[str, ...] = ()
     flattens: bool = False
 
     def __bool__(self) -> bool:
@@ -210,13 +212,13 @@ def _family(model: nn.Module) -> tuple[str, Family]:
     config: Any = getattr(model, "config", None)
     part: Any = model
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if text is not config and not is_known(config) and is_known(text):
+    if text is not config and not has_family(config) and has_family(text):
         kinds = ((getattr(getattr(module, "config", None), "model_type", ""), module) for module in model.modules())
         part = next((module for kind, module in kinds if kind == text.model_type), part)
         config = text
     base = getattr(part, "base_model", part)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
-    return prefix, family_of(config)
+    return prefix, find_family(config)
 
 
 def _own_plan(model: Any) -> dict[str, Style]:
@@ -239,7 +241,7 @@ def unread_of(model: nn.Module) -> set[str]:
     """Return the names of parameters that the source of a forward reads only under an option that is off."""
     prefix, family = _family(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return set(_matching(list(names), *(prefix + one for one in family.unread)))
+    return set(_matching(list(names), *(prefix + one for one in family.unread_parameters)))
 
 
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingPlan:
@@ -269,9 +271,9 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     parameters = dict(model.named_parameters(remove_duplicate=False))
     prefix, family = _family(model)
     resolved = ShardingPlan(flattens=family.flattens)
-    if family.joins and prefix + family.joins in modules:
+    if family.gather_after and prefix + family.gather_after in modules:
         behind = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
-        resolved = replace(resolved, joins=prefix + family.joins, behind=behind)
+        resolved = replace(resolved, gather_after=prefix + family.gather_after, modules_after_layers=behind)
     unsupported: dict[str, Style] = {}
     for pattern, style in patterns.items():
         matching = _matching(modules, pattern)
@@ -309,17 +311,17 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     specs = {name: spec_of(style) for name, style in resolved.modules.items()}
     columns = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
     parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
-    for pattern, attributes in family.counts.items():
-        resolved.counts.update(dict.fromkeys(_matching(parents, prefix + pattern), attributes))
-    for pattern, arguments in family.per_head.items():
-        resolved.per_head.update(dict.fromkeys(_matching(parents, prefix + pattern), arguments))
-    resolved.embeds.update(_matching(modules, *(prefix + one for one in family.embeds)))
-    resolved.before.update(_matching(modules, *(prefix + one for one in family.before)))
-    for taken, known_arguments in ((resolved.splits, family.splits), (resolved.parts, family.parts)):
+    for pattern, attributes in family.head_attributes.items():
+        resolved.head_attributes.update(dict.fromkeys(_matching(parents, prefix + pattern), attributes))
+    for pattern, arguments in family.per_head_arguments.items():
+        resolved.per_head_arguments.update(dict.fromkeys(_matching(parents, prefix + pattern), arguments))
+    resolved.position_modules.update(_matching(modules, *(prefix + one for one in family.position_modules)))
+    resolved.modules_before_layers.update(_matching(modules, *(prefix + one for one in family.modules_before_layers)))
+    for taken, known_arguments in ((resolved.full_arguments, family.full_arguments), (resolved.parts, family.parts)):
         for pattern, arguments_of in known_arguments.items():
             for name in _matching(modules, prefix + pattern):
                 taken[name] = (*taken.get(name, ()), *arguments_of)
-    resolved.unread.update(unread_of(model))
+    resolved.unread_parameters.update(unread_of(model))
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
         first = ", ".join(list(patterns)[:2])
@@ -370,9 +372,9 @@ def plan_experts(
             f"ep_dim needs experts, but the plan of {type(model).__name__} has no module with the style "
             "'moe_tp_experts' or 'ep_dispatch_experts'. Omit ep_dim, or add the modules of experts to plan."
         )
-    rows = _family(model)[1].expert_rows
+    rows = _family(model)[1].takes_expert_rows
     for name in found:
-        check_distributed(name, modules[name], ep_ranks, supported=takes_routing(modules[name]) or rows)
+        check_distributable(name, modules[name], ep_ranks, is_supported=takes_routing(modules[name]) or rows)
         keys = [f"{name}.{key}" for key in modules[name]._parameters]
         if whole:
             plan.modules[name] = "ep_dispatch_experts"
@@ -568,7 +570,7 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         parent = model.get_submodule(attention)
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if spec.shares_keys:
-            counts = {key: count for key, count in counts.items() if not is_of_keys(key)}
+            counts = {key: count for key, count in counts.items() if not is_kv_count(key)}
         blocks = max(1, spec.parts // 3)  # blocks of q, k and v, each sharded
         if any(count % (blocks * world_size) for count in counts.values()):
             smallest = min(counts.values())
@@ -580,7 +582,7 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
             )
 
 
-def is_of_keys(count: str) -> bool:
+def is_kv_count(count: str) -> bool:
     """True if the attribute `count`, a name in HEAD_COUNTS, is the number of heads of keys and values."""
     return "kv" in count or "key_value" in count
 

@@ -45,7 +45,8 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, rows_travel: bool) -> t
     found: dict[str, None] = {}
     for name, module in modules.items():
         style = plan.modules.get(name)
-        if any(within(name, one) for one in (*plan.before, *plan.behind)):  # these see the full sequence anyway
+        # These see the full sequence anyway.
+        if any(within(name, one) for one in (*plan.modules_before_layers, *plan.modules_after_layers)):
             continue
         if isinstance(style, ParallelStyle):
             raise ValueError(

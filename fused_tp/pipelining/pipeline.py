@@ -33,10 +33,10 @@ from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
 from fused_tp.parallelizing.checks.parts_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
-from fused_tp.parallelizing.grad_sync import is_distributed, take_mean
+from fused_tp.parallelizing.grad_sync import average_gradients, is_distributed
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.parallelize import parallelize
-from fused_tp.parallelizing.readers import forward_mentions
+from fused_tp.parallelizing.readers import forward_source_contains
 from fused_tp.parallelizing.sequence_sharding import PASSES_ON
 from fused_tp.parallelizing.shard_plan import Style, resolve_plan
 from fused_tp.parallelizing.state_dict import check_buffers, load_full_state_dict, materialize
@@ -365,7 +365,7 @@ def takes_target_count(model: nn.Module, *, is_hf: bool) -> bool:
     parameters = inspect.signature(model.forward).parameters
     # transformers' own loss functions take it among other keywords; models with another loss would ignore it.
     others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return _COUNT in parameters or (is_hf and others and forward_mentions(model, "loss_function", unknown=False))
+    return _COUNT in parameters or (is_hf and others and forward_source_contains(model, "loss_function", default=False))
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
@@ -685,7 +685,7 @@ class Pipeline:
         if self._cp_mesh is not None and self._grad_sync:
             mesh = self._cp_mesh
             ours = [p for p in self.parameters() if p.requires_grad and not is_distributed(p, mesh)]
-            take_mean(mesh, ours, [p.grad is not None for p in ours])
+            average_gradients(mesh, ours, [p.grad is not None for p in ours])
         self._add_tied()
 
     def _add_tied(self) -> None:

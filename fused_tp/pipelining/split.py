@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fused_tp.ops.split_backward import DeferredWeightGradients
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 
 
 def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
@@ -29,7 +29,7 @@ def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         deferred.end()
-        for t in tensors_in(output):
+        for t in find_tensors(output):
             if t.requires_grad:  # backward begins at this gradient; activation checkpointing reruns layers after it
                 t.register_hook(lambda grad: deferred.begin_backward())
 

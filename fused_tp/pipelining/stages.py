@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 from fused_tp.parallelizing.shard_plan import value_of
 
 PROBE_TOKENS = 8
@@ -181,7 +181,7 @@ class _Probe:
         others: list[tuple[Any, Any]] = [*((f"argument {at}", value) for at, value in enumerate(args[1:], 1))]
         others += [(key, value) for key, value in kwargs.items() if value is not given]
         for key, value in others:
-            if any(t.requires_grad for t in tensors_in(value)):
+            if any(t.requires_grad for t in find_tensors(value)):
                 raise ValueError(
                     f"{name} receives {key}, which is computed from embeddings or earlier layers and requires a "
                     f"gradient. Stages pass only hidden_states; compute {key} inside the layer."
@@ -217,7 +217,7 @@ class _Probe:
         return made
 
     def check_behind(self, output: Any) -> None:
-        made = [t for t in tensors_in(output) if t.requires_grad]
+        made = [t for t in find_tensors(output) if t.requires_grad]
         before = [("hidden states of earlier layers", self.leaves[:-1])]
         before += [(f"the output of {name!r}", tensors) for name, tensors in self.in_front.items()]
         for what, tensors in before:

@@ -28,7 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 from fused_tp.core.errors import listed
 from fused_tp.nn.linear import features_of, is_conv1d
 from fused_tp.parallelizing.experts import takes_routing
-from fused_tp.parallelizing.hf.hf_model import INTERFACE, check_transformers_model
+from fused_tp.parallelizing.hf.hf_model import ATTENTION_REGISTRY, check_transformers_model
 from fused_tp.parallelizing.layers import check_layers
 from fused_tp.parallelizing.sequence_sharding import Parallelism
 from fused_tp.parallelizing.shard_plan import (
@@ -38,7 +38,7 @@ from fused_tp.parallelizing.shard_plan import (
     check_head_counts,
     check_none_distributed,
     head_counts,
-    is_of_keys,
+    is_kv_count,
     plan_experts,
     resolve_plan,
     settle_between,
@@ -373,9 +373,9 @@ class _Counter:
         queries = [features_of(one)[1] for leaf, one in linears.items() if leaf in ("q_proj", "query", "q_lin", "q")]
         of_head = _first_positive_int(("v_head_dim", "head_dim", "attention_head_size", "head_size"), module)
         own, of_config = head_counts(module), head_counts(getattr(module, "config", None), self.text)
-        heads = next((n for key, n in (own or of_config).items() if not is_of_keys(key)), 0)
+        heads = next((n for key, n in (own or of_config).items() if not is_kv_count(key)), 0)
         features = next(iter([*back, *queries]), of_head * heads or self.hidden)  # value features of all heads
-        if of_head and features % of_head == 0 and not any(not is_of_keys(key) for key in own):
+        if of_head and features % of_head == 0 and not any(not is_kv_count(key) for key in own):
             heads = features // of_head
         values = features / max(heads, 1)
         scores = _first_positive_int(("qk_head_dim", "head_dim"), module) or values
@@ -386,7 +386,7 @@ class _Counter:
         elif keys is not None and features_of(keys)[1] % scores == 0:
             kv_heads = int(features_of(keys)[1] // scores)
         else:
-            kv_heads = next((n for key, n in (own | of_config).items() if is_of_keys(key)), heads)
+            kv_heads = next((n for key, n in (own | of_config).items() if is_kv_count(key)), heads)
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
@@ -460,7 +460,7 @@ def _has_softmax(kind: Any) -> bool:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
             functions = (inspect.unwrap(one) for one in vars(base).values() if inspect.isfunction(one))
             read = {name for one in functions for name in _names_used(one.__code__)}
-            if INTERFACE in read or (named and not _SOFTMAX.isdisjoint(read)):
+            if ATTENTION_REGISTRY in read or (named and not _SOFTMAX.isdisjoint(read)):
                 return True
     return False
 

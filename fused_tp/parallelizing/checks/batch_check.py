@@ -41,7 +41,7 @@ def is_suspended() -> bool:
 
 
 def gather_over_meshes(meshes: Sequence[DeviceMesh], description: str, value: Any) -> list[Any]:
-    """Gather `mine` from every rank of the product of `meshes`, in the same order on all ranks. A collective call.
+    """Gather `value` from every rank of the product of `meshes`, in the same order on all ranks. A collective call.
 
     Each mesh in turn exchanges the lists that the mesh before it gathered, so all ranks obtain the same list.
     """

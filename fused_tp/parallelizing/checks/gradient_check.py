@@ -24,7 +24,7 @@ from fused_tp.core.errors import listed
 from fused_tp.core.group import resolve_group
 from fused_tp.core.store import exchange
 from fused_tp.parallelizing.checks.batch_check import is_suspended
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 
 # `norm_and_projection` folds a gradient into rows of this length and adds the rows. A prime: 1024 would add up the
 # columns of a weight of that width.
@@ -53,7 +53,7 @@ class GradientCheck:
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         if is_suspended() or not torch.is_grad_enabled():
             return
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        outputs = [t for t in find_tensors(output) if t.requires_grad]
         self.calls += bool(outputs)
         if outputs and is_due(self.calls):
             self._is_queued = False  # an earlier backward pass that raised an error has left it True

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.core.partition import shard_range
 from fused_tp.parallelizing.forward_shard import CpContext, running_node
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 
 ModuleOutputs = dict[str, list[list[Tensor]]]
 """Lists of returned tensors, one for each call, by module name in the order in which modules return."""
@@ -67,7 +67,7 @@ def record_outputs(model: nn.Module, before_each: Callable[[], object] = lambda:
     def record(name: str, module: nn.Module, args: object, output: Any) -> None:
         before_each()
         # Copy, because later modules may write into these tensors in place.
-        copies = [t.detach().to("cpu", copy=True) for t in tensors_in(output)]
+        copies = [t.detach().to("cpu", copy=True) for t in find_tensors(output)]
         recording.outputs.setdefault(name, []).append(copies)
 
     handles = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
@@ -141,7 +141,7 @@ class RankShards:
         return min(errors, default=None)
 
     def _index_choices(self, full_size: int, local_size: int) -> list[Tensor | None]:
-        """Return the sets of `own` indices of a dim of size `whole` that this rank may hold; None means all indices."""
+        """Return the sets of `local_size` indices, out of `full_size`, that this rank may hold; None means all."""
         if local_size == full_size:
             return [None]
         choices: list[Tensor] = []
@@ -183,7 +183,7 @@ class OutputComparison:
     def _record(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         if running_node() is not None:
             return  # recomputed by activation checkpointing
-        self._recorded.append((name, [t.detach().clone() for t in tensors_in(output)]))
+        self._recorded.append((name, [t.detach().clone() for t in find_tensors(output)]))
 
     @torch.no_grad()
     def differences(self) -> tuple[dict[str, float], dict[str, str]]:

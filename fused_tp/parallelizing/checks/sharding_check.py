@@ -45,7 +45,7 @@ from fused_tp.parallelizing.checks.module_outputs import (
 )
 from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 
 TIME_LIMIT_SECONDS = 2.0  # time limit for the unsharded model; the sharded one takes about as long
 # Models with more parameters get a batch of one short row, which keeps the comparison cheap.
@@ -73,7 +73,7 @@ class ShardingOutcome:
         sharded: object whose `named_parameters` has the model's names: the model, or the pipeline built from it.
         modules: modules of this rank, whose submodules have the same names as in the unsharded model.
         run: function of the keyword arguments of forward that returns the output, or None on ranks without it.
-        right: True if the outputs match those of the unsharded model; False also if they were not compared.
+        is_equal: True if the outputs match those of the unsharded model; False also if they were not compared.
     """
 
     sharded: Any
@@ -211,7 +211,8 @@ class _UnshardedRun:
         rows, tokens: rows of a pseudo-random batch, and tokens of each row; `tokens` is 0 for the caller's batch.
         dtype: dtype in which it computes.
         mode: mode in which both models run.
-        routed: True if it routes tokens to experts in 16 bits, so that rounding may change the experts of some tokens.
+        is_routed: True if it routes tokens to experts in 16 bits, so that rounding may change the experts of some
+            tokens.
     """
 
     recording: Recording
@@ -227,7 +228,7 @@ class _UnshardedRun:
         return f"{self.rows} rows of {self.tokens} pseudo-random tokens" if self.tokens else "the given batch"
 
     def error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-        """Return the largest error of a token's output, or the median error over tokens if they are `routed`."""
+        """Return the largest error of a token's output, or the median error over tokens if `is_routed`."""
         # If the numbers of outputs differ, some are optional: compare the first only.
         count = len(expected) if len(found) == len(expected) else 1
         errors = [token_errors(*pair) for pair in zip(found[:count], expected, strict=False)]
@@ -251,7 +252,7 @@ class _ShardedRun:
     def __init__(
         self, unsharded: _UnshardedRun, outcome: ShardingOutcome, tp: DeviceMesh | None, cp: DeviceMesh | None
     ) -> None:
-        tokens = unsharded.tokens or next((t.shape[1] for t in tensors_in(unsharded.arguments) if t.ndim > 1), 1)
+        tokens = unsharded.tokens or next((t.shape[1] for t in find_tensors(unsharded.arguments) if t.ndim > 1), 1)
         self._unsharded, self._outcome, self._advice = unsharded, outcome, advice(tp, cp)
         self._comparison = OutputComparison(unsharded.recording, RankShards(tp, cp, tokens))
         self._run_outputs: list[Tensor] = []
@@ -299,7 +300,7 @@ class _ShardedRun:
 
     def _compute_outputs(self) -> list[Tensor]:
         with preserve_state(self._outcome.modules, self._unsharded.mode):
-            return tensors_in(self._outcome.run(_copy_to_device(self._unsharded.arguments, self._outcome.modules)))
+            return find_tensors(self._outcome.run(_copy_to_device(self._unsharded.arguments, self._outcome.modules)))
 
 
 def _is_unsupported_error(error: Exception) -> bool:
@@ -345,7 +346,7 @@ def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> t
     for mode, arguments in itertools.product(Mode if model.training else (Mode.EVAL,), candidates):
         try:
             with preserve_state([model], mode) as drew_random, record_outputs(model, stop_in_time) as recording:
-                outputs = tensors_in(model(**_copy_to_device(arguments, [model])))
+                outputs = find_tensors(model(**_copy_to_device(arguments, [model])))
         except TooLongError:
             return None, f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this processor"
         except Exception as error:

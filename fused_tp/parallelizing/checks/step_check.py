@@ -57,10 +57,10 @@ from fused_tp.parallelizing.checks.sharding_check import (
 from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node
-from fused_tp.parallelizing.grad_sync import is_distributed, syncs_of
-from fused_tp.parallelizing.graph import REENTRANT, nodes_of
+from fused_tp.parallelizing.grad_sync import find_gradient_syncs, is_distributed
+from fused_tp.parallelizing.graph import REENTRANT_NODE, reachable_nodes
 from fused_tp.parallelizing.hf.hf_model import TransformersSequence
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 from fused_tp.parallelizing.plain_model import CACHE_NAMES as PLAIN_CACHE_NAMES
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding
 
@@ -153,7 +153,7 @@ class StepCheck:
         """Return the tokens [batch, seq, ...], or the first tensor of several dims if no sequence is sharded."""
         if self.parallelism.shards_sequence:
             return self.sequence.find_tokens(arguments)[1]
-        return next((t for t in tensors_in(arguments) if t.ndim > 1), None)
+        return next((t for t in find_tensors(arguments) if t.ndim > 1), None)
 
     def _obstacle(self, model: nn.Module, arguments: dict[str, Any]) -> str:
         """Return the reason why this rank cannot compare, or ""."""
@@ -189,7 +189,7 @@ class StepCheck:
 def _call_key(model: nn.Module, arguments: dict[str, Any]) -> object:
     """Return a key that is equal for similar calls: the mode, the names of arguments, and the magnitude of the size."""
     names = frozenset(name for name, value in arguments.items() if value is not None)
-    sizes = [t.numel().bit_length() for t in tensors_in(arguments)[:1]]
+    sizes = [t.numel().bit_length() for t in find_tensors(arguments)[:1]]
     return model.training, names, *sizes
 
 
@@ -334,7 +334,7 @@ class _StepComparison:
         return ""
 
     def _run(self, replacements: Mapping[int, Tensor] | None = None) -> list[Tensor]:
-        """Return the outputs for the call's arguments; `others` replaces some of them, by id."""
+        """Return the outputs for the call's arguments; `replacements` replaces some of them, by id."""
 
         def replace_argument(value: Any) -> Any:
             return (replacements or {}).get(id(value), value)
@@ -434,7 +434,7 @@ class _StepComparison:
         total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
         if not total.requires_grad:
             return dict.fromkeys(parameters)
-        if any(node.name() == REENTRANT for node in nodes_of(total)):
+        if any(node.name() == REENTRANT_NODE for node in reachable_nodes(total)):
             if DistributedDataParallel._get_active_ddp_module() is not None:  # DDP would reduce these gradients
                 return None
             return dict(zip(parameters, _gradients_by_backward(total, [*parameters.values()]), strict=True))
@@ -459,7 +459,7 @@ class _StepComparison:
         return worst
 
     def _token_error(self, found: Tensor, expected: Tensor) -> float:
-        """Return the largest error of a token, or the median error over tokens if they are `routed`."""
+        """Return the largest error of a token, or the median error over tokens if `is_routed`."""
         errors = token_errors(found, expected)
         return float(errors.median() if self.is_routed else errors.max()) if errors.numel() else 0.0
 
@@ -510,8 +510,8 @@ class _StepComparison:
 def isolated_passes(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
     """Context in which passes of the sharded model have no side effects, and do not sum gradients over ranks."""
     with ExitStack() as stack:
-        for sync in syncs_of(model):
-            stack.enter_context(sync.off())
+        for sync in find_gradient_syncs(model):
+            stack.enter_context(sync.disable())
         stack.enter_context(preserve_state([model], mode, gradients=True, random_states=random_states))
         yield
 
@@ -528,7 +528,7 @@ def output_tensors(output: Any) -> list[Tensor]:
         output = {name: value for name, value in dict(output).items() if name not in CACHE_NAMES}
     elif isinstance(output, tuple):
         output = [value for value in output if not _is_cache(value)]
-    return tensors_in(output)
+    return find_tensors(output)
 
 
 def copy_arguments(arguments: Any) -> Any:
@@ -544,7 +544,7 @@ def gradient_shards(
 
     Args:
         gradients: gradients by parameter name; None means 0.
-        summed: True if backward has run with its gradient synchronization (`grad_sync`) enabled, so that gradients
+        is_summed: True if backward has run with its gradient synchronization (`grad_sync`) enabled, so that gradients
             are summed over context parallel ranks already.
     """
     dtensors, cp, shards = as_dtensors(model), parallelism.cp_mesh, {}
@@ -604,7 +604,7 @@ def _output_weights(
 
     Args:
         shapes: shapes of the sharded model's outputs.
-        counts: mask [batch, seq] of the tokens to compare; None for all.
+        token_mask: mask [batch, seq] of the tokens to compare; None for all.
     """
     generator = torch.Generator().manual_seed(3)
     weights: dict[int, Tensor] = {}
@@ -617,7 +617,7 @@ def _output_weights(
 
 
 def _mask_tokens(t: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Return `t` [batch, seq, ...] with zeros for the tokens that `counts` excludes from the comparison."""
+    """Return `t` [batch, seq, ...] with zeros for the tokens that `token_mask` excludes from the comparison."""
     if token_mask is None or t.shape[:2] != token_mask.shape:
         return t
     return t.masked_fill(~token_mask.to(t.device).view(*token_mask.shape, *[1] * (t.ndim - 2)), 0)

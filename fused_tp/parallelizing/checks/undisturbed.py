@@ -26,7 +26,7 @@ from torch import nn
 from fused_tp.parallelizing.checks.batch_check import suspend_checks
 from fused_tp.parallelizing.checks.model_check import callers_code, is_library_function
 from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS, ModuleState
-from fused_tp.parallelizing.forward_shard import version_of
+from fused_tp.parallelizing.forward_shard import tensor_version
 
 # Exact types only: iterating a subclass may run user code.
 _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict)
@@ -64,7 +64,7 @@ def preserve_state(
     """
     modules = [module for model in models for module in model.modules()]
     module_states = [ModuleState.from_module(module) for module in modules]
-    buffers = [(b, b.detach().clone(), version_of(b)) for model in models for b in model.buffers() if not b.is_meta]
+    buffers = [(b, b.detach().clone(), tensor_version(b)) for model in models for b in model.buffers() if not b.is_meta]
     try:
         with (
             _restore_on_exit(_reachable_state(modules)),
@@ -98,7 +98,7 @@ def preserve_state(
                 saved.apply()
         with torch.no_grad():
             for buffer, value, version in buffers:
-                if version_of(buffer) != version:
+                if tensor_version(buffer) != version:
                     buffer.copy_(value)
 
 

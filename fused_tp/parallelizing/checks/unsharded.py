@@ -27,7 +27,7 @@ from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 
 # Dicts of every module: parameters, buffers, modules, hooks.
 MODULE_DICTS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
-_RESTORED_SEPARATELY = {"_parameters", "_buffers"}  # `restored` fills these itself
+_RESTORED_SEPARATELY = {"_parameters", "_buffers"}  # `restore` fills these itself
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class ModuleState:
 
     Attributes:
         module: the object.
-        kind: its class.
+        module_class: its class.
         attributes: its other attributes.
-        tables: entries of its dicts of parameters, buffers, submodules and hooks, by the attribute's name.
+        dicts: entries of its dicts of parameters, buffers, submodules and hooks, by the attribute's name.
     """
 
     module: Any
