@@ -243,7 +243,7 @@ def gpu_versions(device: torch.device) -> dict[str, str]:
 
 @lru_cache(1)
 def nvidia_smi(index: int, cache_key: int) -> dict[str, str]:
-    """Return driver, clocks and power from nvidia-smi; {} without it. Cached: a query takes longer than a short case."""
+    """Driver, clocks and power from nvidia-smi; {} without it. Cached: it takes longer than a short case."""
     query = f"--query-gpu={','.join(CLOCKS.values())}"
     lines = output_of("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
     values = [value.strip() for value in "".join(lines).split(",")]
