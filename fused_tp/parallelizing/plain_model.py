@@ -41,7 +41,13 @@ from fused_tp.parallelizing.forward_shard import CpContext, ForwardShard
 from fused_tp.parallelizing.layers import holds_sharded_heads
 from fused_tp.parallelizing.outputs import map_tensors
 from fused_tp.parallelizing.readers import find_output_split
-from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, RowMasks, SequenceSharding, sharded_head
+from fused_tp.parallelizing.sequence_sharding import (
+    INNER_STAGE_ATTRIBUTE,
+    Parallelism,
+    RowMasks,
+    SequenceSharding,
+    sharded_head,
+)
 from fused_tp.parallelizing.shard_plan import Style, StyleSpec, spec_of
 
 POSITION_NAMES = ("positions", "position_ids")
@@ -72,7 +78,7 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
         _check_not_split(model, name, spec_of(style))
     output_layers = _output_layer_names(plan)
     for requested in ("sequence_parallel", "loss_parallel"):
-        if getattr(parallelism, requested) and len(output_layers) != 1 and not hasattr(model, PASSES_ON):
+        if getattr(parallelism, requested) and len(output_layers) != 1 and not hasattr(model, INNER_STAGE_ATTRIBUTE):
             raise ValueError(
                 f"{requested}=True needs exactly one module (the output layer) with the style 'colwise_gather_output' "
                 f"in the plan, got {len(output_layers)}."

@@ -34,7 +34,7 @@ from fused_tp.parallelizing.graph import HeadOutputs, leaf_tensors, reachable_no
 from fused_tp.parallelizing.outputs import find_tensors, map_tensors
 
 # Attribute of a model whose output is not returned to the caller: a pipeline stage other than the last.
-PASSES_ON = "_fused_tp_passes_on"
+INNER_STAGE_ATTRIBUTE = "_fused_tp_passes_on"
 
 
 @dataclass(frozen=True)
@@ -558,7 +558,7 @@ class SequenceSharding:
             share = 1 / self.parallelism.cp_mesh.size()
             caches = self.cache_types(self.by_name(args, kwargs))
             return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, caches=caches)
-        if shard is None or shard.targets is not None or hasattr(model, PASSES_ON):
+        if shard is None or shard.targets is not None or hasattr(model, INNER_STAGE_ATTRIBUTE):
             return output
         return self.unshard_output(output, shard)
 

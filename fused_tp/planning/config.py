@@ -21,7 +21,7 @@ from typing import Any
 
 from fused_tp.core.errors import listed
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.pipelining.schedules import find_schedule, kind_of
+from fused_tp.pipelining.schedules import find_schedule, schedule_kind
 from fused_tp.planning.dialects import translated
 from fused_tp.planning.model_shape import ModelShape
 
@@ -79,7 +79,7 @@ class ParallelConfig:
             raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}.")
         if self.cp % self.ulysses_size:
             raise ValueError(f"ulysses_size={self.ulysses_size} must divide cp={self.cp}.")
-        kind_of(self.schedule)  # raises for an unknown schedule, even if pp is 1 and the schedule is not used
+        schedule_kind(self.schedule)  # raises for an unknown schedule, even if pp is 1 and the schedule is not used
         if self.pp > 1:
             kind, stages = find_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
             object.__setattr__(self, "schedule", kind.name)

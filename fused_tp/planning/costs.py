@@ -434,7 +434,7 @@ class CostModel:
         step = slowest * micro + StepTime(dp=self._exposed_dp_seconds(forward.total, backward.total))
         if pp > 1:
             idle = mean
-            if SCHEDULES[config.schedule].splits:
+            if SCHEDULES[config.schedule].splits_backward:
                 # torch's ZBV and DualPipeV schedules have this idle time, too: all ranks begin and end a step together.
                 (counts,) = self.shape.stages(1)
                 weights = (

@@ -35,7 +35,13 @@ from fused_tp.parallelizing.hf.hf_later_calls import adapt_later_calls
 from fused_tp.parallelizing.hf.state_layers import STATE_LAYERS, connect_states, find_state_layers
 from fused_tp.parallelizing.outputs import map_tensors
 from fused_tp.parallelizing.readers import compared_attention_names, forward_source_contains
-from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, RowMasks, SequenceSharding, sharded_head
+from fused_tp.parallelizing.sequence_sharding import (
+    INNER_STAGE_ATTRIBUTE,
+    Parallelism,
+    RowMasks,
+    SequenceSharding,
+    sharded_head,
+)
 from fused_tp.parallelizing.shard_plan import Style, spec_of
 from fused_tp.parallelizing.state_dict import save_whole
 
@@ -119,7 +125,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             f"{class_name}.forward does not compute its loss by self.loss_function, which loss_parallel and cp_dim "
             "replace by the loss over all ranks. Omit both, or change the forward so that it calls self.loss_function."
         )
-    has_head = not (is_base or hasattr(model, PASSES_ON))
+    has_head = not (is_base or hasattr(model, INNER_STAGE_ATTRIBUTE))
     if has_head and (parallelism.sequence_parallel or parallelism.loss_parallel):
         head = model.get_output_embeddings()
         name = next((name for name, module in model.named_modules() if module is head), None)
