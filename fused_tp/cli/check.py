@@ -145,7 +145,7 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
     Raises:
         ValueError: there is no such model.
     """
-    from fused_tp.planning.small_config import at_depth, small_config
+    from fused_tp.planning.small_config import depth_overrides, small_config
 
     if ":" in model:
         if layers is not None or changes:
@@ -155,11 +155,11 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
 
     if Path(model).exists():
         config = AutoConfig.from_pretrained(model, local_files_only=True)
-        changes = changes if layers is None else at_depth(config, layers) | changes
+        changes = changes if layers is None else depth_overrides(config, layers) | changes
         config = type(config).from_dict({**config.to_dict(), **changes})
     elif model in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[model]
-        changes = changes if layers is None else at_depth(small_config(config_class), layers) | changes
+        changes = changes if layers is None else depth_overrides(small_config(config_class), layers) | changes
         config = small_config(config_class, **changes)
     else:
         raise ValueError(f"MODEL must be a model type of transformers, a path, or module:function, got {model}.")

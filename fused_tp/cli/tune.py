@@ -204,8 +204,13 @@ def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], li
     from fused_tp.planning.config import ParallelConfig
 
     ParallelConfig(tp=world, sequence_parallel=False, loss_parallel=False).check(shape)
-    blocks = [one for kind in shape.kinds for one in kind.blocks if one.wide and one.narrow and not one.experts]
-    sizes = list(dict.fromkeys((one.wide, one.narrow) for one in blocks))
+    blocks = [
+        one
+        for kind in shape.kinds
+        for one in kind.blocks
+        if one.column_features and one.row_features and not one.experts
+    ]
+    sizes = list(dict.fromkeys((one.column_features, one.row_features) for one in blocks))
     for size in (size for pair in sizes for size in pair):
         if size % world:
             raise ValueError(f"{world} ranks do not divide the {size:g} features of {shape.name}; use another model.")
