@@ -84,12 +84,12 @@ def main(arguments: argparse.Namespace) -> int:
 
     from fused_tp.cli.compare_report import Comparison
     from fused_tp.planning.config import read_mapping
-    from fused_tp.training.settings import TrainSettings, changed
+    from fused_tp.training.settings import TrainSettings, apply_changes
 
     try:
         if is_under_torchrun():
             raise ValueError("it starts the ranks of each way itself, on this machine; run it without torchrun.")
-        settings = changed(read_mapping(arguments.config) if arguments.config else SMALL_LLAMA, arguments.set)
+        settings = apply_changes(read_mapping(arguments.config) if arguments.config else SMALL_LLAMA, arguments.set)
         # A way must not resume from another's checkpoint, and a process supports one profiler only.
         settings |= {"steps": arguments.steps, "checkpoints": None, "profile": None, "export": None}
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -66,9 +66,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _train_with_profile(arguments: argparse.Namespace) -> bool:
     """Train with a profile in --out. Return False if a rank failed; its output is then printed."""
     from fused_tp.planning.config import read_mapping
-    from fused_tp.training.settings import TrainSettings, changed
+    from fused_tp.training.settings import TrainSettings, apply_changes
 
-    settings, steps = changed(read_mapping(arguments.live), arguments.set), arguments.steps or 3
+    settings, steps = apply_changes(read_mapping(arguments.live), arguments.set), arguments.steps or 3
     settings |= {"out": str(arguments.out), "steps": 2 + steps, "profile": {"first": 3, "steps": steps}}
     settings |= {"checkpoints": None, "evaluate_every": None, "sample": None, "export": None}
     config = arguments.out / "train.json"

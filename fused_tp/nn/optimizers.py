@@ -301,7 +301,7 @@ def refuse_different_moments(mesh: DeviceMesh, moments: Sequence[str]) -> None:
     """Raise RankMismatchError if some ranks are about to step an optimizer and others are not."""
     if len(set(moments)) > 1:
         raise RankMismatchError(
-            f"of the ranks of {(mesh.mesh_dim_names or ('?',))[0]!r}, rank {moments.index(STEP)} is at an optimizer "
+            f"rank {moments.index(STEP)} along mesh dim {(mesh.mesh_dim_names or ('?',))[0]!r} is at an optimizer "
             f"step, but rank {moments.index(FORWARD)} has skipped the step and is at the next forward pass, most "
             "likely because of its own gradients. Use torch.amp.GradScaler and "
             "fused_tp.nn.clip_grad_norm_, which take the same decision on all ranks."

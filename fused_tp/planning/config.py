@@ -192,7 +192,7 @@ class ParallelConfig:
             if attention.heads // self.tp % self.ulysses_size or attention.kv_heads // self.tp % self.ulysses_size:
                 problems.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
         if self.ep > 1 and not shape.experts:
-            problems.append(f"ep={self.ep} needs a model with experts, and it has none")
+            problems.append(f"ep={self.ep} needs experts, but the model has none")
         for experts in shape.experts:
             if experts % self.ep:
                 problems.append(f"ep={self.ep} does not divide its {experts} experts; {_divisors(experts)} do")
@@ -263,7 +263,7 @@ def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_keys(keys: list[Any]) -> None:
     if duplicates := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {duplicates[0]!r} appears twice, and only one would be used; remove one.")
+        raise ValueError(f"the key {duplicates[0]!r} appears twice, but only one would be used; remove one.")
 
 
 def field_names() -> tuple[str, ...]:

@@ -54,7 +54,10 @@ def microseconds(thing: Any, *names: str) -> list[float]:
 def test_intervals() -> None:
     times = Intervals([(5, 6), (0, 2), (1, 3), (3, 4), (8, 8)])
     assert list(times) == [(0, 4), (5, 6)] and times.length == 5
-    assert times.covered(1, 5.5) == 3.5 and times.covered(4, 5) == times.covered(6, 9) == times.covered(-2, 0) == 0
+    assert (
+        times.covered_length(1, 5.5) == 3.5
+        and times.covered_length(4, 5) == times.covered_length(6, 9) == times.covered_length(-2, 0) == 0
+    )
     assert list(times.without(Intervals([(1, 2), (3, 5.5)]))) == [(0, 1), (2, 3), (5.5, 6)]
     assert list(times.without(Intervals([(-1, 9)]))) == [] and list(times.without(Intervals([]))) == list(times)
 
