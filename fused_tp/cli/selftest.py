@@ -26,7 +26,15 @@ from typing import Any, NamedTuple
 
 from fused_tp.cli import make_parent_folder, positive_number
 from fused_tp.selftest.machine import versions
-from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, SelftestStep, run_steps, table
+from fused_tp.selftest.steps import (
+    RESULT_PLACEHOLDER,
+    STATE_LEFT_OUT,
+    STATE_RIGHT,
+    Outcome,
+    SelftestStep,
+    run_steps,
+    table,
+)
 
 DEFAULT_MINUTES = 8.0
 # Ranks are threads and need a hardware queue per stream. Waits time out within seconds. Kernels run on the GPU, even if
@@ -103,8 +111,8 @@ def main(arguments: argparse.Namespace) -> int:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     print(f"\n{table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
-    ran_outcomes = [result for result in outcomes if result.state != LEFT_OUT]
-    if any(result.state != RIGHT for result in ran_outcomes):
+    ran_outcomes = [result for result in outcomes if result.state != STATE_LEFT_OUT]
+    if any(result.state != STATE_RIGHT for result in ran_outcomes):
         return 1
     gpu_steps = {step.name for step in chosen if step.needs_gpu}
     return 0 if any(result.name in gpu_steps for result in ran_outcomes) or not gpu_steps else 2
@@ -125,18 +133,28 @@ def _exit_on_signal(number: int, _: object) -> None:
 
 def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[SelftestStep]:
     """Return all steps in execution order, the most valuable first, so that a time limit skips the least valuable."""
-    from fused_tp.selftest.kernel_cache import TIMED
-    from fused_tp.selftest.kernels import ALONE, GROUPS
+    from fused_tp.selftest.kernel_cache import TIMED_CASES
+    from fused_tp.selftest.kernels import GROUPS, ONE_RANK_GROUP
 
     def step_command(*words: str) -> list[str]:
-        return [sys.executable, "-m", "fused_tp.selftest", RESULT, *words]
+        return [sys.executable, "-m", "fused_tp.selftest", RESULT_PLACEHOLDER, *words]
 
     def benchmark_command(name: str, minutes: float, only: str) -> list[str]:
-        options = ["--quick", "--minutes", f"{minutes:g}", "--only", only, "--out", str(out / name), "--json", RESULT]
+        options = [
+            "--quick",
+            "--minutes",
+            f"{minutes:g}",
+            "--only",
+            only,
+            "--out",
+            str(out / name),
+            "--json",
+            RESULT_PLACEHOLDER,
+        ]
         return [sys.executable, "-m", "fused_tp.benchmarks.gpu", *options]
 
     two_rank_groups = ("sums, 2 ranks", "gathers, 2 ranks", "attention", "rings, 2 ranks", "collectives, 2 ranks")
-    other_groups = [group for group in GROUPS if group not in (*two_rank_groups, ALONE)]
+    other_groups = [group for group in GROUPS if group not in (*two_rank_groups, ONE_RANK_GROUP)]
     other_groups.sort(key=lambda group: "other dtypes" in group)  # other dtypes last; a stable sort keeps the rest
 
     def check_step(group: str, rank: int) -> SelftestStep:
@@ -149,14 +167,24 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Selftes
         *(check_step(group, 3) for group in two_rank_groups),
     ]
     if gpus > 1:
-        tune = [sys.executable, "-m", "fused_tp", "tune", "--folder", str(out / "tuned"), "--json", RESULT, "--calls"]
+        tune = [
+            sys.executable,
+            "-m",
+            "fused_tp",
+            "tune",
+            "--folder",
+            str(out / "tuned"),
+            "--json",
+            RESULT_PLACEHOLDER,
+            "--calls",
+        ]
         tune_environment = {"FUSED_TP_TIMEOUT": "30"}
         steps_in_order.append(
             SelftestStep(
                 "schedules, processes", [*tune, "20", "--check-only"], 30, 180, 4, environment=tune_environment
             )
         )
-    alone, ranks = TIMED
+    alone, ranks = TIMED_CASES
     timed = benchmark_command("speed-1", 1.3, alone)
     steps_in_order.append(SelftestStep("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
     if gpus > 1:

@@ -43,7 +43,7 @@ from fused_tp.parallelizing.layers import Sharding, check_layers, distribute_exp
 from fused_tp.parallelizing.marks import MARK, SHARDING
 from fused_tp.parallelizing.mesh_dims import check_ulysses, expert_tp_mesh, find_dims, split_for_ulysses
 from fused_tp.parallelizing.plain_model import PlainSequence, check_plain_model
-from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, in_one_order
+from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, restore_hook_order
 from fused_tp.parallelizing.shard_plan import (
     ShardingPlan,
     Style,
@@ -478,13 +478,13 @@ def _add_hooks(
         module_check = ModuleCheck(parallelism, model, from_meta=options.from_meta)
         model.register_forward_pre_hook(module_check.check_parameters, prepend=True)
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
-        in_one_order(model._forward_pre_hooks)
+        restore_hook_order(model._forward_pre_hooks)
         model.register_forward_pre_hook(module_check.log_changes)
     model_meshes = [*meshes, *([] if options.separate_ep_mesh is None else [options.separate_ep_mesh])]
     if model_meshes:
         watch(model, model_meshes)
         model.register_forward_pre_hook(ShardCheck(model_meshes, parallelism.tp_mesh), prepend=True)
-        in_one_order(model._forward_pre_hooks)
+        restore_hook_order(model._forward_pre_hooks)
     if parallelism.tp_mesh is not None:
         model.register_forward_hook(GradientCheck(parallelism.tp_mesh))
     syncs = [] if sequence.sync is None else [sequence.sync]

@@ -125,10 +125,10 @@ class PlainSequence(SequenceSharding):
     def __init__(self, model: nn.Module, parallelism: Parallelism, plan: Mapping[str, Style]) -> None:
         super().__init__(model, parallelism)
         names = list(inspect.signature(model.forward).parameters)
-        self.tokens = (names[0],)
-        self.positions = next((name for name in POSITION_NAMES if name in names), None)
-        self.labels = "labels" if "labels" in names else None
-        self.caches = tuple(name for name in CACHE_NAMES if name in names)
+        self.token_names = (names[0],)
+        self.position_name = next((name for name in POSITION_NAMES if name in names), None)
+        self.label_name = "labels" if "labels" in names else None
+        self.cache_names = tuple(name for name in CACHE_NAMES if name in names)
         self.plan = plan
         self.has_loss = callable(getattr(model, "loss_function", None))
 
@@ -157,19 +157,19 @@ class PlainSequence(SequenceSharding):
                 "ranks. Add one (see fused_tp.parallelizing.plain_model), or call the model without labels and compute "
                 "the loss from its logits."
             )
-        positions = None if self.positions is None else arguments.get(self.positions)
+        positions = None if self.position_name is None else arguments.get(self.position_name)
         if self.parallelism.cp_mesh is not None and positions is not None and bool((positions.diff(dim=-1) != 1).any()):
             raise ValueError(
-                f"{self.positions} must increase by one along each row: packed documents in one row are not supported "
-                "over context parallel ranks, where they would attend to each other. Pass one document per row, or "
-                "use no cp_dim."
+                f"{self.position_name} must increase by one along each row: packed documents in one row are not "
+                "supported over context parallel ranks, where they would attend to each other. Pass one document per "
+                "row, or use no cp_dim."
             )
         return RowMasks()
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:
             return output
-        return map_tensors(lambda t: self.whole_of_tokens(t, shard), output)
+        return map_tensors(lambda t: self.gather_tokens(t, shard), output)
 
 
 def _output_layer_names(plan: Mapping[str, Style]) -> list[str]:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fused_tp.ops.collectives import gather, scatter
 from fused_tp.parallelizing.experts import takes_routing
 from fused_tp.parallelizing.layers import HookArguments, attachments
-from fused_tp.parallelizing.sequence_sharding import SequenceSharding, in_one_order
+from fused_tp.parallelizing.sequence_sharding import SequenceSharding, restore_hook_order
 from fused_tp.parallelizing.shard_plan import ShardingPlan, spec_of, within
 
 
@@ -147,7 +147,7 @@ def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *,
     # Prepend, because the hooks that styles have registered expect full sequences.
     gather_input = partial(_gather_input, sequence, mesh, _places(block, parts))
     block.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
-    in_one_order(block._forward_pre_hooks)
+    restore_hook_order(block._forward_pre_hooks)
     block.register_forward_hook(partial(_scatter_output, sequence, mesh))
 
 

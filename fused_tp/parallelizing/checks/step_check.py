@@ -74,7 +74,7 @@ _GRADIENT_BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3}
 _GRADIENT_BOUND_16_BIT = 0.1
 TOTAL_NORM_SHARE = 1e-3
 # Names of arguments and outputs that are caches.
-CACHE_NAMES = frozenset({*PLAIN_CACHE_NAMES, *TransformersSequence.caches})
+CACHE_NAMES = frozenset({*PLAIN_CACHE_NAMES, *TransformersSequence.cache_names})
 _OUT_OF_MEMORY = "a step of the unsharded model does not fit in the memory"
 
 

@@ -36,7 +36,7 @@ UNSUPPORTED_KEYWORDS = ("sinks", "position_bias", "head_mask", "cache")
 # forward pass. Other tensors (indices of selected tokens, a bias) may change the result, and raise an error.
 SUPPORTED_KEYWORDS = {
     *("s_aux", "alibi_slopes", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
-    *("labels", *SequenceSharding.known),  # some models pass these on with all other keywords
+    *("labels", *SequenceSharding.unsharded_names),  # some models pass these on with all other keywords
 }
 
 

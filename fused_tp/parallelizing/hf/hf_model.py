@@ -253,10 +253,10 @@ def _is_base_model(model: PreTrainedModel) -> bool:
 class TransformersSequence(SequenceSharding):
     """Sequence sharding of transformers models: argument names, and checks for unsupported arguments."""
 
-    tokens = ("input_ids", "inputs_embeds")
-    positions = "position_ids"
-    labels = "labels"
-    caches = ("past_key_values", "cache_params", "state")  # of attention, state spaces, RWKV
+    token_names = ("input_ids", "inputs_embeds")
+    position_name = "position_ids"
+    label_name = "labels"
+    cache_names = ("past_key_values", "cache_params", "state")  # of attention, state spaces, RWKV
 
     def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__(model, parallelism)
@@ -308,7 +308,7 @@ class TransformersSequence(SequenceSharding):
             model.loss_function = self.global_loss(model.loss_function)
         if parallelism.sequence_parallel and not self.gather_after:
             model.base_model.register_forward_hook(self._gather_scored)
-        entry_modules = self.entrances(model)
+        entry_modules = self.entry_modules(model)
         if parallelism.tp_mesh is not None and not (
             parallelism.computes_loss or self.is_base_model or len(entry_modules) > 1
         ):
@@ -449,7 +449,7 @@ class TransformersSequence(SequenceSharding):
             document_positions = [
                 torch.arange(stop - start, device="cpu") for start, stop in itertools.pairwise(documents)
             ]
-            source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)
+            source = next(arguments[name] for name in self.token_names if arguments.get(name) is not None)
             arguments["position_ids"] = torch.cat(document_positions).to(source.device).unsqueeze(0)
 
     def is_too_short(self, seq_len: int) -> bool:
@@ -464,7 +464,7 @@ class TransformersSequence(SequenceSharding):
                     return True
         return super().is_too_short(seq_len)
 
-    def entrances(self, model: nn.Module) -> list[nn.Module]:
+    def entry_modules(self, model: nn.Module) -> list[nn.Module]:
         return [module for module in model.modules() if module is not model and is_transformers_model(module)]
 
     def default_positions(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -515,7 +515,14 @@ class TransformersSequence(SequenceSharding):
         """
         text = self.config.get_text_config(decoder=True)
         layer_types = set(getattr(text, "layer_types", None) or ())
-        known_names = {*self.tokens, *self.known, self.positions, self.labels, "attention_mask", "cache_position"}
+        known_names = {
+            *self.token_names,
+            *self.unsharded_names,
+            self.position_name,
+            self.label_name,
+            "attention_mask",
+            "cache_position",
+        }
         return not (
             torch.is_grad_enabled()
             or model.training
@@ -565,7 +572,7 @@ class TransformersSequence(SequenceSharding):
                     "(a pooler with add_pooling_layer=False), or omit cp_dim and sequence_parallel."
                 )
             elif value is not self._router_logits:  # the stored router logits cover all tokens already
-                outputs[name] = map_tensors(lambda t: self.whole_of_tokens(t, shard), value)
+                outputs[name] = map_tensors(lambda t: self.gather_tokens(t, shard), value)
         self._router_logits = None  # frees their autograd graph
         if isinstance(output, tuple):
             return tuple(outputs.values())
@@ -576,7 +583,7 @@ class TransformersSequence(SequenceSharding):
     def _main_output(self, t: Tensor, shard: ForwardShard) -> Tensor:
         """Gather the main output: the hidden states of a base model, or the logits of any other model."""
         if not self.is_base_model:
-            t = self.whole_of_tokens(t, shard)
+            t = self.gather_tokens(t, shard)
         else:
             t = self.whole(t, shard, tp_sharded=self.parallelism.sequence_parallel and not self.gather_after)
         keep = shard.logits_to_keep
