@@ -270,7 +270,8 @@ class SequenceSharding:
         self._replicated_over_cp = shard is None and cp_mesh is not None
         if self._replicated_over_cp and grad_sync and tokens.is_floating_point() and not own:
             assert cp_mesh is not None
-            # `after_forward` scales gradients by 1 / ranks for the sum over parameters; undo that for the caller's embeddings.
+            # `after_forward` scales gradients by 1 / ranks for the sum over parameters. Undo that for the caller's
+            # embeddings.
             arguments[source] = scale_gradient(tokens, cp_mesh.size())
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
