@@ -48,15 +48,20 @@ from fused_tp.parallelizing.shard_plan import (
     ShardingPlan,
     Style,
     check_experts,
+    check_experts_not_distributed,
     check_head_counts,
-    check_none_distributed,
+    choose_intermediate_styles,
     plan_experts,
     resolve_plan,
-    settle_between,
-    warn_of_small_share,
+    warn_of_small_sharded_share,
 )
 from fused_tp.parallelizing.state_dict import check_buffers, materialize
-from fused_tp.parallelizing.whole_blocks import find_blocks, join_behind, run_whole, split_before
+from fused_tp.parallelizing.whole_blocks import (
+    find_blocks,
+    gather_output_after,
+    run_on_full_sequence,
+    split_arguments_before,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -362,7 +367,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
         plan = resolve_plan(model, given_plan) if tp_mesh is not None or has_plan else ShardingPlan()
         experts = _plan_experts(model, options, plan)
         if tp_mesh is not None:
-            plan = settle_between(model, plan, shards_logits=parallelism.loss_parallel)
+            plan = choose_intermediate_styles(model, plan, shards_logits=parallelism.loss_parallel)
             check_head_counts(model, plan.modules, tp_mesh.size())
             check_experts(model, plan)
         with without_input_hooks(model):
@@ -371,7 +376,11 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
         if hf:  # before `find_blocks`, whose message may request a style for a model that is not supported at all
             check_transformers_model(model, plan.modules, parallelism)
         exchanges_rows = experts is not None and experts.mesh is not tp_mesh
-        blocks = find_blocks(model, plan, rows_travel=exchanges_rows) if parallelism.sequence_parallel else ([], [])
+        blocks = (
+            find_blocks(model, plan, exchanges_expert_rows=exchanges_rows)
+            if parallelism.sequence_parallel
+            else ([], [])
+        )
         if hf:
             sequence = TransformersSequence(model, parallelism)
         else:
@@ -396,7 +405,7 @@ def _plan_experts(model: nn.Module, options: _CheckedArguments, plan: ShardingPl
     ep_dim, ep_mesh, tp_mesh = options.keywords.ep_dim, options.ep_mesh, options.parallelism.tp_mesh
     if ep_mesh is None:
         if ep_dim is None or tp_mesh is not None:
-            check_none_distributed(plan, ep_dim)
+            check_experts_not_distributed(plan, ep_dim)
         return None
     over_tp = ep_mesh is tp_mesh
     names = plan_experts(model, plan, options.keywords.plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
@@ -419,15 +428,15 @@ def _apply_plan(model: nn.Module, options: _CheckedArguments, planned: _ModelPla
         config = getattr(model, "config", None)
         sharding = Sharding(plan, tp_mesh, options.meshes, sequence, config, experts, plain=plain)
         with planned.without_adapters():
-            warn_of_small_share(model, plan)
+            warn_of_small_sharded_share(model, plan)
             shard_layers(model, sharding, memo)
             replicate_parameters(model, sharding, memo)
             for name in sequence.whole_blocks:
-                run_whole(model.get_submodule(name), tp_mesh, sequence, parts=plan.parts.get(name, ()))
+                run_on_full_sequence(model.get_submodule(name), tp_mesh, sequence, parts=plan.parts.get(name, ()))
             for name, arguments in plan.full_arguments.items() if options.parallelism.sequence_parallel else ():
-                split_before(model.get_submodule(name), arguments, tp_mesh, sequence)
+                split_arguments_before(model.get_submodule(name), arguments, tp_mesh, sequence)
             if sequence.gather_after:
-                join_behind(model.get_submodule(sequence.gather_after), tp_mesh, sequence)
+                gather_output_after(model.get_submodule(sequence.gather_after), tp_mesh, sequence)
         if adapters:
             adapters.shard(sharding, memo)
     elif experts is not None:

@@ -45,7 +45,7 @@ from fused_tp.parallelizing.checks.model_check import check_equal_models
 from fused_tp.parallelizing.layers import Sharding, replicate_module, shard_behind, shard_layer
 from fused_tp.parallelizing.marks import MARK, SHARDING
 from fused_tp.parallelizing.readers import parameters_read
-from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, spec_of, unread_of
+from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, find_unread_parameters, spec_of
 
 if TYPE_CHECKING:
     from fused_tp.nn.sharding import Memo
@@ -121,7 +121,7 @@ class Adapters:
         """
         for name in self.wrappers:
             _check_not_whole_block(name, whole_blocks)
-        unread = unread_of(self.model)
+        unread = find_unread_parameters(self.model)
         for name, module in self.model.named_modules() if self.wrappers else ():
             for parameter in parameters_read(module):
                 path = f"{name}.{parameter}".lstrip(".")

@@ -140,12 +140,12 @@ class SequenceSharding:
             self.set_head(self.head)
         # torch.compile cannot trace the registration of hooks on parameters, which gradient sync needs. Then these two
         # hooks run eagerly, before and after the model's code, which is traced without them.
-        traced = self.sync is None
+        is_traced = self.sync is None
         model.register_forward_pre_hook(
-            self.before_forward if traced else self.before_forward_untraced, with_kwargs=True
+            self.before_forward if is_traced else self.before_forward_untraced, with_kwargs=True
         )
         model.register_forward_hook(
-            self.after_forward if traced else self.after_forward_untraced, with_kwargs=True, always_call=True
+            self.after_forward if is_traced else self.after_forward_untraced, with_kwargs=True, always_call=True
         )
 
     @property
@@ -182,15 +182,15 @@ class SequenceSharding:
 
     def state_of(self, name: str) -> Callable[[], LayerState]:
         """Return the function that returns the state of the running forward pass, for the experts called `name`."""
-        asks = self.parallelism.sequence_parallel and not self.is_whole(name)
-        return self.state_now if asks else unsharded_state
+        follows_sequence = self.parallelism.sequence_parallel and not self.is_whole(name)
+        return self.state_now if follows_sequence else unsharded_state
 
-    def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
-        """Return the loss over all ranks that replaces `own`, the model's loss function."""
+    def global_loss(self, loss_function: Callable[..., Tensor]) -> GlobalLoss:
+        """Return the loss over all ranks that replaces `loss_function`, the model's loss function."""
         parallelism = self.parallelism
         vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
         self._loss = GlobalLoss(
-            own,
+            loss_function,
             vocab_mesh=vocab_mesh,
             cp_mesh=parallelism.cp_mesh,
             shards_tokens=parallelism.shards_sequence,
@@ -260,15 +260,19 @@ class SequenceSharding:
         self._head_outputs.reset()
         source, tokens = self.find_tokens(arguments)
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
-        too_short = self.is_too_short(tokens.shape[1])
-        own = self.sync is not None and _are_from_parameters(tokens, source, model)
-        cached = self.is_cached(arguments)
-        if too_short and not cached:
+        is_too_short = self.is_too_short(tokens.shape[1])
+        from_parameters = self.sync is not None and _are_from_parameters(tokens, source, model)
+        is_cached = self.is_cached(arguments)
+        if is_too_short and not is_cached:
             self.check_unsharded(arguments, tokens.shape[1])
-        shard = None if cached or too_short else self._shard_forward(model, arguments, source, tokens, own)
+        shard = (
+            None
+            if is_cached or is_too_short
+            else self._shard_forward(model, arguments, source, tokens, from_parameters)
+        )
         cache = self.open_cache(model, arguments, tokens.shape[1]) if shard is None and cp_mesh is not None else None
         self._replicated_over_cp = shard is None and cp_mesh is not None
-        if self._replicated_over_cp and grad_sync and tokens.is_floating_point() and not own:
+        if self._replicated_over_cp and grad_sync and tokens.is_floating_point() and not from_parameters:
             assert cp_mesh is not None
             # `after_forward` scales gradients by 1 / ranks for the sum over parameters. Undo that for the caller's
             # embeddings.
@@ -281,9 +285,13 @@ class SequenceSharding:
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
             tp_sharded = self.parallelism.sequence_parallel
-            users: Any = model
-            if logits_sharded and self._loss and not isinstance(users.loss_function, (GlobalLoss, ReplacedLoss)):
-                users.loss_function = ReplacedLoss(users.loss_function, self._loss)
+            untyped_model: Any = model
+            if (
+                logits_sharded
+                and self._loss
+                and not isinstance(untyped_model.loss_function, (GlobalLoss, ReplacedLoss))
+            ):
+                untyped_model.loss_function = ReplacedLoss(untyped_model.loss_function, self._loss)
             self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
         self._in_history = not torch.compiler.is_compiling()
         if self._in_history:
@@ -311,7 +319,7 @@ class SequenceSharding:
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _shard_forward(
-        self, model: nn.Module, arguments: dict[str, Any], source: str, tokens: Tensor, own: bool
+        self, model: nn.Module, arguments: dict[str, Any], source: str, tokens: Tensor, from_parameters: bool
     ) -> ForwardShard:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
@@ -330,7 +338,7 @@ class SequenceSharding:
             count = (targets != ignore_index).sum() if count is None else count
         if cp is not None:
             self._check_no_other_tensors(arguments, source)
-            tokens = self._shard_tokens(tokens, cp, own)
+            tokens = self._shard_tokens(tokens, cp, from_parameters)
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.has_full_arguments:
@@ -372,14 +380,14 @@ class SequenceSharding:
             if ids is None or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
                 continue
             ids = ids[ids != ignore_index] if at else ids
-            least, most = (int(one) for one in ids.aminmax()) if ids.numel() else (0, 0)
+            smallest_id, largest_id = (int(one) for one in ids.aminmax()) if ids.numel() else (0, 0)
             known = self._count_ids[at]
-            if known is not None and not 0 <= least <= most < known:
+            if known is not None and not 0 <= smallest_id <= largest_id < known:
                 self._count_ids = _count_ids(model)  # embeddings may have been resized
                 known = self._count_ids[at]
-            if known is not None and not 0 <= least <= most < known:
+            if known is not None and not 0 <= smallest_id <= largest_id < known:
                 raise ValueError(
-                    f"{name} contains {least if least < 0 else most}; ids must be 0 to {known - 1}"
+                    f"{name} contains {smallest_id if smallest_id < 0 else largest_id}; ids must be 0 to {known - 1}"
                     + (f", or ignore_index={ignore_index}." if at else ".")
                 )
 
@@ -398,10 +406,10 @@ class SequenceSharding:
                     f"{name} has shape {tuple(labels.shape)}, with {seq_len} tokens and logits_to_keep={keep}. Pass "
                     "labels of all tokens, or of the last logits_to_keep tokens."
                 )
-            whole = labels.new_full((len(labels), seq_len), ignore_index)
+            full_labels = labels.new_full((len(labels), seq_len), ignore_index)
             first = 0 if name == "shift_labels" else 1  # no kept logits precede the first label
-            whole[:, seq_len - keep + first :] = labels[:, first:]
-            arguments[name] = whole
+            full_labels[:, seq_len - keep + first :] = labels[:, first:]
+            arguments[name] = full_labels
 
     def _make_cp_context(self, seq_len: int, rows: RowMasks) -> CpContext | None:
         tp_mesh, cp_mesh = self.parallelism.tp_mesh, self.parallelism.cp_mesh
@@ -433,16 +441,18 @@ class SequenceSharding:
         Without it, the model would count positions from 0 on each rank's shard.
         """
         seq_len = tokens.shape[1]
-        given = arguments.get(name)
-        if given is None:
-            given = self.default_positions(tokens, arguments)
-        if given.shape[-1] != seq_len:
-            raise ValueError(f"the last dim of {name} must be the {seq_len} tokens, got shape {tuple(given.shape)}.")
-        arguments[name] = given if cp is None else cp.shard(given, given.ndim - 1)
-        return given
+        positions = arguments.get(name)
+        if positions is None:
+            positions = self.default_positions(tokens, arguments)
+        if positions.shape[-1] != seq_len:
+            raise ValueError(
+                f"the last dim of {name} must be the {seq_len} tokens, got shape {tuple(positions.shape)}."
+            )
+        arguments[name] = positions if cp is None else cp.shard(positions, positions.ndim - 1)
+        return positions
 
-    def _shard_tokens(self, tokens: Tensor, cp: CpContext, own: bool) -> Tensor:
-        if own:
+    def _shard_tokens(self, tokens: Tensor, cp: CpContext, from_parameters: bool) -> Tensor:
+        if from_parameters:
             # Backward sums the gradients of the parameters that computed these embeddings over the ranks. So select
             # this rank's tokens, without gathering the gradient.
             return tokens.index_select(1, cp.positions(tokens.device))
@@ -556,16 +566,16 @@ class SequenceSharding:
             self._loss.check_returned(output, self._head_outputs)
         with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_disabled
         self._calls += with_gradients
-        due = self._has_experts or (self.sync is not None and self.sync.has_partly_used) or is_due(self._calls)
-        if self.sync is not None and with_gradients and due and not self.sync.has_pending_reduction:
+        is_check_due = self._has_experts or (self.sync is not None and self.sync.has_partly_used) or is_due(self._calls)
+        if self.sync is not None and with_gradients and is_check_due and not self.sync.has_pending_reduction:
             outputs = [t for t in find_tensors(output) if t.requires_grad]
             self.sync.find_partly_used(model, outputs, has_experts=self._has_experts)
         if self._replicated_over_cp and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, but backward sums the gradients of parameters: scale by 1 / ranks.
             assert self.parallelism.cp_mesh is not None
-            share = 1 / self.parallelism.cp_mesh.size()
+            loss_share = 1 / self.parallelism.cp_mesh.size()
             caches = self.cache_types(self.by_name(args, kwargs))
-            return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, caches=caches)
+            return map_tensors(lambda t: scale_gradient(t, loss_share) if t.requires_grad else t, output, caches=caches)
         if shard is None or shard.targets is not None or hasattr(model, INNER_STAGE_ATTRIBUTE):
             return output
         return self.unshard_output(output, shard)
@@ -625,14 +635,14 @@ def _are_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
-    own = {id(leaf) in parameters for leaf in leaf_tensors(reachable_nodes(tokens))}
-    if len(own) > 1:
+    are_parameters = {id(leaf) in parameters for leaf in leaf_tensors(reachable_nodes(tokens))}
+    if len(are_parameters) > 1:
         raise ValueError(
             f"{source} was computed from parameters of the model and from other tensors that require grad, which is "
             "not supported over context parallel ranks: only one of the two would get a correct gradient. Detach one "
             "of them, or pass token ids, which the model embeds."
         )
-    return own == {True}
+    return are_parameters == {True}
 
 
 def restore_hook_order(hooks: dict[int, Any]) -> None:
@@ -650,13 +660,15 @@ def _count_ids(model: Any) -> tuple[int | None, int | None]:
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
         return None, None  # ids beyond the vocabulary may denote images
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    found: list[int | None] = []
+    counts: list[int | None] = []
     for name in ("get_input_embeddings", "get_output_embeddings"):
         try:
             layer = getattr(model, name)()
         except (AttributeError, NotImplementedError):  # a plain model; or one without such a layer
             layer = embeddings[0] if len(embeddings) == 1 and name == "get_input_embeddings" else None
         weight = getattr(layer, "weight", None)
-        known = isinstance(layer, (nn.Embedding, nn.Linear)) and isinstance(weight, Tensor) and weight.ndim == 2
-        found.append(weight.shape[0] if known and weight is not None else None)
-    return found[0], found[1]
+        is_weight_matrix = (
+            isinstance(layer, (nn.Embedding, nn.Linear)) and isinstance(weight, Tensor) and weight.ndim == 2
+        )
+        counts.append(weight.shape[0] if is_weight_matrix and weight is not None else None)
+    return counts[0], counts[1]

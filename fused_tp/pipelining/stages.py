@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_tp.parallelizing.outputs import find_tensors
-from fused_tp.parallelizing.shard_plan import value_of
+from fused_tp.parallelizing.shard_plan import config_value
 
 PROBE_TOKENS = 8
 
@@ -334,9 +334,9 @@ def estimated_costs(model: nn.Module, layers: ModelLayers) -> list[float]:
     """
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    experts = next((n for key in _EXPERT_COUNT_NAMES if isinstance(n := value_of(text, key), int) and n), 0)
+    experts = next((n for key in _EXPERT_COUNT_NAMES if isinstance(n := config_value(text, key), int) and n), 0)
     active_experts = next(
-        (n for key in _EXPERTS_PER_TOKEN_NAMES if isinstance(n := value_of(text, key), int) and n), experts
+        (n for key in _EXPERTS_PER_TOKEN_NAMES if isinstance(n := config_value(text, key), int) and n), experts
     )
 
     def cost(module: nn.Module) -> float:

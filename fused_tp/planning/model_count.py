@@ -35,15 +35,15 @@ from fused_tp.parallelizing.shard_plan import (
     HEAD_PROJECTIONS,
     ShardingPlan,
     check_experts,
+    check_experts_not_distributed,
     check_head_counts,
-    check_none_distributed,
+    choose_intermediate_styles,
+    config_value,
     head_counts,
     is_kv_count,
     plan_experts,
     resolve_plan,
-    settle_between,
     spec_of,
-    value_of,
 )
 from fused_tp.parallelizing.whole_blocks import find_blocks
 from fused_tp.pipelining.stages import find_container
@@ -99,7 +99,7 @@ def count_model(model: Any) -> ModelShape:
     name, text = _model_name(model.config), model.config.get_text_config()
     parts = _LayerParts(model)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    hidden = value_of(text, "hidden_size") or embedding.weight.shape[-1]
+    hidden = config_value(text, "hidden_size") or embedding.weight.shape[-1]
     drop_repeated_layers(model, parts)
     plan_check = PlanCheck(model, parts, name)
     counter = _Counter(hidden, text, plan_check.plan)
@@ -110,7 +110,7 @@ def count_model(model: Any) -> ModelShape:
     return ModelShape(
         name=name,
         hidden=hidden,
-        vocab=value_of(text, "vocab_size") or (0 if output is None else features_of(output)[1]),
+        vocab=config_value(text, "vocab_size") or (0 if output is None else features_of(output)[1]),
         stack=tuple(kinds[number] for number in parts.kind_numbers),
         embedding=counter.sum_weights(_first_occurrences(embedding_parameters)),
         output=counter.sum_weights(output_parameters),
@@ -198,7 +198,7 @@ class _LayerParts:
                     module_parameter
                 )
         self.modules = list(model.get_submodule(self.container).children()) if self.container else [model]
-        layer_types = value_of(model.config.get_text_config(), "layer_types") or ()
+        layer_types = config_value(model.config.get_text_config(), "layer_types") or ()
         number_of_kind: dict[object, int] = {}
         self.kinds: list[_LayerKind] = []
         self.kind_numbers = []
@@ -429,7 +429,7 @@ class _Counter:
     def _find_window(self, module: nn.Module, layer_type: str) -> int | None:
         """Return the attention window of a layer in tokens; None for full causal attention."""
         window_names = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
-        default_names = () if value_of(self.text, "layer_types") else ("sliding_window",)
+        default_names = () if config_value(self.text, "layer_types") else ("sliding_window",)
         config_window = _first_positive_int(
             window_names.get(layer_type, default_names), getattr(module, "config", None), self.text
         )
@@ -478,7 +478,7 @@ def _submodule_of_layer(layer_path: str) -> str:
 
 def _first_positive_int(names: Iterable[str], *sources: object, default: int = 0) -> int:
     """Return the first positive integer among the attributes `names` of `sources`; `default` if there is none."""
-    values = (value_of(source, name) for source in sources for name in names)
+    values = (config_value(source, name) for source in sources for name in names)
     return next((n for n in values if isinstance(n, int) and not isinstance(n, bool) and n > 0), default)
 
 
@@ -527,7 +527,7 @@ class PlanCheck:
     def __init__(self, model: Any, parts: _LayerParts, name: str) -> None:
         self.model, self.parts, self.name = model, parts, name
         try:
-            self.plan = settle_between(model, resolve_plan(model, "auto"))
+            self.plan = choose_intermediate_styles(model, resolve_plan(model, "auto"))
         except (TypeError, ValueError):
             self.plan = ShardingPlan()  # `check` raises with the reason
         self._refusal: Callable[..., str] = cache(self._find_refusal)
@@ -553,15 +553,15 @@ class PlanCheck:
             if ep > 1:
                 plan_experts(model, plan, "auto", ep, whole=tp == 1)
             else:
-                check_none_distributed(plan, None)
+                check_experts_not_distributed(plan, None)
             if tp > 1:
-                plan = settle_between(model, plan, shards_logits=loss_parallel)
+                plan = choose_intermediate_styles(model, plan, shards_logits=loss_parallel)
                 check_head_counts(model, plan.modules, tp)
                 check_experts(model, plan)
             check_layers(model, plan, tp)
             check_transformers_model(model, plan.modules, parallelism)
             if sequence_parallel:
-                find_blocks(model, plan, rows_travel=ep > 1)
+                find_blocks(model, plan, exchanges_expert_rows=ep > 1)
         except (TypeError, ValueError) as error:
             return str(error)
         return ""

@@ -43,7 +43,7 @@ from fused_tp.parallelizing.sequence_sharding import (
     sharded_head,
 )
 from fused_tp.parallelizing.shard_plan import Style, spec_of
-from fused_tp.parallelizing.state_dict import save_whole
+from fused_tp.parallelizing.state_dict import save_full_model_in_save_pretrained
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -285,7 +285,7 @@ class TransformersSequence(SequenceSharding):
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() computes the size of a static KV cache from it
             adapt_later_calls(model)
-        save_whole(model)
+        save_full_model_in_save_pretrained(model)
         if parallelism.shards_sequence:
             _copy_config(model)
             self.config = model.config  # the same object, since callers change its attributes, such as use_cache
