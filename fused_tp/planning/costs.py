@@ -237,7 +237,8 @@ class CostModel:
             nbytes: bytes of the gathered tensor.
             ranks: number of participating ranks.
             neighbor_distance: number of ranks of the inner mesh dims, that is, the distance in ranks between two
-            neighbors. times: 2 for an all-reduce.
+                neighbors.
+            times: 2 for an all-reduce.
             messages: torch.distributed communicates, at `Machine.message_bandwidth`, not fused_tp's transport.
         """
         if ranks == 1:

@@ -438,8 +438,8 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.Pr
     tokens = make_tokens(8, 16)
     for says, batch in {
         "batch has no 'labels'": {"input_ids": tokens},
-        "batch has 6 rows, which 4 microbatches": {"input_ids": tokens[:6], "labels": tokens[:6]},
-        "needs a multiple of 4. Pad it": {"input_ids": tokens[:, :14], "labels": tokens[:, :14]},
+        "batch has 6 rows, but 4 microbatches": {"input_ids": tokens[:6], "labels": tokens[:6]},
+        "needs a multiple of 4. Pad the rows": {"input_ids": tokens[:, :14], "labels": tokens[:, :14]},
         "needs 8 rows": {"input_ids": tokens, "labels": tokens, "cu_seq_lens_q": torch.tensor([0, 4, 16])},
     }.items():
         error = error_of(pipe.step, batch)
