@@ -436,7 +436,7 @@ def test_speed_is_a_range_where_one_is_published(capsys: pytest.CaptureFixture[s
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert f"{best.low_tokens_per_second / 8:,.0f} - {best.tokens_per_second / 8:,.0f}" in said
-    assert "as torchtitan publishes for Llama 3 8B in bf16" in said
+    assert "that torchtitan publishes for Llama 3 8B in bf16" in said
     assert main([*arguments, "--gpu", "b200"]) == 0
     assert "Other stacks are slower." in capsys.readouterr().out
 
