@@ -30,13 +30,13 @@ from .ranks import RankContext, Ranks
 from .results import now, this_machine, versions
 
 HEADS, HEAD_DIM, DTYPE = 2, 64, torch.bfloat16
-TOKENS, RANKS = (4096, 8192, 16384, 32768, 65536), (1, 2, 4)
-WAYS = {"fused_tp, messages": "0", "fused_tp, shared memory": "1"}  # FUSED_TP_SHM
-TORCH = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, math": SDPBackend.MATH}
-MOST_MATH_TOKENS = 8192  # their scores take 2 GiB
-SECONDS = 3600.0
+TOKENS_PER_RANK, RANK_COUNTS = (4096, 8192, 16384, 32768, 65536), (1, 2, 4)
+SHM_BY_WAY = {"fused_tp, messages": "0", "fused_tp, shared memory": "1"}  # FUSED_TP_SHM
+SDPA_BACKENDS = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, math": SDPBackend.MATH}
+MAX_MATH_TOKENS = 8192  # the scores of this many tokens take 2 GiB
+TIMEOUT_SECONDS = 3600.0
 
-_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM = -3, 1 << 16  # option of glibc's mallopt, and its value in bytes
+_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 1 << 16  # option of glibc's mallopt, and its value in bytes
 
 
 @dataclass(frozen=True)
@@ -57,44 +57,44 @@ class RunSetting:
     heads: int = HEADS
     head_dim: int = HEAD_DIM
 
-    def chunk_mib(self, tokens: int) -> float:
+    def kv_mib(self, tokens: int) -> float:
         """MiB of K and V of `tokens` tokens."""
         return 2 * tokens * self.heads * self.head_dim * DTYPE.itemsize / 2**20
 
 
 def measure(context: RankContext, way: str, tokens: int, setting: RunSetting) -> float:
     """MiB of this rank, in a process that has measured nothing yet, for `tokens` tokens in total."""
-    if way in WAYS:
-        os.environ["FUSED_TP_SHM"] = WAYS[way]
+    if way in SHM_BY_WAY:
+        os.environ["FUSED_TP_SHM"] = SHM_BY_WAY[way]
     return peak_mib(way, tokens, context.world_size, setting)
 
 
 def peak_mib(way: str, tokens: int, world_size: int, setting: RunSetting) -> float:
-    """MiB of this rank, as `measure`, with `world_size` ranks and FUSED_TP_SHM already set."""
+    """MiB of this rank, like `measure`, for `world_size` ranks. FUSED_TP_SHM must be set already."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM)
+    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
     def trim() -> None:
         gc.collect()
         libc.malloc_trim(0)
 
-    _run(way, 64 * world_size, world_size, setting)  # allocates everything that is allocated only once
+    _run_attention(way, 64 * world_size, world_size, setting)  # for allocations that happen only once
     trim()
-    before = _kib("RssAnon") + _kib("RssFile")
-    if way in WAYS:
+    private_kib = _status_kib("RssAnon") + _status_kib("RssFile")
+    if way in SHM_BY_WAY:
         _touch_peers(tokens // world_size, world_size, setting)
     trim()
-    shared = _kib("RssShmem")  # can only grow, so the figure never misses a part of a peak
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    _run(way, tokens, world_size, setting)
-    return (_kib("VmHWM") - shared - before + _own_shared_kib()) / 1024
+    shared_kib = _status_kib("RssShmem")  # only grows, so this earlier value cannot hide part of the peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
+    _run_attention(way, tokens, world_size, setting)
+    return (_status_kib("VmHWM") - shared_kib - private_kib + _own_shared_kib()) / 1024
 
 
-def _kib(name: str) -> int:
+def _status_kib(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1])
-    raise RuntimeError(f"This system does not tell {name} in /proc/self/status.")
+    raise RuntimeError(f"/proc/self/status lacks {name}; this benchmark needs a Linux kernel that reports it.")
 
 
 def _own_shared_kib() -> int:
@@ -115,14 +115,14 @@ def _inputs(tokens: int, setting: RunSetting) -> list[Tensor]:
     return [torch.full(shape, 0.01 * i, dtype=DTYPE, requires_grad=i < 3) for i in range(4)]
 
 
-def _run(way: str, tokens: int, world_size: int, setting: RunSetting) -> None:
+def _run_attention(way: str, tokens: int, world_size: int, setting: RunSetting) -> None:
     q, k, v, grad = _inputs(tokens // world_size, setting)
-    if way in WAYS:
+    if way in SHM_BY_WAY:
         from fused_tp import ring_attention
 
         out = ring_attention(q, k, v, group=None, causal=True)
     else:
-        with sdpa_kernel(TORCH[way]):
+        with sdpa_kernel(SDPA_BACKENDS[way]):
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
             ).transpose(1, 2)
@@ -138,30 +138,34 @@ def _touch_peers(tokens: int, world_size: int, setting: RunSetting) -> None:
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
-def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: RunSetting) -> Iterator[Peak]:
+def measure_peaks(
+    ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: RunSetting
+) -> Iterator[Peak]:
     """Measure with `tokens` tokens per rank: W ranks hold a sequence W times as long. torch runs on one rank only."""
     for length, world_size, way in itertools.product(tokens, sorted(ranks), ways):
-        if way in TORCH and (world_size > 1 or (way == "torch, math" and length > MOST_MATH_TOKENS)):
+        if way in SDPA_BACKENDS and (world_size > 1 or (way == "torch, math" and length > MAX_MATH_TOKENS)):
             continue
         with Ranks(world_size) as processes:
-            mib = max(processes.call(measure, way, length * world_size, setting, seconds=SECONDS))
+            mib = max(processes.call(measure, way, length * world_size, setting, seconds=TIMEOUT_SECONDS))
         yield Peak(way, length * world_size, world_size, mib, now())
 
 
-def limit(found: Sequence[Peak], peak: Peak, setting: RunSetting) -> float | None:
-    """MiB of one rank with the tokens of a rank of `peak`, plus two chunks of K/V, which are in flight in a ring."""
+def ring_limit_mib(measured: Sequence[Peak], peak: Peak, setting: RunSetting) -> float | None:
+    """MiB expected on each rank of `peak`: one rank alone with as many tokens, plus two chunks of K/V in flight."""
     length = peak.tokens // peak.ranks
-    alone = [p.mib for p in found if (p.way, p.tokens, p.ranks) == (peak.way, length, 1)]
-    return alone[0] + 2 * setting.chunk_mib(length) if alone and peak.ranks > 1 else None
+    one_rank_mib = [p.mib for p in measured if (p.way, p.tokens, p.ranks) == (peak.way, length, 1)]
+    return one_rank_mib[0] + 2 * setting.kv_mib(length) if one_rank_mib and peak.ranks > 1 else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and store."""
     parser = argparse.ArgumentParser(prog="benchmarks.attention_memory", description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="N", help="on each rank")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="W")
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *TORCH], default=[*WAYS, *TORCH])
-    parser.add_argument("--heads", type=int, default=HEADS, help=f"of {HEAD_DIM}")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS_PER_RANK, metavar="N", help="on each rank")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANK_COUNTS, metavar="W")
+    parser.add_argument(
+        "--ways", nargs="+", choices=[*SHM_BY_WAY, *SDPA_BACKENDS], default=[*SHM_BY_WAY, *SDPA_BACKENDS]
+    )
+    parser.add_argument("--heads", type=int, default=HEADS, help=f"number of heads, each of {HEAD_DIM} features")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
     options = parser.parse_args(arguments)
     if sys.platform != "linux":
@@ -171,14 +175,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "attention_memory.jsonl"
     source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
-    found: list[Peak] = []
-    for peak in peaks(options.ways, options.tokens, options.ranks, setting):
-        found.append(peak)
+    measured: list[Peak] = []
+    for peak in measure_peaks(options.ways, options.tokens, options.ranks, setting):
+        measured.append(peak)
         with path.open("a") as results:
             results.write(json.dumps({**asdict(peak), **source}) + "\n")
-        bar = limit(found, peak, setting)
-        told = "" if bar is None else f"; one rank of {peak.tokens // peak.ranks}, and two chunks of K/V: {bar:.1f}"
-        print(f"{peak.way}, {peak.tokens} tokens on {peak.ranks}: {peak.mib:.1f} MiB a rank{told}", flush=True)
+        limit_mib = ring_limit_mib(measured, peak, setting)
+        limit_text = (
+            ""
+            if limit_mib is None
+            else f"; one rank of {peak.tokens // peak.ranks}, and two chunks of K/V: {limit_mib:.1f}"
+        )
+        print(f"{peak.way}, {peak.tokens} tokens on {peak.ranks}: {peak.mib:.1f} MiB a rank{limit_text}", flush=True)
     print(f"Results: {path}")
     return 0
 

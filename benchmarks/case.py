@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-OURS = "fused_tp"
+FUSED_TP = "fused_tp"
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative to the largest number in the expected result. A sum of separately rounded terms differs by about one step of
@@ -50,10 +50,10 @@ Makers = dict[str, Maker]
 class Context(Protocol):
     """Environment of a running case: a rank on the CPU (`ranks.RankContext`), or a GPU (`gpu_timing.GpuContext`)."""
 
-    checks_again: bool  # check results again after the last round
+    rechecks_results: bool  # check results again after the last round
 
-    def exchange(self, mine: Any) -> list[Any]:
-        """Return `mine` of every rank."""
+    def exchange(self, value: Any) -> list[Any]:
+        """Return `value` of every rank."""
 
     def synchronize(self) -> None:
         """Return once all launched work has ended, and raise its errors."""
@@ -77,14 +77,14 @@ class Quartiles:
     q3: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
+    def from_values(cls, values: Sequence[float]) -> Quartiles:
         """Quartiles by linear interpolation; a single value is its own quartiles.
 
         Raises:
             ValueError: there are no values.
 
         Example:
-            >>> Quartiles.of([1.0, 2.0, 3.0])
+            >>> Quartiles.from_values([1.0, 2.0, 3.0])
             Quartiles(median=2.0, q1=1.5, q3=2.5)
         """
         if not values:
@@ -95,45 +95,45 @@ class Quartiles:
         return cls(median, q1, q3)
 
 
-def slowest(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
+def slowest_rank_seconds(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
     """Time of the slowest rank in each round. Takes [rank][round], with equally many rounds on all ranks."""
     return [max(times) for times in zip(*seconds_by_rank, strict=True)]
 
 
-def paired(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
+def ratio_quartiles(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
     """Quartiles of the round-by-round ratio.
 
     A machine that slows down for a second slows down all contestants of a round. Ratios within a round therefore stay
     valid, while a ratio of two separate medians does not. The median ignores rounds that another program disturbed.
 
     Example:
-        >>> paired([2.0, 4.0, 9.0], [1.0, 2.0, 3.0]).median
+        >>> ratio_quartiles([2.0, 4.0, 9.0], [1.0, 2.0, 3.0]).median
         2.0
     """
-    return Quartiles.of([a / b for a, b in zip(numerator, denominator, strict=True)])
+    return Quartiles.from_values([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Comparison of two contestants: `of(ours, rival, world_size)`, and `lower_is_better`."""
+    """Comparison of two contestants: `compare(fused_tp, rival, world_size)`, and `lower_is_better`."""
 
     name: str
     lower_is_better: bool
-    of: Callable[[Sequence[float], Sequence[float], int], Quartiles]
+    compare: Callable[[Sequence[float], Sequence[float], int], Quartiles]
 
     def meets(self, value: float, bar: float) -> bool:
         return value <= bar if self.lower_is_better else value >= bar
 
-    def __reduce__(self) -> str:  # cases are pickled to be sent to ranks, and lambdas cannot be pickled
+    def __reduce__(self) -> str:  # pickle the name: cases are sent to ranks, and lambdas cannot be pickled
         return self.name.upper().replace(" ", "_")
 
 
-TIME_RATIO = Measure("time ratio", True, lambda ours, rival, size: paired(ours, rival))
-SPEEDUP = Measure("speedup", False, lambda ours, rival, size: paired(rival, ours))
+TIME_RATIO = Measure("time ratio", True, lambda ours, rival, size: ratio_quartiles(ours, rival))
+SPEEDUP = Measure("speedup", False, lambda ours, rival, size: ratio_quartiles(rival, ours))
 # The rival does on one rank the work that ours shards over W: at 1.0, W ranks are W times as fast.
-EFFICIENCY = Measure("efficiency", False, lambda ours, rival, size: paired(rival, [size * s for s in ours]))
+EFFICIENCY = Measure("efficiency", False, lambda ours, rival, size: ratio_quartiles(rival, [size * s for s in ours]))
 # Absolute time of ours. The rival only shows the time that the machine can reach.
-MICROSECONDS = Measure("microseconds", True, lambda ours, rival, size: Quartiles.of([1e6 * s for s in ours]))
+MICROSECONDS = Measure("microseconds", True, lambda ours, rival, size: Quartiles.from_values([1e6 * s for s in ours]))
 MEASURES = {measure.name: measure for measure in (TIME_RATIO, SPEEDUP, EFFICIENCY, MICROSECONDS)}
 
 
@@ -178,7 +178,7 @@ class BenchCase:
         return f"{self.nbytes / ms / 1e6:.0f} GB/s" if self.nbytes else f"{1e3 * ms:.2f} us"
 
 
-def select(cases: Iterable[BenchCase], pattern: str, option: str) -> list[BenchCase]:
+def select_cases(cases: Iterable[BenchCase], pattern: str, option: str) -> list[BenchCase]:
     """Select the cases whose name contains a match of `pattern`, the value of `option`.
 
     Raises:
@@ -193,7 +193,7 @@ def select(cases: Iterable[BenchCase], pattern: str, option: str) -> list[BenchC
     return chosen
 
 
-def checked(run: Callable[[], Tensor], expected: Tensor, note: str = "") -> Contestant:
+def checked_contestant(run: Callable[[], Tensor], expected: Tensor, note: str = "") -> Contestant:
     """Contestant whose result must be `expected`, up to rounding in its dtype."""
 
     def check() -> None:

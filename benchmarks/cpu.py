@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from fused_tp.cli import at_least, make_folder, positive
+from fused_tp.cli import at_least, make_folder, positive_number
 from fused_tp.core.settings import table_path
 
 from . import cpu_attention, cpu_block, cpu_experts, cpu_matmul
-from .case import BenchCase, select
+from .case import BenchCase, select_cases
 from .plot import plot
 from .ranks import RankFailure, Ranks
-from .results import Record, merge, read, records_of, this_machine, versions
+from .results import Record, merge_records, read_records, records_of, this_machine, versions
 from .runner import run_case
 from .table import markdown
 
-RANKS = (2, 4, 8, 16)  # numbers of ranks that divide the sizes of all cases
+RANK_COUNTS = (2, 4, 8, 16)  # numbers of ranks that divide the sizes of all cases
 # Time for a case to start: the first case that needs DeepSpeed's extension compiles it.
-STARTING_SECONDS = 300.0
+CASE_START_SECONDS = 300.0
 
 
 def cpu_cases() -> list[BenchCase]:
@@ -55,17 +55,17 @@ def run(
         try:
             for case in family:
                 try:
-                    # New ranks for each family, and after a failure, which ends the ranks.
+                    # Start new ranks for each family, and after a failure, which ends the ranks.
                     ranks = ranks or Ranks(world_size)
-                    deadline = STARTING_SECONDS + 4 * scale * case.seconds
+                    deadline = CASE_START_SECONDS + 4 * scale * case.seconds
                     times = ranks.call(run_case, case, rounds, scale, seconds=deadline)
                 except RankFailure as error:
                     ranks = None
                     say(f"{case.name} failed. {error}")
                     yield case, []
                     continue
-                for name, why in times[0].skipped.items():
-                    say(f"{case.name}: {name} {why}")
+                for name, reason in times[0].skipped.items():
+                    say(f"{case.name}: {name} {reason}")
                 yield case, records_of(case, times, world_size, this_machine(), versions())
         finally:
             if ranks is not None:
@@ -76,9 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the suite and of tuning."""
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--rounds", type=at_least(1), metavar="N", help="rounds of each case (as many as fit its time)")
-    parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="multiply the time for each case (1)")
     parser.add_argument(
-        "--ranks", type=int, default=2, choices=RANKS, metavar="W", help="ranks of one thread, a core each (2)"
+        "--scale", type=positive_number, default=1.0, metavar="X", help="multiply the time for each case (1)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, choices=RANK_COUNTS, metavar="W", help="ranks of one thread, a core each (2)"
     )
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument(
@@ -93,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--table",
         type=Path,
         metavar="FILE",
-        help="for --tune (what FUSED_TP_TABLE names, else OUT/dispatch.json)",
+        help="table that --tune writes (default: FUSED_TP_TABLE, else OUT/dispatch.json)",
     )
 
 
@@ -105,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
         print("--table is for --tune; the suite runs on the table that FUSED_TP_TABLE names.", file=sys.stderr)
         return 2
     try:
-        cases = select(cpu_cases(), options.case, "--case")
+        cases = select_cases(cpu_cases(), options.case, "--case")
         if not options.list:
             make_folder("--out", options.out)
     except ValueError as error:
@@ -114,22 +116,22 @@ def main(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
-    importlib.import_module("matplotlib")  # if missing, it fails now, not after minutes of measuring
+    importlib.import_module("matplotlib")  # raise ImportError now, not after minutes of measuring
     path = options.out / "cpu.jsonl"
-    fresh: list[Record] = []
+    new_records: list[Record] = []
     failed = 0
     start = time.monotonic()
     for case, records in run(cases, world_size=options.ranks, rounds=options.rounds, scale=options.scale):
         print(f"{time.monotonic() - start:6.1f} s  {case.name}", flush=True)
         failed += not records
-        fresh += records
+        new_records += records
         if records:
-            merge(path, records)  # after each case, so that an interrupted run keeps its records
-    if not fresh:
+            merge_records(path, records)  # after each case, so that an interrupted run keeps its records
+    if not new_records:
         return 1
-    print(markdown(fresh))
+    print(markdown(new_records))
     print(f"Results: {path}")
-    stored = read(path)
+    stored = read_records(path)
     if any(record.comparison for record in stored):
         picture = path.with_suffix(".png")
         plot(stored, picture)
@@ -154,7 +156,7 @@ def _tune(options: argparse.Namespace) -> int:
     try:
         tune.tune(path, options.ranks, options.rounds or tune.ROUNDS)
     except (RankFailure, ValueError) as error:
-        print(f"Tuning did not get through, and {path} is as it was. {error}", file=sys.stderr)
+        print(f"Tuning failed; {path} is unchanged. {error}", file=sys.stderr)
         return 1
     return 0
 

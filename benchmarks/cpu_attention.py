@@ -12,18 +12,18 @@ from torch.nn import functional as F
 
 from fused_tp.core.settings import override_environment
 
-from .case import DTYPES, EFFICIENCY, OURS, BenchCase, Contestant, Makers, Rival, assert_close
+from .case import DTYPES, EFFICIENCY, FUSED_TP, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
 
 HEADS, HEAD_DIM = 8, 64
 SEQ, DOCUMENTS_SEQ, WINDOW_SEQ = 8192, 16384, 16384
 DOCUMENTS, WINDOW = 32, 1024
-TORCH = "torch on one rank"
-# The cores of a machine share caches, memory and clock. If every core computes a whole sequence, each gets no more of
-# them than under the ring.
-TORCH_ON_ALL = "torch on every rank"
-ALONE = "fused_tp on one rank"
-ALONE_ON_ALL = "fused_tp on every rank"
+TORCH_ON_ONE_RANK = "torch on one rank"
+# Cores share caches, memory bandwidth and clock. With a whole sequence on every core, each core gets no more of them
+# than in a ring.
+TORCH_ON_EVERY_RANK = "torch on every rank"
+FUSED_TP_ON_ONE_RANK = "fused_tp on one rank"
+FUSED_TP_ON_EVERY_RANK = "fused_tp on every rank"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -31,14 +31,17 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def cases() -> list[BenchCase]:
     """All cases of this file."""
     causal = {
-        TORCH: Rival(EFFICIENCY, bar=0.95, aim=0.98),
-        TORCH_ON_ALL: Rival(EFFICIENCY),
-        ALONE: Rival(EFFICIENCY, bar=0.95, aim=0.98),
-        ALONE_ON_ALL: Rival(EFFICIENCY),
+        TORCH_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.95, aim=0.98),
+        TORCH_ON_EVERY_RANK: Rival(EFFICIENCY),
+        FUSED_TP_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.95, aim=0.98),
+        FUSED_TP_ON_EVERY_RANK: Rival(EFFICIENCY),
     }
-    masked = {ALONE: Rival(EFFICIENCY, bar=0.90, aim=0.95), TORCH: Rival(EFFICIENCY)}
-    messages = {TORCH: Rival(EFFICIENCY, bar=0.80, aim=0.95), ALONE: Rival(EFFICIENCY, bar=0.80, aim=0.95)}
-    kinds: list[tuple[str, dict[str, Any], dict[str, Rival], float]] = [
+    masked = {FUSED_TP_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.90, aim=0.95), TORCH_ON_ONE_RANK: Rival(EFFICIENCY)}
+    messages = {
+        TORCH_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.80, aim=0.95),
+        FUSED_TP_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.80, aim=0.95),
+    }
+    variants: list[tuple[str, dict[str, Any], dict[str, Rival], float]] = [
         ("ring_attention", {"seq": SEQ}, causal, 20.0),
         ("ring_attention_documents", {"seq": DOCUMENTS_SEQ, "documents": DOCUMENTS}, masked, 15.0),
         ("ring_attention_window", {"seq": WINDOW_SEQ, "window": WINDOW}, masked, 15.0),
@@ -52,7 +55,7 @@ def cases() -> list[BenchCase]:
             rivals,
             seconds=2.25 * seconds if backward else seconds,
         )
-        for name, parameters, rivals, seconds in kinds
+        for name, parameters, rivals, seconds in variants
         for dtype in ("bf16", "fp32")
         for backward in (False, True)
     ]
@@ -81,57 +84,60 @@ def ring_attention(
     q, k, v, d_out = (torch.randn(1, seq, HEADS, HEAD_DIM, generator=random).to(DTYPES[dtype]) for _ in range(4))
     lengths = zipf_lengths(documents, seq) if documents else [seq]
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    how: dict[str, Any] = {"causal": True}
+    options: dict[str, Any] = {"causal": True}
     if documents:
-        how |= {"cu_seqlens": torch.tensor(bounds), "layout": "balanced"}
+        options |= {"cu_seqlens": torch.tensor(bounds), "layout": "balanced"}
     if window:
-        how["window"] = (window - 1, 0)
+        options["window"] = (window - 1, 0)
 
-    def whole() -> Callable[[], list[Tensor]]:
+    def unsharded_step() -> Callable[[], list[Tensor]]:
         from fused_tp.ops.ring_attention import ring_attention_from_head
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return ring_attention_from_head(q, k, v, None, is_unsharded=True, **how)
+            return ring_attention_from_head(q, k, v, None, is_unsharded=True, **options)
 
-        return _runner(attention, q, k, v, d_out, backward)
+        return _make_step(attention, q, k, v, d_out, backward)
 
-    def ours() -> Contestant:
+    def fused_tp_contestant() -> Contestant:
         from fused_tp import ring_attention, shard_sequence
 
-        where = {name: how[name] for name in ("layout", "cu_seqlens") if name in how}
+        layout_options = {name: options[name] for name in ("layout", "cu_seqlens") if name in options}
 
-        def cut(tensor: Tensor) -> Tensor:
-            return shard_sequence(tensor, 1, group=None, **where)
+        def shard(tensor: Tensor) -> Tensor:
+            return shard_sequence(tensor, 1, group=None, **layout_options)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = ring_attention(q, k, v, group=None, seq_len=seq, **how)
+            out: Tensor = ring_attention(q, k, v, group=None, seq_len=seq, **options)
             return out
 
-        run = _runner(attention, cut(q), cut(k), cut(v), cut(d_out), backward)
+        run = _make_step(attention, shard(q), shard(k), shard(v), shard(d_out), backward)
         run = run if shared_memory else _without_shared_memory(run)
 
         def check() -> None:
-            reference = whole() if window else _runner(_torch(bounds), q, k, v, d_out, backward)
+            reference = unsharded_step() if window else _make_step(_torch_attention(bounds), q, k, v, d_out, backward)
             for actual, expected in zip(run(), reference(), strict=True):
-                assert_close(actual, cut(expected))
+                assert_close(actual, shard(expected))
 
         return Contestant(run, check)
 
-    def on_one(run: Callable[[], Any]) -> Contestant:
+    def first_rank_contestant(run: Callable[[], Any]) -> Contestant:
         return Contestant(run if context.rank == 0 else lambda: None)
 
     makers: Makers = {
-        OURS: ours,
-        ALONE: lambda: on_one(whole()),
-        ALONE_ON_ALL: lambda: Contestant(whole()),
+        FUSED_TP: fused_tp_contestant,
+        FUSED_TP_ON_ONE_RANK: lambda: first_rank_contestant(unsharded_step()),
+        FUSED_TP_ON_EVERY_RANK: lambda: Contestant(unsharded_step()),
     }
     if not window:  # torch supports a window only by a mask of seq x seq
-        by_torch = _runner(_torch(bounds), q, k, v, d_out, backward)
-        makers |= {TORCH: lambda: on_one(by_torch), TORCH_ON_ALL: lambda: Contestant(by_torch)}
+        torch_step = _make_step(_torch_attention(bounds), q, k, v, d_out, backward)
+        makers |= {
+            TORCH_ON_ONE_RANK: lambda: first_rank_contestant(torch_step),
+            TORCH_ON_EVERY_RANK: lambda: Contestant(torch_step),
+        }
     return makers
 
 
-def _torch(bounds: list[int]) -> Attention:
+def _torch_attention(bounds: list[int]) -> Attention:
     """Attention of torch, document by document, which is its fastest way on CPUs."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -145,14 +151,14 @@ def _torch(bounds: list[int]) -> Attention:
 
 
 def _without_shared_memory(run: Callable[[], Any]) -> Callable[[], Any]:
-    def by_messages() -> Any:
+    def run_with_messages() -> Any:
         with override_environment({"FUSED_TP_SHM": "0"}):
             return run()
 
-    return by_messages
+    return run_with_messages
 
 
-def _runner(
+def _make_step(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, backward: bool
 ) -> Callable[[], list[Tensor]]:
     """Return a function that computes [out], or [out, dq, dk, dv] with `backward`."""

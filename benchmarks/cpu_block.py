@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from fused_tp.core.settings import override_environment
 
-from .case import DTYPES, OURS, SPEEDUP, BenchCase, Contestant, Makers, Rival, assert_close
+from .case import DTYPES, FUSED_TP, SPEEDUP, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
 
 MEGATRON = "Megatron-Core on gloo"
-PLAIN = "fused_tp, plain schedule"
+PLAIN_SCHEDULE = "fused_tp, plain schedule"
 EPS = 1e-5
 ROTARY_BASE = 10000.0
 
@@ -49,7 +49,7 @@ SIZES = {
 
 def cases() -> list[BenchCase]:
     """All cases of this file."""
-    rivals = {MEGATRON: Rival(SPEEDUP, bar=1.3, aim=1.6), PLAIN: Rival(SPEEDUP)}
+    rivals = {MEGATRON: Rival(SPEEDUP, bar=1.3, aim=1.6), PLAIN_SCHEDULE: Rival(SPEEDUP)}
     return [
         BenchCase(f"llama_block/{dtype}/{name}", llama_block, {"dtype": dtype, "size": size}, rivals, seconds=20.0)
         for dtype in ("bf16", "fp32")
@@ -59,19 +59,19 @@ def cases() -> list[BenchCase]:
 
 def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
     """Makers of the contestants; x is [seq/W, 1, hidden] on a rank: Megatron's layout, and no worse for others."""
-    kind = DTYPES[dtype]
-    weights = full_weights(size, kind)
+    torch_dtype = DTYPES[dtype]
+    weights = full_weights(size, torch_dtype)
     random = torch.Generator().manual_seed(1)
-    x, d_out = (torch.randn(size.seq, 1, size.hidden, generator=random).to(kind) for _ in range(2))
+    x, d_out = (torch.randn(size.seq, 1, size.hidden, generator=random).to(torch_dtype) for _ in range(2))
     rows = slice(context.rank * size.seq // context.world_size, (context.rank + 1) * size.seq // context.world_size)
-    expected_out, expected_dx, expected_dnorm = TransformerBlock(size, WholeLayers(weights)).step(x, d_out)
+    expected_out, expected_dx, expected_dnorm = TransformerBlock(size, UnshardedLayers(weights)).step(x, d_out)
 
-    def contestant(layers: Callable[[], WholeLayers], forced: dict[str, str]) -> Contestant:
-        with override_environment(forced):
+    def contestant(layers: Callable[[], UnshardedLayers], settings: dict[str, str]) -> Contestant:
+        with override_environment(settings):
             block = TransformerBlock(size, layers())
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            with override_environment(forced):
+            with override_environment(settings):
                 return block.step(x[rows], d_out[rows])
 
         def check() -> None:
@@ -82,16 +82,16 @@ def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
 
         return Contestant(run, check)
 
-    def megatron() -> Contestant:
+    def megatron_contestant() -> Contestant:
         from . import rivals_megatron
 
         rivals_megatron.prepare(context)
         return contestant(lambda: rivals_megatron.MegatronLayers(weights), {})
 
     return {
-        OURS: lambda: contestant(lambda: FusedLayers(weights), {}),
-        PLAIN: lambda: contestant(lambda: FusedLayers(weights), {"FUSED_TP_SCHEDULE": "plain"}),
-        MEGATRON: megatron,
+        FUSED_TP: lambda: contestant(lambda: FusedLayers(weights), {}),
+        PLAIN_SCHEDULE: lambda: contestant(lambda: FusedLayers(weights), {"FUSED_TP_SCHEDULE": "plain"}),
+        MEGATRON: megatron_contestant,
     }
 
 
@@ -109,7 +109,7 @@ def full_weights(size: BlockSize, dtype: torch.dtype) -> dict[str, Tensor]:
     return weights | {"norm0": torch.ones(hidden, dtype=dtype), "norm1": torch.ones(hidden, dtype=dtype)}
 
 
-class WholeLayers:
+class UnshardedLayers:
     """Parts of the block that depend on parallelism. This class runs on one rank, as the reference for its subclasses.
 
     x is [seq_local, 1, hidden]; inside attention and the MLP it is [seq, 1, local].
@@ -117,10 +117,10 @@ class WholeLayers:
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         self.norms = [nn.Parameter(weights[f"norm{index}"].clone()) for index in range(2)]
-        linears = self.make({name: weight for name, weight in weights.items() if not name.startswith("norm")})
+        linears = self.create_linears({name: weight for name, weight in weights.items() if not name.startswith("norm")})
         self.parameters: list[nn.Parameter] = [*self.norms, *linears]
 
-    def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
+    def create_linears(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
         """Create the linear layers and return their parameters."""
         self._weights = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
         return list(self._weights.values())
@@ -137,20 +137,22 @@ class WholeLayers:
         """Complete the gradients after backward(); nothing to do on one rank."""
 
 
-class FusedLayers(WholeLayers):
+class FusedLayers(UnshardedLayers):
     """Column- and row-parallel layers of fused_tp.nn; q, k, v share a gather, as do gate and up."""
 
-    def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
+    def create_linears(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
         from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
         from fused_tp.nn.share_gather import share_gather
 
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         self._layers: dict[str, nn.Module] = {}
         for name, weight in weights.items():
-            whole = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            whole.weight = nn.Parameter(weight)
-            kind = RowParallelLinear if name in ("o", "down") else ColumnParallelLinear
-            self._layers[name] = kind.from_linear(whole, mesh=self._mesh, sequence_parallel=True, sequence_dim=0)
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            linear.weight = nn.Parameter(weight)
+            layer_class = RowParallelLinear if name in ("o", "down") else ColumnParallelLinear
+            self._layers[name] = layer_class.from_linear(
+                linear, mesh=self._mesh, sequence_parallel=True, sequence_dim=0
+            )
         share_gather([self._layers[name] for name in ("q", "k", "v")])
         share_gather([self._layers[name] for name in ("gate", "up")])
         return [layer.get_parameter("weight") for layer in self._layers.values()]
@@ -167,12 +169,12 @@ class FusedLayers(WholeLayers):
 class TransformerBlock:
     """Pre-norm transformer block as in Llama, without dropout and biases."""
 
-    def __init__(self, size: BlockSize, layers: WholeLayers) -> None:
+    def __init__(self, size: BlockSize, layers: UnshardedLayers) -> None:
         self.size = size
         self.layers = layers
         dtype = layers.parameters[0].dtype
-        inverse = ROTARY_BASE ** (-torch.arange(0, size.head_dim, 2) / size.head_dim)
-        angles = torch.outer(torch.arange(size.seq).float(), inverse).repeat(1, 2)
+        inverse_frequencies = ROTARY_BASE ** (-torch.arange(0, size.head_dim, 2) / size.head_dim)
+        angles = torch.outer(torch.arange(size.seq).float(), inverse_frequencies).repeat(1, 2)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def step(self, x: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:

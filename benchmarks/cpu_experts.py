@@ -17,29 +17,29 @@ from fused_tp import parallelize
 from fused_tp.backends.grouped import grouped_linear, grouped_weight_grad
 from fused_tp.parallelizing.experts import routing_from_sorted_experts
 
-from .case import DTYPES, EFFICIENCY, OURS, TIME_RATIO, BenchCase, Contestant, Makers, Rival, assert_close
+from .case import DTYPES, EFFICIENCY, FUSED_TP, TIME_RATIO, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
 
 TOKENS, EXPERTS, TOP_K = 1024, 8, 2
-# Hidden and intermediate sizes. MIXTRAL: those of Mixtral 8x7B (arXiv 2401.04088) on two ranks of four.
-SMALL, MIXTRAL = (2048, 2048), (4096, 14336 // 2)
-ALONE = "its matmuls alone"
+# Hidden and intermediate sizes. MIXTRAL_SIZES: those of Mixtral 8x7B (arXiv 2401.04088) on two ranks of four.
+SMALL_SIZES, MIXTRAL_SIZES = (2048, 2048), (4096, 14336 // 2)
+TORCH_MATMULS = "its matmuls alone"
 PLAN = {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
 # transformers calls torch's grouped_mm, fused_tp in fp32 another library (see fused_tp.backends.gemm). Comparing with
 # fused_tp's own matmuls separates that gain from the overhead around them.
-OUR_ALONE = "fused_tp's matmuls alone"
-GLOO = "transformers' + gloo"
-WHOLE = "transformers' on one rank"
-SEQUENCE = "on the whole sequence"  # gathers all tokens before the block, and all-reduces its outputs
+FUSED_TP_MATMULS = "fused_tp's matmuls alone"
+TRANSFORMERS_GLOO = "transformers' + gloo"
+TRANSFORMERS_ON_ONE_RANK = "transformers' on one rank"
+WHOLE_SEQUENCE = "on the whole sequence"  # gathers all tokens before the block, and all-reduces its outputs
 
 
 def cases() -> list[BenchCase]:
     """All cases of this file."""
     rivals = {
-        ALONE: Rival(TIME_RATIO, bar=1.05),
-        OUR_ALONE: Rival(TIME_RATIO, bar=1.05),
-        GLOO: Rival(TIME_RATIO),
-        WHOLE: Rival(EFFICIENCY),
+        TORCH_MATMULS: Rival(TIME_RATIO, bar=1.05),
+        FUSED_TP_MATMULS: Rival(TIME_RATIO, bar=1.05),
+        TRANSFORMERS_GLOO: Rival(TIME_RATIO),
+        TRANSFORMERS_ON_ONE_RANK: Rival(EFFICIENCY),
     }
     return [
         BenchCase(
@@ -49,15 +49,15 @@ def cases() -> list[BenchCase]:
             rivals,
             seconds=30.0 if backward or name else 15.0,
         )
-        for name, sizes, dtypes in (("", SMALL, ("bf16", "fp32")), ("Mixtral ", MIXTRAL, ("bf16",)))
+        for name, sizes, dtypes in (("", SMALL_SIZES, ("bf16", "fp32")), ("Mixtral ", MIXTRAL_SIZES, ("bf16",)))
         for dtype in dtypes
         for backward in (False, True)
     ] + [
         BenchCase(
             f"experts/{dtype}/sequence parallel",
-            experts_of_parts,
+            sequence_parallel_experts,
             {"dtype": dtype},
-            {SEQUENCE: Rival(TIME_RATIO)},
+            {WHOLE_SEQUENCE: Rival(TIME_RATIO)},
             seconds=30.0,
         )
         for dtype in ("bf16", "fp32")
@@ -65,14 +65,17 @@ def cases() -> list[BenchCase]:
 
 
 def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple[int, int]) -> Makers:
-    """x [1, tokens, hidden], equal on all ranks; gradients of x and of all weights, including the router's."""
+    """Makers for one block of experts; x is [1, tokens, hidden], equal on all ranks.
+
+    Backward computes the gradients of x and of all weights, including the router's.
+    """
     whole = mixtral_block(dtype, *sizes)
-    x, d = activations(dtype, sizes[0])
+    x, grad_out = activations(dtype, sizes[0])
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
 
     def step(block: nn.Module) -> list[Tensor]:
         if backward:
-            return trained(block, x, d, "gate.weight")
+            return train_step(block, x, grad_out, "gate.weight")
         with torch.no_grad():
             return [block(x)]
 
@@ -85,49 +88,49 @@ def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple
 
         return Contestant(lambda: step(block), check)
 
-    def ours() -> Contestant:
+    def fused_tp_contestant() -> Contestant:
         return contestant(parallelize(copy.deepcopy(whole), mesh, plan=PLAN))
 
-    def gloo() -> Contestant:
+    def gloo_contestant() -> Contestant:
         block = copy.deepcopy(whole)
-        cut(block.experts, context)
+        shard_experts(block.experts, context)
         block.experts.register_forward_pre_hook(
-            lambda module, args: (_Shared.apply(args[0]), args[1], _Shared.apply(args[2]))
+            lambda module, args: (_AllReduceGradient.apply(args[0]), args[1], _AllReduceGradient.apply(args[2]))
         )
-        block.experts.register_forward_hook(lambda module, args, output: _Summed.apply(output))
+        block.experts.register_forward_hook(lambda module, args, output: _AllReduceOutput.apply(output))
         return contestant(block)
 
-    def matmuls(linear: Any, weight_grad: Any) -> Contestant:
+    def matmul_contestant(linear: Any, weight_grad: Any) -> Contestant:
         experts = copy.deepcopy(whole.experts)
-        cut(experts, context)
+        shard_experts(experts, context)
         up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
         with torch.no_grad():
             _, _, index = whole.gate(x[0])
         chosen, order = index.reshape(-1).sort(stable=True)
         routing = routing_from_sorted_experts(chosen, order // TOP_K, EXPERTS)
-        rows, inner = routing.gather_rows(x), x.new_ones(len(order), down.shape[2])
-        d_up, d_down = x.new_ones(len(order), up.shape[1]), routing.gather_rows(d)
+        rows, down_inputs = routing.gather_rows(x), x.new_ones(len(order), down.shape[2])
+        grad_up, grad_down = x.new_ones(len(order), up.shape[1]), routing.gather_rows(grad_out)
 
         def run() -> None:
             linear(rows, up, routing)
-            linear(inner, down, routing)
+            linear(down_inputs, down, routing)
             if backward:
-                linear(d_down, down.transpose(1, 2), routing)
-                weight_grad(d_down, inner, down, routing)
-                linear(d_up, up.transpose(1, 2), routing)
-                weight_grad(d_up, rows, up, routing)
+                linear(grad_down, down.transpose(1, 2), routing)
+                weight_grad(grad_down, down_inputs, down, routing)
+                linear(grad_up, up.transpose(1, 2), routing)
+                weight_grad(grad_up, rows, up, routing)
 
         return Contestant(run)
 
     return {
-        OURS: ours,
-        ALONE: lambda: matmuls(
+        FUSED_TP: fused_tp_contestant,
+        TORCH_MATMULS: lambda: matmul_contestant(
             lambda x, w, routing: grouped_mm(x, w.transpose(1, 2), offs=routing.offsets),
-            lambda d, x, w, routing: grouped_mm(d.t(), x, offs=routing.offsets),
+            lambda grad_out, x, w, routing: grouped_mm(grad_out.t(), x, offs=routing.offsets),
         ),
-        OUR_ALONE: lambda: matmuls(grouped_linear, grouped_weight_grad),
-        GLOO: gloo,
-        WHOLE: lambda: contestant(whole),
+        FUSED_TP_MATMULS: lambda: matmul_contestant(grouped_linear, grouped_weight_grad),
+        TRANSFORMERS_GLOO: gloo_contestant,
+        TRANSFORMERS_ON_ONE_RANK: lambda: contestant(whole),
     }
 
 
@@ -137,30 +140,30 @@ class OneLayer(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.ModuleDict({"mlp": block})])
-        self.head = nn.Linear(SMALL[0], 8, bias=False, dtype=next(block.parameters()).dtype)
+        self.head = nn.Linear(SMALL_SIZES[0], 8, bias=False, dtype=next(block.parameters()).dtype)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         out: Tensor = self.head(self.get_submodule("layers.0.mlp")(tokens))
         return out
 
 
-def experts_of_parts(context: RankContext, dtype: str) -> Makers:
-    """Forward and backward; each rank holds a shard of the tokens before and after the block."""
+def sequence_parallel_experts(context: RankContext, dtype: str) -> Makers:
+    """Makers for forward and backward; outside the block, each rank holds a shard of the tokens."""
     torch.manual_seed(0)
-    whole = OneLayer(mixtral_block(dtype, *SMALL))
-    x, d = activations(dtype, SMALL[0])
-    d = d[..., : whole.head.out_features]
+    whole = OneLayer(mixtral_block(dtype, *SMALL_SIZES))
+    x, grad_out = activations(dtype, SMALL_SIZES[0])
+    grad_out = grad_out[..., : whole.head.out_features]
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
     plan = {f"layers.*.mlp.{name}": style for name, style in PLAN.items()} | {"head": "colwise_gather_output"}
 
     def step(model: nn.Module) -> list[Tensor]:
-        return trained(model, x, d, "layers.0.mlp.gate.weight")
+        return train_step(model, x, grad_out, "layers.0.mlp.gate.weight")
 
     expected = step(whole)
 
-    def contestant(*, hooked: bool) -> Contestant:
+    def contestant(*, has_hook: bool) -> Contestant:
         model = copy.deepcopy(whole)
-        if hooked:  # fused_tp then gathers all tokens, as the hook may read them
+        if has_hook:  # fused_tp then gathers all tokens, as the hook may read them
             model.get_submodule("layers.0.mlp").register_forward_hook(lambda module, args, output: None)
         model = parallelize(model, mesh, plan=plan, sequence_parallel=True)
 
@@ -170,15 +173,15 @@ def experts_of_parts(context: RankContext, dtype: str) -> Makers:
 
         return Contestant(lambda: step(model), check)
 
-    return {OURS: lambda: contestant(hooked=False), SEQUENCE: lambda: contestant(hooked=True)}
+    return {FUSED_TP: lambda: contestant(has_hook=False), WHOLE_SEQUENCE: lambda: contestant(has_hook=True)}
 
 
-def trained(model: nn.Module, x: Tensor, d: Tensor, router: str) -> list[Tensor]:
+def train_step(model: nn.Module, x: Tensor, grad_out: Tensor, router: str) -> list[Tensor]:
     """Run forward on x and backward from d; return the output and the gradients of x and of the router's weight."""
     model.zero_grad()
     leaf = x.detach().requires_grad_()
     y = model(leaf)
-    y.backward(d)
+    y.backward(grad_out)
     grad: Any = model.get_parameter(router).grad
     assert leaf.grad is not None
     return [y.detach(), leaf.grad, grad.to_local() if hasattr(grad, "to_local") else grad]
@@ -207,7 +210,7 @@ def activations(dtype: str, hidden: int) -> list[Tensor]:
     return [torch.randn(1, TOKENS, hidden, generator=random).to(DTYPES[dtype]) for _ in range(2)]
 
 
-def cut(experts: Any, context: RankContext) -> None:
+def shard_experts(experts: Any, context: RankContext) -> None:
     """Keep only this rank's shard of every expert: of its gate, up and down projections."""
     size, rank = context.world_size, context.rank
     gate_up = experts.gate_up_proj.detach().unflatten(1, (2, size, -1))[:, :, rank].flatten(1, 2)
@@ -215,7 +218,7 @@ def cut(experts: Any, context: RankContext) -> None:
     experts.down_proj = nn.Parameter(experts.down_proj.detach().chunk(size, 2)[rank].clone())
 
 
-class _Shared(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -227,7 +230,7 @@ class _Shared(torch.autograd.Function):
         return grad
 
 
-class _Summed(torch.autograd.Function):
+class _AllReduceOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.clone()

@@ -14,73 +14,92 @@ from torch.nn import functional as F
 from fused_tp.core.pending import all_gather_single, reduce_scatter_single
 
 from . import rivals_deepspeed
-from .case import DTYPES, OURS, TIME_RATIO, BenchCase, Contestant, Maker, Makers, Rival, Unavailable, checked
+from .case import (
+    DTYPES,
+    FUSED_TP,
+    TIME_RATIO,
+    BenchCase,
+    Contestant,
+    Maker,
+    Makers,
+    Rival,
+    Unavailable,
+    checked_contestant,
+)
 from .ranks import RankContext
 
-if TYPE_CHECKING:  # it needs the native core
+if TYPE_CHECKING:  # importing shm needs the native core
     from fused_tp.backends.shared_memory.shm import ShmTransport
 
 FEATURES = 4096
 ALL_REDUCE_BYTES = tuple(1024 * 4**i for i in range(9))  # 1 KiB to 64 MiB
 
-FEW_ROWS = 16  # up to here, reading a weight takes far longer than multiplying by it
-BEST = (("bf16", 1), ("fp32", 16))  # cases that gain most by reading a weight once
-LAYERS = 4  # number of weights used in turn with few rows: more than caches hold
-ALONE = "matmul alone"
+FEW_ROWS = 16  # up to this many rows, reading a weight takes far longer than multiplying by it
+LARGEST_GAINS = (("bf16", 1), ("fp32", 16))  # cases that gain most by reading a weight once
+WEIGHT_COPIES = 4  # number of weights used in turn with few rows: more than caches hold
+TORCH_MATMUL = "matmul alone"
 # In fp32 and with few rows fused_tp calls another matmul library than torch (see fused_tp.backends.gemm). Contestants
-# with OUR_ALONE use it, too, which separates that gain from the gain by overlapping.
-OUR_ALONE = "fused_tp's matmul alone"
+# with FUSED_TP_MATMUL use it, too, which separates that gain from the gain by overlapping.
+FUSED_TP_MATMUL = "fused_tp's matmul alone"
 GLOO = "matmul + gloo"
 DEEPSPEED = "matmul + DeepSpeed"
-OUR_DEEPSPEED = "fused_tp's matmul + DeepSpeed"
+FUSED_TP_MATMUL_DEEPSPEED = "fused_tp's matmul + DeepSpeed"
 
 
 def cases() -> list[BenchCase]:
     """All cases of this file, in the order of the table."""
-    found = []
+    all_cases = []
     for dtype in ("bf16", "fp32"):
         for rows in (1, 16, 128, 512, 1024):
             large = rows >= 128
             rivals = {
-                ALONE: Rival(TIME_RATIO, aim=1.05 if large else None),
+                TORCH_MATMUL: Rival(TIME_RATIO, aim=1.05 if large else None),
                 GLOO: Rival(TIME_RATIO, bar=0.75 if large and dtype == "bf16" else None),
-                DEEPSPEED: Rival(TIME_RATIO, bar=0.97 if large else 0.85 if (dtype, rows) in BEST else 0.95),
-                OUR_ALONE: Rival(TIME_RATIO),
-                OUR_DEEPSPEED: Rival(TIME_RATIO),
+                DEEPSPEED: Rival(TIME_RATIO, bar=0.97 if large else 0.85 if (dtype, rows) in LARGEST_GAINS else 0.95),
+                FUSED_TP_MATMUL: Rival(TIME_RATIO),
+                FUSED_TP_MATMUL_DEEPSPEED: Rival(TIME_RATIO),
             }
-            found.append(_case("matmul_all_reduce", dtype, rows, rivals))
+            all_cases.append(_matmul_case("matmul_all_reduce", dtype, rows, rivals))
     for op, bar, aim in (("all_gather_matmul", 1.06, 1.02), ("matmul_reduce_scatter", 1.08, 1.03)):
-        rivals = {ALONE: Rival(TIME_RATIO, bar, aim), GLOO: Rival(TIME_RATIO), OUR_ALONE: Rival(TIME_RATIO)}
-        found += [_case(op, dtype, rows, rivals) for dtype in ("bf16", "fp32") for rows in (512, 1024)]
+        rivals = {
+            TORCH_MATMUL: Rival(TIME_RATIO, bar, aim),
+            GLOO: Rival(TIME_RATIO),
+            FUSED_TP_MATMUL: Rival(TIME_RATIO),
+        }
+        all_cases += [_matmul_case(op, dtype, rows, rivals) for dtype in ("bf16", "fp32") for rows in (512, 1024)]
     rivals = {"DeepSpeed": Rival(TIME_RATIO, bar=1.1), "gloo": Rival(TIME_RATIO)}
     for nbytes in ALL_REDUCE_BYTES:
         size = f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
-        found.append(BenchCase(f"all_reduce/bf16/{size}", all_reduce, {"nbytes": nbytes}, rivals, seconds=4.0))
-    return found
+        all_cases.append(BenchCase(f"all_reduce/bf16/{size}", all_reduce, {"nbytes": nbytes}, rivals, seconds=4.0))
+    return all_cases
 
 
-def _case(op: str, dtype: str, rows: int, rivals: dict[str, Rival]) -> BenchCase:
+def _matmul_case(op: str, dtype: str, rows: int, rivals: dict[str, Rival]) -> BenchCase:
     seconds = 4.0 if rows <= FEW_ROWS else 8.0
     return BenchCase(f"{op}/{dtype}/M={rows}", matmul, {"op": op, "dtype": dtype, "rows": rows}, rivals, seconds)
 
 
 def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int = FEATURES) -> Makers:
-    """all_gather_matmul: x_shard_m [M/W, K], weight [N/W, K] -> [M, N/W]. matmul_reduce_scatter, matmul_all_reduce:
-    x [M, K/W], weight [N, K/W] -> [M/W, N], [M, N]."""
+    """Makers for one op.
+
+    all_gather_matmul: x_shard_m [M/W, K], weight [N/W, K] -> [M, N/W].
+    matmul_reduce_scatter: x [M, K/W], weight [N, K/W] -> [M/W, N].
+    matmul_all_reduce: x [M, K/W], weight [N, K/W] -> [M, N].
+    """
     x, weight = operands(context, op, dtype, rows, features)
-    size, whole_x = context.world_size, x
-    weights = cycle([weight.clone() for _ in range(LAYERS)] if rows <= FEW_ROWS else [weight])
+    world_size, full_x = context.world_size, x
+    weights = cycle([weight.clone() for _ in range(WEIGHT_COPIES)] if rows <= FEW_ROWS else [weight])
     if op == "all_gather_matmul":
-        shards = [torch.empty_like(x) for _ in range(size)]
+        shards = [torch.empty_like(x) for _ in range(world_size)]
         dist.all_gather(shards, x)
-        whole_x = torch.cat(shards)
-    expected = F.linear(whole_x.double(), weight.double())
+        full_x = torch.cat(shards)
+    expected = F.linear(full_x.double(), weight.double())
     if op != "all_gather_matmul":
         dist.all_reduce(expected)
     if op == "matmul_reduce_scatter":
-        expected = expected.chunk(size)[context.rank]
+        expected = expected.chunk(world_size)[context.rank]
 
-    def ours() -> Contestant:
+    def fused_tp_contestant() -> Contestant:
         import fused_tp
         from fused_tp.backends.registry import decide
         from fused_tp.core.dispatch import ScheduleKey
@@ -88,56 +107,56 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
 
         k, n = (features, None) if op == "all_gather_matmul" else (None, features)
         key = ScheduleKey(op, x.dtype, x.device, rows, k, n)
-        chosen = decide(key, resolve_group(None))  # recorded, as figures depend on the schedule
+        decision = decide(key, resolve_group(None))  # recorded, because the time depends on the schedule
         call = getattr(fused_tp, op)
-        note = f"{chosen.schedule} over {chosen.transport}"
-        return checked(lambda: call(x, next(weights), group=None), expected, note)
+        note = f"{decision.schedule} over {decision.transport}"
+        return checked_contestant(lambda: call(x, next(weights), group=None), expected, note)
 
-    def by_gloo() -> Tensor:
+    def run_gloo() -> Tensor:
         if op == "all_gather_matmul":
-            gathered = x.new_empty(x.shape[0] * size, x.shape[1])
+            gathered = x.new_empty(x.shape[0] * world_size, x.shape[1])
             all_gather_single(gathered, x)
             return F.linear(gathered, next(weights))
         partial = F.linear(x, next(weights))
         if op == "matmul_all_reduce":
             dist.all_reduce(partial)
             return partial
-        y_shard_m = torch.empty(partial.shape[0] // size, partial.shape[1], dtype=partial.dtype)
+        y_shard_m = torch.empty(partial.shape[0] // world_size, partial.shape[1], dtype=partial.dtype)
         reduce_scatter_single(y_shard_m, partial)
         return y_shard_m
 
-    def our_linear() -> Callable[[Tensor, Tensor], Tensor]:
+    def fused_tp_linear() -> Callable[[Tensor, Tensor], Tensor]:
         from fused_tp.backends.gemm import linear
 
         return linear
 
-    def alone(linear: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
-        return Contestant(lambda: linear(whole_x, next(weights)))
+    def matmul_contestant(linear: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
+        return Contestant(lambda: linear(full_x, next(weights)))
 
-    def deepspeed(linear: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
-        rivals_deepspeed.load(context)
-        return checked(lambda: rivals_deepspeed.all_reduce_(linear(x, next(weights))), expected)
+    def deepspeed_contestant(linear: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
+        rivals_deepspeed.load_extension(context)
+        return checked_contestant(lambda: rivals_deepspeed.all_reduce_(linear(x, next(weights))), expected)
 
     makers: dict[str, Maker] = {
-        OURS: ours,
-        ALONE: lambda: alone(F.linear),
-        GLOO: lambda: checked(by_gloo, expected),
+        FUSED_TP: fused_tp_contestant,
+        TORCH_MATMUL: lambda: matmul_contestant(F.linear),
+        GLOO: lambda: checked_contestant(run_gloo, expected),
     }
     if op == "matmul_all_reduce":
-        makers[DEEPSPEED] = lambda: deepspeed(F.linear)
+        makers[DEEPSPEED] = lambda: deepspeed_contestant(F.linear)
     if dtype == "fp32" or rows <= FEW_ROWS:
-        makers[OUR_ALONE] = lambda: alone(our_linear())
+        makers[FUSED_TP_MATMUL] = lambda: matmul_contestant(fused_tp_linear())
         if op == "matmul_all_reduce":
-            makers[OUR_DEEPSPEED] = lambda: deepspeed(our_linear())
+            makers[FUSED_TP_MATMUL_DEEPSPEED] = lambda: deepspeed_contestant(fused_tp_linear())
     return makers
 
 
 def operands(context: RankContext, op: str, dtype: str, rows: int, features: int) -> tuple[Tensor, Tensor]:
     """Create x and weight of this rank, for `rows` rows and [features, features] before sharding."""
-    size = context.world_size
-    shapes = [(rows, features // size), (features, features // size)]
+    world_size = context.world_size
+    shapes = [(rows, features // world_size), (features, features // world_size)]
     if op == "all_gather_matmul":
-        shapes = [(rows // size, features), (features // size, features)]
+        shapes = [(rows // world_size, features), (features // world_size, features)]
     random = torch.Generator().manual_seed(context.rank)
     x, weight = (torch.randn(shape, generator=random).to(DTYPES[dtype]) for shape in shapes)
     return x, weight
@@ -149,25 +168,25 @@ def all_reduce(context: RankContext, nbytes: int) -> Makers:
     zeros = torch.zeros_like(ones).add_(0)  # the timed calls sum zeros, which do not grow
 
     def contestant(all_reduce_: Callable[[Tensor], Tensor]) -> Contestant:
-        check = checked(lambda: all_reduce_(ones.clone()), ones * context.world_size).check
+        check = checked_contestant(lambda: all_reduce_(ones.clone()), ones * context.world_size).check
         return Contestant(lambda: all_reduce_(zeros), check)
 
-    def ours() -> Contestant:
-        transport = shared_memory()
+    def fused_tp_contestant() -> Contestant:
+        transport = shared_memory_transport()
         return contestant(lambda tensor: transport.all_reduce(tensor, out=tensor))
 
-    def deepspeed() -> Contestant:
-        rivals_deepspeed.load(context)
+    def deepspeed_contestant() -> Contestant:
+        rivals_deepspeed.load_extension(context)
         return contestant(rivals_deepspeed.all_reduce_)
 
-    def by_gloo(tensor: Tensor) -> Tensor:
+    def run_gloo(tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)
         return tensor
 
-    return {OURS: ours, "DeepSpeed": deepspeed, "gloo": lambda: contestant(by_gloo)}
+    return {FUSED_TP: fused_tp_contestant, "DeepSpeed": deepspeed_contestant, "gloo": lambda: contestant(run_gloo)}
 
 
-def shared_memory() -> ShmTransport:
+def shared_memory_transport() -> ShmTransport:
     """Shared-memory transport of all ranks; raises Unavailable if there is none."""
     from fused_tp.backends.shared_memory.shm import shm_availability, shm_transport
     from fused_tp.core.group import resolve_group

@@ -33,18 +33,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fused_tp.cli import positive
+from fused_tp.cli import positive_number
 
-from .case import MEASURES, BenchCase, Unavailable, select
-from .results import Record, merge, records_of, write_whole
+from .case import MEASURES, BenchCase, Unavailable, select_cases
+from .results import Record, merge_records, records_of, write_atomically
 from .runner import check_case, run_case
 from .table import markdown
 
-if TYPE_CHECKING:  # importing it loads Triton
-    from .gpu_timing import Budget
+if TYPE_CHECKING:  # importing gpu_timing loads Triton
+    from .gpu_timing import TimeBudget
 
 MIN_ROUNDS = 5
-MINUTES = 8.0
+DEFAULT_MINUTES = 8.0
 ROUNDS, QUICK_ROUNDS = 25, 7
 
 
@@ -55,7 +55,7 @@ def cases(quick: bool) -> list[BenchCase]:
     from . import gpu_matmul as matmul
 
     common = [
-        *matmul.alone_cases(["bf16"], quick),
+        *matmul.matmul_only_cases(["bf16"], quick),
         *matmul.flag_cases(quick),
         *matmul.rank_cases(2, quick),
         *attention.cases(quick),
@@ -74,16 +74,20 @@ def cases(quick: bool) -> list[BenchCase]:
         *collectives.exchange_cases(2, small),
         *matmul.rank_cases(4, quick),
         *collectives.cases(4),
-        *matmul.alone_cases(["fp16"], quick),
+        *matmul.matmul_only_cases(["fp16"], quick),
     ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/gpu"), metavar="DIR", help="for the results (out/gpu)")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: to see that all of it works")
-    parser.add_argument("--check", action="store_true", help="check every answer, time nothing and write nothing")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds, as a smoke test")
+    parser.add_argument("--check", action="store_true", help="check every result; time and write nothing")
     parser.add_argument(
-        "--minutes", type=positive, default=MINUTES, metavar="X", help=f"what does not fit is left out ({MINUTES:g})"
+        "--minutes",
+        type=positive_number,
+        default=DEFAULT_MINUTES,
+        metavar="X",
+        help=f"time limit; skip cases beyond it ({DEFAULT_MINUTES:g})",
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a summary here too, after each case")
@@ -91,9 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return 0 if all that ran was right, 1 if something was not, 2 if it cannot run or the arguments are wrong."""
+    """Return 0 if all cases that ran are correct, 1 if one failed, 2 if none can run or the arguments are invalid."""
     try:
-        chosen = select(cases(options.quick), options.only, "--only")
+        chosen = select_cases(cases(options.quick), options.only, "--only")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -101,47 +105,47 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(case.name for case in chosen))
         return 0
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see benchmarks.local_ranks; before CUDA starts
-    os.environ.setdefault("FUSED_TP_TIMEOUT", "20")  # a kernel that waits in vain must not use up the time
+    os.environ.setdefault("FUSED_TP_TIMEOUT", "20")  # a kernel whose peer never signals must not use up the time
     problem = obstacle()
     if problem:
         print(problem, file=sys.stderr)
         return 2
     import torch
 
-    from .gpu_timing import Budget, GpuContext, gpu_machine, gpu_versions
+    from .gpu_timing import GpuContext, TimeBudget, gpu_machine, gpu_versions
 
-    budget = Budget(60 * options.minutes)
+    budget = TimeBudget(60 * options.minutes)
     device = torch.device("cuda", torch.cuda.current_device())
     context, machine = GpuContext(device), gpu_machine(device)
     path = options.out / "gpu.jsonl"
     records: list[Record] = []
     skipped: list[str] = []
 
-    def keep_summary() -> None:
+    def write_summary() -> None:
         if options.json is not None:
-            write_whole(options.json, json.dumps(summary(records, skipped), indent=1) + "\n")
+            write_atomically(options.json, json.dumps(summary(records, skipped), indent=1) + "\n")
 
     def measure(case: BenchCase) -> Mapping[str, str]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
-        times = run_case(context, case, rounds, goes_on=lambda done: done < MIN_ROUNDS or budget.left() > 0)
-        # After the measurement, so that the clocks among the versions are those under load.
+        times = run_case(context, case, rounds, has_time=lambda done: done < MIN_ROUNDS or budget.left() > 0)
+        # Query versions after the measurement: they include the clocks, which should be those under load.
         world_size = int(case.parameters.get("world_size", 1))
-        fresh = records_of(case, [times], world_size, machine, gpu_versions(device))
-        records.extend(fresh)
-        merge(path, fresh)  # at once, so that an interrupted run keeps its records
+        new_records = records_of(case, [times], world_size, machine, gpu_versions(device))
+        records.extend(new_records)
+        merge_records(path, new_records)  # at once, so that an interrupted run keeps its records
         path.with_suffix(".md").write_text(markdown(records, minutes=budget.spent() / 60))
-        keep_summary()
+        write_summary()
         return times.skipped
 
     def check(case: BenchCase) -> Mapping[str, str]:
         return check_case(context, case)[1]
 
-    ran, skipped[:] = run_all(chosen, budget, check if options.check else measure)
+    measured_count, skipped[:] = run_all(chosen, budget, check if options.check else measure)
     failed = any(" failed" in text for text in skipped)
     if options.check:
-        print("\n".join([*skipped, f"{ran} of {len(chosen)} cases have right answers."]))
-        return int(failed or not ran)
-    keep_summary()
+        print("\n".join([*skipped, f"{measured_count} of {len(chosen)} cases have correct results."]))
+        return int(failed or not measured_count)
+    write_summary()
     table = markdown(records, skipped, budget.spent() / 60)
     options.out.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".md").write_text(table)
@@ -151,20 +155,24 @@ def main(options: argparse.Namespace) -> int:
 
 def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]:
     """Records as one object for a report: a note, machine and versions once, and one row per contestant."""
-    judged = [(one, one.comparison.bar) for one in records if one.comparison and one.comparison.bar is not None]
-    met = sum(MEASURES[c.measure].meets(c.value.median, bar) for one, bar in judged if (c := one.comparison))
+    compared = [
+        (record, record.comparison.bar) for record in records if record.comparison and record.comparison.bar is not None
+    ]
+    met_count = sum(
+        MEASURES[c.measure].meets(c.value.median, bar) for record, bar in compared if (c := record.comparison)
+    )
     failed = [text for text in skipped if " failed" in text]
-    note = f"{len({one.case for one in records})} cases timed, {met} of {len(judged)} bars met"
+    note = f"{len({record.case for record in records})} cases timed, {met_count} of {len(compared)} bars met"
     rows = [
         {
-            "case": one.case,
-            "contestant": one.contestant,
-            "ms": one.ms.median,
-            "rounds": one.rounds,
-            "note": one.note,
-            **({"measure": c.measure, "value": c.value.median, "bar": c.bar} if (c := one.comparison) else {}),
+            "case": record.case,
+            "contestant": record.contestant,
+            "ms": record.ms.median,
+            "rounds": record.rounds,
+            "note": record.note,
+            **({"measure": c.measure, "value": c.value.median, "bar": c.bar} if (c := record.comparison) else {}),
         }
-        for one in records
+        for record in records
     ]
     return {
         "note": f"{note}; {len(failed)} failed: {failed[0]}" if failed else note,
@@ -177,7 +185,7 @@ def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]
 
 def run_all(
     chosen: Sequence[BenchCase],
-    budget: Budget,
+    budget: TimeBudget,
     measure: Callable[[BenchCase], Mapping[str, str]],
     say: Callable[[str], None] | None = None,
 ) -> tuple[int, list[str]]:
@@ -191,15 +199,15 @@ def run_all(
     import torch
 
     say = say or partial(print, flush=True)  # flush: a killed run has printed its progress
-    ran, skipped = 0, []
+    measured_count, skipped = 0, []
     for case in chosen:
         if not budget.fits(case.seconds):
             skipped.append(f"{case.name}: no time left ({max(budget.left(), 0.0):.0f} s).")
             continue
-        begun = budget.spent()
+        start_seconds = budget.spent()
         try:
-            skipped += [f"{case.name}: {name} {why}" for name, why in measure(case).items()]
-            ran += 1
+            skipped += [f"{case.name}: {name} {reason}" for name, reason in measure(case).items()]
+            measured_count += 1
             say(f"{budget.spent():6.1f} s  {case.name}")
         except Unavailable as error:
             skipped.append(f"{case.name}: {error}.")
@@ -211,8 +219,8 @@ def run_all(
         gc.collect()
         with contextlib.suppress(RuntimeError):  # on a broken GPU every case fails and is reported
             torch.cuda.empty_cache()  # also frees memory of a failed case
-        budget.learn(case.seconds, budget.spent() - begun)
-    return ran, skipped
+        budget.record(case.seconds, budget.spent() - start_seconds)
+    return measured_count, skipped
 
 
 def obstacle() -> str:

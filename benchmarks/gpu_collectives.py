@@ -29,15 +29,15 @@ from torch import Tensor
 import fused_tp
 from fused_tp.backends.cuda.native_kernels import native_kernels_available
 
-from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival, Unavailable
-from .gpu_ranks import Driven, normal
+from .case import FUSED_TP, MICROSECONDS, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival, Unavailable
+from .gpu_ranks import RankDriver, random_normal
 from .gpu_timing import GpuContext, assert_near, counted, each
 from .local_ranks import LocalRank, run_local
 
 KB, MB = 1 << 10, 1 << 20
 DTYPE = torch.bfloat16
 COPY = "device copy"
-APART = "steps apart"
+SEPARATE_STEPS = "steps apart"
 HOW_TO_BUILD = "`python setup.py build_ext --inplace` in a checkout builds them"
 
 EXCHANGES = ("one-shot", "two-shot", "reduce-scatter", "all-gather", "all-to-all")
@@ -55,7 +55,7 @@ NORM_BAR = 0.6
 ONE_SHOT_NORM_BYTES = 512 * KB
 
 
-def traffic(op: str, nbytes: int, world_size: int) -> int:
+def traffic_bytes(op: str, nbytes: int, world_size: int) -> int:
     """Least bytes read and written by all ranks, for `nbytes` summed, gathered or exchanged by each rank.
 
     Per rank, with a share of nbytes / W bytes (own data is read once; data sent to itself is not counted):
@@ -84,9 +84,9 @@ def exchange_cases(world_size: int, sizes: Sequence[int]) -> Iterator[BenchCase]
         parameters = {"op": op, "nbytes": nbytes, "world_size": world_size}
         rivals = {COPY: Rival(SPEEDUP, 0.8 if nbytes in LARGE else None)}
         seconds = 2.5 if nbytes in LARGE else 1.0
-        name = f"exchange/{op}/W={world_size}/{size(nbytes)}"
-        moved = traffic(op, nbytes, world_size)
-        yield BenchCase(name, exchange_contestants, parameters, rivals, seconds, nbytes=moved)
+        name = f"exchange/{op}/W={world_size}/{format_size(nbytes)}"
+        moved_bytes = traffic_bytes(op, nbytes, world_size)
+        yield BenchCase(name, exchange_contestants, parameters, rivals, seconds, nbytes=moved_bytes)
 
 
 def cases(
@@ -96,18 +96,20 @@ def cases(
     latencies: Sequence[int] = LATENCY_BYTES,
 ) -> Iterator[BenchCase]:
     for nbytes in latencies:
-        judged = nbytes == 8 * KB and world_size == 2
+        has_bar = nbytes == 8 * KB and world_size == 2
         parameters = {"op": "one-shot", "nbytes": nbytes, "world_size": world_size}
-        rivals = {COPY: Rival(MICROSECONDS, LATENCY_BAR if judged else None)}
-        yield BenchCase(f"latency/one-shot/W={world_size}/{size(nbytes)}", latency_contestants, parameters, rivals, 1.5)
+        rivals = {COPY: Rival(MICROSECONDS, LATENCY_BAR if has_bar else None)}
+        yield BenchCase(
+            f"latency/one-shot/W={world_size}/{format_size(nbytes)}", latency_contestants, parameters, rivals, 1.5
+        )
     yield from exchange_cases(world_size, sizes)
     for m in rows:
         parameters = {"rows": m, "columns": COLUMNS, "world_size": world_size}
-        name, rivals = f"norm/bf16/W={world_size}/{m}x{COLUMNS}", {APART: Rival(TIME_RATIO, NORM_BAR)}
+        name, rivals = f"norm/bf16/W={world_size}/{m}x{COLUMNS}", {SEPARATE_STEPS: Rival(TIME_RATIO, NORM_BAR)}
         yield BenchCase(name, norm_contestants, parameters, rivals, 1.5)
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Format a size, e.g. "64KB"."""
     return f"{nbytes // MB}MB" if nbytes >= MB else f"{nbytes // KB}KB"
 
@@ -116,7 +118,7 @@ def size(nbytes: int) -> str:
 Call = Callable[[Any, int, int], Any]
 
 
-class Alone:
+class FakeCollectives:
     """Fake of a rank's `DeviceCollectives`: results have the right shapes and undefined values."""
 
     def __init__(self, world_size: int) -> None:
@@ -138,13 +140,13 @@ class Alone:
         return torch.empty_like(x), torch.empty_like(x)
 
 
-class DeviceRanks(Driven):
+class DeviceRanks(RankDriver):
     """The `DeviceCollectives` of ranks on one GPU.
 
     Args:
-        call: one call of a rank. Loading a kernel and allocating device memory may wait for running kernels, and these
-            for other ranks. So each rank in turn first rehearses everything of a call but its collectives; then all
-            ranks make the call twice together.
+        call: one call of a rank. Loading a kernel and allocating device memory may wait for running kernels, which may
+            wait for other ranks. So each rank in turn first rehearses the call without its collectives. Then all ranks
+            make the complete call twice.
     """
 
     def __init__(self, context: GpuContext, world_size: int, call: Call) -> None:
@@ -152,7 +154,7 @@ class DeviceRanks(Driven):
         if not available:
             raise Unavailable(f"it needs the library of device kernels, and {available.reason} ({HOW_TO_BUILD})")
         super().__init__(context, world_size, lambda rank, number: call(self.collectives[rank], rank, number))
-        alone = Alone(world_size)
+        alone = FakeCollectives(world_size)
 
         def rehearse(rank: int) -> None:
             kept = [call(alone, rank, 0) for _ in range(2)]  # two results at once, as results of later calls overlap
@@ -174,7 +176,7 @@ class DeviceRanks(Driven):
         each(self.streams, rehearse)
         context.synchronize()
 
-    def checked_set(self) -> list[Any]:
+    def run_checked_set(self) -> list[Any]:
         """Results of one call of every rank; raise if one failed or did not end in time."""
         results = self.run_set()
         self.raise_if_failed()
@@ -186,16 +188,18 @@ class DeviceRanks(Driven):
             collectives.raise_if_failed()
 
 
-def graphs(streams: Sequence[torch.cuda.Stream], one: Callable[[int, int], Any], calls: int) -> Callable[[], object]:
+def capture_graphs(
+    streams: Sequence[torch.cuda.Stream], call: Callable[[int, int], Any], calls: int
+) -> Callable[[], object]:
     """Capture `calls` calls one(rank, number) in a graph for each rank, in its stream; return the replay function."""
-    made = []
+    captured = []
     for rank, stream in enumerate(streams):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for number in range(calls):
-                one(rank, number)
-        made.append(graph)
-    return lambda: each(streams, lambda rank: made[rank].replay())
+                call(rank, number)
+        captured.append(graph)
+    return lambda: each(streams, lambda rank: captured[rank].replay())
 
 
 @dataclass
@@ -217,17 +221,17 @@ class CollectiveInputs:
         return self.op in ("one-shot", "two-shot")
 
     @cached_property
-    def count(self) -> int:
+    def element_count(self) -> int:
         return self.nbytes // DTYPE.itemsize
 
     def _input(self, seed: int) -> Tensor:
         if self.op == "all-to-all":  # Ulysses: [batch, sequence / W, heads, head_dim]
             head_dim = 128
-            heads = self.world_size * min(8, max(1, self.count // (head_dim * self.world_size)))
-            shape: tuple[int, ...] = (1, self.count // (heads * head_dim), heads, head_dim)
+            heads = self.world_size * min(8, max(1, self.element_count // (head_dim * self.world_size)))
+            shape: tuple[int, ...] = (1, self.element_count // (heads * head_dim), heads, head_dim)
         else:
-            shape = (self.count // self.world_size if self.op == "all-gather" else self.count,)
-        return normal(*shape, dtype=DTYPE, device=self.context.device, seed=seed)
+            shape = (self.element_count // self.world_size if self.op == "all-gather" else self.element_count,)
+        return random_normal(*shape, dtype=DTYPE, device=self.context.device, seed=seed)
 
     def call(self, collectives: Any, rank: int, number: int) -> Tensor:
         number %= len(self.inputs)
@@ -257,10 +261,10 @@ class CollectiveInputs:
                 assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
             return
         for rank, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-            assert torch.equal(result, wanted), f"rank {rank} did not get what its peers sent"
+            assert torch.equal(result, wanted), f"rank {rank} received wrong data"
 
     def _rows(self, rank: int) -> slice:
-        share = self.count // self.world_size
+        share = self.element_count // self.world_size
         return slice(rank * share, (rank + 1) * share)
 
 
@@ -268,18 +272,21 @@ def exchange_contestants(context: GpuContext, op: str, nbytes: int, world_size: 
     exchange = CollectiveInputs(context, op, nbytes, world_size)
     ranks = DeviceRanks(context, world_size, exchange.call)
 
-    def copies() -> Contestant:
-        return device_copies(context, traffic(op, nbytes, world_size), world_size)
+    def copy_contestant() -> Contestant:
+        return device_copies(context, traffic_bytes(op, nbytes, world_size), world_size)
 
-    return {OURS: lambda: counted(ranks.run_set, lambda: exchange.check(ranks.checked_set())), COPY: copies}
+    return {
+        FUSED_TP: lambda: counted(ranks.run_set, lambda: exchange.check(ranks.run_checked_set())),
+        COPY: copy_contestant,
+    }
 
 
 def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: int) -> Makers:
     exchange = CollectiveInputs(context, op, nbytes, world_size)
     ranks = DeviceRanks(context, world_size, exchange.call)
 
-    def ours() -> Contestant:
-        replay = graphs(ranks.streams, ranks.one, LATENCY_CALLS)
+    def fused_tp_contestant() -> Contestant:
+        replay = capture_graphs(ranks.streams, ranks.call_rank, LATENCY_CALLS)
 
         def check() -> None:
             for out in exchange.outs[0]:
@@ -291,24 +298,24 @@ def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: i
 
         return Contestant(replay, check, "in a graph", repeats=LATENCY_CALLS)
 
-    def copy() -> Contestant:
+    def copy_contestant() -> Contestant:
         sources = exchange.inputs[0]
         targets = [torch.empty_like(x) for x in sources]
-        replay = graphs(ranks.streams, lambda rank, _: targets[rank].copy_(sources[rank]), LATENCY_CALLS)
+        replay = capture_graphs(ranks.streams, lambda rank, _: targets[rank].copy_(sources[rank]), LATENCY_CALLS)
         return Contestant(replay, None, "of the data of each rank, in a graph", repeats=LATENCY_CALLS)
 
-    return {OURS: ours, COPY: copy}
+    return {FUSED_TP: fused_tp_contestant, COPY: copy_contestant}
 
 
 def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contestant:
     """Concurrent copies that read and write `nbytes` in total, one in each rank's stream."""
-    each_has = max(1, nbytes // 2 // world_size)
+    bytes_per_rank = max(1, nbytes // 2 // world_size)
     streams = context.streams(world_size)
     sets = range(context.input_sets(nbytes))
     sources = [
-        [torch.zeros(each_has, dtype=torch.uint8, device=context.device).random_() for _ in streams] for _ in sets
+        [torch.zeros(bytes_per_rank, dtype=torch.uint8, device=context.device).random_() for _ in streams] for _ in sets
     ]
-    targets = [[torch.empty_like(source) for source in one] for one in sources]
+    targets = [[torch.empty_like(source) for source in source_set] for source_set in sources]
 
     def run_set(number: int) -> None:
         number %= len(sources)
@@ -320,12 +327,12 @@ def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contesta
 # -- all-reduce, residual, RMS norm ------------------------------------------------------------------------------------
 
 
-class Norm:
+class NormInputs:
     """Inputs of the fused norm and of its separate steps."""
 
     def __init__(self, context: GpuContext, rows: int, columns: int, world_size: int) -> None:
         def random(*shape: int, seed: int) -> Tensor:
-            return normal(*shape, dtype=DTYPE, device=context.device, seed=seed)
+            return random_normal(*shape, dtype=DTYPE, device=context.device, seed=seed)
 
         nbytes = rows * columns * DTYPE.itemsize
         self.algorithm = "one_shot" if nbytes <= ONE_SHOT_NORM_BYTES else "two_shot"
@@ -334,14 +341,14 @@ class Norm:
         self.residuals = [random(rows, columns, seed=7000 + number) for number in sets]
         self.weight = random(columns, seed=9)
 
-    def fused(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    def run_fused(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
         number %= len(self.partials)
         result: tuple[Tensor, Tensor] = collectives.all_reduce_rms_norm(
             self.partials[number][rank], self.residuals[number], self.weight, EPS, self.algorithm
         )
         return result
 
-    def apart(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    def run_separate_steps(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
         number %= len(self.partials)
         total = collectives.all_reduce(self.partials[number][rank], self.algorithm)
         new_residual = total.add_(self.residuals[number])
@@ -359,37 +366,37 @@ class Norm:
 
 
 def norm_contestants(context: GpuContext, rows: int, columns: int, world_size: int) -> Makers:
-    norm = Norm(context, rows, columns, world_size)
+    norm = NormInputs(context, rows, columns, world_size)
 
     def contestant(call: Call, note: str) -> Contestant:
         ranks = DeviceRanks(context, world_size, call)
-        return counted(ranks.run_set, lambda: norm.check(ranks.checked_set()), note)
+        return counted(ranks.run_set, lambda: norm.check(ranks.run_checked_set()), note)
 
     return {
-        OURS: lambda: contestant(norm.fused, norm.algorithm),
-        APART: lambda: contestant(norm.apart, "all-reduce, add, norm"),
+        FUSED_TP: lambda: contestant(norm.run_fused, norm.algorithm),
+        SEPARATE_STEPS: lambda: contestant(norm.run_separate_steps, "all-reduce, add, norm"),
     }
 
 
 # -- host time of a call -----------------------------------------------------------------------------------------------
 
-CALLS = 100  # calls of each rank in a row; a stream queues up to a thousand launches
-LINEAR = "torch's linear"
-ADD = "torch.add"
-IN_GRAPH = "in a graph"
+OVERHEAD_CALLS = 100  # calls of each rank in a row; a stream queues up to a thousand launches
+TORCH_LINEAR = "torch's linear"
+TORCH_ADD = "torch.add"
+CUDA_GRAPH = "in a graph"
 
 
 def overhead_cases() -> Iterator[BenchCase]:
-    rivals = {LINEAR: Rival(TIME_RATIO)}
+    rivals = {TORCH_LINEAR: Rival(TIME_RATIO)}
     yield BenchCase("overhead/matmul_all_reduce/W=1", op_contestants, {"rows": 16, "columns": 256}, rivals, 1.0)
-    rivals = {ADD: Rival(TIME_RATIO), IN_GRAPH: Rival(MICROSECONDS)}
+    rivals = {TORCH_ADD: Rival(TIME_RATIO), CUDA_GRAPH: Rival(MICROSECONDS)}
     parameters = {"nbytes": 8 * KB, "world_size": 2}
-    yield BenchCase(f"overhead/one-shot/W=2/{size(8 * KB)}", collective_contestants, parameters, rivals, 1.5)
+    yield BenchCase(f"overhead/one-shot/W=2/{format_size(8 * KB)}", collective_contestants, parameters, rivals, 1.5)
 
 
 def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
     """Contestants that call a public op on a group of one rank, where host time is all of its overhead."""
-    x, w = (normal(rows, columns, dtype=DTYPE, device=context.device, seed=seed) for seed in (1, 2))
+    x, w = (random_normal(rows, columns, dtype=DTYPE, device=context.device, seed=seed) for seed in (1, 2))
     (stream,) = context.streams(1)
     context.synchronize()  # x and w were made in another stream
 
@@ -400,11 +407,13 @@ def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
             context.synchronize()
             assert_near(result, x.double() @ w.double().t())
 
-        return Contestant(lambda: repeat([stream], lambda rank: call()), check, "", repeats=CALLS, on_host=True)
+        return Contestant(
+            lambda: repeat_calls([stream], lambda rank: call()), check, "", repeats=OVERHEAD_CALLS, on_host=True
+        )
 
     return {
-        OURS: lambda: contestant(lambda: fused_tp.matmul_all_reduce(x, w, group=None)),
-        LINEAR: lambda: contestant(lambda: F.linear(x, w)),
+        FUSED_TP: lambda: contestant(lambda: fused_tp.matmul_all_reduce(x, w, group=None)),
+        TORCH_LINEAR: lambda: contestant(lambda: F.linear(x, w)),
     }
 
 
@@ -413,28 +422,31 @@ def collective_contestants(context: GpuContext, nbytes: int, world_size: int) ->
     exchange = CollectiveInputs(context, "one-shot", nbytes, world_size)
     ranks = DeviceRanks(context, world_size, exchange.call)
     (inputs, *_), (outs, *_) = exchange.inputs, exchange.outs
-    how: dict[str, Any] = {"repeats": CALLS * world_size, "on_host": True}
+    timing: dict[str, Any] = {"repeats": OVERHEAD_CALLS * world_size, "on_host": True}
 
-    def calls(one: Callable[[int], Any]) -> Callable[[], None]:
-        return lambda: repeat(ranks.streams, one)
+    def repeated(one: Callable[[int], Any]) -> Callable[[], None]:
+        return lambda: repeat_calls(ranks.streams, one)
 
     def check() -> None:
-        exchange.check(ranks.checked_set())
+        exchange.check(ranks.run_checked_set())
 
     return {
-        OURS: lambda: Contestant(calls(lambda rank: ranks.one(rank, 0)), check, **how),
-        ADD: lambda: Contestant(calls(lambda rank: torch.add(inputs[rank], 1.0, out=outs[rank])), **how),
-        IN_GRAPH: lambda: Contestant(
-            graphs(ranks.streams, ranks.one, CALLS), None, f"{CALLS} calls in the graph of each rank", **how
+        FUSED_TP: lambda: Contestant(repeated(lambda rank: ranks.call_rank(rank, 0)), check, **timing),
+        TORCH_ADD: lambda: Contestant(repeated(lambda rank: torch.add(inputs[rank], 1.0, out=outs[rank])), **timing),
+        CUDA_GRAPH: lambda: Contestant(
+            capture_graphs(ranks.streams, ranks.call_rank, OVERHEAD_CALLS),
+            None,
+            f"{OVERHEAD_CALLS} calls in the graph of each rank",
+            **timing,
         ),
     }
 
 
-def repeat(streams: list[torch.cuda.Stream], call: Callable[[int], Any]) -> None:
-    """Make CALLS calls per rank, one rank after the other, as changing the current stream takes as long as a call."""
+def repeat_calls(streams: list[torch.cuda.Stream], call: Callable[[int], Any]) -> None:
+    """Make OVERHEAD_CALLS calls per rank, one rank after the other: changing the stream takes as long as a call."""
 
     def calls(rank: int) -> None:
-        for _ in range(CALLS):
+        for _ in range(OVERHEAD_CALLS):
             call(rank)
 
     each(streams, calls)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .case import OURS, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival
-from .gpu_ranks import CopiedGather, KernelRanks, meet, normal, set_flags
+from .case import FUSED_TP, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival
+from .gpu_ranks import CopiedGather, KernelRanks, join_streams, random_normal, set_all_flags
 from .gpu_timing import GpuContext, assert_near, checked_rows, counted, each
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,13 +30,13 @@ CUBLAS = "torch.mm"
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048), (4096, 14336, 4096), (4096, 4096, 14336))
 # Fractions of cuBLAS's speed, for the two sizes with a bar.
 BAR, AIM = 0.90, 0.97
-WITH_BAR = {("bf16", 4096), ("bf16", 8192)}
+SIZES_WITH_BAR = {("bf16", 4096), ("bf16", 8192)}
 
-GATHERS = ("gather", "gather-direct")
+GATHER_OPS = ("gather", "gather-direct")
 # Down and up projection of Llama 3 8B's MLP: sums shard K, gathers shard N.
 HIDDEN, INNER = 4096, 14336
-ALONE = "its matmul alone"
-SEQUENCE = "matmul, then movement"
+MATMUL_ONLY = "its matmul alone"
+SEPARATE_STEPS = "matmul, then movement"
 EPS = 1e-6
 # SMs that a gather leaves free for the kernels between its copies.
 GATHER_MARGIN = 2
@@ -45,24 +45,24 @@ Multiply = Callable[[Tensor, Tensor, Tensor], object]  # called with x, w and ou
 RunSet = Callable[[int], Any]
 
 
-def alone_cases(dtypes: Sequence[str], quick: bool) -> Iterator[BenchCase]:
+def matmul_only_cases(dtypes: Sequence[str], quick: bool) -> Iterator[BenchCase]:
     for dtype in dtypes:
         for m, n, k in SHAPES[:2] if quick else SHAPES:
-            judged = (dtype, m) in WITH_BAR and m == n == k
-            rivals = {CUBLAS: Rival(SPEEDUP, BAR, AIM) if judged else Rival(SPEEDUP)}
+            has_bar = (dtype, m) in SIZES_WITH_BAR and m == n == k
+            rivals = {CUBLAS: Rival(SPEEDUP, BAR, AIM) if has_bar else Rival(SPEEDUP)}
             parameters = {"dtype": dtype, "m": m, "n": n, "k": k}
             yield BenchCase(
-                f"alone/{dtype}/{m}x{n}x{k}", alone_contestants, parameters, rivals, 6.0, flops=2.0 * m * n * k
+                f"alone/{dtype}/{m}x{n}x{k}", matmul_only_contestants, parameters, rivals, 6.0, flops=2.0 * m * n * k
             )
 
 
-def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> Makers:
+def matmul_only_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> Makers:
     from fused_tp.triton_kernels.device import arch_of
     from fused_tp.triton_kernels.gemm.tiles import fused_configs
 
-    made = partial(normal, dtype=DTYPES[dtype], device=context.device)
+    draw = partial(random_normal, dtype=DTYPES[dtype], device=context.device)
     sets = [
-        (made(m, k, seed=2 * i), made(n, k, seed=2 * i + 1))
+        (draw(m, k, seed=2 * i), draw(n, k, seed=2 * i + 1))
         for i in range(context.input_sets((m + n) * k * DTYPES[dtype].itemsize))
     ]
     streams = context.streams(1)
@@ -80,22 +80,22 @@ def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -
             rows, (x, w) = checked_rows(m), sets[0]
             assert_near(out[rows], x[rows].double() @ w.double().t())
 
-        return counted(compiled(context, run_set), check, note)
+        return counted(run_once(context, run_set), check, note)
 
-    def ours(config: Any = None) -> Contestant:
-        return contestant(*matmul_alone(context, DTYPES[dtype], m, n, context.sms, config))
+    def fused_tp_contestant(config: Any = None) -> Contestant:
+        return contestant(*make_fused_matmul(context, DTYPES[dtype], m, n, context.sms, config))
 
     return {
-        OURS: ours,
+        FUSED_TP: fused_tp_contestant,
         CUBLAS: lambda: contestant(lambda x, w, out: torch.mm(x, w.t(), out=out)),
         **{
-            f"config {config.tma or config.pointers}": partial(ours, config)
+            f"config {config.tma or config.pointers}": partial(fused_tp_contestant, config)
             for config in fused_configs(arch_of(context.device), dtype)
         },
     }
 
 
-def matmul_alone(
+def make_fused_matmul(
     context: GpuContext, dtype: torch.dtype, m: int, n: int, sms: int, config: Any = None
 ) -> tuple[Multiply, str]:
     """(function for out [m, n] = x @ w^T by the fused kernel, description of its tiles): the matmul of a gather of one
@@ -129,29 +129,29 @@ class Problem:
     world_size: int
 
     @property
-    def element(self) -> torch.dtype:
+    def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
     @property
-    def gathers(self) -> bool:
-        return self.op in GATHERS
+    def is_gather(self) -> bool:
+        return self.op in GATHER_OPS
 
     @property
-    def two_shot(self) -> bool:
+    def is_two_shot(self) -> bool:
         return self.op.startswith("two-shot")
 
     @property
-    def normed(self) -> bool:
+    def has_norm(self) -> bool:
         return self.op.endswith("+norm")
 
     @property
-    def margin(self) -> int:
-        return GATHER_MARGIN if self.gathers and self.world_size > 1 else 0
+    def sm_margin(self) -> int:
+        return GATHER_MARGIN if self.is_gather and self.world_size > 1 else 0
 
     def rows(self, rank: int) -> slice:
         """Rows of x, or of the sum, that belong to `rank`."""
-        each = -(-self.m // self.world_size)
-        return slice(rank * each, min((rank + 1) * each, self.m))
+        rows_per_rank = -(-self.m // self.world_size)
+        return slice(rank * rows_per_rank, min((rank + 1) * rows_per_rank, self.m))
 
 
 def flag_cases(quick: bool) -> Iterator[BenchCase]:
@@ -159,9 +159,9 @@ def flag_cases(quick: bool) -> Iterator[BenchCase]:
     for op in ("two-shot", "reduce-scatter", "gather", *(() if quick else ("gather-direct", "one-shot"))):
         # With peers a gather would wait for copies, which do not happen with a single running rank.
         for world_size in (1,) if op == "gather" else (1, 2):
-            n, k = (INNER // 2, HIDDEN) if op in GATHERS else (HIDDEN, INNER // 2)
-            judged: tuple[float | None, float | None] = (None, None) if op == "one-shot" else (0.88, 0.95)
-            rivals = {CUBLAS: Rival(SPEEDUP, *judged), ALONE: Rival(TIME_RATIO)}
+            n, k = (INNER // 2, HIDDEN) if op in GATHER_OPS else (HIDDEN, INNER // 2)
+            bar_and_aim: tuple[float | None, float | None] = (None, None) if op == "one-shot" else (0.88, 0.95)
+            rivals = {CUBLAS: Rival(SPEEDUP, *bar_and_aim), MATMUL_ONLY: Rival(TIME_RATIO)}
             # "peers", not "world_size": all streams of a case's world_size are timed, but only one rank runs here.
             parameters = {"op": op, "dtype": "bf16", "m": m, "n": n, "k": k, "peers": world_size - 1}
             name = f"flags/bf16/{op}/W={world_size}/{m}x{n}x{k}"
@@ -174,11 +174,11 @@ def rank_cases(world_size: int, quick: bool) -> Iterator[BenchCase]:
         problems += [("gather-direct", "bf16", 2048), ("two-shot+norm", "bf16", 8192), ("two-shot", "fp16", 8192)]
         problems += [("one-shot", "bf16", 64), ("gather-direct", "bf16", 64)]
     for op, dtype, m in problems:
-        n, k = (INNER // world_size, HIDDEN) if op in GATHERS else (HIDDEN, INNER // world_size)
+        n, k = (INNER // world_size, HIDDEN) if op in GATHER_OPS else (HIDDEN, INNER // world_size)
         large = m >= 2048 and op != "two-shot+norm"
         rivals = {
-            ALONE: Rival(TIME_RATIO, 1.10, 1.03) if large else Rival(TIME_RATIO),
-            SEQUENCE: Rival(SPEEDUP, 1.0) if m >= 2048 else Rival(SPEEDUP),
+            MATMUL_ONLY: Rival(TIME_RATIO, 1.10, 1.03) if large else Rival(TIME_RATIO),
+            SEPARATE_STEPS: Rival(SPEEDUP, 1.0) if m >= 2048 else Rival(SPEEDUP),
         }
         parameters = {"op": op, "dtype": dtype, "m": m, "n": n, "k": k, "world_size": world_size}
         flops = 2.0 * m * n * k * world_size
@@ -187,7 +187,7 @@ def rank_cases(world_size: int, quick: bool) -> Iterator[BenchCase]:
         )
 
 
-class Fused:
+class FusedRanks:
     """Ranks of a problem, with their inputs."""
 
     def __init__(self, context: GpuContext, problem: Problem, sms: int) -> None:
@@ -198,12 +198,12 @@ class Fused:
         p = self.problem = problem
         self.context = context
         arch = arch_of(context.device)
-        self.launch = launch_for(p.element, p.m, p.n, p.world_size, arch=arch, sms=sms, sm_margin=p.margin)
-        elements = p.world_size * p.n * p.k + p.m * p.k * (1 if p.gathers else p.world_size)
-        self.sets = [self._inputs(100 * seed) for seed in range(context.input_sets(elements * p.element.itemsize))]
+        self.launch = launch_for(p.torch_dtype, p.m, p.n, p.world_size, arch=arch, sms=sms, sm_margin=p.sm_margin)
+        elements = p.world_size * p.n * p.k + p.m * p.k * (1 if p.is_gather else p.world_size)
+        self.sets = [self._inputs(100 * seed) for seed in range(context.input_sets(elements * p.torch_dtype.itemsize))]
         self.residual = self.random(p.m, p.n, seed=998)
         self.norm_weight = self.random(p.n, seed=999)
-        kind = {"gather": CopiedGather, "gather-direct": GatherWorkspace}.get(p.op)
+        workspace_class = {"gather": CopiedGather, "gather-direct": GatherWorkspace}.get(p.op)
         results = [self.empty(p.m, p.n), self.empty(p.m, p.k)]
         self.ranks = KernelRanks(
             context,
@@ -211,7 +211,7 @@ class Fused:
             lambda rank: self._nbytes(),
             self._call,
             lambda rank: [torch.empty_like(like) for like in (*results, results[0]) for _ in range(2)],
-            kind,
+            workspace_class,
         )
 
     @property
@@ -219,15 +219,15 @@ class Fused:
         return f"{self.launch.programs} programs of {self.launch.tma_config or self.launch.config} on each rank"
 
     def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.problem.element, device=self.context.device)
+        return torch.empty(shape, dtype=self.problem.torch_dtype, device=self.context.device)
 
     def random(self, *shape: int, seed: int) -> Tensor:
-        return normal(*shape, dtype=self.problem.element, device=self.context.device, seed=seed)
+        return random_normal(*shape, dtype=self.problem.torch_dtype, device=self.context.device, seed=seed)
 
     def _inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """(x, w) of each rank; a gathered x is complete, and a rank's shard of it are its `rows`."""
         p = self.problem
-        xs = [self.random(p.m, p.k, seed=seed + rank) for rank in range(1 if p.gathers else p.world_size)]
+        xs = [self.random(p.m, p.k, seed=seed + rank) for rank in range(1 if p.is_gather else p.world_size)]
         return [(xs[rank % len(xs)], self.random(p.n, p.k, seed=seed + 50 + rank)) for rank in range(p.world_size)]
 
     def inputs(self, rank: int, number: int) -> tuple[Tensor, Tensor]:
@@ -237,39 +237,39 @@ class Fused:
         from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
 
         p = self.problem
-        if p.gathers:
-            return int(all_gather_gemm.workspace_bytes(-(-p.m // p.world_size), p.k, p.element, p.world_size))
-        sizes = p.m, p.n, p.element, p.world_size, self.launch
+        if p.is_gather:
+            return int(all_gather_gemm.workspace_bytes(-(-p.m // p.world_size), p.k, p.torch_dtype, p.world_size))
+        sizes = p.m, p.n, p.torch_dtype, p.world_size, self.launch
         if p.op == "reduce-scatter":
             return int(gemm_sum.reduce_scatter_bytes(*sizes))
-        return int(gemm_sum.all_reduce_bytes(*sizes, two_shot=p.two_shot))
+        return int(gemm_sum.all_reduce_bytes(*sizes, two_shot=p.is_two_shot))
 
     def _call(self, rank: int, number: int, workspace: Any) -> Tensor:
         from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
         from fused_tp.triton_kernels.gemm.gemm_sum import gemm_all_reduce, gemm_reduce_scatter
 
-        p, how = self.problem, {"workspace": workspace, "launch": self.launch}
+        p, options = self.problem, {"workspace": workspace, "launch": self.launch}
         x, w = self.inputs(rank, number)
-        if p.gathers:
+        if p.is_gather:
             gather = workspace if p.op == "gather" else partial(all_gather_gemm, workspace=workspace)
             (out,), _ = gather(x[p.rows(rank)], [w], rows=p.m, launch=self.launch)
             return out
         if p.op == "reduce-scatter":
-            return gemm_reduce_scatter([(x, w)], **how)
-        tail = {"residual": self.residual, "norm_weight": self.norm_weight, "eps": EPS} if p.normed else {}
-        out, normed = gemm_all_reduce([(x, w)], two_shot=p.two_shot, **how, **tail)
+            return gemm_reduce_scatter([(x, w)], **options)
+        tail = {"residual": self.residual, "norm_weight": self.norm_weight, "eps": EPS} if p.has_norm else {}
+        out, normed = gemm_all_reduce([(x, w)], two_shot=p.is_two_shot, **options, **tail)
         return out if normed is None else normed
 
     def expected(self, rank: int) -> tuple[slice, Tensor]:
         """(checked rows of the rank's result, their values in fp64) for the first set of inputs."""
         p = self.problem
-        mine = p.rows(rank) if p.op == "reduce-scatter" else slice(0, p.m)
-        rows = checked_rows(mine.stop - mine.start)
+        rank_rows = p.rows(rank) if p.op == "reduce-scatter" else slice(0, p.m)
+        rows = checked_rows(rank_rows.stop - rank_rows.start)
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for x, w in [self.sets[0][rank]] if p.gathers else self.sets[0]:
-            total = total + x[mine][rows].double() @ w.double().t()
-        if p.normed:
-            total = total + self.residual[mine][rows].double()
+        for x, w in [self.sets[0][rank]] if p.is_gather else self.sets[0]:
+            total = total + x[rank_rows][rows].double() @ w.double().t()
+        if p.has_norm:
+            total = total + self.residual[rank_rows][rows].double()
             total = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * self.norm_weight.double()
         return rows, total
 
@@ -278,53 +278,53 @@ class Fused:
         for rank, result in enumerate(results):
             rows, expected = self.expected(rank)
             assert_near(result[rows], expected, f"the result of rank {rank}")
-        if not self.problem.gathers and self.problem.op != "reduce-scatter":
+        if not self.problem.is_gather and self.problem.op != "reduce-scatter":
             assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
 
-    def matmul(self, sms: int) -> Multiply:
+    def make_matmul(self, sms: int) -> Multiply:
         """Matmul of one rank on `sms` SMs, without communication."""
-        return matmul_alone(self.context, self.problem.element, self.problem.m, self.problem.n, sms)[0]
+        return make_fused_matmul(self.context, self.problem.torch_dtype, self.problem.m, self.problem.n, sms)[0]
 
-    def alone(self, ranks: int, sms: int, note: str = "") -> Contestant:
-        outs, multiply = [self.empty(self.problem.m, self.problem.n) for _ in range(ranks)], self.matmul(sms)
+    def matmul_contestant(self, ranks: int, sms: int, note: str = "") -> Contestant:
+        outs, multiply = [self.empty(self.problem.m, self.problem.n) for _ in range(ranks)], self.make_matmul(sms)
 
         def run_set(number: int) -> None:
             each(self.ranks.streams[:ranks], lambda rank: multiply(*self.inputs(rank, number), outs[rank]))
 
-        return counted(compiled(self.context, run_set), None, note)
+        return counted(run_once(self.context, run_set), None, note)
 
 
 def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, world_size: int) -> Makers:
     problem = Problem(op, dtype, m, n, k, world_size)
     sms = context.sms // world_size
-    fused = Fused(context, problem, sms)
-    matmul_sms = sms - problem.margin
+    fused = FusedRanks(context, problem, sms)
+    matmul_sms = sms - problem.sm_margin
 
-    def ours() -> Contestant:
+    def fused_tp_contestant() -> Contestant:
         return counted(fused.ranks.run_set, lambda: fused.check(fused.ranks.run_set()), fused.note)
 
-    def sequence() -> Contestant:
-        run_set = compiled(context, (gather_steps if problem.gathers else sum_steps)(fused, matmul_sms))
+    def separate_steps_contestant() -> Contestant:
+        run_set = run_once(context, (make_gather_steps if problem.is_gather else make_sum_steps)(fused, matmul_sms))
         return counted(run_set, lambda: fused.check(run_set(0)))
 
     return {
-        OURS: ours,
-        ALONE: lambda: fused.alone(world_size, matmul_sms, f"on {matmul_sms} SMs for each rank"),
-        SEQUENCE: sequence,
+        FUSED_TP: fused_tp_contestant,
+        MATMUL_ONLY: lambda: fused.matmul_contestant(world_size, matmul_sms, f"on {matmul_sms} SMs for each rank"),
+        SEPARATE_STEPS: separate_steps_contestant,
     }
 
 
 def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, peers: int) -> Makers:
-    fused = Fused(context, Problem(op, dtype, m, n, k, 1 + peers), context.sms)
+    fused = FusedRanks(context, Problem(op, dtype, m, n, k, 1 + peers), context.sms)
     if peers:
         for workspace in fused.ranks.workspaces:
-            set_flags(workspace)
+            set_all_flags(workspace)
         context.synchronize()
     streams = context.streams(1)
     out = fused.empty(m, n)
 
     def run_set(number: int) -> list[Tensor]:
-        return each(streams, lambda rank: fused.ranks.one(rank, number))
+        return each(streams, lambda rank: fused.ranks.call_rank(rank, number))
 
     def check() -> None:
         results = run_set(0)
@@ -338,13 +338,13 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
         torch.mm(x, w.t(), out=out)
 
     return {
-        OURS: lambda: counted(run_set, check, fused.note),
+        FUSED_TP: lambda: counted(run_set, check, fused.note),
         CUBLAS: lambda: counted(lambda number: each(streams, lambda rank: multiply_by_torch(rank, number)), None),
-        ALONE: lambda: fused.alone(1, context.sms),
+        MATMUL_ONLY: lambda: fused.matmul_contestant(1, context.sms),
     }
 
 
-def compiled(context: GpuContext, run_set: RunSet) -> RunSet:
+def run_once(context: GpuContext, run_set: RunSet) -> RunSet:
     """Make a first call of `run_set`, which compiles, and return `run_set`; nothing else may run meanwhile."""
     context.synchronize()
     run_set(0)
@@ -352,11 +352,11 @@ def compiled(context: GpuContext, run_set: RunSet) -> RunSet:
     return run_set
 
 
-def sum_steps(fused: Fused, sms: int) -> RunSet:
+def make_sum_steps(fused: FusedRanks, sms: int) -> RunSet:
     """Write partial results to one tensor; each rank sums its rows and its peers copy them. One-shot: each sums all."""
     p, streams = fused.problem, fused.ranks.streams
     partials = fused.empty(p.world_size, p.m, p.n)
-    outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.matmul(sms)
+    outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.make_matmul(sms)
 
     def copy_from_owners(rank: int) -> None:
         for step in range(1, p.world_size):
@@ -369,16 +369,16 @@ def sum_steps(fused: Fused, sms: int) -> RunSet:
 
     def run_set(number: int) -> list[Tensor]:
         each(streams, lambda rank: multiply(*fused.inputs(rank, number), partials[rank]))
-        meet(streams)
+        join_streams(streams)
         whole = p.op == "one-shot"
         each(streams, lambda rank: sum_rows(partials, outs[rank], slice(0, p.m) if whole else p.rows(rank), sms))
-        meet(streams)
+        join_streams(streams)
         if p.op == "reduce-scatter":
             return [outs[rank][p.rows(rank)] for rank in range(p.world_size)]
         if not whole:
             each(streams, copy_from_owners)
-            meet(streams)
-        return each(streams, add_norm) if p.normed else outs
+            join_streams(streams)
+        return each(streams, add_norm) if p.has_norm else outs
 
     return run_set
 
@@ -393,11 +393,11 @@ def sum_rows(terms: Tensor, out: Tensor, rows: slice, sms: int) -> None:
     sum_kernel[(8 * sms,)](part, target, target.numel(), terms.stride(0), **constants)
 
 
-def gather_steps(fused: Fused, sms: int) -> RunSet:
+def make_gather_steps(fused: FusedRanks, sms: int) -> RunSet:
     """Copy all shards on each rank, then multiply."""
     p, streams = fused.problem, fused.ranks.streams
     gathered = [fused.empty(p.m, p.k) for _ in streams]
-    outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.matmul(sms)
+    outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.make_matmul(sms)
 
     def gather(rank: int, number: int) -> None:
         x, _ = fused.inputs(rank, number)
@@ -407,9 +407,9 @@ def gather_steps(fused: Fused, sms: int) -> RunSet:
 
     def run_set(number: int) -> list[Tensor]:
         each(streams, lambda rank: gather(rank, number))
-        meet(streams)
+        join_streams(streams)
         each(streams, lambda rank: multiply(gathered[rank], fused.inputs(rank, number)[1], outs[rank]))
-        meet(streams)
+        join_streams(streams)
         return outs
 
     return run_set

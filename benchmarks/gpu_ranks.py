@@ -16,11 +16,16 @@ from .gpu_timing import GpuContext, each
 from .local_ranks import LocalRank, assumed_gpu, run_local
 
 # Above the number of any call, so a flag with this value is permanently set.
-ALWAYS = 1 << 62
+PERMANENT_FLAG = 1 << 62
 
 
-def prepare(
-    rank: LocalRank, nbytes: int, rehearse: Callable[[Any], object], *, timeout_seconds: float = 20.0, kind: Any = None
+def prepare_workspace(
+    rank: LocalRank,
+    nbytes: int,
+    rehearse: Callable[[Any], object],
+    *,
+    timeout_seconds: float = 20.0,
+    workspace_class: Any = None,
 ) -> Any:
     """Make a workspace of `nbytes` on every rank; load and allocate everything that `rehearse(workspace)` needs.
 
@@ -33,16 +38,16 @@ def prepare(
     """
     from fused_tp.triton_kernels.comm.signals import Workspace
 
-    kind = kind or Workspace
+    workspace_class = workspace_class or Workspace
     buffer, handle = rank.allocate(nbytes)
-    workspace = kind(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
+    workspace = workspace_class(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
     with rank.in_turn():
         workspace.stop_waiting()
         if rank.device.type == "cuda":
             torch.cuda.synchronize(rank.device)  # stop_waiting uses another stream
         rehearse(workspace)
     del workspace  # the next one takes its memory and its streams
-    return kind(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
+    return workspace_class(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
 
 
 class CopiedGather:
@@ -53,7 +58,7 @@ class CopiedGather:
         from fused_tp.backends.triton.fused_kernel import FusedKernel
 
         self.rank = rank
-        self.engine: Any = _Recorded(rank) if assumed_gpu() else CopyEngine(rank)
+        self.engine: Any = _RecordingEngine(rank) if assumed_gpu() else CopyEngine(rank)
         self.schedule = FusedKernel(rank, None)
 
     def __call__(
@@ -68,9 +73,9 @@ class CopiedGather:
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather the ranks' shards to `rows` rows and multiply; return (results by weight, gathered x or None)."""
         biases = [None] * len(weights) if biases is None else biases
-        asked = GatherMatmul(x_shard, weights, biases, 0, rows, gathered)
-        cut = DimShards.from_shape((rows, x_shard.shape[1]), 0, self.rank.world_size)
-        return self.schedule.gather_matmul_copied(asked, cut, self.engine, launch)
+        problem = GatherMatmul(x_shard, weights, biases, 0, rows, gathered)
+        shards = DimShards.from_shape((rows, x_shard.shape[1]), 0, self.rank.world_size)
+        return self.schedule.gather_matmul_copied(problem, shards, self.engine, launch)
 
     def expired(self) -> str | None:
         """Error message if a call has failed, else None."""
@@ -80,12 +85,12 @@ class CopiedGather:
 
 def prepare_copied(rank: LocalRank, calls: Sequence[Callable[[CopiedGather], object]]) -> CopiedGather:
     """Make a `CopiedGather` on every rank, with everything loaded that `calls` need and memory for the first; see
-    `prepare`.
+    `prepare_workspace`.
 
     The first call must be the same on all ranks, and the largest.
     """
     copied = CopiedGather(rank)
-    engine, copied.engine = copied.engine, cast("Any", _Rehearsal())
+    engine, copied.engine = copied.engine, cast("Any", _RehearsalEngine())
     with rank.in_turn():
         for call in calls:
             with contextlib.suppress(_LoadedError):
@@ -100,47 +105,50 @@ class _LoadedError(Exception):
     """Raised where a rehearsed call would begin to gather."""
 
 
-class _Rehearsal:
+class _RehearsalEngine:
     """Fake of a copy engine and of its calls: ends a call where it would gather."""
 
-    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_Rehearsal]:
+    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_RehearsalEngine]:
         return contextlib.nullcontext(self)
 
     def offer(self, *_: object) -> None:
         raise _LoadedError
 
 
-class _Recorded:
+class _RecordingEngine:
     """Fake of a copy engine and of its calls while kernels are recorded: offered shards are ignored."""
 
     def __init__(self, rank: LocalRank) -> None:
         self.rank = rank
 
-    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_Recorded]:
+    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_RecordingEngine]:
         return contextlib.nullcontext(self)
 
     def offer(self, *_: object) -> Any:
         from fused_tp.triton_kernels.gemm.all_gather_gemm import no_arrivals
 
-        come = no_arrivals(self.rank.world_size, 1, self.rank.device)
-        return SimpleNamespace(arrived=come.arrived, order=come.order, expired=come.expired)
+        arrivals = no_arrivals(self.rank.world_size, 1, self.rank.device)
+        return SimpleNamespace(arrived=arrivals.arrived, order=arrivals.order, expired=arrivals.expired)
 
     def finish(self, *_: object) -> None: ...
 
 
-class Driven:
-    """Ranks made by threads and driven from a single one: `one(rank, number of a set of inputs)` is a rank's call."""
+class RankDriver:
+    """Ranks made by threads and driven from a single thread.
 
-    def __init__(self, context: GpuContext, world_size: int, one: Callable[[int, int], Any]) -> None:
-        self.context, self.one = context, one
+    `call_rank(rank, number)` is the call of one rank on the set of inputs `number`.
+    """
+
+    def __init__(self, context: GpuContext, world_size: int, call_rank: Callable[[int, int], Any]) -> None:
+        self.context, self.call_rank = context, call_rank
         self.streams = context.streams(world_size)
 
     def run_set(self, number: int = 0) -> list[Any]:
         """Make one call of every rank, in its stream."""
-        return each(self.streams, lambda rank: self.one(rank, number))
+        return each(self.streams, lambda rank: self.call_rank(rank, number))
 
 
-class KernelRanks(Driven):
+class KernelRanks(RankDriver):
     """Ranks of a fused kernel.
 
     Args:
@@ -156,7 +164,7 @@ class KernelRanks(Driven):
         nbytes: Callable[[int], int],
         call: Callable[[int, int, Any], Tensor],
         results: Callable[[int], object],
-        kind: Any = None,
+        workspace_class: Any = None,
     ) -> None:
         super().__init__(context, world_size, lambda rank, number: call(rank, number, self.workspaces[rank]))
 
@@ -165,14 +173,16 @@ class KernelRanks(Driven):
                 for _ in range(2):
                     call(rank.rank, 0, workspace)
 
-            return prepare(rank, nbytes(rank.rank), rehearse, timeout_seconds=10.0, kind=kind)
+            return prepare_workspace(
+                rank, nbytes(rank.rank), rehearse, timeout_seconds=10.0, workspace_class=workspace_class
+            )
 
         def make_copied(rank: LocalRank) -> Any:
             return prepare_copied(rank, [lambda copied: call(rank.rank, 0, copied)])
 
-        made_by = make_copied if kind is CopiedGather else make
+        make_workspace = make_copied if workspace_class is CopiedGather else make
         context.synchronize()
-        self.workspaces = run_local(world_size, made_by, device=context.device, timeout=300)
+        self.workspaces = run_local(world_size, make_workspace, device=context.device, timeout=300)
         each(self.streams, results)
 
     def assert_in_time(self) -> None:
@@ -183,7 +193,7 @@ class KernelRanks(Driven):
             assert expired is None, str(expired)
 
 
-def set_flags(workspace: Any) -> None:
+def set_all_flags(workspace: Any) -> None:
     """Set every flag of the workspace, so that its rank can run alone: every wait is already satisfied.
 
     Flags stay set for calls of one kind and size. Other calls number their flags differently and would read flags that
@@ -195,15 +205,15 @@ def set_flags(workspace: Any) -> None:
     words = workspace.buffer.view(torch.uint8)
     if isinstance(workspace, GatherWorkspace):  # begun, ready and pulled are set by peers; the others by this rank
         runs = 1 + max(READY.value, PULLED.value)
-        words[: runs * 8 * workspace.world_size].view(torch.int64).fill_(ALWAYS)
+        words[: runs * 8 * workspace.world_size].view(torch.int64).fill_(PERMANENT_FLAG)
         return
     count = flag_bytes(workspace.half_bytes)
     for half in range(2):
         begin = half * workspace.half_bytes
-        words[begin : begin + count].view(torch.int64).fill_(ALWAYS)
+        words[begin : begin + count].view(torch.int64).fill_(PERMANENT_FLAG)
 
 
-def meet(streams: Sequence[torch.cuda.Stream]) -> None:
+def join_streams(streams: Sequence[torch.cuda.Stream]) -> None:
     """Make each stream wait until all have arrived here."""
     streams = [stream for stream in streams if stream is not None]  # None while kernels are recorded
     events = [stream.record_event() for stream in streams]
@@ -212,7 +222,7 @@ def meet(streams: Sequence[torch.cuda.Stream]) -> None:
             stream.wait_event(event)
 
 
-def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0) -> Tensor:
+def random_normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0) -> Tensor:
     """Normal random numbers, drawn on the device; uninitialized while kernels are recorded, as nothing reads them."""
     if assumed_gpu():
         return torch.empty(shape, dtype=dtype, device=device)

@@ -25,30 +25,30 @@ from fused_tp.cli.doctor import output_of
 from .case import BenchCase, Contestant
 from .results import MeasuredMachine, this_machine, versions
 
-MIN_TIMED_SECONDS = 1e-3  # of one measurement: events are exact to about a microsecond
+MIN_TIMED_SECONDS = 1e-3  # least time of one measurement, because events are exact to about a microsecond
 MAX_CALLS = 16
 MAX_HOLD_SECONDS = 0.5
 MAX_TRIES = 8
-MOST_RANKS = 4
+MAX_RANKS = 4
 # Relative errors of a whole result, by norm: one rounding of bf16 is 1.7e-3; terms sent to peers are rounded once more.
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 CHECKED_ROWS = 512
 
 
-class Budget:
+class TimeBudget:
     """Time that a run may take, with a prediction whether the next case fits."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._begun, self._seconds = now, now(), seconds
+        self._now, self._start, self._seconds = now, now(), seconds
         self._planned = self._taken = 0.0
 
     def spent(self) -> float:
-        return self._now() - self._begun
+        return self._now() - self._start
 
     def left(self) -> float:
         return self._seconds - self.spent()
 
-    def learn(self, planned: float, taken: float) -> None:
+    def record(self, planned: float, taken: float) -> None:
         """Record planned and actual time, whose ratio scales the plans of later cases."""
         self._planned += planned
         self._taken += taken
@@ -61,19 +61,19 @@ class Budget:
 class GpuContext:
     """The GPU that cases run on; a `case.Context`. Its streams are those of the ranks of a case."""
 
-    checks_again = True  # results are checked again after calls without a pause between them
+    rechecks_results = True  # results are checked again after calls without a pause between them
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._timed: Sequence[torch.cuda.Stream] = ()
-        self._hold = 1e-3  # seconds that the gate stays closed
+        self._timed_streams: Sequence[torch.cuda.Stream] = ()
+        self._hold_seconds = 1e-3  # seconds that the gate stays closed
 
-    def exchange(self, mine: Any) -> list[Any]:
-        return [mine]
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
 
     def start(self, case: BenchCase) -> None:
-        self._timed = self.streams(case.parameters.get("world_size", 1))
-        self._hold = 1e-3
+        self._timed_streams = self.streams(case.parameters.get("world_size", 1))
+        self._hold_seconds = 1e-3
 
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:
         measure = host_seconds if contestant.on_host else self._gpu_seconds
@@ -90,27 +90,30 @@ class GpuContext:
         """Seconds per call over `calls` calls of run(), which queues its work on the streams of the case."""
         for _ in range(MAX_TRIES):
             seconds, host_seconds, in_time = self._measure(run, calls)
-            self._hold = min(MAX_HOLD_SECONDS, max(2e-4, (1.5 if in_time else 3.0) * host_seconds))
+            self._hold_seconds = min(MAX_HOLD_SECONDS, max(2e-4, (1.5 if in_time else 3.0) * host_seconds))
             if in_time:
                 return seconds / calls
-        raise RuntimeError(f"The host took over {MAX_HOLD_SECONDS} s to queue {calls} calls, {MAX_TRIES} times over.")
+        raise RuntimeError(
+            f"The host took over {MAX_HOLD_SECONDS} s to queue {calls} calls, in each of {MAX_TRIES} tries. "
+            "Use an idle host."
+        )
 
     def _measure(self, run: Callable[[], object], calls: int) -> tuple[float, float, bool]:
         """Seconds on the GPU, seconds of the host, and True if the gate stayed closed until all work was queued."""
-        opened = torch.cuda.Event(enable_timing=True)
+        gate_opened = torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._streams[0]):
-            torch.cuda._sleep(int(self._hold * 2e9))  # cycles; no clock is much above 2 GHz
-            opened.record()
-        for stream in self._timed:
-            stream.wait_event(opened)
-        begun = time.perf_counter()
+            torch.cuda._sleep(int(self._hold_seconds * 2e9))  # cycles; no clock is much above 2 GHz
+            gate_opened.record()
+        for stream in self._timed_streams:
+            stream.wait_event(gate_opened)
+        start = time.perf_counter()
         for _ in range(calls):
             run()
-        ends = [stream.record_event(torch.cuda.Event(enable_timing=True)) for stream in self._timed]
-        in_time = not opened.query()
-        host_seconds = time.perf_counter() - begun
+        ends = [stream.record_event(torch.cuda.Event(enable_timing=True)) for stream in self._timed_streams]
+        in_time = not gate_opened.query()
+        host_seconds = time.perf_counter() - start
         torch.cuda.synchronize()
-        return max(opened.elapsed_time(end) for end in ends) / 1e3, host_seconds, in_time
+        return max(gate_opened.elapsed_time(end) for end in ends) / 1e3, host_seconds, in_time
 
     @cached_property
     def properties(self) -> Any:
@@ -135,17 +138,17 @@ class GpuContext:
 
     def streams(self, world_size: int) -> list[torch.cuda.Stream]:
         """Streams of `world_size` ranks, the same ones each time."""
-        if not 1 <= world_size <= MOST_RANKS:
-            raise ValueError(f"world_size is {world_size}; there are streams for 1 to {MOST_RANKS} ranks.")
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(f"world_size is {world_size}; there are streams for 1 to {MAX_RANKS} ranks.")
         return self._streams[1 : 1 + world_size]
 
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream]:
         """Stream of the gate, which holds the others back, and streams of the ranks."""
-        # Not from torch's pool, which hands out a stream again after 32 more: it could wait behind another user's work.
+        # Rejected: torch's pool, which returns a stream again after 32 others: it may wait behind another user's work.
         from fused_tp.triton_kernels.comm.streams import own_streams
 
-        streams: list[torch.cuda.Stream] = own_streams(self, self.device, 1 + MOST_RANKS)
+        streams: list[torch.cuda.Stream] = own_streams(self, self.device, 1 + MAX_RANKS)
         return streams
 
 
@@ -169,10 +172,10 @@ class RecordedContext(GpuContext):
 def host_seconds(run: Callable[[], object], calls: int) -> float:
     """Seconds of the host per call, over `calls` calls of run(); the queued work runs meanwhile."""
     torch.cuda.synchronize()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(calls):
         run()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     torch.cuda.synchronize()
     return seconds / calls
 
@@ -234,13 +237,13 @@ def gpu_versions(device: torch.device) -> dict[str, str]:
     """Versions of all components, the commit, and the GPU's current clocks, as far as available."""
     import triton
 
-    found = {**versions(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-    return found | nvidia_smi(device.index or 0, int(time.monotonic() // CLOCKS_SECONDS)) | _commit()
+    collected = {**versions(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    return collected | nvidia_smi(device.index or 0, int(time.monotonic() // CLOCKS_SECONDS)) | _commit()
 
 
 @lru_cache(1)
-def nvidia_smi(index: int, moment: int) -> dict[str, str]:
-    """Driver, clocks and power by nvidia-smi, cached by `moment`: it takes longer than short cases. {} without it."""
+def nvidia_smi(index: int, cache_key: int) -> dict[str, str]:
+    """Driver, clocks and power from nvidia-smi; {} without it. Cached: it takes longer than a short case."""
     query = f"--query-gpu={','.join(CLOCKS.values())}"
     lines = output_of("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
     values = [value.strip() for value in "".join(lines).split(",")]
@@ -252,7 +255,7 @@ def nvidia_smi(index: int, moment: int) -> dict[str, str]:
 @cache
 def _commit() -> dict[str, str]:
     """Commit of this checkout, and whether it has changes; {} outside of a checkout."""
-    here = ("-C", str(Path(__file__).parent))
-    changed = output_of("git", *here, "status", "--porcelain", "--untracked-files=no")
-    commit = "".join(output_of("git", *here, "rev-parse", "--short", "HEAD"))
+    git_folder = ("-C", str(Path(__file__).parent))
+    changed = output_of("git", *git_folder, "status", "--porcelain", "--untracked-files=no")
+    commit = "".join(output_of("git", *git_folder, "rev-parse", "--short", "HEAD"))
     return {"commit": commit + (" and changes" if changed else "")} if commit else {}

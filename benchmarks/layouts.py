@@ -49,18 +49,18 @@ SETTINGS: dict[str, Any] = {
 def train(folder: Path, parallel: dict[str, Any], steps: int) -> dict[int, float]:
     """Train, and return the loss of each step by its number."""
     folder.mkdir(parents=True, exist_ok=True)
-    given = {**SETTINGS, "steps": steps, "parallel": parallel, "out": str(folder)}
-    given["checkpoints"] = {"folder": str(folder / "checkpoints"), "every": steps // 2}
+    settings = {**SETTINGS, "steps": steps, "parallel": parallel, "out": str(folder)}
+    settings["checkpoints"] = {"folder": str(folder / "checkpoints"), "every": steps // 2}
     config = folder / "train.json"
-    config.write_text(json.dumps(given))
-    if start_ranks(TrainSettings.of(given).least_ranks(), config):
+    config.write_text(json.dumps(settings))
+    if start_ranks(TrainSettings.of(settings).least_ranks(), config):
         sys.exit(f"{folder.name} has failed.")
     return {step["number"]: step["loss"] for step in read_log(folder)["step"]}
 
 
-def apart(found: dict[int, float], wanted: dict[int, float]) -> float:
+def largest_difference(losses: dict[int, float], reference: dict[int, float]) -> float:
     """Largest absolute difference of losses of the same step."""
-    return max(abs(loss - wanted[number]) for number, loss in found.items())
+    return max(abs(loss - reference[number]) for number, loss in losses.items())
 
 
 def main() -> None:
@@ -69,25 +69,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/layouts"), help="for the runs and layouts.json")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.out, ignore_errors=True)
-    losses = {name: train(arguments.out / name, way, arguments.steps) for name, way in LAYOUTS.items()}
-    names, found = [*LAYOUTS], []
-    for name, following in zip(names, names[1:] + names[:1], strict=True):
-        folder = arguments.out / f"{name}, then {following}"
-        middle = f"step-{arguments.steps // 2:08d}"
-        shutil.copytree(arguments.out / name / "checkpoints" / middle, folder / "checkpoints" / middle)
-        resumed = train(folder, LAYOUTS[following], arguments.steps)
-        found.append(
+    losses = {name: train(arguments.out / name, parallel, arguments.steps) for name, parallel in LAYOUTS.items()}
+    names, rows = [*LAYOUTS], []
+    for name, next_name in zip(names, names[1:] + names[:1], strict=True):
+        folder = arguments.out / f"{name}, then {next_name}"
+        checkpoint = f"step-{arguments.steps // 2:08d}"
+        shutil.copytree(arguments.out / name / "checkpoints" / checkpoint, folder / "checkpoints" / checkpoint)
+        resumed = train(folder, LAYOUTS[next_name], arguments.steps)
+        rows.append(
             {
                 "layout": name,
-                "off one process": apart(losses[name], losses["one process"]),
-                "goes on in": following,
-                "off the run without interruption": apart(resumed, losses[name]),
+                "off one process": largest_difference(losses[name], losses["one process"]),
+                "goes on in": next_name,
+                "off the run without interruption": largest_difference(resumed, losses[name]),
                 "steps": len(resumed),
                 "last loss": resumed[arguments.steps],
             }
         )
-    (arguments.out / "layouts.json").write_text(json.dumps(found, indent=1) + "\n")
-    for row in found:
+    (arguments.out / "layouts.json").write_text(json.dumps(rows, indent=1) + "\n")
+    for row in rows:
         print("| " + " | ".join(f"{v:.1e}" if "off" in k else str(v) for k, v in row.items()) + " |")
 
 

@@ -33,7 +33,7 @@ from fused_tp.core.settings import timeout_seconds
 
 T = TypeVar("T")
 
-_RETURNED = object()  # value that a rank exchanges when its function has returned
+_RANK_RETURNED = object()  # value that a rank exchanges when its function has returned
 
 # Interpreted programs run one after the other; several of them execute all paths of a kernel.
 CPU_PROGRAMS = 4
@@ -48,10 +48,10 @@ class LocalGroup:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; a group has at least 1 rank.")
         self.world_size = world_size
-        self.device = _device(device)
-        self.meeting = threading.Barrier(world_size)
+        self.device = _resolve_device(device)
+        self.meeting_barrier = threading.Barrier(world_size)
         self.values: list[Any] = [None] * world_size
-        self.meetings = [0] * world_size  # number of meetings that each rank has arrived at
+        self.meeting_counts = [0] * world_size  # number of meetings that each rank has arrived at
         self.failures: dict[int, BaseException] = {}  # in order of occurrence
 
     def rank(self, rank: int) -> LocalRank:
@@ -61,28 +61,28 @@ class LocalGroup:
     def meet(self, rank: int, value: Any, what: str, seconds: float | None) -> list[Any]:
         """Wait for all ranks and return their values; `seconds` None: wait until the end of the run. A rank whose wait
         times out ends all meetings."""
-        begun = time.monotonic()
-        self.meetings[rank] += 1
+        start = time.monotonic()
+        self.meeting_counts[rank] += 1
         self.values[rank] = value
-        what = f"{what} (meeting {self.meetings[rank]}): rank {rank}"
+        what = f"{what} (meeting {self.meeting_counts[rank]}): rank {rank}"
         try:
-            self.meeting.wait(seconds)
+            self.meeting_barrier.wait(seconds)
             values = list(self.values)
-            self.meeting.wait(seconds)  # no rank writes its next value before all have read these
+            self.meeting_barrier.wait(seconds)  # no rank writes its next value before all have read these
         except threading.BrokenBarrierError:
-            absent = [r for r, count in enumerate(self.meetings) if count < self.meetings[rank]]
+            absent = [r for r, count in enumerate(self.meeting_counts) if count < self.meeting_counts[rank]]
             if self.failures:
                 failed, error = next(iter(self.failures.items()))
-                why = f"rank {failed} failed with {type(error).__name__}: {error}"
+                reason = f"rank {failed} failed with {type(error).__name__}: {error}"
             elif absent and seconds is not None:
-                waited = f"{what} waited {time.monotonic() - begun:.2g} seconds for {_named(absent)}."
+                waited = f"{what} waited {time.monotonic() - start:.2g} seconds for {_format_ranks(absent)}."
                 raise CollectiveTimeoutError(f"{waited} FUSED_TP_TIMEOUT sets the longest wait.") from None
             else:
-                why = "the run is over."
-            raise PeerLostError(f"{what} will not go on, because {why}") from None
-        returned = [r for r, found in enumerate(values) if found is _RETURNED]
-        if returned and value is not _RETURNED:
-            raise PeerLostError(f"{what} waited for {_named(returned)}, which returned without coming.")
+                reason = "the run is over."
+            raise PeerLostError(f"{what} will not go on, because {reason}") from None
+        returned = [r for r, other_value in enumerate(values) if other_value is _RANK_RETURNED]
+        if returned and value is not _RANK_RETURNED:
+            raise PeerLostError(f"{what} waited for {_format_ranks(returned)}, which returned without it.")
         return values
 
 
@@ -119,15 +119,15 @@ class LocalRank(KernelMemory):
         Raises:
             RankMismatchError: the ranks request different sizes.
         """
-        own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        buffers = self.exchange(own, "allocate")
+        rank_buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        buffers = self.exchange(rank_buffer, "allocate")
         for peer, buffer in enumerate(buffers):
             if buffer.nbytes != nbytes:
                 raise RankMismatchError(
                     f"allocate: rank {self.rank} asked for {nbytes} bytes, rank {peer} for {buffer.nbytes}; all must "
                     "ask for the same."
                 )
-        return own, LocalSymmetricMemory(self, buffers)
+        return rank_buffer, LocalSymmetricMemory(self, buffers)
 
     def exchange(self, value: T, what: str = "exchange", seconds: float = 0.0) -> list[T]:
         """Return the values of all ranks, by rank. Waits for `seconds`; 0: for FUSED_TP_TIMEOUT."""
@@ -216,12 +216,12 @@ def run_local(
                     stream.synchronize()
                     results[rank] = result
             with contextlib.suppress(PeerLostError):  # the run has failed or is over, and this rank has its result
-                group.meet(rank, _RETURNED, "the end", None)
+                group.meet(rank, _RANK_RETURNED, "the end", None)
         except BaseException as error:
             group.failures[rank] = error
-            group.meeting.abort()
+            group.meeting_barrier.abort()
 
-    streams = _streams(group, run)  # reserved while `run` lives, that is, until its last thread has ended
+    streams = _create_streams(group, run)  # reserved while `run` lives, that is, until its last thread has ended
     # Daemons, so that a thread that never returns does not keep the process from exiting.
     threads = [
         threading.Thread(target=run, args=(rank, streams[rank]), name=f"rank {rank}", daemon=True)
@@ -234,23 +234,23 @@ def run_local(
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
     finally:
-        late, failures = set(range(world_size)) - {*results} - {*group.failures}, dict(group.failures)
-        group.meeting.abort()
+        unfinished, failures = set(range(world_size)) - {*results} - {*group.failures}, dict(group.failures)
+        group.meeting_barrier.abort()
     if failures:
         first = next(iter(failures.values()))
-        texts = "\n".join(
+        tracebacks = "\n".join(
             f"Rank {rank}:\n{''.join(traceback.format_exception(type(error), error, error.__traceback__))}"
             for rank, error in failures.items()
         )
-        raise first from FusedTPError(f"{len(failures)} of {world_size} local ranks failed.\n{texts}")
-    if late:
+        raise first from FusedTPError(f"{len(failures)} of {world_size} local ranks failed.\n{tracebacks}")
+    if unfinished:
         raise CollectiveTimeoutError(
-            f"run_local: {_named(late)} of {world_size} had not finished in {seconds:g} seconds."
+            f"run_local: {_format_ranks(unfinished)} of {world_size} had not finished in {seconds:g} seconds."
         )
     return [results[rank] for rank in range(world_size)]
 
 
-def _device(device: torch.device | str) -> torch.device:
+def _resolve_device(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type == "cpu":
         return device
@@ -271,7 +271,7 @@ def assumed_gpu() -> Any:
     return None if device is None else device.assumed_gpu()
 
 
-def _streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]:
+def _create_streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]:
     """Create a stream for each rank, which has no other user while `owner` lives."""
     if group.device.type == "cpu":
         return [None] * group.world_size
@@ -293,6 +293,6 @@ def _checked_rank(rank: int, world_size: int) -> int:
     return rank
 
 
-def _named(ranks: Iterable[int]) -> str:
+def _format_ranks(ranks: Iterable[int]) -> str:
     numbers = sorted(ranks)
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fused_tp.cli import at_least, make_folder
-from fused_tp.cli.compare import WARMUP, Result, Variant, train_in_turn
+from fused_tp.cli.compare import WARMUP, Result, Variant, train_alternately
 from fused_tp.cli.compare_report import step_seconds
-from fused_tp.cli.plan import measured
+from fused_tp.cli.plan import measure_this_machine
 from fused_tp.cli.ranks import Job, launch, preload, start_method
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
@@ -26,14 +26,14 @@ from fused_tp.planning.model_count import count_config
 from fused_tp.planning.model_shape import ModelShape
 from fused_tp.planning.recommend import recommend
 
-from .results import now, versions, write_whole
+from .results import now, versions, write_atomically
 
-SEQ, BATCH = 256, 8
+SEQ, GLOBAL_BATCH = 256, 8
 MODELS: dict[str, dict[str, int]] = {
     "256 x 4": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8},
     "512 x 6": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8},
 }
-WAYS: dict[str, dict[str, Any]] = {
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "one process": {},
     "one process, recomputed": {"recompute": "full"},
     "tp2": {"tp": 2, "sequence_parallel": False},
@@ -62,13 +62,18 @@ class PlannerRow:
         return self.predicted / self.measured - 1
 
 
-def settings_of(model: dict[str, int], steps: int) -> dict[str, Any]:
+def train_settings(model: dict[str, int], steps: int) -> dict[str, Any]:
     """Settings of `fused-tp train`."""
     config = {**model, "num_key_value_heads": 4}
-    return {"model": {"type": "llama", "config": config}, "data": {"seq": SEQ}, "global_batch": BATCH, "steps": steps}
+    return {
+        "model": {"type": "llama", "config": config},
+        "data": {"seq": SEQ},
+        "global_batch": GLOBAL_BATCH,
+        "steps": steps,
+    }
 
 
-def shape_of(model: dict[str, int]) -> ModelShape:
+def planner_shape(model: dict[str, int]) -> ModelShape:
     """ModelShape of the model, as the planner counts it."""
     from transformers import LlamaConfig
 
@@ -78,11 +83,11 @@ def shape_of(model: dict[str, int]) -> ModelShape:
 def predict(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> CostModel:
     """Cost model of a parallel configuration."""
     return CostModel(
-        shape=shape_of(model),
+        shape=planner_shape(model),
         config=ParallelConfig(**way),
         machine=machine,
         seq=SEQ,
-        global_batch=BATCH,
+        global_batch=GLOBAL_BATCH,
         precision="fp32",
     )
 
@@ -93,18 +98,18 @@ def measured_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> 
     Raises:
         ValueError, ChildProcessError: a rank has rejected the configuration, or failed.
     """
-    variant = Variant("", {**settings_of(model, steps), "parallel": way})
-    how = start_method("cpu")
-    if how == "forkserver":
+    variant = Variant("", {**train_settings(model, steps), "parallel": way})
+    method = start_method("cpu")
+    if method == "forkserver":
         preload(["fused_tp.training.run", "transformers.modeling_utils", "torch._dynamo"])
-    results: list[Result] = launch(Job(train_in_turn, [variant], ParallelConfig(**way).world_size), how)[0]
+    results: list[Result] = launch(Job(train_alternately, [variant], ParallelConfig(**way).world_size), method)[0]
     return step_seconds(results[0])
 
 
-def rows_of(machine: Machine, steps: int) -> Iterator[PlannerRow]:
+def measure_rows(machine: Machine, steps: int) -> Iterator[PlannerRow]:
     """Train all models in all configurations, and yield a row for each."""
     for name, model in MODELS.items():
-        for way, parallel in WAYS.items():
+        for way, parallel in CONFIGURATIONS.items():
             seconds = measured_seconds(model, parallel, steps)
             yield PlannerRow(name, way, predict(machine, model, parallel).time.total, seconds)
 
@@ -119,12 +124,16 @@ def table(rows: Sequence[PlannerRow]) -> str:
 
 def fastest(machine: Machine, rows: Sequence[PlannerRow], name: str) -> tuple[str, str]:
     """Fastest measured configuration of two ranks, and the first one of `recommend`."""
-    two = {
-        row.way: row.measured for row in rows if row.model == name and ParallelConfig(**WAYS[row.way]).world_size == 2
+    two_rank_seconds = {
+        row.way: row.measured
+        for row in rows
+        if row.model == name and ParallelConfig(**CONFIGURATIONS[row.way]).world_size == 2
     }
-    plan = recommend(shape_of(MODELS[name]), 2, machine=machine, seq=SEQ, global_batch=BATCH, precision="fp32")[0]
-    chosen = (way for way, parallel in WAYS.items() if ParallelConfig(**parallel) == plan.config)
-    return min(two, key=lambda way: two[way]), next(chosen, plan.config.shown())
+    plan = recommend(
+        planner_shape(MODELS[name]), 2, machine=machine, seq=SEQ, global_batch=GLOBAL_BATCH, precision="fp32"
+    )[0]
+    matching_names = (way for way, parallel in CONFIGURATIONS.items() if ParallelConfig(**parallel) == plan.config)
+    return min(two_rank_seconds, key=lambda way: two_rank_seconds[way]), next(matching_names, plan.config.shown())
 
 
 def draw(rows: Sequence[PlannerRow], path: Path) -> None:
@@ -136,11 +145,18 @@ def draw(rows: Sequence[PlannerRow], path: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
-        own = [row for row in rows if row.model == name]
-        places = range(len(own))
-        axes.barh([place - 0.2 for place in places], [row.measured for row in own], 0.4, label="measured")
-        axes.barh([place + 0.2 for place in places], [row.predicted for row in own], 0.4, label="predicted")
-        axes.set_yticks(places, [row.way for row in own], fontsize=8)
+        model_rows = [row for row in rows if row.model == name]
+        positions = range(len(model_rows))
+        axes.barh(
+            [position - 0.2 for position in positions],
+            [row.measured for row in model_rows],
+            0.4,
+            label="measured",
+        )
+        axes.barh(
+            [position + 0.2 for position in positions], [row.predicted for row in model_rows], 0.4, label="predicted"
+        )
+        axes.set_yticks(positions, [row.way for row in model_rows], fontsize=8)
         axes.invert_yaxis()
         axes.set_xlabel("seconds of a step")
         axes.set_title(f"hidden size x layers: {name}")
@@ -156,16 +172,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="in place of OUT/planner.svg")
     options = parser.parse_args(arguments)
     make_folder("--out", options.out)
-    machine = measured()
+    machine = measure_this_machine()
     print(json.dumps(machine.to_dict(), indent=1), flush=True)
-    rows = list(rows_of(machine, options.steps))
+    rows = list(measure_rows(machine, options.steps))
     print(table(rows))
     best = {name: fastest(machine, rows, name) for name in MODELS}
     for name, (way, plan) in best.items():
         print(f"{name}: fastest of two ranks: {way}; recommended: {plan}")
-    found = {"machine": machine.to_dict(), "versions": versions(), "date": now(), "fastest": best}
-    write_whole(
-        options.out / "planner.json", json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    summary = {"machine": machine.to_dict(), "versions": versions(), "date": now(), "fastest": best}
+    write_atomically(
+        options.out / "planner.json", json.dumps({**summary, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
     )
     draw(rows, options.picture or options.out / "planner.svg")
     return 0

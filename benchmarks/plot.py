@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .case import MEASURES
-from .results import Record, read
+from .results import Record, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = 3
-WIDTH, HEIGHT, ROW_HEIGHT, HEAD = 13.3, 11.6, 2.75, 0.6  # inches: total, maximum total, row of panels, title
+PANEL_COLUMNS = 3
+# Inches: total width, maximum total height, height of a row of panels, height of the title.
+WIDTH, MAX_HEIGHT, ROW_HEIGHT, TITLE_HEIGHT = 13.3, 11.6, 2.75, 0.6
 DPI = 120
-GAP = 1.0  # between two sizes, in bar widths
-ROOM = 1.5  # factor above the highest bar, which leaves room for the legend
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+GROUP_GAP = 1.0  # between two sizes, in bar widths
+Y_LIMIT_FACTOR = 1.5  # factor above the highest bar, which leaves room for the legend
+_BYTES_PER_UNIT = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
@@ -37,29 +38,29 @@ def plot(records: Sequence[Record], path: Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: no record has a comparison.
     """
-    figure = drawn(records)
+    figure = draw_figure(records)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
 
 
-def drawn(records: Sequence[Record]) -> Figure:
+def draw_figure(records: Sequence[Record]) -> Figure:
     """Draw the figure; raises as `plot`."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = _panels(records)
+    panels = _group_by_panel(records)
     if not panels:
-        raise ValueError("There is nothing to draw: no record compares fused_tp with anybody.")
-    columns = min(COLUMNS, len(panels))
+        raise ValueError("There is nothing to draw: no record compares fused_tp with another contestant.")
+    columns = min(PANEL_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    height = min(ROW_HEIGHT * rows + HEAD, HEIGHT)
-    figure = Figure(figsize=(WIDTH * columns / COLUMNS, height), layout="constrained")
+    height = min(ROW_HEIGHT * rows + TITLE_HEIGHT, MAX_HEIGHT)
+    figure = Figure(figsize=(WIDTH * columns / PANEL_COLUMNS, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    rivals = dict.fromkeys(_rival(record) for panel in panels.values() for record in panel)
+    rivals = dict.fromkeys(_color_key(record) for panel in panels.values() for record in panel)
     shades = [matplotlib.colormaps["tab20"](i) for i in (*range(1, 20, 2), *range(0, 20, 2))]  # light ones, then dark
     colours = dict(zip(rivals, cycle(shades)))
     for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
-        _draw(axis, title, panel, colours)
+        _draw_panel(axis, title, panel, colours)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
     machines = ", ".join(sorted({f"{record.machine.cpu}, {record.machine.isa}" for record in records}))
@@ -71,52 +72,55 @@ def drawn(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _rival(record: Record) -> str:
+def _color_key(record: Record) -> str:
     """Key for the colour of a record: equal for a library with and without a matmul before its collective."""
     return record.contestant.removeprefix("matmul + ")
 
 
-def _panels(records: Sequence[Record]) -> dict[str, list[Record]]:
+def _group_by_panel(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Group records with a comparison by the title of their panel, sizes ascending."""
-    several = len({record.machine for record in records}) > 1
+    has_several_machines = len({record.machine for record in records}) > 1
     panels: dict[str, list[Record]] = {}
     for record in records:
         if record.comparison is not None:
-            op, dtype, _ = _parts(record)
-            where = f", {record.machine.cpu}" if several else ""
-            panels.setdefault(f"{op}, {dtype}{where}" if dtype else op + where, []).append(record)
-    return {title: sorted(panel, key=lambda record: _size(_parts(record)[2])) for title, panel in panels.items()}
+            op, dtype, _ = _split_case_name(record)
+            machine_text = f", {record.machine.cpu}" if has_several_machines else ""
+            panels.setdefault(f"{op}, {dtype}{machine_text}" if dtype else op + machine_text, []).append(record)
+    return {
+        title: sorted(panel, key=lambda record: _parse_size(_split_case_name(record)[2]))
+        for title, panel in panels.items()
+    }
 
 
-def _parts(record: Record) -> tuple[str, str, str]:
+def _split_case_name(record: Record) -> tuple[str, str, str]:
     """Op, dtype and size in the name of a case, each "" if missing."""
     op, dtype, size = (*record.case.split("/", 2), "", "")[:3]
     return op, dtype, size
 
 
-def _size(text: str) -> float:
+def _parse_size(text: str) -> float:
     """Parse "M=16" as 16 and "4 KiB" as 4096. A text without a size is 0, so that sorting keeps its place."""
-    found = re.search(r"(\d+)\s*([KMG]iB)?", text)
-    return int(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    match = re.search(r"(\d+)\s*([KMG]iB)?", text)
+    return int(match[1]) * _BYTES_PER_UNIT[match[2] or ""] if match else 0.0
 
 
-def _draw(axis: Axes, title: str, panel: Sequence[Record], colours: dict[str, Any]) -> None:
+def _draw_panel(axis: Axes, title: str, panel: Sequence[Record], colours: dict[str, Any]) -> None:
     position, highest = 0.0, 1.0
     centres: dict[str, list[float]] = {}
-    crowded = len(panel) > 8
+    is_crowded = len(panel) > 8
     for record in panel:
-        compared, size = record.comparison, _parts(record)[2]
-        assert compared is not None
+        comparison, size = record.comparison, _split_case_name(record)[2]
+        assert comparison is not None
         if centres and size not in centres:
-            position += GAP
+            position += GROUP_GAP
         centres.setdefault(size, []).append(position)
-        value = compared.value
-        axis.bar(position, value.median, width=0.9, color=colours[_rival(record)], label=record.contestant)
+        value = comparison.value
+        axis.bar(position, value.median, width=0.9, color=colours[_color_key(record)], label=record.contestant)
         axis.plot([position, position], [value.q1, value.q3], color="#444444", linewidth=0.8)
-        missed = False
-        if compared.bar is not None:
-            axis.plot([position - 0.5, position + 0.5], [compared.bar] * 2, color="black", linewidth=1.8)
-            missed = not MEASURES[compared.measure].meets(value.median, compared.bar)
+        misses_bar = False
+        if comparison.bar is not None:
+            axis.plot([position - 0.5, position + 0.5], [comparison.bar] * 2, color="black", linewidth=1.8)
+            misses_bar = not MEASURES[comparison.measure].meets(value.median, comparison.bar)
         axis.annotate(  # at the foot of the bar, where no line crosses the text
             f"{value.median:.2f}" if value.median >= 0.1 else f"{value.median:.1g}",
             (position, 0.0),
@@ -124,29 +128,37 @@ def _draw(axis: Axes, title: str, panel: Sequence[Record], colours: dict[str, An
             textcoords="offset points",
             ha="center",
             va="bottom",
-            rotation=90 if crowded else 0,
+            rotation=90 if is_crowded else 0,
             fontsize=8,
-            color="#b00000" if missed else "black",
-            fontweight="bold" if missed else "normal",
+            color="#b00000" if misses_bar else "black",
+            fontweight="bold" if misses_bar else "normal",
         )
-        highest = max(highest, value.q3, compared.bar or 0.0)
+        highest = max(highest, value.q3, comparison.bar or 0.0)
         position += 1
     axis.axhline(1.0, color="grey", linestyle="--", linewidth=0.8, zorder=0.5)
-    axis.set_ylim(0, ROOM * highest)
+    axis.set_ylim(0, Y_LIMIT_FACTOR * highest)
     axis.set_xticks(
-        [sum(places) / len(places) for places in centres.values()],
+        [sum(group_positions) / len(group_positions) for group_positions in centres.values()],
         [textwrap.fill(size, 54 // len(centres), break_long_words=False) for size in centres],
         fontsize=7,
     )
     axis.tick_params(axis="x", length=0)
     axis.tick_params(axis="y", labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(f"{title}: {_measure(panel)}", fontsize=8, loc="left")
-    key = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    axis.legend(key.values(), key.keys(), fontsize=6.5, loc="upper left", ncols=2, frameon=False, columnspacing=1.0)
+    axis.set_title(f"{title}: {_describe_measures(panel)}", fontsize=8, loc="left")
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axis.legend(
+        handles.values(),
+        handles.keys(),
+        fontsize=6.5,
+        loc="upper left",
+        ncols=2,
+        frameon=False,
+        columnspacing=1.0,
+    )
 
 
-def _measure(panel: Sequence[Record]) -> str:
+def _describe_measures(panel: Sequence[Record]) -> str:
     names = sorted({record.comparison.measure for record in panel if record.comparison is not None})
     return ", ".join(f"{name} ({'less' if MEASURES[name].lower_is_better else 'more'} is better)" for name in names)
 
@@ -158,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="FILE with .png in place of its suffix")
     options = parser.parse_args(arguments)
     output = options.output or options.file.with_suffix(".png")
-    plot(read(options.file), output)
+    plot(read_records(options.file), output)
     print(output)
     return 0
 

@@ -30,30 +30,30 @@ import fused_tp
 from .case import DTYPES
 
 Step = Callable[[], object]
-Leaf = Callable[..., Tensor]  # leaf(*shape): random numbers that require grad, different on each rank
+MakeLeaf = Callable[..., Tensor]  # make_leaf(*shape): random numbers that require grad, different on each rank
 
 
-def matmul(name: str, leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
+def matmul_step(name: str, make_leaf: MakeLeaf, tokens: int, hidden: int, size: int) -> Step:
     """Forward and backward of one op, between the features of a model and those of its MLP."""
     inner = 4 * hidden // size
     shapes = ((tokens, inner), (hidden, inner))
     if name == "all_gather_matmul":
         shapes = ((tokens // size, hidden), (inner, hidden))
-    x, w = (leaf(*shape) for shape in shapes)
+    x, w = (make_leaf(*shape) for shape in shapes)
     op = getattr(fused_tp, name)
     return lambda: op(x, w, group=None).sum().backward()
 
 
-def ring_attention(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
-    q, k, v = (leaf(1, tokens // size, max(1, hidden // 64), 64) for _ in range(3))
+def ring_attention_step(make_leaf: MakeLeaf, tokens: int, hidden: int, size: int) -> Step:
+    q, k, v = (make_leaf(1, tokens // size, max(1, hidden // 64), 64) for _ in range(3))
     return lambda: fused_tp.ring_attention(q, k, v, group=None, causal=True).sum().backward()
 
 
-def mlp(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
+def mlp_step(make_leaf: MakeLeaf, tokens: int, hidden: int, size: int) -> Step:
     """Forward and backward of a gated MLP under sequence parallelism."""
     inner = 4 * hidden // size
-    x_shard, gate, up = leaf(tokens // size, hidden), leaf(inner, hidden), leaf(inner, hidden)
-    down = leaf(hidden, inner)
+    x_shard, gate, up = make_leaf(tokens // size, hidden), make_leaf(inner, hidden), make_leaf(inner, hidden)
+    down = make_leaf(hidden, inner)
 
     def step() -> None:
         gated, wide = fused_tp.all_gather_matmul(x_shard, [gate, up], group=None)
@@ -62,10 +62,10 @@ def mlp(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
     return step
 
 
-def decode(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
+def decode_step(make_leaf: MakeLeaf, tokens: int, hidden: int, size: int) -> Step:
     """Row-parallel matmul and norm for one token of each of 16 sequences."""
-    x, w = leaf(16, 4 * hidden // size), leaf(hidden, 4 * hidden // size)
-    residual, norm_weight = leaf(16, hidden), leaf(hidden)
+    x, w = make_leaf(16, 4 * hidden // size), make_leaf(hidden, 4 * hidden // size)
+    residual, norm_weight = make_leaf(16, hidden), make_leaf(hidden)
 
     @torch.no_grad()
     def step() -> object:
@@ -74,10 +74,10 @@ def decode(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
     return step
 
 
-CASES: dict[str, Callable[[Leaf, int, int, int], Step]] = {
-    name: partial(matmul, name) for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+CASES: dict[str, Callable[[MakeLeaf, int, int, int], Step]] = {
+    name: partial(matmul_step, name) for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 }
-CASES |= {"ring_attention": ring_attention, "mlp": mlp, "decode": decode}
+CASES |= {"ring_attention": ring_attention_step, "mlp": mlp_step, "decode": decode_step}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -85,26 +85,26 @@ def run(options: argparse.Namespace) -> None:
     device = _device(int(os.environ.get("LOCAL_RANK", 0)))
     if world_size > 1:
         # Ranks that share a GPU use gloo, since NCCL rejects them.
-        shared = device.type == "cuda" and world_size > torch.cuda.device_count()
-        backend = "nccl" if device.type == "cuda" and not shared else "gloo"
+        is_gpu_shared = device.type == "cuda" and world_size > torch.cuda.device_count()
+        backend = "nccl" if device.type == "cuda" and not is_gpu_shared else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=options.seconds))
     random = torch.Generator(device).manual_seed(rank)
 
-    def leaf(*shape: int) -> Tensor:
+    def make_leaf(*shape: int) -> Tensor:
         x = torch.randn(shape, generator=random, device=device, dtype=torch.float32)
         return (x / 8).to(DTYPES[options.dtype]).requires_grad_()
 
-    step = CASES[options.case](leaf, options.tokens, options.hidden, world_size)
+    step = CASES[options.case](make_leaf, options.tokens, options.hidden, world_size)
     for _ in range(options.warmup):
         step()
-    _together()
-    with _watched(options.trace, options.case, rank):
+    _synchronize_ranks()
+    with _profiled(options.trace, options.case, rank):
         for number in range(options.steps):
             with fused_tp.core.tracing.span("step", number):
                 step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    _together()
+    _synchronize_ranks()
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -117,7 +117,7 @@ def _device(local_rank: int) -> torch.device:
     return device
 
 
-def _together() -> None:
+def _synchronize_ranks() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if dist.is_initialized():
@@ -125,18 +125,18 @@ def _together() -> None:
 
 
 @contextlib.contextmanager
-def _watched(folder: Path | None, case: str, rank: int) -> Iterator[None]:
+def _profiled(folder: Path | None, case: str, rank: int) -> Iterator[None]:
     """Profile the steps in the block."""
     on_gpu = torch.cuda.is_available()
     if folder is not None:
-        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
-        with torch.profiler.profile(activities=kinds) as profile:
+        activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
+        with torch.profiler.profile(activities=activities) as profile:
             yield
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"{case}.rank{rank}.json"))
     elif on_gpu:
-        marked = torch.cuda.nvtx.range("profiled") if rank == 0 else contextlib.nullcontext()
-        with torch.cuda.profiler.profile(), marked:
+        nvtx_range = torch.cuda.nvtx.range("profiled") if rank == 0 else contextlib.nullcontext()
+        with torch.cuda.profiler.profile(), nvtx_range:
             yield
     else:
         yield
@@ -145,13 +145,13 @@ def _watched(folder: Path | None, case: str, rank: int) -> Iterator[None]:
 def merge(out: Path, files: Sequence[Path]) -> None:
     """Merge the Chrome traces of ranks of one host into one, on one clock, with processes named after their rank."""
     events: list[dict[str, Any]] = []
-    first: dict[str, Any] = {}
+    first_trace: dict[str, Any] = {}
     processes: dict[tuple[int, object], int] = {}  # new process numbers, as all ranks number GPUs alike
     for rank, file in enumerate(files):
         trace = json.loads(file.read_text())
-        first = first or trace
+        first_trace = first_trace or trace
         # Times are in microseconds since a base that each trace states in nanoseconds.
-        shift = (trace.get("baseTimeNanoseconds", 0) - first.get("baseTimeNanoseconds", 0)) / 1e3
+        shift = (trace.get("baseTimeNanoseconds", 0) - first_trace.get("baseTimeNanoseconds", 0)) / 1e3
         for event in trace["traceEvents"]:
             if "pid" in event:
                 event["pid"] = processes.setdefault((rank, event["pid"]), len(processes) + 1)
@@ -164,7 +164,7 @@ def merge(out: Path, files: Sequence[Path]) -> None:
             if event.get("name") == "process_sort_index":
                 event["args"]["sort_index"] = event["pid"]
             events.append(event)
-    out.write_text(json.dumps({**first, "traceEvents": events}))
+    out.write_text(json.dumps({**first_trace, "traceEvents": events}))
 
 
 def from_command_line(arguments: Sequence[str] | None = None) -> int:

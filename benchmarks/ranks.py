@@ -26,16 +26,16 @@ if TYPE_CHECKING:  # a rank pins itself to its core before it imports torch, who
 
 START_SECONDS = 120.0  # time to import torch on a busy machine
 _GRACE_SECONDS = 5.0  # time for the watchdog's traceback
-_CAUSE_SECONDS = 0.3  # time to notice the end of a process, which its peers notice at once
+_EXIT_NOTICE_SECONDS = 0.3  # time to notice the end of a process, which its peers notice at once
 MIN_TIMED_SECONDS = 2e-3  # least span timed together, far above the cost of leaving the barrier and reading the clock
 _WARM_UP_CALLS = 3  # the first call builds and allocates, the second still faults pages in
 _WARM_UP_SECONDS = 0.5  # enough warmup if calls are long
 
 # One thread per library.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_ONE_THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def cores() -> list[int]:
+def usable_cores() -> list[int]:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -49,19 +49,19 @@ class RankFailure(RuntimeError):
 class RankContext:
     """Context that a rank passes to the functions it runs; a `case.Context`."""
 
-    checks_again = False
+    rechecks_results = False
 
     def __init__(self, rank: int, world_size: int, run_id: str) -> None:
         self.rank = rank
         self.world_size = world_size
         self.run_id = run_id  # equal on all ranks, and unique among runs on this host
 
-    def exchange(self, mine: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
-        answers: list[Any] = [None] * self.world_size
-        dist.all_gather_object(answers, mine)
-        return answers
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def meet(self) -> None:
         """Return once all ranks have arrived.
@@ -76,9 +76,9 @@ class RankContext:
         from fused_tp.core.group import resolve_group
 
         dist.barrier()
-        shared = shm_transport(resolve_group(None))
-        if shared is not None:
-            shared.barrier()
+        transport = shm_transport(resolve_group(None))
+        if transport is not None:
+            transport.barrier()
 
     def synchronize(self) -> None:
         pass
@@ -117,18 +117,18 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         from fused_tp.core.settings import override_environment
 
         context = mp.get_context("spawn")  # fork would inherit the parent's thread pools and settings
-        values = dict(_ENVIRONMENT)
+        environment_values = dict(_ONE_THREAD_ENVIRONMENT)
         if sys.platform == "linux":
-            values["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one host need no network
-        with override_environment(values):  # before the child imports torch, which reads it once
+            environment_values["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one host need no network
+        with override_environment(environment_values):  # before the child imports torch, which reads it once
             for rank in range(world_size):
-                ours, theirs = context.Pipe()
+                parent_end, child_end = context.Pipe()
                 process = context.Process(
-                    target=_rank_main, args=(rank, world_size, self._folder.name, theirs), daemon=True
+                    target=_rank_main, args=(rank, world_size, self._folder.name, child_end), daemon=True
                 )
                 process.start()
-                theirs.close()  # so that the pipe reports EOF when the child ends
-                self._connections.append(ours)
+                child_end.close()  # so that the pipe reports EOF when the child ends
+                self._connections.append(parent_end)
                 self._processes.append(process)
         try:
             self._collect(START_SECONDS)
@@ -153,30 +153,30 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def _collect(self, seconds: float) -> list[Any]:
         deadline = time.monotonic() + seconds
         results: list[Any] = [None] * self.world_size
-        waiting = set(range(self.world_size))
-        while waiting:
-            for rank in sorted(waiting):
+        pending_ranks = set(range(self.world_size))
+        while pending_ranks:
+            for rank in sorted(pending_ranks):
                 if not self._connections[rank].poll(0.02):
                     continue
                 try:
-                    ok, results[rank] = self._connections[rank].recv()
+                    has_succeeded, results[rank] = self._connections[rank].recv()
                 except EOFError:
                     raise self._failure(rank, "nothing that it could send", _GRACE_SECONDS) from None
-                if not ok:
-                    raise self._failure(rank, results[rank], _CAUSE_SECONDS)
-                waiting.discard(rank)
-            if waiting and time.monotonic() > deadline:
-                raise RankFailure(f"Ranks {sorted(waiting)} had no result within {seconds:.0f} s.")
+                if not has_succeeded:
+                    raise self._failure(rank, results[rank], _EXIT_NOTICE_SECONDS)
+                pending_ranks.discard(rank)
+            if pending_ranks and time.monotonic() > deadline:
+                raise RankFailure(f"Ranks {sorted(pending_ranks)} had no result within {seconds:.0f} s.")
         return results
 
-    def _failure(self, rank: int, raised: str, seconds: float) -> RankFailure:
+    def _failure(self, rank: int, traceback_text: str, seconds: float) -> RankFailure:
         """Find the cause of a failure: a rank that ends within `seconds`, or else the exception that `rank` raised."""
-        ended = wait([process.sentinel for process in self._processes], seconds)
+        ended_sentinels = wait([process.sentinel for process in self._processes], seconds)
         for other, process in enumerate(self._processes):
-            if process.sentinel in ended:
+            if process.sentinel in ended_sentinels:
                 process.join()
                 return RankFailure(f"Rank {other} ended with exit status {process.exitcode}; see its output above.")
-        return RankFailure(f"Rank {rank} raised:\n{raised}")
+        return RankFailure(f"Rank {rank} raised:\n{traceback_text}")
 
     def close(self) -> None:
         """End the ranks; does nothing if they have ended."""
@@ -196,7 +196,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(START_SECONDS, exit=True)
-    usable = cores()
+    usable = usable_cores()
     if hasattr(os, "sched_setaffinity"):
         # Before any thread starts, so that gloo's threads inherit the core.
         os.sched_setaffinity(0, {usable[rank % len(usable)]})

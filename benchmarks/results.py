@@ -17,8 +17,8 @@ import torch
 
 from fused_tp.cli import cpu_name
 
-from .case import OURS, BenchCase, Quartiles, slowest
-from .ranks import cores
+from .case import FUSED_TP, BenchCase, Quartiles, slowest_rank_seconds
+from .ranks import usable_cores
 from .runner import Times
 
 SCHEMA = 1
@@ -37,16 +37,16 @@ class MeasuredMachine:
 
 def this_machine() -> MeasuredMachine:
     """Processor, torch's vector ISA and usable cores of this machine."""
-    return MeasuredMachine(cpu=cpu_name(), isa=torch.backends.cpu.get_cpu_capability(), cores=len(cores()))
+    return MeasuredMachine(cpu=cpu_name(), isa=torch.backends.cpu.get_cpu_capability(), cores=len(usable_cores()))
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the benchmarked packages that are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def now() -> str:
@@ -96,8 +96,10 @@ class Record:
             schema = fields.pop("schema")
             if schema != SCHEMA:
                 raise ValueError(f"schema {schema} is not {SCHEMA}, which this version reads")
-            compared = fields.pop("comparison")
-            comparison = compared and RivalTimes(**{**compared, "value": Quartiles(**compared["value"])})
+            comparison_fields = fields.pop("comparison")
+            comparison = comparison_fields and RivalTimes(
+                **{**comparison_fields, "value": Quartiles(**comparison_fields["value"])}
+            )
             ms, machine = Quartiles(**fields.pop("ms")), MeasuredMachine(**fields.pop("machine"))
             return cls(ms=ms, machine=machine, comparison=comparison, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -114,38 +116,38 @@ def _rounded(value: Any) -> Any:
 
 
 def records_of(
-    case: BenchCase, times: Sequence[Times], world_size: int, machine: MeasuredMachine, found: Mapping[str, str]
+    case: BenchCase, times: Sequence[Times], world_size: int, machine: MeasuredMachine, installed: Mapping[str, str]
 ) -> list[Record]:
     """Records of a case from the times of all ranks, compared with fused_tp if it has run."""
-    seconds = {name: slowest([t.seconds[name] for t in times]) for name in times[0].seconds}
+    seconds = {name: slowest_rank_seconds([t.seconds[name] for t in times]) for name in times[0].seconds}
 
-    def record(name: str, taken: Sequence[float]) -> Record:
+    def record(name: str, rank_seconds: Sequence[float]) -> Record:
         rival = case.rivals.get(name)
         comparison = None
-        if rival is not None and OURS in seconds:
-            value = rival.measure.of(seconds[OURS], taken, world_size)
+        if rival is not None and FUSED_TP in seconds:
+            value = rival.measure.compare(seconds[FUSED_TP], rank_seconds, world_size)
             comparison = RivalTimes(rival.measure.name, value, rival.bar, rival.aim)
-        ms, note = Quartiles.of([1e3 * second for second in taken]), times[0].notes[name]
+        ms, note = Quartiles.from_values([1e3 * second for second in rank_seconds]), times[0].notes[name]
         if machine.gpu:
             note = "; ".join(filter(None, (case.rate(ms.median), note)))
         return Record(
             case=case.name,
             contestant=name,
             ms=ms,
-            rounds=len(taken),
+            rounds=len(rank_seconds),
             calls=times[0].calls[name],
             comparison=comparison,
             world_size=world_size,
             note=note,
             machine=machine,
-            versions=dict(found),
+            versions=dict(installed),
             date=now(),
         )
 
-    return [record(name, taken) for name, taken in seconds.items()]
+    return [record(name, rank_seconds) for name, rank_seconds in seconds.items()]
 
 
-def read(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[Record]:
     """Read the records of a file, in order.
 
     Raises:
@@ -161,20 +163,22 @@ def read(path: Path) -> list[Record]:
     return records
 
 
-def merge(path: Path, new: Sequence[Record]) -> list[Record]:
+def merge_records(path: Path, new_records: Sequence[Record]) -> list[Record]:
     """Write `new` into the file, replacing older records of the same cases on the same machine; return all records."""
-    measured = {(record.case, record.machine) for record in new}
-    old = read(path) if path.exists() else []
-    records = [record for record in old if (record.case, record.machine) not in measured] + list(new)
-    write_whole(path, "".join(f"{record.to_json()}\n" for record in records))
+    measured_cases = {(record.case, record.machine) for record in new_records}
+    old_records = read_records(path) if path.exists() else []
+    records = [record for record in old_records if (record.case, record.machine) not in measured_cases] + list(
+        new_records
+    )
+    write_atomically(path, "".join(f"{record.to_json()}\n" for record in records))
     return records
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, so that an interrupted run leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A temporary folder, because a temporary file of tempfile would be readable by its owner only.
-    with tempfile.TemporaryDirectory(dir=path.parent) as own:
-        part = Path(own, path.name)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder, path.name)
         part.write_text(text)
         part.replace(path)

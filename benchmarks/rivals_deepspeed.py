@@ -18,7 +18,7 @@ from .ranks import RankContext
 _state: dict[str, bool] = {}
 
 
-def load(context: RankContext) -> None:
+def load_extension(context: RankContext) -> None:
     """Set up torch.ops.deepspeed.inference_all_reduce_ on all ranks; a collective call.
 
     Raises:
@@ -32,7 +32,7 @@ def load(context: RankContext) -> None:
     except ImportError as error:
         raise Unavailable(f"DeepSpeed is not installed ({error}); pip install deepspeed.") from error
     try:
-        extension = ShareMemCommBuilder().load(verbose=False)
+        extension = ShareMemCommBuilder().load_extension(verbose=False)
     except Exception as error:  # any failure of the compiler or the build tool
         raise Unavailable(f"DeepSpeed's shared-memory extension does not build here: {error}.") from error
     if extension.vector_kernel_level() < 2:
@@ -40,10 +40,10 @@ def load(context: RankContext) -> None:
     # The extension names its segments in /dev/shm after these variables, is active only if LOCAL_SIZE says that all
     # ranks are local, and never removes the segments. So the name must be new, and the files are unlinked here as soon
     # as every rank has mapped them.
-    ours = {"LOCAL_SIZE": str(context.world_size), "MASTER_ADDR": "bench", "MASTER_PORT": context.run_id}
-    os.environ.update(ours)
+    variables = {"LOCAL_SIZE": str(context.world_size), "MASTER_ADDR": "bench", "MASTER_PORT": context.run_id}
+    os.environ.update(variables)
     extension.initialize(context.world_size, context.rank)
-    for name in ours:
+    for name in variables:
         del os.environ[name]
     dist.barrier()
     for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{context.run_id}_{context.rank}"):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .case import Unavailable
-from .cpu_block import WholeLayers
+from .cpu_block import UnshardedLayers
 from .ranks import RankContext
 
 
@@ -40,19 +40,19 @@ def prepare(context: RankContext) -> None:
         raise Unavailable(f"Megatron-Core is not installed ({error}); pip install megatron-core.") from error
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=context.world_size)
-        _for_good.enter_context(on_cpu())
+        _on_cpu_until_exit.enter_context(on_cpu())
         # Megatron calls collectives by names that torch deprecates, and recommends settings of CUDA.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", module="megatron")
 
 
-_for_good = ExitStack()  # never closed: the rank's process ends with the benchmark
+_on_cpu_until_exit = ExitStack()  # never closed: the rank's process ends with the benchmark
 
 
-class MegatronLayers(WholeLayers):
+class MegatronLayers(UnshardedLayers):
     """Layers of the block as in Megatron's own transformer: q, k, v in one projection, gate and up in another."""
 
-    def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
+    def create_linears(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
         from megatron.core import ModelParallelConfig
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -67,14 +67,14 @@ class MegatronLayers(WholeLayers):
         )
         self._layers: dict[tuple[str, ...], nn.Module] = {}
         for names in (("q", "k", "v"), ("gate", "up"), ("o",), ("down",)):
-            how = {"config": config, "init_method": _leave, "bias": False}
+            layer_options = {"config": config, "init_method": _keep_weight, "bias": False}
             if names in (("o",), ("down",)):
                 shard = weights[names[0]].chunk(size, dim=1)[rank]
                 sizes = (shard.shape[1] * size, shard.shape[0])
-                layer = RowParallelLinear(*sizes, input_is_parallel=True, skip_bias_add=False, **how)
+                layer = RowParallelLinear(*sizes, input_is_parallel=True, skip_bias_add=False, **layer_options)
             else:
                 shard = torch.cat([weights[name].chunk(size)[rank] for name in names])
-                layer = ColumnParallelLinear(shard.shape[1], shard.shape[0] * size, **how)
+                layer = ColumnParallelLinear(shard.shape[1], shard.shape[0] * size, **layer_options)
             with torch.no_grad():
                 layer.get_parameter("weight").copy_(shard)
             self._layers[names] = layer
@@ -87,11 +87,11 @@ class MegatronLayers(WholeLayers):
     def finish_grads(self) -> None:
         """All-reduce the norms' gradients as one tensor, like Megatron's finalize_model_grads."""
         grads = [norm.grad for norm in self.norms if norm.grad is not None]
-        together = torch.cat(grads)
-        dist.all_reduce(together)
-        for grad, summed in zip(grads, together.split([grad.numel() for grad in grads]), strict=True):
+        flat_grads = torch.cat(grads)
+        dist.all_reduce(flat_grads)
+        for grad, summed in zip(grads, flat_grads.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(summed)
 
 
-def _leave(weight: Tensor) -> None:
+def _keep_weight(weight: Tensor) -> None:
     """Keep the weight unchanged, as an init_method."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from .case import OURS, BenchCase, Contestant, Context, Unavailable
+from .case import FUSED_TP, BenchCase, Contestant, Context, Unavailable
 
 T = TypeVar("T")
 
@@ -31,13 +31,13 @@ def run_case(
     case: BenchCase,
     rounds: int | None = None,
     scale: float = 1.0,
-    goes_on: Callable[[int], bool] = lambda done: True,
+    has_time: Callable[[int], bool] = lambda done: True,
 ) -> Times:
     """Measure the contestants of `case`; runs on every rank.
 
     Args:
         rounds: number of rounds; None for as many as fit `case.seconds`, times `scale`.
-        goes_on: called before each round with the number of finished rounds; False ends the measurement.
+        has_time: called before each round with the number of finished rounds; False ends the measurement.
 
     Raises:
         AssertionError: fused_tp computes a wrong result. Its other exceptions propagate; failed rivals are skipped.
@@ -50,10 +50,10 @@ def run_case(
         round_seconds = sum(estimates[name] * calls[name] for name in contestants)
         rounds = min(max(int(scale * case.seconds / max(round_seconds, 1e-3)), MIN_ROUNDS), MAX_ROUNDS)
     seconds = take_turns(
-        {name: partial(context.seconds, contestants[name], calls[name]) for name in calls}, rounds, goes_on
+        {name: partial(context.seconds, contestants[name], calls[name]) for name in calls}, rounds, has_time
     )
-    if context.checks_again:
-        skipped |= _check(context, case, contestants)
+    if context.rechecks_results:
+        skipped |= _drop_wrong_contestants(context, case, contestants)
     return Times(
         {name: seconds[name] for name in contestants},
         {name: calls[name] * contestant.repeats for name, contestant in contestants.items()},
@@ -68,16 +68,16 @@ def check_case(context: Context, case: BenchCase) -> tuple[dict[str, Contestant]
     contestants: dict[str, Contestant] = {}
     skipped: dict[str, str] = {}
     for name, make in case.make(context, **case.parameters).items():
-        made, reason = _attempt(context, name, make)
-        if made is None:
+        contestant, reason = _run_on_all_ranks(context, name, make)
+        if contestant is None:
             skipped[name] = reason
         else:
-            contestants[name] = made
-    return contestants, skipped | _check(context, case, contestants)
+            contestants[name] = contestant
+    return contestants, skipped | _drop_wrong_contestants(context, case, contestants)
 
 
 def take_turns(
-    timed: dict[str, Callable[[], float]], rounds: int, goes_on: Callable[[int], bool] = lambda done: True
+    timed: dict[str, Callable[[], float]], rounds: int, has_time: Callable[[int], bool] = lambda done: True
 ) -> dict[str, list[float]]:
     """Time the contestants in turns; return seconds by contestant and round."""
     seconds: dict[str, list[float]] = {name: [] for name in timed}
@@ -86,7 +86,7 @@ def take_turns(
     gc.disable()  # a collection would count for the contestant that runs
     try:
         for number in range(rounds):
-            if not goes_on(number):
+            if not has_time(number):
                 break
             # The first contestant rotates, so that none always runs with caches that the same other contestant left.
             first = number % max(len(names), 1)
@@ -97,19 +97,21 @@ def take_turns(
     return seconds
 
 
-def _check(context: Context, case: BenchCase, contestants: dict[str, Contestant]) -> dict[str, str]:
+def _drop_wrong_contestants(context: Context, case: BenchCase, contestants: dict[str, Contestant]) -> dict[str, str]:
     """Remove contestants with wrong results, and return the reasons."""
-    wrong = {}
+    reasons = {}
     for name, contestant in list(contestants.items()):
         if contestant.check is not None:
-            _, reason = _attempt(context, name, contestant.check, f"{case.name}: {name} computes something else: ")
+            _, reason = _run_on_all_ranks(
+                context, name, contestant.check, f"{case.name}: {name} computes a wrong result: "
+            )
             if reason:
-                wrong[name] = reason
+                reasons[name] = reason
                 del contestants[name]
-    return wrong
+    return reasons
 
 
-def _attempt(context: Context, name: str, step: Callable[[], T], wrong: str = "") -> tuple[T | None, str]:
+def _run_on_all_ranks(context: Context, name: str, step: Callable[[], T], wrong: str = "") -> tuple[T | None, str]:
     """Run `step` and return (its result, ""), or (None, reason) if it fails on any rank: no rank may continue alone, as
     it would wait for its peers."""
     result, reason = None, ""
@@ -126,7 +128,7 @@ def _attempt(context: Context, name: str, step: Callable[[], T], wrong: str = ""
     except Exception as error:
         raised, reason = error, f"failed. {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     reasons = [text for text in context.exchange(reason) if text]
-    if name == OURS and reasons and "failed. " in reasons[0]:
+    if name == FUSED_TP and reasons and "failed. " in reasons[0]:
         raise raised or AssertionError(reasons[0])
     if raised is not None:
         traceback.print_exception(raised)

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .case import MEASURES
-from .results import Record, read
+from .results import Record, read_records
 
-CLOCKS = ("SM clock", "memory clock")  # clocks of a GPU, read after each case
+CLOCK_NAMES = ("SM clock", "memory clock")  # clocks of a GPU, read after each case
 HEADER = ("case", "contestant", "ms", "fused_tp against it", "needs", "met", "rounds", "note")
-ABOUT = """\
-`time ratio`: time of fused_tp over that of the other; `speedup`: the other's over fused_tp's; `efficiency`: the
-other's over W times fused_tp's. Medians of paired ratios, quartiles in brackets. `microseconds`: fused_tp's own, beside
-what the other takes. A GPU's rates count the multiplications of all ranks together, or the bytes that they read and
-write at least."""
+EXPLANATION = """\
+`time ratio`: fused_tp's time over the contestant's; `speedup`: the contestant's time over fused_tp's; `efficiency`: the
+contestant's time over W times fused_tp's. Values are medians of paired ratios, quartiles in brackets. `microseconds`:
+fused_tp's time, beside the contestant's. A GPU's rates count the multiplications of all ranks, or the least number of
+bytes that they read and write."""
 
 
 def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: float | None = None) -> str:
@@ -25,40 +25,42 @@ def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: fl
     for machine in dict.fromkeys(record.machine for record in records):
         cpu = f"{machine.cpu}, {machine.isa}, {machine.cores} cores."
         lines.append(f"{machine.gpu}; launched by {cpu}" if machine.gpu else cpu)
-    found = ("; ".join(f"{name} {v}" for name, v in r.versions.items() if name not in CLOCKS) for r in records)
-    lines += [f"{versions}." for versions in dict.fromkeys(found)]
-    for name in CLOCKS:
+    version_texts = (
+        "; ".join(f"{name} {v}" for name, v in r.versions.items() if name not in CLOCK_NAMES) for r in records
+    )
+    lines += [f"{versions}." for versions in dict.fromkeys(version_texts)]
+    for name in CLOCK_NAMES:
         clocks = sorted({record.versions[name] for record in records if name in record.versions}, key=_leading_number)
         if clocks:
             lines.append(f"{name}: {' to '.join(dict.fromkeys((clocks[0], clocks[-1])))}.")
     dates = sorted(record.date for record in records)
     if dates:
-        took = "" if minutes is None else f", in {minutes:.1f} minutes"
-        lines.append(f"From {dates[0]} to {dates[-1]}{took}.")
-    lines += ["", ABOUT, "", *_aligned([HEADER, *_rows(records)])]
+        duration = "" if minutes is None else f", in {minutes:.1f} minutes"
+        lines.append(f"From {dates[0]} to {dates[-1]}{duration}.")
+    lines += ["", EXPLANATION, "", *_align_columns([HEADER, *_format_rows(records)])]
     if skipped:
         lines += ["", "Not measured:", "", *(f"- {text}" for text in skipped)]
     return "\n".join(lines) + "\n"
 
 
-def _rows(records: Iterable[Record]) -> Iterable[Sequence[str]]:
+def _format_rows(records: Iterable[Record]) -> Iterable[Sequence[str]]:
     previous = ""
     for record in records:
         row = ["" if record.case == previous else record.case, record.contestant, f"{record.ms.median:.4g}"]
         previous = record.case
-        compared = record.comparison
-        if compared is None:
+        comparison = record.comparison
+        if comparison is None:
             yield [*row, "", "", "", str(record.rounds), record.note]
             continue
-        measure, value = MEASURES[compared.measure], compared.value
+        measure, value = MEASURES[comparison.measure], comparison.value
         sign = "<=" if measure.lower_is_better else ">="
-        needs = ", aim ".join(f"{sign} {limit:g}" for limit in (compared.bar, compared.aim) if limit is not None)
-        met = "" if compared.bar is None else "yes" if measure.meets(value.median, compared.bar) else "**no**"
-        ratio = f"{compared.measure} {value.median:.3f} [{value.q1:.3f}, {value.q3:.3f}]"
+        needs = ", aim ".join(f"{sign} {limit:g}" for limit in (comparison.bar, comparison.aim) if limit is not None)
+        met = "" if comparison.bar is None else "yes" if measure.meets(value.median, comparison.bar) else "**no**"
+        ratio = f"{comparison.measure} {value.median:.3f} [{value.q1:.3f}, {value.q3:.3f}]"
         yield [*row, ratio, needs, met, str(record.rounds), record.note]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows]
     return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     files = parser.parse_args(arguments).files
-    print(markdown([record for file in files for record in read(file)]), end="")
+    print(markdown([record for file in files for record in read_records(file)]), end="")
     return 0
 
 

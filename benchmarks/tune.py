@@ -30,10 +30,10 @@ from fused_tp.backends.autotune import fastest
 from fused_tp.core import dispatch, settings
 from fused_tp.core.settings import override_environment
 
-from .case import DTYPES, BenchCase, Contestant, Makers, paired, slowest
-from .cpu_matmul import operands, shared_memory
+from .case import DTYPES, BenchCase, Contestant, Makers, ratio_quartiles, slowest_rank_seconds
+from .cpu_matmul import operands, shared_memory_transport
 from .ranks import RankContext, Ranks
-from .results import write_whole
+from .results import write_atomically
 from .runner import run_case
 
 FEATURES = 2048
@@ -90,7 +90,7 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
     # One rule per line of JSON, as people read and edit tables.
     text = json.dumps({"about": about, "arch": tuned, "attention": rules}, indent=1)
-    write_whole(path, re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
+    write_atomically(path, re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
     choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
     use = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
     if named is not None and Path(named) == path:
@@ -126,7 +126,9 @@ def _seconds(
     times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
     for contestant, reason in times[0].skipped.items() if names_skipped else ():
         say(f"{contestant} {reason}")
-    seconds = {contestant: slowest([t.seconds[contestant] for t in times]) for contestant in times[0].seconds}
+    seconds = {
+        contestant: slowest_rank_seconds([t.seconds[contestant] for t in times]) for contestant in times[0].seconds
+    }
     medians = (f"{name} {1e3 * statistics.median(values):.3g} ms" for name, values in seconds.items())
     say(f"{case.name}: {', '.join(medians)}")
     return seconds
@@ -191,7 +193,7 @@ def _choose(choices: Iterable[tuple[str, int, str, Seconds]]) -> tuple[list[tupl
         if winner == incumbent:
             continue
         if incumbent in seconds:
-            ratio = paired(seconds[winner], seconds[incumbent])
+            ratio = ratio_quartiles(seconds[winner], seconds[incumbent])
             gain = f", in {ratio.median:.2f} [{ratio.q1:.2f}, {ratio.q3:.2f}] of its time"
         else:
             gain = ", which did not run"
@@ -245,7 +247,7 @@ def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers
 
     def contestant(schedule: str) -> Contestant:
         if schedule == "one_sided":
-            shared_memory()
+            shared_memory_transport()
 
         def run() -> None:
             with override_environment({"FUSED_TP_SCHEDULE": schedule}):

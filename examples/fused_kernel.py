@@ -44,22 +44,22 @@ def main() -> None:
     x = torch.randn(TOKENS, HIDDEN, device=device).to(dtype)
     weights = [torch.randn(n, k, device=device).to(dtype) / k**0.5 for n, k in [(WIDE, HIDDEN)] * 2 + [(HIDDEN, WIDE)]]
 
-    whole = x.double().requires_grad_()
-    wanted = mlp(whole, *(w.double() for w in weights))
-    wanted.square().sum().backward()
+    full_x = x.double().requires_grad_()
+    full_y = mlp(full_x, *(w.double() for w in weights))
+    full_y.square().sum().backward()
 
     x_shard = x.chunk(world)[rank].clone().requires_grad_()
     gate, up = (w.chunk(world)[rank] for w in weights[:2])
     y_shard = sharded_mlp(x_shard, gate, up, weights[2].chunk(world, dim=1)[rank])
     y_shard.square().sum().backward()
 
-    assert whole.grad is not None and x_shard.grad is not None
+    assert full_x.grad is not None and x_shard.grad is not None
     explanation = fused_tp.explain("all_gather_matmul", x_shard.shape, gate.shape, dtype=dtype, device=device)
     if rank == 0:
         print(explanation)
-    for name, ours, reference in (("y", y_shard, wanted), ("dx", x_shard.grad, whole.grad)):
-        theirs = reference.chunk(world)[rank]
-        error = (ours.double() - theirs).norm() / theirs.norm()
+    for name, shard, reference in (("y", y_shard, full_y), ("dx", x_shard.grad, full_x.grad)):
+        expected = reference.chunk(world)[rank]
+        error = (shard.double() - expected).norm() / expected.norm()
         print(f"rank {rank}: relative error of {name} {error.item():.1e}")
     dist.destroy_process_group()
 

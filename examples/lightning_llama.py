@@ -59,8 +59,8 @@ class LitLlama(lightning.LightningModule):
         texts: Any = self.texts  # a tensor, whose rows are the samples
         sampler: Any = None
         if self.device_mesh is not None:
-            where = self.trainer.strategy.distributed_sampler_kwargs
-            sampler = DistributedSampler(texts, shuffle=False, **where)
+            sampler_options = self.trainer.strategy.distributed_sampler_kwargs
+            sampler = DistributedSampler(texts, shuffle=False, **sampler_options)
         batch = BATCH // (1 if sampler is None else sampler.num_replicas)
         return DataLoader(texts, batch_size=batch, sampler=sampler)
 
@@ -74,14 +74,14 @@ def main(arguments: list[str] | None = None, **options: Any) -> list[float]:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the checkpoint goes at the end")
     parser.add_argument("--resume", type=Path, help="a checkpoint, of any sizes, to start from")
-    given = parser.parse_args(arguments)
-    ranks = given.dp * given.cp * given.tp
+    parsed = parser.parse_args(arguments)
+    ranks = parsed.dp * parsed.cp * parsed.tp
     if ranks > 1:
-        options["strategy"] = parallel_strategy(ModelParallelStrategy)(dp_shard=given.dp, cp=given.cp, tp=given.tp)
+        options["strategy"] = parallel_strategy(ModelParallelStrategy)(dp_shard=parsed.dp, cp=parsed.cp, tp=parsed.tp)
     trainer = lightning.Trainer(
         accelerator="auto",
         devices=ranks,
-        max_steps=given.steps,
+        max_steps=parsed.steps,
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
@@ -90,9 +90,9 @@ def main(arguments: list[str] | None = None, **options: Any) -> list[float]:
         **options,
     )
     model = LitLlama()
-    trainer.fit(model, ckpt_path=given.resume)
-    if given.folder:
-        trainer.save_checkpoint(given.folder)
+    trainer.fit(model, ckpt_path=parsed.resume)
+    if parsed.folder:
+        trainer.save_checkpoint(parsed.folder)
     if trainer.is_global_zero:
         print("losses:", *(f"{loss:.6f}" for loss in model.losses))
     return model.losses

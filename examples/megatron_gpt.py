@@ -81,11 +81,11 @@ def train_step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer,
     group = parallel_state.get_context_parallel_group()
     positions = torch.arange(SEQ).expand(BATCH, SEQ)
     # The sharding of Megatron's get_batch_on_this_cp_rank.
-    own, own_labels, own_positions = (
+    shard, label_shard, position_shard = (
         fused_tp.shard_sequence(t, 1, group=group) for t in (tokens, tokens.roll(-1, 1), positions)
     )
     model.zero_grad_buffer()
-    loss = model(own, own_positions, None, labels=own_labels).mean()
+    loss = model(shard, position_shard, None, labels=label_shard).mean()
     loss.backward()
     finalize_model_grads([model])
     for parameter in model.parameters():

@@ -50,14 +50,14 @@ def main() -> None:
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)
-    given = parser.parse_args()
+    parsed = parser.parse_args()
     if not dist.is_initialized():
         on_gpu = torch.cuda.is_available()
         dist.init_process_group("nccl" if on_gpu else "gloo")
         if on_gpu:
             torch.cuda.set_device(dist.get_node_local_rank())
-    mesh = fused_tp.make_mesh(cp=given.cp, tp=given.tp)
-    model = fused_tp.parallelize(make_model(), mesh, sequence_parallel=given.tp > 1)
+    mesh = fused_tp.make_mesh(cp=parsed.cp, tp=parsed.tp)
+    model = fused_tp.parallelize(make_model(), mesh, sequence_parallel=parsed.tp > 1)
     dataset, tokenizer = make_texts()
     with tempfile.TemporaryDirectory() as folder:
         settings = SFTConfig(
@@ -66,7 +66,7 @@ def main() -> None:
             max_length=96,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
-            max_steps=given.steps,
+            max_steps=parsed.steps,
             learning_rate=3e-3,
             logging_steps=1,
             save_strategy="no",

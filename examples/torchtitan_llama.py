@@ -37,7 +37,7 @@ OVERRIDES = ["fused_tp.integrations.torchtitan.attention", "fused_tp.integration
 VOCAB = 256  # bytes
 
 
-class Bytes(BaseTokenizer):
+class ByteTokenizer(BaseTokenizer):
     """Tokenizer with a token per byte."""
 
     @dataclass(kw_only=True, slots=True)
@@ -57,18 +57,18 @@ class Bytes(BaseTokenizer):
         return VOCAB
 
 
-class Counting(IterableDataset[Any]):
+class CountingRows(IterableDataset[Any]):
     """Rows in which each byte is the previous one plus the row's increment."""
 
-    def __init__(self, seq: int, first: int, every: int) -> None:
-        self.seq, self.first, self.every = seq, first, every
+    def __init__(self, seq: int, first_row: int, stride: int) -> None:
+        self.seq, self.first_row, self.stride = seq, first_row, stride
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        row = self.first
+        row = self.first_row
         while True:
             tokens = (torch.arange(self.seq + 1) * (row % 7 + 1) + row) % VOCAB
             yield {"input": tokens[:-1], "positions": torch.arange(self.seq)}, tokens[1:]
-            row += self.every
+            row += self.stride
 
 
 class CountingLoader(ParallelAwareDataloader):
@@ -81,7 +81,7 @@ class CountingLoader(ParallelAwareDataloader):
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
     ) -> None:
-        rows = Counting(seq_len, dp_rank, dp_world_size)
+        rows = CountingRows(seq_len, dp_rank, dp_world_size)
         super().__init__(rows, dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size)
 
 
@@ -92,29 +92,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--stock", action="store_true", help="without the overrides")
     parser.add_argument("--out", default="out/torchtitan")
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     init_logger()
     config = llama3_debugmodel()
     del config.model_spec.model.layers[2:]
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # FlexAttention has no backward on CPUs
-    config.dump_folder = given.out
-    config.tokenizer = Bytes.Config()
+    config.dump_folder = parsed.out
+    config.tokenizer = ByteTokenizer.Config()
     config.dataloader = CountingLoader.Config()
     config.training = TrainingConfig(
-        local_batch_size=8 // given.dp, seq_len=64, steps=given.steps, mixed_precision_param="float32"
+        local_batch_size=8 // parsed.dp, seq_len=64, steps=parsed.steps, mixed_precision_param="float32"
     )
     config.training.disable_cuda_graphs = True
     config.parallelism = ParallelismConfig(
-        data_parallel_shard_degree=given.dp,
-        tensor_parallel_degree=given.tp,
+        data_parallel_shard_degree=parsed.dp,
+        tensor_parallel_degree=parsed.tp,
         # The default, spmd_types, needs a newer FSDP2 than that of torch 2.13.
         spmd_backend="partial_dtensor",
     )
     config.validator.enable = False
     config.debug.seed = 0
     config.metrics.disable_color_printing = True
-    config.override = OverrideConfig(imports=[] if given.stock else OVERRIDES)
+    config.override = OverrideConfig(imports=[] if parsed.stock else OVERRIDES)
     trainer = Trainer(config)
     try:
         trainer.train()

@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--global-batch-size", type=int, default=8)
     parser.add_argument("--tp", type=int, default=2)
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
 
     dist.init_process_group()
-    mesh = fused_tp.make_mesh(dp_shard=-1, tp=given.tp)
+    mesh = fused_tp.make_mesh(dp_shard=-1, tp=parsed.tp)
     torch.manual_seed(0)  # equal models on all ranks
     model = Llama(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4))
     fused_tp.parallelize(model, mesh, grad_sync=False)
@@ -53,11 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fully_shard(layer, mesh=fused_tp.fsdp_mesh(mesh))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.steps)
-    batches = fused_tp.DistributedBatches(Sentences(), mesh, given.global_batch_size, shuffle=True, epochs=None)
-    with fused_tp.CheckpointManager(given.folder, model, optimizer, scheduler, batches) as checkpoints:
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, parsed.steps)
+    batches = fused_tp.DistributedBatches(Sentences(), mesh, parsed.global_batch_size, shuffle=True, epochs=None)
+    with fused_tp.CheckpointManager(parsed.folder, model, optimizer, scheduler, batches) as checkpoints:
         done = checkpoints.restore() or 0
-        for step, tokens in zip(range(done + 1, given.steps + 1), batches, strict=False):
+        for step, tokens in zip(range(done + 1, parsed.steps + 1), batches, strict=False):
             loss = model(tokens, labels=tokens).loss
             loss.backward()
             fused_tp.nn.clip_grad_norm_(model, 1.0)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             scheduler.step()
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
-            if step % given.save_every == 0 or step == given.steps:
+            if step % parsed.save_every == 0 or step == parsed.steps:
                 checkpoints.save(step)
     dist.destroy_process_group()
 

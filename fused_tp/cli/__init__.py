@@ -57,7 +57,7 @@ def make_folder(option: str, path: Path) -> None:
         ) from None
 
 
-def make_place(option: str, path: Path) -> None:
+def make_parent_folder(option: str, path: Path) -> None:
     """Create the parent folder of `path`, a file that a command will write.
 
     Raises:
@@ -68,19 +68,19 @@ def make_place(option: str, path: Path) -> None:
     make_folder(option, path.parent)
 
 
-def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+def at_least(lowest: float, parse: Callable[[str], float] = int) -> Callable[[str], float]:
     """Argparse type: a number of at least `lowest`."""
 
-    def number(text: str) -> float:
-        value = kind(text)
+    def parse_number(text: str) -> float:
+        value = parse(text)
         if not value >= lowest:
             raise argparse.ArgumentTypeError(f"must be at least {lowest}, got {value}")
         return value
 
-    return number
+    return parse_number
 
 
-def positive(text: str) -> float:
+def positive_number(text: str) -> float:
     """Argparse type: a finite number above 0."""
     if not 0 < (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be positive and finite, got {value}")

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fused_tp.cli import at_least, make_place, positive
-from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
+from fused_tp.cli import at_least, make_parent_folder, positive_number
+from fused_tp.cli.ranks import Job, is_under_torchrun, launch, preload, start_method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from fused_tp.planning.config import ParallelConfig
     from fused_tp.training.check_report import CheckReport
 
-_ONE = at_least(1)
-_SIZES = {
+_AT_LEAST_ONE = at_least(1)
+_SIZE_OPTIONS = {
     "pp": "pipeline ranks",
     "dp_replicate": "data parallel ranks that replicate parameters",
     "dp_shard": "data parallel ranks that shard parameters (FSDP2)",
@@ -53,11 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("parallelism")
     group.add_argument("--config", type=Path, metavar="FILE", help="YAML or JSON of a ParallelConfig")
-    for name, what in _SIZES.items():
-        group.add_argument(_option(name), type=_ONE, metavar="N", help=what)
+    for name, help_text in _SIZE_OPTIONS.items():
+        group.add_argument(_option_name(name), type=_AT_LEAST_ONE, metavar="N", help=help_text)
     for name in ("sequence_parallel", "loss_parallel"):
         group.add_argument(
-            _option(name), action=argparse.BooleanOptionalAction, default=None, help="on when --tp is above 1"
+            _option_name(name), action=argparse.BooleanOptionalAction, default=None, help="on when --tp is above 1"
         )
     group.add_argument("--schedule", help="pipeline schedule, such as 1F1B or ZBV")
     group.add_argument("--recompute", choices=("none", "full"), help="activation checkpointing of layers")
@@ -65,16 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--build", metavar="MODULE:FUNCTION", help="function(model, config, mesh) to use instead of fused_tp.build"
     )
     group = parser.add_argument_group("model")
-    group.add_argument("--layers", type=_ONE, metavar="N", help="number of layers")
+    group.add_argument("--layers", type=_AT_LEAST_ONE, metavar="N", help="number of layers")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change the model's config")
     group.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32")
     group = parser.add_argument_group("batch and steps")
     group.add_argument("--seq", type=at_least(2), default=24, help="tokens per row (24)")
-    group.add_argument("--batch-size", type=_ONE, metavar="ROWS", help="rows over all ranks (two per microbatch)")
+    group.add_argument(
+        "--batch-size", type=_AT_LEAST_ONE, metavar="ROWS", help="rows over all ranks (two per microbatch)"
+    )
     group.add_argument("--packed", action="store_true", help="two documents in each row, by position_ids")
     group.add_argument("--batch", metavar="MODULE:FUNCTION", help="function(model, config) -> keywords of forward")
-    group.add_argument("--steps", type=_ONE, default=1, help="steps of gradient descent to compare losses of (1)")
-    group.add_argument("--tolerance", type=positive, help="allowed relative error (1e-3 in fp32, 1e-5 in fp64)")
+    group.add_argument(
+        "--steps", type=_AT_LEAST_ONE, default=1, help="steps of gradient descent to compare losses of (1)"
+    )
+    group.add_argument("--tolerance", type=positive_number, help="allowed relative error (1e-3 in fp32, 1e-5 in fp64)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
 
 
@@ -83,11 +87,11 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         config = parallel_config(arguments)
         if arguments.json is not None:
-            make_place("--json", arguments.json)
-        how = None if under_torchrun() else start_method("cpu")
-        if how == "forkserver":
+            make_parent_folder("--json", arguments.json)
+        method = None if is_under_torchrun() else start_method("cpu")
+        if method == "forkserver":
             preload(["fused_tp.training.check", *(["transformers"] if ":" not in arguments.model else [])])
-        report: CheckReport = launch(Job(check, arguments, config.world_size), how)
+        report: CheckReport = launch(Job(check, arguments, config.world_size), method)
     except ValueError as error:
         print(f"fused-tp check: {error}", file=sys.stderr)
         return 2
@@ -109,9 +113,9 @@ def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
     """
     from fused_tp.planning.config import ParallelConfig, field_names
 
-    given = {} if arguments.config is None else ParallelConfig.from_file(arguments.config).to_dict()
+    fields = {} if arguments.config is None else ParallelConfig.from_file(arguments.config).to_dict()
     options = {name: getattr(arguments, name) for name in field_names()}
-    return ParallelConfig(**given | {name: value for name, value in options.items() if value is not None})
+    return ParallelConfig(**fields | {name: value for name, value in options.items() if value is not None})
 
 
 def check(arguments: argparse.Namespace) -> CheckReport:
@@ -122,13 +126,13 @@ def check(arguments: argparse.Namespace) -> CheckReport:
     from fused_tp.training.check import check_model, random_batch
 
     config = parallel_config(arguments)
-    make = model_maker(arguments.model, layers=arguments.layers, changes=dict(map(_setting, arguments.set)))
+    make_model = model_maker(arguments.model, layers=arguments.layers, changes=dict(map(_parse_setting, arguments.set)))
     options: dict[str, Any] = {"rows": arguments.batch_size, "seq": arguments.seq, "packed": arguments.packed}
     return check_model(
-        make,
+        make_model,
         config,
-        batch=partial(random_batch, **options) if arguments.batch is None else named(arguments.batch),
-        build=build if arguments.build is None else named(arguments.build),
+        batch=partial(random_batch, **options) if arguments.batch is None else import_function(arguments.batch),
+        build=build if arguments.build is None else import_function(arguments.build),
         dtype={"fp32": torch.float32, "fp64": torch.float64}[arguments.dtype],
         tolerance=arguments.tolerance,
         steps=arguments.steps,
@@ -141,7 +145,7 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
     Raises:
         ValueError: there is no such model.
     """
-    from fused_tp.planning.small_config import at_depth, small_config
+    from fused_tp.planning.small_config import depth_overrides, small_config
 
     if ":" in model:
         if layers is not None or changes:
@@ -151,12 +155,12 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
 
     if Path(model).exists():
         config = AutoConfig.from_pretrained(model, local_files_only=True)
-        changes = changes if layers is None else at_depth(config, layers) | changes
+        changes = changes if layers is None else depth_overrides(config, layers) | changes
         config = type(config).from_dict({**config.to_dict(), **changes})
     elif model in CONFIG_MAPPING:
-        kind = CONFIG_MAPPING[model]
-        changes = changes if layers is None else at_depth(small_config(kind), layers) | changes
-        config = small_config(kind, **changes)
+        config_class = CONFIG_MAPPING[model]
+        changes = changes if layers is None else depth_overrides(small_config(config_class), layers) | changes
+        config = small_config(config_class, **changes)
     else:
         raise ValueError(f"MODEL must be a model type of transformers, a path, or module:function, got {model}.")
     return partial(_from_config, config)
@@ -165,7 +169,7 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
 def _call_model_function(name: str) -> nn.Module:
     from torch import nn
 
-    function = named(name)
+    function = import_function(name)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -186,7 +190,7 @@ def _from_config(config: Any) -> nn.Module:
     return model.train()
 
 
-def named(name: str) -> Any:
+def import_function(name: str) -> Any:
     """Import the function `module:function`; the module may be in the working directory.
 
     Raises:
@@ -196,13 +200,13 @@ def named(name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), function)
+        value = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name} cannot be imported: {error}") from error
-    return found
+    return value
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def _parse_setting(text: str) -> tuple[str, Any]:
     """Parse `hidden_size=64` into ("hidden_size", 64)."""
     name, equals, value = text.partition("=")
     if not equals:
@@ -213,5 +217,5 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _option(name: str) -> str:
+def _option_name(name: str) -> str:
     return "--" + name.replace("_", "-")

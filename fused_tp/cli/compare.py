@@ -22,11 +22,12 @@ from typing import Any
 
 from fused_tp.cli import at_least, make_folder
 from fused_tp.cli.compare_result import WARMUP, Result
-from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
+from fused_tp.cli.ranks import Job, is_under_torchrun, launch, preload, start_method
 from fused_tp.core.settings import override_environment
 
-PLAIN = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}  # matmul, then a collective of torch.distributed
-SMALL: dict[str, Any] = {
+# Settings with which an op runs a matmul, then a collective of torch.distributed.
+PLAIN_ENVIRONMENT = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}
+SMALL_LLAMA: dict[str, Any] = {
     "model": {
         "type": "llama",
         "config": {
@@ -63,14 +64,14 @@ class Variant:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="of `fused-tp train`; default: a Llama of 4 layers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of it")
-    for name, words in (
+    for name, help_text in (
         ("tp", "tensor parallel ranks"),
         ("cp", "context parallel ranks"),
         ("pp", "pipeline ranks, with twice as many microbatches"),
         ("fsdp", "data parallel ranks that shard parameters"),
         ("dp", "data parallel ranks with copies"),
     ):
-        parser.add_argument(f"--{name}", type=at_least(2), action="append", default=[], help=words, metavar="N")
+        parser.add_argument(f"--{name}", type=at_least(2), action="append", default=[], help=help_text, metavar="N")
     parser.add_argument("--parallel", action="append", default=[], metavar="JSON", help='such as {"tp": 2, "cp": 2}')
     parser.add_argument("--steps", type=at_least(WARMUP + 1), default=20, help="of each run (20)")
     parser.add_argument("--out", type=Path, default=Path("out/compare"), help="for compare.json, compare.png")
@@ -83,16 +84,16 @@ def main(arguments: argparse.Namespace) -> int:
 
     from fused_tp.cli.compare_report import Comparison
     from fused_tp.planning.config import read_mapping
-    from fused_tp.training.settings import TrainSettings, changed
+    from fused_tp.training.settings import TrainSettings, apply_changes
 
     try:
-        if under_torchrun():
+        if is_under_torchrun():
             raise ValueError("it starts the ranks of each way itself, on this machine; run it without torchrun.")
-        given = changed(read_mapping(arguments.config) if arguments.config else SMALL, arguments.set)
+        settings = apply_changes(read_mapping(arguments.config) if arguments.config else SMALL_LLAMA, arguments.set)
         # A way must not resume from another's checkpoint, and a process supports one profiler only.
-        given |= {"steps": arguments.steps, "checkpoints": None, "profile": None, "export": None}
+        settings |= {"steps": arguments.steps, "checkpoints": None, "profile": None, "export": None}
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        jobs = make_jobs(given, ways_of(arguments), device)
+        jobs = make_jobs(settings, parse_ways(arguments), device)
         for job in jobs:
             TrainSettings.of(job.settings[0].settings)
             if device == "cuda" and job.ranks > torch.cuda.device_count():
@@ -100,31 +101,31 @@ def main(arguments: argparse.Namespace) -> int:
                     f"{job.settings[0].name} needs {job.ranks} GPUs; torch sees {torch.cuda.device_count()}."
                 )
         make_folder("--out", arguments.out)
-        how = start_method(device)
-        if how == "forkserver":
+        method = start_method(device)
+        if method == "forkserver":
             preload(["fused_tp.training.run", "transformers.modeling_utils", "torch._dynamo"])
         results: list[list[Result]] = []
-        text = None
+        sample = None
         for job in jobs:
             print(f"{job.settings[0].name}, {arguments.steps} steps ...", flush=True)
-            found, text = launch(job, how)
-            results.append(found)
+            way_results, sample = launch(job, method)
+            results.append(way_results)
     except ValueError as error:
         print(f"fused-tp compare: {error}", file=sys.stderr)
         return 2
     except ChildProcessError as error:
         print(f"fused-tp compare: {job.settings[0].name} has failed. {error}", file=sys.stderr)
         return 1
-    comparison = Comparison(results, given.get("precision", "fp32"))
-    comparison.write(arguments.out, given)
+    comparison = Comparison(results, settings.get("precision", "fp32"))
+    comparison.write(arguments.out, settings)
     print(comparison)
-    if text is not None:
-        print(f"What the last of them writes: {text!r}")
+    if sample is not None:
+        print(f"Sample of the last configuration: {sample!r}")
     print(f"Written: {arguments.out}/compare.json, compare.png")
-    return 0 if comparison.alike else 1
+    return 0 if comparison.is_alike else 1
 
 
-def ways_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def parse_ways(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Value of setting `parallel` for each requested way, by name."""
     ways: dict[str, dict[str, Any]] = {}
     for size in arguments.tp:
@@ -148,7 +149,7 @@ def ways_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return ways
 
 
-def make_jobs(given: dict[str, Any], ways: dict[str, dict[str, Any]], device: str) -> list[Job[list[Variant]]]:
+def make_jobs(settings: dict[str, Any], ways: dict[str, dict[str, Any]], device: str) -> list[Job[list[Variant]]]:
     """Create a job for each way, one process first.
 
     Raises:
@@ -157,21 +158,21 @@ def make_jobs(given: dict[str, Any], ways: dict[str, dict[str, Any]], device: st
     from fused_tp.planning.config import ParallelConfig
 
     sizes = {name: ParallelConfig.from_dict(way).world_size for name, way in ways.items()}
-    variants = [Variant("one process", {**given, "parallel": {}})]
+    variants = [Variant("one process", {**settings, "parallel": {}})]
     # More threads than cores would slow each other down.
     threads = min(max(sizes.values(), default=1), os.cpu_count() or 1)
     if device == "cpu" and threads > 1:
         variants.append(Variant(f"one process, {threads} threads", variants[0].settings, threads=threads))
-    jobs = [Job(train_in_turn, variants, 1, device)]
+    jobs = [Job(train_alternately, variants, 1, device)]
     for name, way in ways.items():
-        variants = [Variant(name, {**given, "parallel": way})]
+        variants = [Variant(name, {**settings, "parallel": way})]
         if {"tp", "cp"} & set(way):
             variants.append(Variant(f"{name}, plain collectives", variants[0].settings, plain=True))
-        jobs.append(Job(train_in_turn, variants, sizes[name], device))
+        jobs.append(Job(train_alternately, variants, sizes[name], device))
     return jobs
 
 
-def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
+def train_alternately(variants: list[Variant]) -> tuple[list[Result], str | None]:
     """Train the variants of a way in turn, on every rank; return their results and a sample of the first variant."""
     import torch
     import torch.distributed as dist
@@ -186,14 +187,14 @@ def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
         variant, _, steps = runs[index]
         dist.barrier()  # all ranks start a step together, so that earlier delays do not count as waiting
         torch.set_num_threads(variant.threads)
-        with override_environment(PLAIN if variant.plain else {}):
-            done = next(steps)
-        results[index].seconds.append(done.seconds)
-        results[index].waited.append(done.waited)
-        results[index].losses.append(done.loss)
+        with override_environment(PLAIN_ENVIRONMENT if variant.plain else {}):
+            finished_step = next(steps)
+        results[index].seconds.append(finished_step.seconds)
+        results[index].waited.append(finished_step.waited)
+        results[index].losses.append(finished_step.loss)
 
     for index, variant in enumerate(variants):
-        with override_environment(PLAIN if variant.plain else {}):
+        with override_environment(PLAIN_ENVIRONMENT if variant.plain else {}):
             run = TrainingRun(TrainSettings.of(variant.settings))
         runs.append((variant, run, run.steps()))
         tokens = run.settings.global_batch * run.settings.data.seq
@@ -201,9 +202,9 @@ def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
         for _ in range(WARMUP):
             step(index)
         if index == 0:
-            most = torch.tensor(memory_peak(run.device), dtype=torch.int64, device=run.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            results[0].memory = int(most)
+            peak_memory = torch.tensor(memory_peak(run.device), dtype=torch.int64, device=run.device)
+            dist.all_reduce(peak_memory, dist.ReduceOp.MAX)
+            results[0].memory = int(peak_memory)
     for number in range(runs[0][1].settings.steps - WARMUP):
         for index in range(len(runs))[:: -1 if number % 2 else 1]:
             step(index)

@@ -21,15 +21,15 @@ from fused_tp.cli.compare_result import WARMUP, Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Largest difference of losses, in nats, that rounding explains within ALIKE_STEPS steps; later any two runs diverge.
-ALIKE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
-ALIKE_STEPS = 50
+# Largest difference of losses, in nats, that rounding explains within COMPARED_STEPS steps; later any two runs diverge.
+LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+COMPARED_STEPS = 50
 
-INK, MUTED = "#1f2933", "#7b8794"
-STYLE = {
+TEXT_COLOR, MUTED_COLOR = "#1f2933", "#7b8794"
+PLOT_STYLE = {
     "font.size": 10.5,
-    "text.color": INK,
-    "axes.labelcolor": MUTED,
+    "text.color": TEXT_COLOR,
+    "axes.labelcolor": MUTED_COLOR,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
@@ -54,14 +54,14 @@ class Comparison:
         return [result for way in self.ways for result in way]
 
     @property
-    def apart(self) -> float:
+    def largest_difference(self) -> float:
         """Largest difference between a loss and the loss of one process."""
-        return max(max(self.differences(result)[:ALIKE_STEPS]) for result in self.results)
+        return max(max(self.differences(result)[:COMPARED_STEPS]) for result in self.results)
 
     @property
-    def alike(self) -> bool:
+    def is_alike(self) -> bool:
         """True if all ways train the same model, up to rounding."""
-        return self.apart <= ALIKE[self.precision]
+        return self.largest_difference <= LOSS_TOLERANCES[self.precision]
 
     def differences(self, result: Result) -> list[float]:
         """Values |loss - loss of one process| of all steps; infinity where a loss is not finite."""
@@ -75,14 +75,14 @@ class Comparison:
             f"{'loss':>8} {'off by':>8}"
         ]
         same_cores = self.ways[0][-1]  # one process with a thread per rank of the largest way
-        first = step_seconds(same_cores)
+        reference_seconds = step_seconds(same_cores)
         for result in self.results:
             seconds = step_seconds(result)
             memory = "" if result.memory is None else f"{result.memory / 2**30:.2f}"
-            waiting = f"{waited_share(result):.0%}" if result.ranks > 1 else ""
+            wait_text = f"{wait_fraction(result):.0%}" if result.ranks > 1 else ""
             lines.append(
-                f"{result.name:28} {result.ranks:5} {seconds:8.3f} {first / seconds:5.2f}x "
-                f"{result.tokens / seconds:9,.0f} {waiting:>8} {memory:>9} "
+                f"{result.name:28} {result.ranks:5} {seconds:8.3f} {reference_seconds / seconds:5.2f}x "
+                f"{result.tokens / seconds:9,.0f} {wait_text:>8} {memory:>9} "
                 f"{result.losses[-1]:8.4f} {max(self.differences(result)):8.1e}"
             )
         for way in self.ways[1:]:
@@ -90,12 +90,14 @@ class Comparison:
                 lines.append(f"{way[0].name} is {speedup(way):.2f}x as fast as with plain collectives.")
         if same_cores is not self.results[0]:
             lines.append(f"speed: relative to {same_cores.name}, the cores of the largest way.")
-        if self.alike:
-            lines.append(f"All train alike: a loss is {self.apart:.1e} off that of one process at most.")
+        if self.is_alike:
+            lines.append(
+                f"All train alike: losses differ from those of one process by at most {self.largest_difference:.1e}."
+            )
         else:
             lines.append(
-                f"THEY DIFFER: a loss is {self.apart:.1e} off that of one process, where rounding explains "
-                f"{ALIKE[self.precision]:.0e}."
+                f"THEY DIFFER: a loss differs from that of one process by {self.largest_difference:.1e}; rounding "
+                f"explains {LOSS_TOLERANCES[self.precision]:.0e}."
             )
         return "\n".join(lines)
 
@@ -112,7 +114,7 @@ class Comparison:
             "settings": settings,
             "machine": machine,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "alike": self.alike,
+            "alike": self.is_alike,
             "results": [asdict(result) | {"step_seconds": step_seconds(result)} for result in self.results],
             "speedup_over_plain": {way[0].name: speedup(way) for way in self.ways[1:] if len(way) == 2},
         }
@@ -124,7 +126,7 @@ class Comparison:
         import matplotlib
         from matplotlib.figure import Figure
 
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(PLOT_STYLE):
             height = max(4.6, 1.4 + 0.62 * len(self.results))
             figure = Figure(figsize=(11.5, height), dpi=120, layout="constrained")
             grid = figure.add_gridspec(2, 2, height_ratios=(2.2, 1), width_ratios=(1, 1.25))
@@ -159,14 +161,18 @@ class Comparison:
         """Draw a bar per result: time of compute and data transfer, then, lighter, time of waiting for peers."""
         colors = [f"C{index}" for index, way in enumerate(self.ways) for _ in way]
         longest = max(map(step_seconds, self.results))
-        for place, (result, color) in enumerate(zip(self.results, colors, strict=True)):
-            seconds, share = step_seconds(result), waited_share(result)
+        for position, (result, color) in enumerate(zip(self.results, colors, strict=True)):
+            seconds, wait_share = step_seconds(result), wait_fraction(result)
             fused = "plain" not in result.name
-            axes.barh(place, seconds * (1 - share), height=0.5, color=color, alpha=1 if fused else 0.6)
-            axes.barh(place, seconds * share, 0.5, seconds * (1 - share), color=color, alpha=0.35, hatch="////")
-            wait = f", {share:.0%} waiting for peers" if result.ranks > 1 else ""
-            axes.text(0, place - 0.31, result.name, weight="bold", va="bottom")
-            axes.text(seconds + 0.02 * longest, place, f"{result.tokens / seconds:,.0f} tokens/s{wait}", va="center")
+            axes.barh(position, seconds * (1 - wait_share), height=0.5, color=color, alpha=1 if fused else 0.6)
+            axes.barh(
+                position, seconds * wait_share, 0.5, seconds * (1 - wait_share), color=color, alpha=0.35, hatch="////"
+            )
+            wait_text = f", {wait_share:.0%} waiting for peers" if result.ranks > 1 else ""
+            axes.text(0, position - 0.31, result.name, weight="bold", va="bottom")
+            axes.text(
+                seconds + 0.02 * longest, position, f"{result.tokens / seconds:,.0f} tokens/s{wait_text}", va="center"
+            )
         axes.set(title="Time of a step", xlabel="seconds (median)", xlim=(0, 1.75 * longest), yticks=[])
         axes.set_ylim(len(self.results) - 0.5, -0.75)
 
@@ -176,7 +182,7 @@ def step_seconds(result: Result) -> float:
     return statistics.median(result.seconds[WARMUP:])
 
 
-def waited_share(result: Result) -> float:
+def wait_fraction(result: Result) -> float:
     """Share of the step time after the warmup that a rank waited for its peers."""
     return sum(result.waited[WARMUP:]) / sum(result.seconds[WARMUP:])
 

@@ -50,7 +50,7 @@ _LIBRARIES = {
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
-_MODULE_VERSION = Path("/proc/driver/nvidia/version")
+_DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 # NCCL features that fused_tp uses and that depend on its version, as attributes of `_core.NcclLibrary`.
 _NCCL_FEATURES = {"has_revoke": "communicators that can be stopped", "has_shared_devices": "several ranks on one GPU"}
@@ -67,13 +67,13 @@ class Finding:
     section: str = ""
 
 
-_MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
+_STATUS_MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
 
 # Sizes for which the report shows the dispatch: rows per rank in a layer of an 8B model, on two ranks.
-_TOKENS = {"1 token": 1, "2048 tokens": 2048}
-_HIDDEN, _RANKS = 4096, 2
+_TOKEN_COUNTS = {"1 token": 1, "2048 tokens": 2048}
+_HIDDEN_SIZE, _WORLD_SIZE = 4096, 2
 # Number of tensor shapes that each op takes: x [tokens, hidden], and with two also weight [hidden, hidden].
-_OPS = {
+_SHAPES_BY_OP = {
     "all_gather_matmul": 2,
     "matmul_reduce_scatter": 2,
     "matmul_all_reduce": 2,
@@ -109,8 +109,8 @@ def examine() -> list[Finding]:
         "GPU": examine_gpu(core),
         "Optional libraries": _libraries(),
         "Settings": _settings(),
-        "Schedules measured by FUSED_TP_AUTOTUNE": _measured_schedules(),
-        f"Schedules of {_RANKS} ranks, bf16, hidden size {_HIDDEN}": _schedules(core),
+        "Schedules measured by FUSED_TP_AUTOTUNE": _autotuned_schedules(),
+        f"Schedules of {_WORLD_SIZE} ranks, bf16, hidden size {_HIDDEN_SIZE}": _schedules(core),
     }
     return [replace(finding, section=section) for section, findings in sections.items() for finding in findings]
 
@@ -123,7 +123,7 @@ def report(findings: list[Finding]) -> str:
         if finding.section != section:
             section = finding.section
             lines += ["", section] if lines else [section]
-        lines.append(f"  {_MARKS[finding.status]} {finding.name:<31} {finding.value}")
+        lines.append(f"  {_STATUS_MARKS[finding.status]} {finding.name:<31} {finding.value}")
         if finding.advice:
             lines.append(f"      {'':<31} {finding.advice}")
     problems = sum(finding.status == PROBLEM for finding in findings)
@@ -133,17 +133,17 @@ def report(findings: list[Finding]) -> str:
 
 def _libraries() -> Iterator[Finding]:
     for name, (extra, purpose) in _LIBRARIES.items():
-        found = _installed(name)
-        value = found or f"not installed ({purpose}): pip install 'fused-tp[{extra}]'"
-        yield Finding(name, value, OK if found else NOTE)
+        installed = _installed_version(name)
+        value = installed or f"not installed ({purpose}): pip install 'fused-tp[{extra}]'"
+        yield Finding(name, value, OK if installed else NOTE)
 
 
 def _software() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())  # needs no check: older versions cannot parse this file
-    yield Finding("fused-tp", _installed("fused-tp") or f"not installed, run from {Path(__file__).parents[2]}")
+    yield Finding("fused-tp", _installed_version("fused-tp") or f"not installed, run from {Path(__file__).parents[2]}")
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     too_old = release < MINIMUM_TORCH
-    advice = f"torch {dotted(MINIMUM_TORCH)} or later is needed: pip install -U torch" if too_old else ""
+    advice = f"torch {dotted_version(MINIMUM_TORCH)} or later is needed: pip install -U torch" if too_old else ""
     yield Finding("torch", torch.__version__, PROBLEM if too_old else OK, advice)
     backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
     yield Finding("backends", ", ".join(backends), OK if backends else PROBLEM)
@@ -154,11 +154,11 @@ def _software() -> Iterator[Finding]:
 
 def _cuda_compiler() -> Finding:
     """Find nvcc where setup.py searches: only in CUDA_HOME or CUDA_PATH if one of them is set."""
-    named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
-    places = [f"{os.environ[named]}/bin/nvcc"] if named else ["nvcc", TOOLKIT_NVCC]
-    lines: list[str] = next(filter(None, (output_of(place, "--version") for place in places)), [])
+    variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+    candidates = [f"{os.environ[variable]}/bin/nvcc"] if variable else ["nvcc", TOOLKIT_NVCC]
+    lines: list[str] = next(filter(None, (output_of(candidate, "--version") for candidate in candidates)), [])
     if not lines:
-        return Finding("CUDA compiler", f"none in {places[0]}, as {named} says" if named else "none", NOTE)
+        return Finding("CUDA compiler", f"none in {candidates[0]}, as {variable} says" if variable else "none", NOTE)
     release = "\n".join(lines).partition("release ")[2].partition(".")[0]
     too_old = release.isdigit() and int(release) < MINIMUM_CUDA
     advice = f"CUDA {MINIMUM_CUDA}.0 or later is needed to build the device kernels." if too_old else ""
@@ -225,7 +225,7 @@ def _how_to_build() -> str:
 
 
 # Program of rank 1 in _try_shared_memory. It loads the core by its path, to avoid importing torch.
-_PEER = """
+_PEER_PROGRAM = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
 core = importlib.util.module_from_spec(spec)
@@ -241,7 +241,7 @@ group.close()
 
 def _try_shared_memory(core: ModuleType) -> Availability:
     """Test whether two processes can map each other's memory and pass a barrier."""
-    command = [sys.executable, "-c", _PEER, str(core.__file__)]
+    command = [sys.executable, "-c", _PEER_PROGRAM, str(core.__file__)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as peer:
@@ -273,7 +273,7 @@ def _cpu_flags() -> set[str]:
     return set(next(lines, ":").partition(":")[2].split())
 
 
-def _installed(distribution: str) -> str | None:
+def _installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -300,59 +300,61 @@ def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
     if not on_gpu:
         yield Finding("CUDA devices", "none, or a torch built without CUDA; CPU ops need none", NOTE)
     if len(archs) == len(devices) > 1:
-        yield from _peers(devices)
+        yield from _peer_access(devices)
     if on_gpu:
-        yield _nccl(core)
+        yield _nccl_finding(core)
     yield _fused_kernels(on_gpu)
     yield _device_kernels(sorted(set(archs)))
 
 
 def _driver(on_gpu: bool) -> Iterator[Finding]:
-    serves = cuda_driver.cuda_version()
-    if serves is not None:
-        yield Finding("NVIDIA driver", f"{_driver_release() or 'version unknown'}, for CUDA up to {dotted(serves)}")
+    driver_cuda = cuda_driver.cuda_version()
+    if driver_cuda is not None:
+        yield Finding(
+            "NVIDIA driver", f"{_driver_release() or 'version unknown'}, for CUDA up to {dotted_version(driver_cuda)}"
+        )
     elif on_gpu:
         yield Finding("NVIDIA driver", "unknown: libcuda.so.1 cannot be loaded", NOTE)
     else:
         yield Finding("NVIDIA driver", "none", NOTE)
-    wants = torch.version.cuda
-    if serves is not None and wants is None:
+    torch_cuda = torch.version.cuda
+    if driver_cuda is not None and torch_cuda is None:
         advice = "To use the GPU, install a torch with CUDA (pytorch.org names the command)."
         yield Finding("CUDA of torch", "none: this torch was built for CPUs", NOTE, advice)
-    elif serves is not None and wants is not None and serves[0] < int(wants.split(".")[0]):
+    elif driver_cuda is not None and torch_cuda is not None and driver_cuda[0] < int(torch_cuda.split(".")[0]):
         advice = "Update the driver, or install a torch for that CUDA."
-        yield Finding("CUDA of torch", f"{wants}, which this driver does not support", PROBLEM, advice)
+        yield Finding("CUDA of torch", f"{torch_cuda}, which this driver does not support", PROBLEM, advice)
     else:
-        yield Finding("CUDA of torch", wants or "none", OK if wants else NOTE)
+        yield Finding("CUDA of torch", torch_cuda or "none", OK if torch_cuda else NOTE)
 
 
 def _driver_release() -> str:
     try:
-        words = _MODULE_VERSION.read_text().partition("Kernel Module")[2].split()
+        words = _DRIVER_VERSION_FILE.read_text().partition("Kernel Module")[2].split()
     except OSError:
         words = []
-    found = next((word for word in words if word[0].isdigit() and "." in word), "")
-    return found or next(iter(output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), "")
+    release = next((word for word in words if word[0].isdigit() and "." in word), "")
+    return release or next(iter(output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), "")
 
 
-def _peers(devices: range) -> Iterator[Finding]:
+def _peer_access(devices: range) -> Iterator[Finding]:
     """Report the GPUs that can access each other's memory, which kernels need to signal peers."""
-    reached = {
-        one: [other for other in devices if other != one and torch.cuda.can_device_access_peer(one, other)]
-        for one in devices
+    peers_by_device = {
+        device: [peer for peer in devices if peer != device and torch.cuda.can_device_access_peer(device, peer)]
+        for device in devices
     }
-    if all(len(others) == len(devices) - 1 for others in reached.values()):
+    if all(len(peers) == len(devices) - 1 for peers in peers_by_device.values()):
         yield Finding("peer access", f"all {len(devices)} GPUs reach each other")
         return
-    for one, others in reached.items():
-        names = ", ".join(f"cuda:{other}" for other in others)
-        yield Finding(f"cuda:{one} reaches", names or "no other", OK if others else NOTE)
+    for device, peers in peers_by_device.items():
+        names = ", ".join(f"cuda:{peer}" for peer in peers)
+        yield Finding(f"cuda:{device} reaches", names or "no other", OK if peers else NOTE)
 
 
-def _nccl(core: ModuleType | None) -> Finding:
+def _nccl_finding(core: ModuleType | None) -> Finding:
     if not dist.is_nccl_available():
         return Finding("NCCL", "missing", PROBLEM, "Install a torch with NCCL.")
-    version = dotted(torch.cuda.nccl.version())  # also loads NCCL, which the core then finds
+    version = dotted_version(torch.cuda.nccl.version())  # also loads NCCL, which the core then finds
     if core is None:
         return Finding("NCCL", f"{version}; schedule nccl_pipeline needs the native core", NOTE)
     try:
@@ -374,15 +376,23 @@ def _fused_kernels(on_gpu: bool) -> Finding:
 
 
 def _device_kernels(archs: list[int]) -> Finding:
-    built = native_kernels.read_kernel_targets()
-    what = f"built for {', '.join(built.archs)} by CUDA {dotted(built.toolkit[:2])}" if built is not None else "there"
-    found = [native_kernels.native_kernels_available(arch) for arch in archs or [0]]
-    problems = [available.reason for available in found if not available]
+    build_info = native_kernels.read_kernel_targets()
+    description = (
+        f"built for {', '.join(build_info.archs)} by CUDA {dotted_version(build_info.toolkit[:2])}"
+        if build_info is not None
+        else "there"
+    )
+    availabilities = [native_kernels.native_kernels_available(arch) for arch in archs or [0]]
+    problems = [available.reason for available in availabilities if not available]
     if not problems:
-        return Finding("device kernels", what)
-    if not archs or built is None:
-        return Finding("device kernels", f"none: {problems[0]}" if built is None else f"{what}; {problems[0]}", NOTE)
-    return Finding("device kernels", f"{what}, but not usable", PROBLEM, f"{problems[0][0].upper()}{problems[0][1:]}.")
+        return Finding("device kernels", description)
+    if not archs or build_info is None:
+        return Finding(
+            "device kernels", f"none: {problems[0]}" if build_info is None else f"{description}; {problems[0]}", NOTE
+        )
+    return Finding(
+        "device kernels", f"{description}, but not usable", PROBLEM, f"{problems[0][0].upper()}{problems[0][1:]}."
+    )
 
 
 def _settings() -> Iterator[Finding]:
@@ -418,40 +428,42 @@ def _forced_provider() -> str | None:
     return forced_kernel()
 
 
-def _measured_schedules() -> Iterator[Finding]:
+def _autotuned_schedules() -> Iterator[Finding]:
     """Yield the results of earlier runs, from the autotune files that this installation would read."""
-    for path, kept in saved_files():
-        device, ranks = kept["machine"].get("device"), kept["machine"].get("ranks of each host")
-        yield Finding(str(device), f"{len(kept['choices'])} choices for ranks {ranks} in {path}")
-        for what, why in kept["wrong"].items():
+    for path, results in saved_files():
+        device, ranks = results["machine"].get("device"), results["machine"].get("ranks of each host")
+        yield Finding(str(device), f"{len(results['choices'])} choices for ranks {ranks} in {path}")
+        for description, problem in results["wrong"].items():
             advice = (
                 f"It is never chosen here. Please report this line, {path.name}, and the output of `fused-tp tune "
                 "--check-only` and doctor."
             )
-            yield Finding(what, why, PROBLEM, advice)
+            yield Finding(description, problem, PROBLEM, advice)
 
 
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:
     """Yield the schedules that two ranks of this machine would use; `fused-tp explain` prints details."""
-    shared = core is not None and shared_memory_allowed()
-    ways = [("cpu", "shm" if shared else "gloo", "cpu")]
+    has_shared_memory = core is not None and shared_memory_allowed()
+    targets = [("cpu", "shm" if has_shared_memory else "gloo", "cpu")]
     if torch.cuda.is_available():
-        ways.append(("cuda", "nccl", dispatch.device_arch(torch.device("cuda", torch.cuda.current_device()))))
-    for device, transport, arch in ways:
-        for op, tensors in _OPS.items():
+        targets.append(("cuda", "nccl", dispatch.device_arch(torch.device("cuda", torch.cuda.current_device()))))
+    for device, transport, arch in targets:
+        for op, tensors in _SHAPES_BY_OP.items():
             try:
-                chosen = []
-                for tokens in _TOKENS.values():
-                    shapes = ((tokens, _HIDDEN), (_HIDDEN, _HIDDEN))[:tensors]
+                schedules = []
+                for tokens in _TOKEN_COUNTS.values():
+                    shapes = ((tokens, _HIDDEN_SIZE), (_HIDDEN_SIZE, _HIDDEN_SIZE))[:tensors]
                     explanation = explain_hypothetical(
-                        op, *shapes, dtype=torch.bfloat16, world_size=_RANKS, transport=transport, arch=arch
+                        op, *shapes, dtype=torch.bfloat16, world_size=_WORLD_SIZE, transport=transport, arch=arch
                     )
                     decision = explanation.forward or explanation.backward
-                    chosen.append(decision.schedule if decision else "local")
+                    schedules.append(decision.schedule if decision else "local")
             except (ValueError, OSError) as error:
                 yield Finding(f"{op}, {device}", "no choice", PROBLEM, str(error))
             else:
-                value = ", ".join(f"{schedule} ({tokens})" for tokens, schedule in zip(_TOKENS, chosen, strict=True))
+                value = ", ".join(
+                    f"{schedule} ({tokens})" for tokens, schedule in zip(_TOKEN_COUNTS, schedules, strict=True)
+                )
                 yield Finding(f"{op}, {device}", value)
 
 
@@ -461,12 +473,12 @@ def output_of(command: str, *arguments: str) -> list[str]:
     if path is None:
         return []
     try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20, check=False)
+        completed = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+    return completed.stdout.strip().splitlines() if completed.returncode == 0 else []
 
 
-def dotted(numbers: Sequence[int]) -> str:
+def dotted_version(numbers: Sequence[int]) -> str:
     """Format a version in dotted notation, such as "12.4"."""
     return ".".join(map(str, numbers))

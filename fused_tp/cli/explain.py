@@ -20,7 +20,7 @@ from fused_tp.ops.explain import explain_hypothetical, tensor_arguments
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _parse_shape(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(n) for n in text.lower().split("x"))
     except ValueError:
@@ -32,16 +32,16 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fused-tp explain`."""
-    takes = "\n".join(f"  {op:28} {', '.join(names)}" for op, names in tensor_arguments().items())
+    op_lines = "\n".join(f"  {op:28} {', '.join(names)}" for op, names in tensor_arguments().items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
-        f"ops, and the tensors whose shapes they take:\n{takes}\n\n"
+        f"ops, and the tensors whose shapes they take:\n{op_lines}\n\n"
         "x and partial are [..., features], weight is [out, in], q, k and v are [batch, tokens, heads, head_dim].\n"
         "Shapes are local shapes; all ranks are assumed to have equal ones."
     )
     parser.add_argument("op", metavar="OP", help="name of an op listed below, such as matmul_all_reduce")
     parser.add_argument(
-        "shapes", nargs="+", type=_shape, metavar="SHAPE", help="local shape of a tensor, such as 1x2048"
+        "shapes", nargs="+", type=_parse_shape, metavar="SHAPE", help="local shape of a tensor, such as 1x2048"
     )
     parser.add_argument("--dim", type=int, help="dim that all_gather or reduce_scatter gathers or scatters (default 0)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")

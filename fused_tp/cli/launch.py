@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch.numa.binding import AffinityMode
 
-from fused_tp.cli import at_least, launch_node, positive
+from fused_tp.cli import at_least, launch_node, positive_number
 
 LAUNCH_NODE = [sys.executable, "-m", "fused_tp.cli.launch_node"]
 CORES = "cores"
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ssh", metavar="COMMAND", help=f"prefix of a host and its command, or with {{host}} (default {SSH})"
     )
     hosts.add_argument(
-        "--connect-timeout", type=positive, metavar="S", help="seconds for a host to answer (default 30)"
+        "--connect-timeout", type=positive_number, metavar="S", help="seconds for a host to answer (default 30)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, one for each host")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")

@@ -31,7 +31,7 @@ COMMANDS = {
 }
 
 # Extra that installs each module that a subcommand may need.
-_EXTRAS = {
+_EXTRA_BY_MODULE = {
     "rich": "train",
     "matplotlib": "train",
     "numpy": "hf",
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in argv if not word.startswith("-")), None)
     try:
-        parser = _parser(name)
+        parser = _make_parser(name)
         arguments = parser.parse_args(argv)
         if arguments.command is None:
             parser.print_help()
@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        if missing not in _EXTRAS:
+        if missing not in _EXTRA_BY_MODULE:
             raise
-        print(f"fused-tp {name} needs {missing}: pip install 'fused-tp[{_EXTRAS[missing]}]'", file=sys.stderr)
+        print(f"fused-tp {name} needs {missing}: pip install 'fused-tp[{_EXTRA_BY_MODULE[missing]}]'", file=sys.stderr)
         return 2
     except FusedTPError as error:
         print(f"fused-tp {name}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
+def _make_parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fused-tp", description="Tensor and context parallelism with overlapped communication."
     )
@@ -88,10 +88,12 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="command")
     for name, help_text in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
-        if name == chosen:
+        if name == command:
             try:
-                where = f"fused_tp.cli.{name}"
-                module = shipped_module("benchmarks", "cpu") if name == "bench" else importlib.import_module(where)
+                module_name = f"fused_tp.cli.{name}"
+                module = (
+                    shipped_module("benchmarks", "cpu") if name == "bench" else importlib.import_module(module_name)
+                )
             except FileNotFoundError as error:
                 subparser.error(str(error))
             module.add_arguments(subparser)

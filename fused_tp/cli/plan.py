@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from fused_tp.cli import at_least, cpu_name, make_place, positive
+from fused_tp.cli import at_least, cpu_name, make_parent_folder, positive_number
 from fused_tp.cli.ranks import Job, launch, preload, start_method
 from fused_tp.planning.dialects import DIALECTS
 from fused_tp.planning.find_shape import find_shape
@@ -23,7 +23,7 @@ from fused_tp.planning.hardware import GIB, MACHINES, PRECISIONS, Machine, find_
 from fused_tp.planning.model_shape import SHAPES
 from fused_tp.planning.recommend import Plan, recommend
 
-OWN_WORDS = "fused-tp"
+OWN_FORMAT = "fused-tp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"models known by name: {', '.join(SHAPES)}"
     parser.add_argument("--model", help="a name listed below, a config.json or its folder, or a type of transformers")
-    parser.add_argument("--gpus", type=at_least(1), help="ranks in all")
+    parser.add_argument("--gpus", type=at_least(1), help="number of ranks")
     parser.add_argument("--gpu", choices=tuple(MACHINES), default="h100", help="kind of machine (default h100)")
-    parser.add_argument("--machine", metavar="FILE", help="JSON or YAML of a machine of your own, in place of --gpu")
+    parser.add_argument("--machine", metavar="FILE", help="JSON or YAML of another machine, in place of --gpu")
     parser.add_argument(
         "--measure",
         type=Path,
@@ -42,17 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seq", type=at_least(1), default=8192, help="tokens of a row (default 8192)")
     parser.add_argument("--batch", type=at_least(1), default=512, help="rows of a step, of all ranks (default 512)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="of matmuls (default bf16, or what the machine has)")
-    parser.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU (default: as the machine has it)")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="precision of matmuls (default bf16, or the machine's first)"
+    )
+    parser.add_argument(
+        "--memory", type=positive_number, metavar="GIB", help="memory of a GPU (default: the machine's)"
+    )
     parser.add_argument("--plain", action="store_true", help="plan for plain collectives, not for fused ops")
-    parser.add_argument("--top", type=at_least(1), default=5, help="so many plans (default 5)")
+    parser.add_argument("--top", type=at_least(1), default=5, help="number of plans to print (default 5)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the best plan's configuration, as JSON")
     parser.add_argument(
         "--format",
-        choices=(OWN_WORDS, *DIALECTS),
-        default=OWN_WORDS,
-        help="whose words --write uses, for the best plan that they express (default fused-tp)",
+        choices=(OWN_FORMAT, *DIALECTS),
+        default=OWN_FORMAT,
+        help="format of --write, which saves the best plan that the format can express (default fused-tp)",
     )
 
 
@@ -60,18 +64,18 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the plans; exit code 2 if the arguments are invalid or nothing fits."""
     try:
         if arguments.measure is not None:
-            make_place("--measure", arguments.measure)
-            machine = measured()
+            make_parent_folder("--measure", arguments.measure)
+            machine = measure_this_machine()
             arguments.measure.write_text(json.dumps(machine.to_dict(), indent=1) + "\n")
             print(f"Wrote {machine.name}, {machine.ranks_per_node} ranks, to {arguments.measure}.")
             if arguments.model is None:
                 return 0
         if arguments.model is None or arguments.gpus is None:
             raise ValueError("a plan needs --model and --gpus; without them, --measure FILE measures this machine.")
-        if arguments.write is None and arguments.format != OWN_WORDS:
-            raise ValueError(f"--format {arguments.format} is the format of --write; give --write FILE, too.")
+        if arguments.write is None and arguments.format != OWN_FORMAT:
+            raise ValueError(f"--format {arguments.format} is the format of --write; add --write FILE.")
         if arguments.write is not None:
-            make_place("--write", arguments.write)
+            make_parent_folder("--write", arguments.write)
         shape = find_shape(arguments.model)
         machine = find_machine(arguments.measure or arguments.machine or arguments.gpu)
         precision = arguments.precision or next(iter(machine.peak_flops))
@@ -85,9 +89,9 @@ def main(arguments: argparse.Namespace) -> int:
             memory=None if arguments.memory is None else arguments.memory * GIB,
             fused_tp=not arguments.plain,
             top=arguments.top,
-            words=None if arguments.format == OWN_WORDS else arguments.format,
+            words=None if arguments.format == OWN_FORMAT else arguments.format,
         )
-        written = None if arguments.write is None else _write(plans, arguments.write, arguments.format)
+        written_number = None if arguments.write is None else _write_plan(plans, arguments.write, arguments.format)
     except (ValueError, OSError) as error:
         print(f"fused-tp plan: {error}", file=sys.stderr)
         return 2
@@ -102,15 +106,15 @@ def main(arguments: argparse.Namespace) -> int:
     for number, plan in enumerate(plans, 1):
         print(f"{number}. {plan.reason}")
     if machine == MACHINES.get(machine.name):
-        print(_speed(plans[0], precision))
+        print(_speed_note(plans[0], precision))
     for note in shape.notes:
         print(f"Note: {note}")
-    if written is not None:
-        print(f"Wrote plan {written} to {arguments.write}.")
+    if written_number is not None:
+        print(f"Wrote plan {written_number} to {arguments.write}.")
     return 0
 
 
-def measured() -> Machine:
+def measure_this_machine() -> Machine:
     """Measure this machine, with a rank on each GPU, or without GPUs on each core that this process may use.
 
     Raises:
@@ -120,43 +124,44 @@ def measured() -> Machine:
 
     gpus = torch.cuda.device_count()
     name, device = (torch.cuda.get_device_name(), "cuda") if gpus else (cpu_name(), "cpu")
-    how = start_method(device)
-    if how == "forkserver":
+    method = start_method(device)
+    if method == "forkserver":
         preload(["fused_tp.planning.measure", "transformers"])
     ranks = gpus or len(os.sched_getaffinity(0))
-    found: Machine = launch(Job(_measure, name, max(1, ranks - ranks % 2), device), how)  # links join two of them
-    return found
+    ranks = max(1, ranks - ranks % 2)  # an even number, because links are measured between pairs of ranks
+    machine: Machine = launch(Job(_measure_on_rank, name, ranks, device), method)
+    return machine
 
 
-def _measure(name: str) -> Machine:
+def _measure_on_rank(name: str) -> Machine:
     from fused_tp.planning.measure import measure_machine
 
     return measure_machine(name)
 
 
-def _write(plans: list[Plan], path: Path, form: str) -> int:
+def _write_plan(plans: list[Plan], path: Path, format_name: str) -> int:
     """Write the first plan that the format can express, and return its number."""
     for number, plan in enumerate(plans, 1):
         with contextlib.suppress(ValueError):
-            config = plan.config.to_dict() if form == OWN_WORDS else DIALECTS[form].write(plan.config)
+            config = plan.config.to_dict() if format_name == OWN_FORMAT else DIALECTS[format_name].write(plan.config)
             path.write_text(json.dumps(config, indent=1) + "\n")
             return number
-    raise AssertionError(f"recommend(words={form!r}) ends with a plan that {form} expresses")
+    raise AssertionError(f"recommend(words={format_name!r}) ends with a plan that {format_name} expresses")
 
 
-def _speed(plan: Plan, precision: str) -> str:
+def _speed_note(plan: Plan, precision: str) -> str:
     """Sentence on the training stacks whose speed the plans have."""
     fastest = "the fastest published stacks, NeMo and Megatron-Core"
     if plan.low_tokens_per_second is None:
-        return f"Speed: that of {fastest}. Others are slower."
+        return f"Speed: predicted for {fastest}. Other stacks are slower."
     share = plan.low_tokens_per_second / plan.tokens_per_second
     return (
-        f"Speed: step, MFU and the higher tokens/s are those of {fastest}. The lower tokens/s are {share:.0%} of them, "
-        f"as torchtitan publishes for Llama 3 8B in {precision}."
+        f"Speed: step, MFU and the higher tokens/s are predicted for {fastest}. The lower tokens/s are {share:.0%} of "
+        f"that, the share that torchtitan publishes for Llama 3 8B in {precision}."
     )
 
 
-_HEAD = (
+_TABLE_HEAD = (
     "",
     "ranks",
     "rows x microbatches",
@@ -171,7 +176,7 @@ _HEAD = (
 )
 
 
-def _cells(number: int, plan: Plan) -> tuple[str, ...]:
+def _table_row(number: int, plan: Plan) -> tuple[str, ...]:
     config = plan.config
     stages = f", {config.virtual_stages} stages" if (config.virtual_stages or 1) > 1 else ""
     return (
@@ -181,7 +186,7 @@ def _cells(number: int, plan: Plan) -> tuple[str, ...]:
         config.recompute,
         f"{plan.time.total:.{2 if plan.time.total >= 1 else 3}f} s",
         f"{plan.mfu:.1%}",
-        _tokens(plan),
+        _tokens_per_gpu(plan),
         f"{plan.memory.total / GIB:.0f} GiB",
         f"{plan.bubble:.1%}",
         f"{plan.exposed_fused:.1%}",
@@ -189,7 +194,7 @@ def _cells(number: int, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _tokens(plan: Plan) -> str:
+def _tokens_per_gpu(plan: Plan) -> str:
     """Range of tokens per second and GPU."""
     low, high = plan.low_tokens_per_second, plan.tokens_per_second
     gpus = plan.config.world_size
@@ -197,18 +202,18 @@ def _tokens(plan: Plan) -> str:
 
 
 def _print_table(plans: list[Plan]) -> None:
-    rows = [_cells(number, plan) for number, plan in enumerate(plans, 1)]
+    rows = [_table_row(number, plan) for number, plan in enumerate(plans, 1)]
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError:
-        widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
-        for row in (_HEAD, *rows):
+        widths = [max(map(len, column)) for column in zip(_TABLE_HEAD, *rows, strict=True)]
+        for row in (_TABLE_HEAD, *rows):
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    for name in _HEAD:
+    for name in _TABLE_HEAD:
         table.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)

@@ -31,7 +31,7 @@ _MAX_FOLDER_BYTES = 64  # a socket's path is limited to 104 bytes, and the name 
 # Ranks return messages and results in files, in a folder that only this user can access. Rejected: keys in the ranks'
 # TCP store, which other users may reach over the network.
 _ERROR_FILE = "refusal-of-rank-"  # message of a ValueError or OSError of a rank
-_RESULT = "result"
+_RESULT_FILE = "result"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Job(Generic[Settings]):
     threads: int = 1
 
 
-def under_torchrun() -> bool:
+def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -70,15 +70,15 @@ def preload(modules: Sequence[str]) -> None:
 
     From then on SIGTERM raises SystemExit in this process, so that the server's folder is removed.
     """
-    in_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
-    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit)
+    is_main_thread = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
+    if is_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit_on_signal)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # ranks inherit the server's environment
     forkserver.set_forkserver_preload(list(modules))
     forkserver.ensure_running()
 
 
-def _exit(number: int, _: Any) -> None:
+def _exit_on_signal(number: int, _: Any) -> None:
     print(f"fused-tp: stopped by {signal.Signals(number).name}.", file=sys.stderr)
     sys.exit(128 + number)
 
@@ -115,39 +115,39 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
             if isinstance(error, mp.ProcessExitedException) and error.signal_name:
                 raise ChildProcessError(f"rank {error.error_index} was killed by {error.signal_name}.") from None
             raise ChildProcessError(f"A rank failed. {error}") from None
-        return pickle.loads((folder / _RESULT).read_bytes())
+        return pickle.loads((folder / _RESULT_FILE).read_bytes())
 
 
-def _rank_process(rank: int, job: Job[Any], port: int, launcher: int, folder: Path) -> None:
+def _rank_process(rank: int, job: Job[Any], port: int, launcher_pid: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from fused_tp.core.settings import timeout_seconds
 
-    end_with(launcher)
+    exit_with_process(launcher_pid)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
     result = _run_rank(job, rank, rank, (store, folder))
     if rank == 0:
-        (folder / _RESULT).write_bytes(pickle.dumps(result))
+        (folder / _RESULT_FILE).write_bytes(pickle.dumps(result))
 
 
-def end_with(process: int) -> None:
-    """Make this rank exit when process number `process` exits, even by SIGKILL. Has an effect on Linux only."""
+def exit_with_process(pid: int) -> None:
+    """Make this rank exit when process number `pid` exits, even by SIGKILL. Has an effect on Linux only."""
     if not hasattr(os, "pidfd_open"):
         return
     try:
-        ended = os.pidfd_open(process)
+        process_fd = os.pidfd_open(pid)
     except OSError:  # older kernels lack the call, and some containers block it
         return
 
     def wait() -> None:
-        select.select([ended], [], [])
+        select.select([process_fd], [], [])
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _run_rank(job: Job[Any], rank: int, local_rank: int, launched: tuple[dist.Store, Path] | None) -> Any:
-    """Run `job` on one rank. `launched`: the ranks' store and the folder of `launch`; None under torchrun."""
+def _run_rank(job: Job[Any], rank: int, local_rank: int, store_and_folder: tuple[dist.Store, Path] | None) -> Any:
+    """Run `job` on one rank. `store_and_folder`: the ranks' store and the folder of `launch`; None under torchrun."""
     import torch
     import torch.distributed as dist
 
@@ -159,15 +159,15 @@ def _run_rank(job: Job[Any], rank: int, local_rank: int, launched: tuple[dist.St
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds())
-    if launched is None:
+    if store_and_folder is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=launched[0], rank=rank, world_size=job.ranks, timeout=timeout)
+        dist.init_process_group(backend, store=store_and_folder[0], rank=rank, world_size=job.ranks, timeout=timeout)
     try:
         return job.function(job.settings)
     except (ValueError, OSError) as error:
-        if launched is not None:
-            (launched[1] / f"{_ERROR_FILE}{rank}").write_text(str(error), encoding="utf-8")
+        if store_and_folder is not None:
+            (store_and_folder[1] / f"{_ERROR_FILE}{rank}").write_text(str(error), encoding="utf-8")
         raise
     finally:
         dist.destroy_process_group()

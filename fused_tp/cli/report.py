@@ -22,8 +22,8 @@ from fused_tp.cli.train import start_ranks
 if TYPE_CHECKING:
     from fused_tp.training.exposure import ExposureReport
 
-_COMPONENTS = ("compute", "hidden", "exposed", "bubble", "idle")
-_BARS = ("compute", "exposed", "bubble", "idle")  # parts of a step; hidden communication is part of compute
+_TIME_COMPONENTS = ("compute", "hidden", "exposed", "bubble", "idle")
+_BAR_PARTS = ("compute", "exposed", "bubble", "idle")  # parts of a step; hidden communication is part of compute
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.live is None and (arguments.steps or arguments.set):
             raise ValueError("--steps and --set need --live. Omit them to report on existing traces.")
         make_folder("--out", arguments.out)
-        if arguments.live is not None and not _train(arguments):
+        if arguments.live is not None and not _train_with_profile(arguments):
             return 1
         report = analyze(read_traces(arguments.paths or [arguments.out]))
     except ValueError as error:
@@ -58,54 +58,56 @@ def main(arguments: argparse.Namespace) -> int:
         return 2
     text = json.dumps(asdict(report), indent=1)
     (arguments.out / "report.json").write_text(text + "\n")
-    print(text if arguments.json else table(report))
-    draw(report, arguments.out / "report.png")
+    print(text if arguments.json else format_table(report))
+    draw_bars(report, arguments.out / "report.png")
     return 0
 
 
-def _train(arguments: argparse.Namespace) -> bool:
+def _train_with_profile(arguments: argparse.Namespace) -> bool:
     """Train with a profile in --out. Return False if a rank failed; its output is then printed."""
     from fused_tp.planning.config import read_mapping
-    from fused_tp.training.settings import TrainSettings, changed
+    from fused_tp.training.settings import TrainSettings, apply_changes
 
-    given, steps = changed(read_mapping(arguments.live), arguments.set), arguments.steps or 3
-    given |= {"out": str(arguments.out), "steps": 2 + steps, "profile": {"first": 3, "steps": steps}}
-    given |= {"checkpoints": None, "evaluate_every": None, "sample": None, "export": None}
+    settings, steps = apply_changes(read_mapping(arguments.live), arguments.set), arguments.steps or 3
+    settings |= {"out": str(arguments.out), "steps": 2 + steps, "profile": {"first": 3, "steps": steps}}
+    settings |= {"checkpoints": None, "evaluate_every": None, "sample": None, "export": None}
     config = arguments.out / "train.json"
-    config.write_text(json.dumps(given))
-    return start_ranks(TrainSettings.of(given).least_ranks(), config, quiet=True) == 0
+    config.write_text(json.dumps(settings))
+    return start_ranks(TrainSettings.of(settings).least_ranks(), config, quiet=True) == 0
 
 
-def table(report: ExposureReport) -> str:
+def format_table(report: ExposureReport) -> str:
     """Format the report: ranks, communication by op and by group, late ranks, advice."""
     rows = [(str(rank.rank), asdict(rank)) for rank in report.ranks]
-    rows.append(("mean", {name: fmean(row[name] for _, row in rows) for name in ("step", *_COMPONENTS, "waited_for")}))
-    lines = [f"{'rank':>5} {'s/step':>9}{''.join(f'{part:>9}' for part in _COMPONENTS)}   others wait"]
+    rows.append(
+        ("mean", {name: fmean(row[name] for _, row in rows) for name in ("step", *_TIME_COMPONENTS, "waited_for")})
+    )
+    lines = [f"{'rank':>5} {'s/step':>9}{''.join(f'{part:>9}' for part in _TIME_COMPONENTS)}   others wait"]
     for name, row in rows:
-        shares = "".join(f"{row[part] / row['step']:9.1%}" for part in _COMPONENTS)
+        shares = "".join(f"{row[part] / row['step']:9.1%}" for part in _TIME_COMPONENTS)
         lines.append(f"{name:>5} {row['step']:9.4f}{shares} {row['waited_for']:11.4f} s")
     lines.append(f"\n{'communication of a step':36} {'group':14} {'calls':>7} {'exposed':>10} {'hidden':>10}")
-    for one in (*report.ops, *report.groups):
-        group = one.group or "not known"
-        lines.append(f"{one.op:36} {group:14} {one.calls:7.1f} {one.exposed:8.4f} s {one.hidden:8.4f} s")
-    return "\n".join([*lines, *(f"\n{line}" for line in (*late_ranks(report), *report.notes, *report.advice))])
+    for total in (*report.ops, *report.groups):
+        group = total.group or "not known"
+        lines.append(f"{total.op:36} {group:14} {total.calls:7.1f} {total.exposed:8.4f} s {total.hidden:8.4f} s")
+    return "\n".join([*lines, *(f"\n{line}" for line in (*late_rank_sentences(report), *report.notes, *report.advice))])
 
 
-def late_ranks(report: ExposureReport) -> list[str]:
+def late_rank_sentences(report: ExposureReport) -> list[str]:
     """Sentences on late ranks, the one that others wait for longest first, also if nothing explains it."""
     from fused_tp.training.exposure import LATE
 
-    found = []
-    for place, rank in enumerate(sorted(report.ranks, key=lambda one: -one.waited_for)):
-        says = f"Rank {rank.rank} is late: others wait {rank.waited_for:.4f} s of a step for it."
+    sentences = []
+    for position, rank in enumerate(sorted(report.ranks, key=lambda one: -one.waited_for)):
+        sentence = f"Rank {rank.rank} is late: others wait {rank.waited_for:.4f} s of a step for it."
         if rank.cause:
-            found.append(f"{says} It spends {rank.more:.4f} s more than they do in {rank.cause}.")
-        elif place == 0 and rank.waited_for > LATE * rank.step:
-            found.append(f"{says} No module explains it: look for other work on its core or GPU.")
-    return found
+            sentences.append(f"{sentence} It spends {rank.more:.4f} s more than they do in {rank.cause}.")
+        elif position == 0 and rank.waited_for > LATE * rank.step:
+            sentences.append(f"{sentence} No module explains it: look for other work on its core or GPU.")
+    return sentences
 
 
-def draw(report: ExposureReport, path: Path) -> None:
+def draw_bars(report: ExposureReport, path: Path) -> None:
     """Draw a bar per rank with the parts of its step."""
     from matplotlib.figure import Figure
 
@@ -113,7 +115,7 @@ def draw(report: ExposureReport, path: Path) -> None:
     axes = figure.subplots()
     names = [f"rank {rank.rank}" for rank in report.ranks]
     left = [0.0] * len(names)
-    for part in _BARS:
+    for part in _BAR_PARTS:
         times = [getattr(rank, part) for rank in report.ranks]
         axes.barh(names, times, left=left, label=part)
         left = [start + time for start, time in zip(left, times, strict=True)]

@@ -24,11 +24,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fused_tp.cli import make_place, positive
+from fused_tp.cli import make_parent_folder, positive_number
 from fused_tp.selftest.machine import versions
-from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, SelftestStep, run_steps, table
+from fused_tp.selftest.steps import (
+    RESULT_PLACEHOLDER,
+    STATE_LEFT_OUT,
+    STATE_RIGHT,
+    Outcome,
+    SelftestStep,
+    run_steps,
+    table,
+)
 
-MINUTES = 8.0
+DEFAULT_MINUTES = 8.0
 # Ranks are threads and need a hardware queue per stream. Waits time out within seconds. Kernels run on the GPU, even if
 # the caller's environment selects Triton's interpreter.
 ENVIRONMENT = {
@@ -47,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("out/selftest"), metavar="DIR", help="(out/selftest)")
     parser.add_argument(
-        "--minutes", type=positive, default=MINUTES, metavar="X", help=f"time limit; skip steps beyond it ({MINUTES:g})"
+        "--minutes",
+        type=positive_number,
+        default=DEFAULT_MINUTES,
+        metavar="X",
+        help=f"time limit; skip steps beyond it ({DEFAULT_MINUTES:g})",
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="only steps whose name contains a match")
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="archive of compiled kernels (make gpu-kernels)")
@@ -57,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the steps, print their table, and write selftest.json; `--help` lists the exit codes."""
-    begun = time.time()
-    machine = _gpus()
+    start = time.time()
+    machine = _find_gpus()
     arch = arguments.arch or machine.arch or 90
     try:
         chosen = [
@@ -70,7 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--only {arguments.only!r} matches no step; --list names them.")
         if arguments.kernels is not None and not arguments.kernels.is_file():
             raise ValueError(f"--kernels must be an existing file, got {arguments.kernels}.")
-        make_place("--out", arguments.out / "selftest.json")
+        make_parent_folder("--out", arguments.out / "selftest.json")
     except (ValueError, re.error) as error:
         print(f"fused-tp selftest: {error}", file=sys.stderr)
         return 2
@@ -79,92 +91,124 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     outcomes: list[Outcome] = []
     report = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime(begun)),
-        "time": time.strftime("%H:%M:%S UTC", time.gmtime(begun)),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(start)),
+        "time": time.strftime("%H:%M:%S UTC", time.gmtime(start)),
         "arch": arch,
         "gpu": machine.name,
         "gpus": machine.number,
         "versions": versions(),
     }
-    in_main = threading.current_thread() is threading.main_thread()  # only the main thread may set signal handlers
-    caught = (signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    handlers = {number: signal.signal(number, _exit) for number in caught}
+    is_main_thread = threading.current_thread() is threading.main_thread()  # no other thread may set signal handlers
+    signals = (signal.SIGTERM, signal.SIGHUP) if is_main_thread else ()
+    handlers = {number: signal.signal(number, _exit_on_signal) for number in signals}
     write_report(arguments.out, report, [])  # replaces the report of an earlier run
     try:
-        for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _say, machine.obstacle):
+        for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _print_now, machine.obstacle):
             outcomes.append(outcome)
-            write_report(arguments.out, {**report, "seconds": time.time() - begun}, outcomes)
-            _say(f"{outcome.name}: {outcome.state}{': ' * bool(outcome.note)}{outcome.note}")
+            write_report(arguments.out, {**report, "seconds": time.time() - start}, outcomes)
+            _print_now(f"{outcome.name}: {outcome.state}{': ' * bool(outcome.note)}{outcome.note}")
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     print(f"\n{table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
-    ran = [one for one in outcomes if one.state != LEFT_OUT]
-    if any(one.state != RIGHT for one in ran):
+    ran_outcomes = [result for result in outcomes if result.state != STATE_LEFT_OUT]
+    if any(result.state != STATE_RIGHT for result in ran_outcomes):
         return 1
     gpu_steps = {step.name for step in chosen if step.needs_gpu}
-    return 0 if any(one.name in gpu_steps for one in ran) or not gpu_steps else 2
+    return 0 if any(result.name in gpu_steps for result in ran_outcomes) or not gpu_steps else 2
 
 
 def write_report(out: Path, report: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write all results so far, each file by an atomic rename: the next step may crash the machine."""
-    whole = {**report, "steps": [vars(one) for one in outcomes]}
-    for name, text in (("selftest.json", json.dumps(whole, indent=1)), ("selftest.md", table(outcomes))):
-        unfinished = out / f"{name}.part"
-        unfinished.write_text(text + "\n")
-        unfinished.replace(out / name)
+    full_report = {**report, "steps": [vars(one) for one in outcomes]}
+    for name, text in (("selftest.json", json.dumps(full_report, indent=1)), ("selftest.md", table(outcomes))):
+        partial_file = out / f"{name}.part"
+        partial_file.write_text(text + "\n")
+        partial_file.replace(out / name)
 
 
-def _exit(number: int, _: object) -> None:
+def _exit_on_signal(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
 def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[SelftestStep]:
     """Return all steps in execution order, the most valuable first, so that a time limit skips the least valuable."""
-    from fused_tp.selftest.kernel_cache import TIMED
-    from fused_tp.selftest.kernels import ALONE, GROUPS
+    from fused_tp.selftest.kernel_cache import TIMED_CASES
+    from fused_tp.selftest.kernels import GROUPS, ONE_RANK_GROUP
 
-    def body(*words: str) -> list[str]:
-        return [sys.executable, "-m", "fused_tp.selftest", RESULT, *words]
+    def step_command(*words: str) -> list[str]:
+        return [sys.executable, "-m", "fused_tp.selftest", RESULT_PLACEHOLDER, *words]
 
-    def benchmark(name: str, minutes: float, only: str) -> list[str]:
-        how = ["--quick", "--minutes", f"{minutes:g}", "--only", only, "--out", str(out / name), "--json", RESULT]
-        return [sys.executable, "-m", "fused_tp.benchmarks.gpu", *how]
+    def benchmark_command(name: str, minutes: float, only: str) -> list[str]:
+        options = [
+            "--quick",
+            "--minutes",
+            f"{minutes:g}",
+            "--only",
+            only,
+            "--out",
+            str(out / name),
+            "--json",
+            RESULT_PLACEHOLDER,
+        ]
+        return [sys.executable, "-m", "fused_tp.benchmarks.gpu", *options]
 
-    two = ("sums, 2 ranks", "gathers, 2 ranks", "attention", "rings, 2 ranks", "collectives, 2 ranks")
-    rest = [group for group in GROUPS if group not in (*two, ALONE)]
-    rest.sort(key=lambda group: "other dtypes" in group)  # other dtypes last; the sort keeps the order of the rest
+    two_rank_groups = ("sums, 2 ranks", "gathers, 2 ranks", "attention", "rings, 2 ranks", "collectives, 2 ranks")
+    other_groups = [group for group in GROUPS if group not in (*two_rank_groups, ONE_RANK_GROUP)]
+    other_groups.sort(key=lambda group: "other dtypes" in group)  # other dtypes last; a stable sort keeps the rest
 
-    def checks(group: str, rank: int) -> SelftestStep:
-        return SelftestStep(group, body("kernels", group), 15, 90, rank, environment=ENVIRONMENT)
+    def check_step(group: str, rank: int) -> SelftestStep:
+        return SelftestStep(group, step_command("kernels", group), 15, 90, rank, environment=ENVIRONMENT)
 
-    found = [
-        SelftestStep("environment", body("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),
-        SelftestStep("kernels", body("compile", str(arch), str(archive or "")), 10, 240, 1, False, ENVIRONMENT),
-        SelftestStep("smoke", body("smoke"), 15, 75, 2, environment=ENVIRONMENT),
-        *(checks(group, 3) for group in two),
+    steps_in_order = [
+        SelftestStep("environment", step_command("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),
+        SelftestStep("kernels", step_command("compile", str(arch), str(archive or "")), 10, 240, 1, False, ENVIRONMENT),
+        SelftestStep("smoke", step_command("smoke"), 15, 75, 2, environment=ENVIRONMENT),
+        *(check_step(group, 3) for group in two_rank_groups),
     ]
     if gpus > 1:
-        tune = [sys.executable, "-m", "fused_tp", "tune", "--folder", str(out / "tuned"), "--json", RESULT, "--calls"]
-        among = {"FUSED_TP_TIMEOUT": "30"}
-        found.append(SelftestStep("schedules, processes", [*tune, "20", "--check-only"], 30, 180, 4, environment=among))
-    alone, ranks = TIMED
-    timed = benchmark("speed-1", 1.3, alone)
-    found.append(SelftestStep("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
+        tune = [
+            sys.executable,
+            "-m",
+            "fused_tp",
+            "tune",
+            "--folder",
+            str(out / "tuned"),
+            "--json",
+            RESULT_PLACEHOLDER,
+            "--calls",
+        ]
+        tune_environment = {"FUSED_TP_TIMEOUT": "30"}
+        steps_in_order.append(
+            SelftestStep(
+                "schedules, processes", [*tune, "20", "--check-only"], 30, 180, 4, environment=tune_environment
+            )
+        )
+    alone, ranks = TIMED_CASES
+    timed = benchmark_command("speed-1", 1.3, alone)
+    steps_in_order.append(SelftestStep("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
     if gpus > 1:
         # Also measures torch's fused ops, which are among the schedules.
         measured = [*tune, "1", "--tokens", "16", "512", "4096"]
-        found.append(SelftestStep("speed of schedules, processes", measured, 60, 240, 5, environment=among))
-    found += [checks(group, 6) for group in rest]
-    timed = benchmark("speed-2", 1.0, ranks)
-    found.append(SelftestStep("speed of ranks", timed, 30, 90, 7, environment=ENVIRONMENT))
+        steps_in_order.append(
+            SelftestStep("speed of schedules, processes", measured, 60, 240, 5, environment=tune_environment)
+        )
+    steps_in_order += [check_step(group, 6) for group in other_groups]
+    timed = benchmark_command("speed-2", 1.0, ranks)
+    steps_in_order.append(SelftestStep("speed of ranks", timed, 30, 90, 7, environment=ENVIRONMENT))
     if ncu := cuda_tool("ncu"):
-        found.append(SelftestStep("counters", body("counters", ncu), 20, 75, 8, environment=ENVIRONMENT))
+        steps_in_order.append(
+            SelftestStep("counters", step_command("counters", ncu), 20, 75, 8, environment=ENVIRONMENT)
+        )
     if memcheck := cuda_tool("compute-sanitizer"):
         # One driver allocation per tensor: memcheck cannot detect out-of-bounds accesses inside torch's large blocks.
-        one_by_one = {**ENVIRONMENT, "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        found.append(SelftestStep("memory accesses", body("memory", memcheck), 60, 180, 9, environment=one_by_one))
-    return found
+        sanitizer_environment = {**ENVIRONMENT, "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        steps_in_order.append(
+            SelftestStep(
+                "memory accesses", step_command("memory", memcheck), 60, 180, 9, environment=sanitizer_environment
+            )
+        )
+    return steps_in_order
 
 
 def cuda_tool(name: str) -> str | None:
@@ -190,7 +234,7 @@ class Gpus(NamedTuple):
     name: str = ""
 
 
-def _gpus() -> Gpus:
+def _find_gpus() -> Gpus:
     import torch
 
     if not torch.cuda.is_available():
@@ -207,5 +251,5 @@ def _gpus() -> Gpus:
     return Gpus("", kernel_arch(10 * major + minor), count, name)
 
 
-def _say(line: str) -> None:
+def _print_now(line: str) -> None:
     print(line, flush=True)

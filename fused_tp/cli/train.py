@@ -20,7 +20,8 @@ from fused_tp.core.settings import timeout_seconds
 if TYPE_CHECKING:
     from fused_tp.training.settings import TrainSettings
 
-REFUSED = 2  # exit code for invalid settings; ranks use it, too, because some settings can be checked only there
+# Exit code for invalid settings. Ranks use it, too, because some settings can be checked only on a rank.
+INVALID_SETTINGS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
         return run_rank(settings)
     except ValueError as error:
         print(f"fused-tp train: {error}", file=sys.stderr)
-        return REFUSED
+        return INVALID_SETTINGS
     except BrokenPipeError:
         print(
             "fused-tp train: stopped, because its stdout was closed. Use `> FILE` to keep the output.", file=sys.stderr
@@ -78,16 +79,18 @@ def start_ranks(
     """
     from fused_tp.cli.launch_node import RanksFailed, run_ranks
 
-    words = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks)]
-    words += ["--max-restarts", str(max_restarts), "--redirects", "3" if quiet else "0", "-m", "fused_tp", "train"]
-    words += [str(config), *(word for change in changes for word in ("--set", change))]
+    torchrun_arguments = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks)]
+    torchrun_arguments += ["--max-restarts", str(max_restarts), "--redirects", "3" if quiet else "0"]
+    torchrun_arguments += ["-m", "fused_tp", "train", str(config)]
+    for change in changes:
+        torchrun_arguments += ["--set", change]
     try:
-        return run_ranks(words)
+        return run_ranks(torchrun_arguments)
     except RanksFailed as error:
-        refused = error.code == REFUSED
-        if quiet or not refused:  # otherwise the ranks have printed the reason
+        has_invalid_settings = error.code == INVALID_SETTINGS
+        if quiet or not has_invalid_settings:  # otherwise the ranks have printed the reason
             print(f"fused-tp train: {error}", file=sys.stderr)
-        return REFUSED if refused else 1
+        return INVALID_SETTINGS if has_invalid_settings else 1
 
 
 def run_rank(settings: TrainSettings) -> int:
@@ -109,8 +112,8 @@ def run_rank(settings: TrainSettings) -> int:
             log.start()
             for step in run.steps():
                 log.step(step)
-                last = step.number == settings.steps
-                if last or (settings.evaluate_every and step.number % settings.evaluate_every == 0):
+                is_last = step.number == settings.steps
+                if is_last or (settings.evaluate_every and step.number % settings.evaluate_every == 0):
                     log.evaluation(step.number, run.evaluate(), run.sample())
             run.export()
             log.close()

@@ -17,8 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fused_tp.cli import at_least, make_place
-from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
+from fused_tp.cli import at_least, make_parent_folder
+from fused_tp.cli.ranks import Job, is_under_torchrun, launch, preload, start_method
 
 if TYPE_CHECKING:
     import torch
@@ -55,24 +55,24 @@ def main(arguments: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         ranks = arguments.ranks or max(2, torch.cuda.device_count())
-        if under_torchrun():
+        if is_under_torchrun():
             ranks = int(os.environ["WORLD_SIZE"])
             if arguments.ranks not in (None, ranks):
                 raise ValueError(f"--ranks is {arguments.ranks}, but torchrun has started {ranks}. Omit --ranks.")
         if ranks < 2:
             raise ValueError(f"at least two ranks are needed, got {ranks}.")
-        has_one_gpu = device == "cuda" and not under_torchrun() and torch.cuda.device_count() == 1
-        if device == "cuda" and not under_torchrun() and not has_one_gpu and ranks > torch.cuda.device_count():
+        has_one_gpu = device == "cuda" and not is_under_torchrun() and torch.cuda.device_count() == 1
+        if device == "cuda" and not is_under_torchrun() and not has_one_gpu and ranks > torch.cuda.device_count():
             raise ValueError(f"--ranks must be at most {torch.cuda.device_count()}, the number of GPUs, got {ranks}.")
         if not arguments.check_only and not has_one_gpu:
             matmuls_of(arguments.model, ranks)
         for option in ("folder", "json"):
             if (path := getattr(arguments, option)) is not None:
-                make_place(f"--{option}", path / "file" if option == "folder" else path)
+                make_parent_folder(f"--{option}", path / "file" if option == "folder" else path)
         if has_one_gpu:
             found = check_on_one_gpu(arguments)
         else:
-            method = None if under_torchrun() else start_method(device)
+            method = None if is_under_torchrun() else start_method(device)
             if method == "forkserver":
                 preload(["fused_tp.ops.verify"])
             found = launch(Job(tune, arguments, ranks, device), method)
@@ -203,8 +203,13 @@ def matmuls_of(model: str, world: int) -> tuple[list[tuple[int, int]], list[tupl
 
     shape = find_shape(model)
     ParallelConfig(tp=world, sequence_parallel=False, loss_parallel=False).check(shape)
-    blocks = [one for kind in shape.kinds for one in kind.blocks if one.wide and one.narrow and not one.experts]
-    sizes = list(dict.fromkeys((one.wide, one.narrow) for one in blocks))
+    blocks = [
+        one
+        for kind in shape.kinds
+        for one in kind.blocks
+        if one.column_features and one.row_features and not one.experts
+    ]
+    sizes = list(dict.fromkeys((one.column_features, one.row_features) for one in blocks))
     for size in (size for pair in sizes for size in pair):
         if size % world:
             raise ValueError(f"{world} ranks do not divide the {size:g} features of {shape.name}; use another model.")

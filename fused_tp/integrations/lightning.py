@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from fused_tp.nn import original_shapes
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader
 from fused_tp.parallelizing.checks.model_check import is_parallelized
-from fused_tp.parallelizing.mesh import ORDER, make_mesh
+from fused_tp.parallelizing.mesh import DIM_ORDER, make_mesh
 
 T = TypeVar("T", bound=type)
 
@@ -79,8 +79,8 @@ class _ParallelStrategy:
         strategy.__init__(process_group_backend=process_group_backend, **options)
         if "pp" in sizes:
             raise ValueError("pp is not supported: Lightning does not run pipeline schedules. Omit pp.")
-        if unknown := sorted(sizes.keys() - set(ORDER)):
-            raise TypeError(f"{unknown[0]!r} is not a dim of a mesh. Pass sizes of {', '.join(ORDER[1:])}.")
+        if unknown := sorted(sizes.keys() - set(DIM_ORDER)):
+            raise TypeError(f"{unknown[0]!r} is not a dim of a mesh. Pass sizes of {', '.join(DIM_ORDER[1:])}.")
         self._sizes = sizes
 
     def setup_environment(self) -> None:

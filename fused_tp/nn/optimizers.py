@@ -321,10 +321,9 @@ def refuse_different_moments(mesh: DeviceMesh, moments: Sequence[str]) -> None:
     """Raise RankMismatchError if some ranks are about to step an optimizer and others are not."""
     if len(set(moments)) > 1:
         raise RankMismatchError(
-            f"of the ranks of {(mesh.mesh_dim_names or ('?',))[0]!r}, rank {moments.index(STEP_MOMENT)} is at an "
-            "optimizer "
-            f"step, but rank {moments.index(FORWARD_MOMENT)} has skipped the step and is at the next forward pass, "
-            "most likely because of its own gradients. Use torch.amp.GradScaler and "
+            f"rank {moments.index(STEP_MOMENT)} along mesh dim {(mesh.mesh_dim_names or ('?',))[0]!r} is at an "
+            f"optimizer step, but rank {moments.index(FORWARD_MOMENT)} has skipped the step and is at the next "
+            "forward pass, most likely because of its own gradients. Use torch.amp.GradScaler and "
             "fused_tp.nn.clip_grad_norm_, which take the same decision on all ranks."
         )
 

@@ -30,26 +30,30 @@ class ExpertRanks:
     """Placement of the experts of a module on ranks.
 
     Attributes:
-        parts: ranks that each hold a shard of the same experts; this rank alone if its experts are unsharded.
-        dealt: ranks over which experts are distributed, or None. `parts` itself if these ranks have the same tokens.
+        shard_ranks: ranks that each hold a shard of the same experts; this rank alone if its experts are unsharded.
+        expert_mesh: ranks over which experts are distributed, or None. `shard_ranks` itself if these ranks have the
+            same tokens.
         grad_factor: factor by which the gradients of the experts' parameters are multiplied.
     """
 
-    parts: GroupLike
-    dealt: DeviceMesh | None = None
+    shard_ranks: GroupLike
+    expert_mesh: DeviceMesh | None = None
     grad_factor: float = 1.0
 
     @property
-    def exchange(self) -> bool:
-        """True if the ranks of `dealt` have different tokens, so that rows must be exchanged between them."""
-        return self.dealt is not None and self.dealt is not self.parts
+    def needs_exchange(self) -> bool:
+        """True if the ranks of `expert_mesh` have different tokens, so that rows must be exchanged between them."""
+        return self.expert_mesh is not None and self.expert_mesh is not self.shard_ranks
 
-    def own(self, experts: int) -> range:
+    def local_experts(self, experts: int) -> range:
         """Indices of this rank's experts, out of `experts`."""
-        if self.dealt is None:
+        if self.expert_mesh is None:
             return range(experts)
-        each = experts // self.dealt.size()
-        return range(self.dealt.get_local_rank() * each, (self.dealt.get_local_rank() + 1) * each)
+        experts_per_rank = experts // self.expert_mesh.size()
+        return range(
+            self.expert_mesh.get_local_rank() * experts_per_rank,
+            (self.expert_mesh.get_local_rank() + 1) * experts_per_rank,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,11 @@ class ExpertDistribution:
         """Placement of experts. `sharded`: the tensor parallel ranks also shard each expert."""
         if self.mesh is self.tp_mesh:
             return ExpertRanks(self.mesh, self.mesh)
-        parts = self.tp_mesh if sharded and self.tp_mesh is not None else self._one_rank
-        return ExpertRanks(parts, self.mesh, self.grad_factor)
+        shard_ranks = self.tp_mesh if sharded and self.tp_mesh is not None else self._single_rank_mesh
+        return ExpertRanks(shard_ranks, self.mesh, self.grad_factor)
 
     @cached_property
-    def _one_rank(self) -> DeviceMesh:
+    def _single_rank_mesh(self) -> DeviceMesh:
         """Mesh of this rank alone. Unlike a process group, a mesh can be copied with the model."""
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return DeviceMesh.from_group(group, self.mesh.device_type, mesh_dim_names=("experts",))
@@ -92,38 +96,38 @@ class ExpertExchange:
         ranks: placement of the experts.
 
     Attributes:
-        chosen: expert of each received row, ascending; an index into this rank's experts.
+        row_experts: expert of each received row, ascending; an index into this rank's experts.
     """
 
     def __init__(self, counts: Tensor, ranks: ExpertRanks) -> None:
-        mesh = ranks.dealt
+        mesh = ranks.expert_mesh
         assert mesh is not None
         self._mesh, self._factor = mesh, ranks.grad_factor
         with torch.no_grad():  # all_gather takes float64, which is exact up to 2^53 rows
-            every = all_gather(counts.double()[None], 0, group=mesh).long()
-        own = ranks.own(len(counts))
-        from_each = every[:, own.start : own.stop]
-        self._send: list[int] = every[mesh.get_local_rank()].view(mesh.size(), -1).sum(1).tolist()
-        self._receive: list[int] = from_each.sum(1).tolist()
+            all_counts = all_gather(counts.double()[None], 0, group=mesh).long()
+        local_experts = ranks.local_experts(len(counts))
+        received_counts = all_counts[:, local_experts.start : local_experts.stop]
+        self._send: list[int] = all_counts[mesh.get_local_rank()].view(mesh.size(), -1).sum(1).tolist()
+        self._receive: list[int] = received_counts.sum(1).tolist()
         # Rows arrive grouped by rank, and sorted by expert within each rank.
-        numbers = torch.arange(len(own), device=counts.device).repeat(mesh.size())
-        arrived = numbers.repeat_interleave(from_each.reshape(-1), output_size=sum(self._receive))
-        self.chosen, self._order = arrived.sort(stable=True)
+        numbers = torch.arange(len(local_experts), device=counts.device).repeat(mesh.size())
+        arrival_experts = numbers.repeat_interleave(received_counts.reshape(-1), output_size=sum(self._receive))
+        self.row_experts, self._order = arrival_experts.sort(stable=True)
 
-    def bring(self, rows: Tensor) -> Tensor:
+    def send_rows(self, rows: Tensor) -> Tensor:
         """Send `rows` to their experts. Return the rows of all ranks for this rank's experts, sorted by expert."""
         received = exchange_rows(rows, self._send, self._receive, group=self._mesh)
-        # In backward this undoes the factor that `take_back` applies, so that only the gradients computed between the
+        # In backward this undoes the factor that `return_rows` applies, so that only the gradients computed between the
         # two calls, those of the experts' parameters, are scaled.
         return scale_gradient(received.index_select(0, self._order), 1 / self._factor)
 
-    def take_back(self, rows: Tensor) -> Tensor:
-        """Return the experts' outputs for this rank's rows, in the order of the rows passed to `bring`."""
-        made = scale_gradient(rows, self._factor).index_select(0, self._order.argsort())
-        return exchange_rows(made, self._receive, self._send, group=self._mesh)
+    def return_rows(self, rows: Tensor) -> Tensor:
+        """Return the experts' outputs for this rank's rows, in the order of the rows passed to `send_rows`."""
+        outputs = scale_gradient(rows, self._factor).index_select(0, self._order.argsort())
+        return exchange_rows(outputs, self._receive, self._send, group=self._mesh)
 
 
-def check_distributed(name: str, experts: nn.Module, ranks: int, supported: bool) -> None:
+def check_distributable(name: str, experts: nn.Module, ranks: int, is_supported: bool) -> None:
     """Raise if `experts` cannot be distributed over `ranks` ranks.
 
     Args:
@@ -134,19 +138,19 @@ def check_distributed(name: str, experts: nn.Module, ranks: int, supported: bool
             has parameters; or a parameter does not have one entry per expert in its first dim.
     """
     first_dims = {key: len(p) if p.ndim else 0 for key, p in experts.named_parameters(recurse=False)}
-    inside = [key for key, child in experts.named_children() if next(child.parameters(), None) is not None]
-    kind = type(experts).__name__
-    if not supported or inside or not first_dims or len(set(first_dims.values())) > 1:
-        why = (
-            f"its submodule {inside[0]!r} has parameters"
-            if inside
+    submodules = [key for key, child in experts.named_children() if next(child.parameters(), None) is not None]
+    class_name = type(experts).__name__
+    if not is_supported or submodules or not first_dims or len(set(first_dims.values())) > 1:
+        reason = (
+            f"its submodule {submodules[0]!r} has parameters"
+            if submodules
             else "its forward is custom and does not expose which expert each token is routed to"
-            if not supported
+            if not is_supported
             else f"the first dim of each parameter must be the number of experts, got {first_dims}"
         )
         raise ValueError(
-            f"{name!r} ({kind}) cannot be distributed over expert parallel ranks: {why}. Omit ep_dim; with a tensor "
-            "parallel dim, every rank then holds a shard of each expert."
+            f"{name!r} ({class_name}) cannot be distributed over expert parallel ranks: {reason}. Omit ep_dim; with a "
+            "tensor parallel dim, every rank then holds a shard of each expert."
         )
     count = next(iter(first_dims.values()))
     if count % ranks:

@@ -47,9 +47,9 @@ from fused_tp.ops.grouped_matmul_reduce_scatter import grouped_matmul_reduce_sca
 from fused_tp.parallelizing.expert_parallel import ExpertExchange, ExpertRanks, offsets_to_counts
 from fused_tp.parallelizing.forward_shard import LayerState
 
-NAME = "fused_tp"
-_RANKS = "_fused_tp_ranks"
-_STATE_NOW = "_fused_tp_state_now"
+EXPERTS_FUNCTION = "fused_tp"
+_RANKS_ATTRIBUTE = "_fused_tp_ranks"
+_STATE_ATTRIBUTE = "_fused_tp_state_now"
 
 
 def takes_routing(experts: Any) -> bool:
@@ -64,35 +64,35 @@ def run_grouped(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerS
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
-    setattr(experts, _RANKS, ranks)
-    setattr(experts, _STATE_NOW, state_now)
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, _run_experts)
+    setattr(experts, _RANKS_ATTRIBUTE, ranks)
+    setattr(experts, _STATE_ATTRIBUTE, state_now)
     experts.config = copy.copy(experts.config)  # other layers share the config and must keep their implementation
-    experts.config._experts_implementation = NAME
+    experts.config._experts_implementation = EXPERTS_FUNCTION
 
 
-def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the output [tokens, hidden] for `hidden_states` [tokens, hidden].
 
     `top_k_index` and `top_k_weights` [tokens, top_k] are the routing. Ranks that shard the same experts all pass the
     same tokens or, with sequence parallelism, each its shard.
     """
-    ranks: ExpertRanks = getattr(experts, _RANKS)
+    ranks: ExpertRanks = getattr(experts, _RANKS_ATTRIBUTE)
     cast = not torch.is_autocast_enabled(hidden_states.device.type)
     x = hidden_states.to(experts.down_proj.dtype) if cast else hidden_states
-    run = _run_exchanging_rows if ranks.exchange else _run_summing_outputs
+    run = _run_exchanging_rows if ranks.needs_exchange else _run_summing_outputs
     y: Tensor = run(experts, ranks, x, top_k_index, top_k_weights)
     return y.to(hidden_states.dtype)
 
 
 def _run_summing_outputs(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
-    state: LayerState = getattr(experts, _STATE_NOW)()
-    group, length = ranks.parts, state.local_len
+    state: LayerState = getattr(experts, _STATE_ATTRIBUTE)()
+    group, length = ranks.shard_ranks, state.local_len
     up: Callable[..., Tensor]
     down: Callable[..., Tensor]
     if state.tp_sharded and length is not None:
         shape = (state.batch, length)
-        index, scale = _routing_of_all(top_k_index, weights, shape, group)
+        index, scale = _gather_routing(top_k_index, weights, shape, group)
         x = x.unflatten(0, (state.batch, -1))
         up = partial(all_gather_grouped_matmul, group=group, gather_dim=1, gather_size=length)
         down = partial(grouped_matmul_reduce_scatter, shape=shape, group=group, scatter_dim=1)
@@ -101,25 +101,25 @@ def _run_summing_outputs(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_inde
         up = partial(column_parallel_grouped_matmul, group=group)
         down = partial(grouped_matmul_all_reduce, shape=x.shape[:1], group=group)
     chosen, order = index.reshape(-1).sort(stable=True)
-    held = len(experts.down_proj)
-    if ranks.dealt is not None:
-        own = ranks.own(held * ranks.dealt.size())
-        ends = torch.tensor([own.start, own.stop], dtype=chosen.dtype, device=chosen.device)
+    local_count = len(experts.down_proj)
+    if ranks.expert_mesh is not None:
+        local_experts = ranks.local_experts(local_count * ranks.expert_mesh.size())
+        ends = torch.tensor([local_experts.start, local_experts.stop], dtype=chosen.dtype, device=chosen.device)
         start, stop = torch.searchsorted(chosen, ends).tolist()
-        chosen, order = chosen[start:stop] - own.start, order[start:stop]
-    routing = routing_from_sorted_experts(chosen, order // weights.shape[-1], held)
-    h = _gated(experts, up, x, routing, chosen)
-    y = down(h, _down(experts), *routing, scale.reshape(-1)[order]).flatten(0, -2)
+        chosen, order = chosen[start:stop] - local_experts.start, order[start:stop]
+    routing = routing_from_sorted_experts(chosen, order // weights.shape[-1], local_count)
+    hidden = _apply_gate_up(experts, up, x, routing, chosen)
+    y = down(hidden, _down_weight(experts), *routing, scale.reshape(-1)[order]).flatten(0, -2)
     if experts.has_bias:
         bias = experts.down_proj_bias
-        if ranks.dealt is not None:
-            bias = (all_gather if state.tp_sharded else gather)(bias, 0, group=ranks.dealt)
+        if ranks.expert_mesh is not None:
+            bias = (all_gather if state.tp_sharded else gather)(bias, 0, group=ranks.expert_mesh)
         by_expert = weights.new_zeros(len(weights), len(bias)).scatter_add(1, top_k_index, weights)
         y = y + by_expert.to(y.dtype) @ bias.to(y.dtype)
     return y
 
 
-def _routing_of_all(
+def _gather_routing(
     top_k_index: Tensor, weights: Tensor, shape: tuple[int, int], group: GroupLike
 ) -> tuple[Tensor, Tensor]:
     """Gather the expert indices and weights of all ranks' tokens, `shape` [batch, length].
@@ -128,53 +128,60 @@ def _routing_of_all(
     gradient of the weights.
     """
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    own = torch.cat([top_k_index.to(dtype), weights.to(dtype)], 1).unflatten(0, (shape[0], -1))
-    index, scale = all_gather(own, 1, group=group, gather_size=shape[1]).flatten(0, 1).chunk(2, 1)
+    local_routing = torch.cat([top_k_index.to(dtype), weights.to(dtype)], 1).unflatten(0, (shape[0], -1))
+    index, scale = all_gather(local_routing, 1, group=group, gather_size=shape[1]).flatten(0, 1).chunk(2, 1)
     return index.long(), scale.to(weights.dtype)
 
 
 def _run_exchanging_rows(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
-    assert ranks.dealt is not None
+    assert ranks.expert_mesh is not None
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    all_experts = len(experts.down_proj) * ranks.dealt.size()
-    all_rows = routing_from_sorted_experts(chosen, order // weights.shape[-1], all_experts)
-    exchange = ExpertExchange(offsets_to_counts(all_rows.offsets), ranks)
-    rows = exchange.bring(all_rows.gather_rows(x))
-    each = torch.arange(len(rows), device=rows.device)  # the grouped matmuls treat each received row as one token
-    routing = routing_from_sorted_experts(exchange.chosen, each, len(experts.down_proj))
-    up = partial(column_parallel_grouped_matmul, group=ranks.parts)
-    h = _gated(experts, up, rows, routing, exchange.chosen)
-    y = grouped_matmul_all_reduce(h, _down(experts), *routing, shape=rows.shape[:1], group=ranks.parts)
+    all_experts = len(experts.down_proj) * ranks.expert_mesh.size()
+    all_routing = routing_from_sorted_experts(chosen, order // weights.shape[-1], all_experts)
+    exchange = ExpertExchange(offsets_to_counts(all_routing.offsets), ranks)
+    rows = exchange.send_rows(all_routing.gather_rows(x))
+    # The grouped matmuls treat each received row as one token.
+    row_indices = torch.arange(len(rows), device=rows.device)
+    routing = routing_from_sorted_experts(exchange.row_experts, row_indices, len(experts.down_proj))
+    up = partial(column_parallel_grouped_matmul, group=ranks.shard_ranks)
+    hidden = _apply_gate_up(experts, up, rows, routing, exchange.row_experts)
+    y = grouped_matmul_all_reduce(
+        hidden, _down_weight(experts), *routing, shape=rows.shape[:1], group=ranks.shard_ranks
+    )
     if experts.has_bias:
-        y = y + experts.down_proj_bias[exchange.chosen]
-    made = exchange.take_back(y).index_select(0, order.argsort()).view(*weights.shape, -1)
-    return (made * weights.unsqueeze(-1)).sum(1)
+        y = y + experts.down_proj_bias[exchange.row_experts]
+    outputs = exchange.return_rows(y).index_select(0, order.argsort()).view(*weights.shape, -1)
+    return (outputs * weights.unsqueeze(-1)).sum(1)
 
 
-def _gated(experts: Any, multiply: Callable[..., Tensor], x: Tensor, routing: Routing, chosen: Tensor) -> Tensor:
+def _apply_gate_up(
+    experts: Any, multiply: Callable[..., Tensor], x: Tensor, routing: Routing, row_experts: Tensor
+) -> Tensor:
     """Return the input of down_proj, one row per row of `routing`.
 
-    `chosen` holds the expert of each row. `multiply` is the op that applies gate_up_proj.
+    `row_experts` holds the expert of each row. `multiply` is the op that applies gate_up_proj.
     """
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     up = getattr(experts, name)
     up = up.transpose(1, 2) if experts.is_transposed else up
     h = multiply(x, up, *routing)
     if experts.has_bias:
-        h = h + getattr(experts, f"{name}_bias")[chosen]
+        h = h + getattr(experts, f"{name}_bias")[row_experts]
     gated: Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
     return gated
 
 
-def _down(experts: Any) -> Tensor:
+def _down_weight(experts: Any) -> Tensor:
     down: Tensor = experts.down_proj
     return down.transpose(1, 2) if experts.is_transposed else down
 
 
-def routing_from_sorted_experts(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
-    """Return the Routing of rows whose experts are `chosen` (sorted) and whose tokens are `tokens`."""
+def routing_from_sorted_experts(row_experts: Tensor, tokens: Tensor, experts: int) -> Routing:
+    """Return the Routing of rows whose experts are `row_experts` (sorted) and whose tokens are `tokens`."""
     # Not bincount, which would synchronize with the GPU.
-    ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device, dtype=chosen.dtype), right=True)
+    ends = torch.searchsorted(
+        row_experts, torch.arange(experts, device=row_experts.device, dtype=row_experts.dtype), right=True
+    )
     return Routing(tokens, ends.int())
 
 
@@ -183,36 +190,36 @@ def routing_from_sorted_experts(chosen: Tensor, tokens: Tensor, experts: int) ->
 # Llama 4 passes every token to each expert as a row scaled by its score, with the rows sorted by expert.
 
 
-def distribute_rows(experts: nn.Module, ranks: ExpertRanks, *, sums_output: Any, shares_input: Any) -> None:
+def distribute_rows(experts: nn.Module, ranks: ExpertRanks, *, sum_output: Any, share_input: Any) -> None:
     """Hook `experts`, whose input is rows [experts * tokens, hidden], so that their forward runs this rank's experts.
 
-    `shares_input` and `sums_output` are the hooks for ranks that shard the same experts.
+    `share_input` and `sum_output` are the hooks for ranks that shard the same experts.
     """
-    setattr(experts, _RANKS, ranks)
-    experts.register_forward_pre_hook(_bring_rows)
-    if ranks.exchange:
-        experts.register_forward_pre_hook(shares_input, with_kwargs=True)
-        experts.register_forward_hook(sums_output)
-    experts.register_forward_hook(_take_rows_back)
+    setattr(experts, _RANKS_ATTRIBUTE, ranks)
+    experts.register_forward_pre_hook(_send_rows)
+    if ranks.needs_exchange:
+        experts.register_forward_pre_hook(share_input, with_kwargs=True)
+        experts.register_forward_hook(sum_output)
+    experts.register_forward_hook(_return_rows)
 
 
-def _bring_rows(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    ranks: ExpertRanks = getattr(experts, _RANKS)
+def _send_rows(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    ranks: ExpertRanks = getattr(experts, _RANKS_ATTRIBUTE)
     (x,) = args
-    if not ranks.exchange:
-        return (scatter(x, 0, group=ranks.dealt),)
-    assert ranks.dealt is not None
+    if not ranks.needs_exchange:
+        return (scatter(x, 0, group=ranks.expert_mesh),)
+    assert ranks.expert_mesh is not None
     count = next(experts.parameters()).shape[0]  # a DTensor's shape counts the experts of all ranks
     experts._fused_tp_exchange = ExpertExchange(
         torch.full((count,), len(x) // count, dtype=torch.int64, device=x.device), ranks
     )
-    return (experts._fused_tp_exchange.bring(x),)
+    return (experts._fused_tp_exchange.send_rows(x),)
 
 
-def _take_rows_back(experts: Any, args: Any, y: Tensor) -> Tensor:
-    ranks: ExpertRanks = getattr(experts, _RANKS)
-    if not ranks.exchange:
-        return gather(y, 0, group=ranks.dealt)
+def _return_rows(experts: Any, args: Any, y: Tensor) -> Tensor:
+    ranks: ExpertRanks = getattr(experts, _RANKS_ATTRIBUTE)
+    if not ranks.needs_exchange:
+        return gather(y, 0, group=ranks.expert_mesh)
     exchange: ExpertExchange = experts._fused_tp_exchange
     del experts._fused_tp_exchange
-    return exchange.take_back(y)
+    return exchange.return_rows(y)

@@ -52,20 +52,20 @@ class CpContext:
         return torch.tensor(self.documents, dtype=torch.int64, device="cpu") if self.documents else None
 
     @property
-    def _where(self) -> dict[str, Any]:
+    def _layout_options(self) -> dict[str, Any]:
         return {"group": self.mesh, "layout": self.layout, "cu_seqlens": self.cu_seqlens}
 
     def positions(self, device: torch.device) -> Tensor:
         """Indices of this rank's tokens in the full sequence."""
-        return sequence_positions(self.seq_len, device=device, **self._where)
+        return sequence_positions(self.seq_len, device=device, **self._layout_options)
 
     def shard(self, t: Tensor, dim: int) -> Tensor:
         """Return the shard of `t` along `dim` that belongs to this rank's tokens."""
-        return shard_sequence(t, dim, **self._where)
+        return shard_sequence(t, dim, **self._layout_options)
 
     def unshard(self, t: Tensor, dim: int) -> Tensor:
         """Gather `t`, a shard returned by `shard`, to the full tensor."""
-        return unshard_sequence(t, dim, seq_len=self.seq_len, **self._where)
+        return unshard_sequence(t, dim, seq_len=self.seq_len, **self._layout_options)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, heads_sharded: bool, **keywords: Any) -> Tensor:
         """Attention of this rank's tokens over all tokens.
@@ -101,7 +101,7 @@ class ForwardShard:
         target_count: number of targets over all ranks, or the caller's num_items_in_batch.
         ignore_index: value of targets that the loss ignores.
         logits_to_keep: positions of the full sequence that the caller requests logits for; 0 for all.
-        targets_version: `version_of(targets)` at the time they were counted.
+        targets_version: `tensor_version(targets)` at the time they were counted.
     """
 
     batch: int
@@ -117,10 +117,10 @@ class ForwardShard:
     @property
     def targets_unchanged(self) -> bool:
         """True if the model's forward, which receives `targets` as its labels, has not written to them."""
-        return self.targets_version in (None, version_of(self.targets))
+        return self.targets_version in (None, tensor_version(self.targets))
 
 
-def version_of(t: Tensor | None) -> int | None:
+def tensor_version(t: Tensor | None) -> int | None:
     """Number of in-place writes to `t`; None if torch does not count them."""
     return None if t is None or torch.compiler.is_compiling() or t.is_inference() else t._version
 
@@ -148,7 +148,7 @@ class LayerState:
 UNSHARDED = LayerState()
 
 
-def unsharded() -> LayerState:
+def unsharded_state() -> LayerState:
     """Return `UNSHARDED`: the `state_now` of modules whose forward pass is never sharded."""
     return UNSHARDED
 
@@ -174,7 +174,7 @@ class StateHistory:
         self._starts: list[int] = []
         self._states: list[LayerState] = []
 
-    def note(self, state: LayerState) -> None:
+    def record(self, state: LayerState) -> None:
         """Record that nodes created from now on belong to `state`."""
         number, thread = torch.autograd._get_sequence_nr(), threading.get_ident()
         # A lower number in the same thread ident means a new thread: idents are reused, and each thread counts from 0.
@@ -191,7 +191,7 @@ class StateHistory:
         if len(self._starts) > _MAX_HISTORY:
             del self._starts[0], self._states[0]
 
-    def at(self, number: int) -> LayerState:
+    def state_at(self, number: int) -> LayerState:
         """State in which the autograd node with this `number` was created."""
         return self._states[max(bisect_right(self._starts, number) - 1, 0)] if self._states else UNSHARDED
 
@@ -214,8 +214,8 @@ class RunningForward:
         node: the `running_node` at its start; None outside of backward.
         outer: the forward pass of another model that called this one.
         cache: KV cache that is sharded over the CP ranks, in a forward pass whose sequence is not sharded.
-        attended: number of calls of attention over the CP ranks.
-        traced: True if a compiled program called attention; its calls are not counted in `attended`.
+        attention_calls: number of calls of attention over the CP ranks.
+        is_traced: True if a compiled program called attention; its calls are not counted in `attention_calls`.
     """
 
     owner: object
@@ -223,22 +223,22 @@ class RunningForward:
     node: int | None
     outer: RunningForward | None
     cache: object | None = None
-    attended: int = 0
-    traced: bool = False
+    attention_calls: int = 0
+    is_traced: bool = False
 
 
 # Thread-local, not a ContextVar, because torch.compile cannot trace ContextVar.set. Attributes are read through the
 # functions below, because torch.compile ignores the defaults of a subclass of threading.local.
-_current = threading.local()
+_thread_state = threading.local()
 
 
 def running_forward() -> RunningForward | None:
     """Innermost forward pass of a parallel model that is running in this thread."""
-    frame: RunningForward | None = getattr(_current, "frame", None)
+    frame: RunningForward | None = getattr(_thread_state, "frame", None)
     return frame
 
 
-def runs_again() -> bool:
+def is_recomputing() -> bool:
     """True while backward recomputes an earlier forward pass (activation checkpointing)."""
     node, frame = running_node(), running_forward()
     return node is not None and (frame is None or frame.node != node)
@@ -260,9 +260,9 @@ def _count_attention() -> None:
     if frame is None:
         return
     if torch.compiler.is_compiling():
-        frame.traced = True
+        frame.is_traced = True
     elif frame.node == running_node():
-        frame.attended += 1
+        frame.attention_calls += 1
 
 
 def enter_forward(owner: object, shard: ForwardShard | None, cache: object | None = None) -> None:
@@ -275,7 +275,7 @@ def enter_forward(owner: object, shard: ForwardShard | None, cache: object | Non
             # passes: on KeyboardInterrupt torch skips the forward hooks that call `leave_forward`.
             outer = frame.outer
         frame = frame.outer
-    _current.frame = RunningForward(owner, shard, node, outer, cache)
+    _thread_state.frame = RunningForward(owner, shard, node, outer, cache)
 
 
 def leave_forward(owner: object) -> RunningForward | None:
@@ -286,5 +286,5 @@ def leave_forward(owner: object) -> RunningForward | None:
     frame = running_forward()
     if frame is None or frame.owner is not owner:
         return None
-    _current.frame = frame.outer
+    _thread_state.frame = frame.outer
     return frame

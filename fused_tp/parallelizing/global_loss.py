@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_tp.core.checks import is_capturing
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
-from fused_tp.parallelizing.forward_shard import ForwardShard, running_shard, runs_again, version_of
-from fused_tp.parallelizing.graph import HeadOutputs, nodes_of
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.forward_shard import ForwardShard, is_recomputing, running_shard, tensor_version
+from fused_tp.parallelizing.graph import HeadOutputs, reachable_nodes
+from fused_tp.parallelizing.outputs import find_tensors
 
 # Keywords of loss functions that are not supported, with the default values that leave the loss unchanged.
-OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
+UNSUPPORTED_KEYWORDS: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
 
 
-def shift(labels: Tensor, ignore_index: int) -> Tensor:
+def shift_targets(labels: Tensor, ignore_index: int) -> Tensor:
     """Return the target of each token: the next label, or `ignore_index` for the last token.
 
     Call it before the sequence is sharded, because the successor of a rank's last token is on another rank.
@@ -40,7 +40,7 @@ class ComputedLoss:
     """Snapshot of a computed loss, to detect a model that adds to the loss in place.
 
     Attributes:
-        version: `version_of(loss)` when it was computed.
+        version: `tensor_version(loss)` when it was computed.
         value: `loss`, or a copy of it if torch does not count in-place writes to it.
         node: autograd node of `loss`; None if it has no gradient or torch.compile is tracing.
     """
@@ -51,14 +51,16 @@ class ComputedLoss:
     node: Any
 
     @classmethod
-    def of(cls, loss: Tensor) -> ComputedLoss:
-        traced = torch.compiler.is_compiling()
-        copied = not traced and loss.is_inference()
-        return cls(loss, version_of(loss), loss.clone() if copied else loss, None if traced else loss.grad_fn)
+    def from_loss(cls, loss: Tensor) -> ComputedLoss:
+        is_traced = torch.compiler.is_compiling()
+        needs_copy = not is_traced and loss.is_inference()
+        return cls(
+            loss, tensor_version(loss), loss.clone() if needs_copy else loss, None if is_traced else loss.grad_fn
+        )
 
-    def is_given_as(self, t: Tensor) -> bool:
+    def equals(self, t: Tensor) -> bool:
         """True if `t` has the value of the computed loss. Does not synchronize with a GPU if `t` is the loss itself."""
-        return self.version in (None, version_of(self.loss)) and same(t, self.value)
+        return self.version in (None, tensor_version(self.loss)) and have_equal_values(t, self.value)
 
 
 @dataclass(eq=False)
@@ -70,47 +72,47 @@ class GlobalLoss:
     forward pass is not sharded. Activation checkpointing must not recompute the loss.
 
     Args:
-        own: the model's function.
+        model_loss: the model's function.
         vocab_mesh: the ranks that shard the last dim of the logits, or None.
         cp_mesh: the ranks that shard the sequence, or None.
         shards_tokens: True if a rank has hidden states of only some of the tokens.
         grad_sync: if False, gradients are scaled by the CP size, for a wrapper that averages over the CP ranks.
-        computed: losses of the running forward pass.
+        computed_losses: losses of the running forward pass.
     """
 
-    own: Callable[..., Tensor]
+    model_loss: Callable[..., Tensor]
     vocab_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None
     shards_tokens: bool
     grad_sync: bool
-    computed: list[ComputedLoss] = field(default_factory=list)
+    computed_losses: list[ComputedLoss] = field(default_factory=list)
 
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
-        if runs_again():
+        if is_recomputing():
             raise ValueError(
                 "The model calls its loss_function inside an activation checkpoint. Backward recomputes it there, when "
                 "the sharding of the tokens is no longer known. Call loss_function outside of the checkpoint."
             )
         shard = running_shard()
         if shard is None or shard.targets is None:
-            return self.own(logits, labels, vocab_size, **kwargs)
+            return self.model_loss(logits, labels, vocab_size, **kwargs)
         ignore_index = kwargs.get("ignore_index", shard.ignore_index)
         if ignore_index != shard.ignore_index:
             raise ValueError(
                 f"The model calls its loss_function with ignore_index={ignore_index}, but targets were counted with "
                 f"ignore_index={shard.ignore_index}. Pass ignore_index to the model's forward, or use -100."
             )
-        readable = not (torch.compiler.is_compiling() or is_capturing())
-        if readable and not (same(labels, shard.targets) and shard.targets_unchanged):
+        is_readable = not (torch.compiler.is_compiling() or is_capturing())
+        if is_readable and not (have_equal_values(labels, shard.targets) and shard.targets_unchanged):
             raise ValueError(
                 "The model calls its loss_function with labels that differ from those passed to forward. This is not "
                 "supported over sharded tokens or a sharded vocabulary. Call the model without labels, and compute "
                 "the loss from its logits."
             )
         unsupported = []
-        for name, usual in OTHER_LOSSES.items():  # torch.compile does not trace this as a comprehension
+        for name, default in UNSUPPORTED_KEYWORDS.items():  # torch.compile does not trace this as a comprehension
             value = kwargs.get(name)
-            if value is not None and (isinstance(value, Tensor) or value != usual):
+            if value is not None and (isinstance(value, Tensor) or value != default):
                 unsupported.append(name)
         if unsupported:
             raise ValueError(
@@ -119,12 +121,12 @@ class GlobalLoss:
                 "without labels, and compute the loss from its logits."
             )
         assert shard.target_count is not None  # set together with the targets
-        loss = self._sum_of_own_tokens(logits, shard, shard.targets, vocab_size) / shard.target_count
+        loss = self._sum_local_loss(logits, shard, shard.targets, vocab_size) / shard.target_count
         if self.cp_mesh is not None:
             loss = all_reduce(loss, group=self.cp_mesh)
             if not self.grad_sync:  # clone: models may add to the loss in place, which fails on a custom op's view
                 loss = scale_gradient(loss, self.cp_mesh.size()).clone()
-        self.computed.append(ComputedLoss.of(loss))
+        self.computed_losses.append(ComputedLoss.from_loss(loss))
         return loss
 
     def check_returned(self, output: Any, head: HeadOutputs) -> None:
@@ -133,8 +135,8 @@ class GlobalLoss:
         Raises:
             ValueError: the loss is missing, or another scalar has a gradient from some of the tokens or vocabulary.
         """
-        computed, self.computed = self.computed, []
-        if not computed:
+        computed_losses, self.computed_losses = self.computed_losses, []
+        if not computed_losses:
             raise ValueError(
                 "forward was called with labels but did not call the model's loss_function, which computes the loss "
                 "over all ranks. Any other loss covers this rank's tokens or vocabulary only. Call the model without "
@@ -142,27 +144,29 @@ class GlobalLoss:
             )
         if is_capturing():
             return
-        if torch.compiler.is_compiling() and any(_holds(output, found.loss) for found in computed):
+        if torch.compiler.is_compiling() and any(
+            _contains_tensor(output, computed.loss) for computed in computed_losses
+        ):
             return  # if the loss is not in the output, the checks below break the graph and run eagerly
-        numbers = [t for t in tensors_in(output) if t.numel() == 1]
-        given = [t for t in numbers if any(found.is_given_as(t) for found in computed)]
-        others = [t for t in numbers if t.requires_grad and not any(t is one for one in given)]
-        if not self.shards_tokens and head.known:
+        scalars = [t for t in find_tensors(output) if t.numel() == 1]
+        returned_losses = [t for t in scalars if any(computed.equals(t) for computed in computed_losses)]
+        other_scalars = [t for t in scalars if t.requires_grad and not any(t is one for one in returned_losses)]
+        if not self.shards_tokens and head.is_available:
             # The model may add terms computed from all tokens, such as a router loss.
-            losses = [found.node for found in computed]
-            behind = [(t, nodes_of(t, behind=losses)) for t in others]
-            given += [t for t, nodes in behind if not nodes.isdisjoint(losses)]
-            others = [t for t, nodes in behind if not nodes.isdisjoint(head.nodes)]
+            loss_nodes = [computed.node for computed in computed_losses]
+            reached = [(t, reachable_nodes(t, stop_nodes=loss_nodes)) for t in other_scalars]
+            returned_losses += [t for t, nodes in reached if not nodes.isdisjoint(loss_nodes)]
+            other_scalars = [t for t, nodes in reached if not nodes.isdisjoint(head.nodes)]
         elif not self.shards_tokens:
-            given += [t for t in numbers if any(t is found.loss for found in computed)]
-        if others or not given:
+            returned_losses += [t for t in scalars if any(t is computed.loss for computed in computed_losses)]
+        if other_scalars or not returned_losses:
             raise ValueError(
                 "forward did not return the loss that loss_function computed: it changed the loss, or returned another "
                 "scalar, using only this rank's shard of the tokens or of the vocabulary. Call the model without "
                 "labels, and compute such terms from its logits."
             )
 
-    def _sum_of_own_tokens(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
+    def _sum_local_loss(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
         if logits.shape[:-1] != targets.shape:
             raise ValueError(
                 f"The model called its loss_function with logits of shape {tuple(logits.shape)} for "
@@ -185,21 +189,21 @@ class GlobalLoss:
 
 @dataclass(eq=False)
 class ReplacedLoss:
-    """A `loss_function` that the user set after `parallelize`, and that replaced the GlobalLoss `replaced`.
+    """A `loss_function` that the user set after `parallelize`, and that replaced the GlobalLoss `global_loss`.
 
     Raises:
-        ValueError: `function` fails without having called `replaced`, because the logits cover a shard of the
+        ValueError: `function` fails without having called `global_loss`, because the logits cover a shard of the
             vocabulary.
     """
 
     function: Callable[..., Tensor]
-    replaced: GlobalLoss
+    global_loss: GlobalLoss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         try:
             return self.function(*args, **kwargs)
         except Exception as error:
-            if self.replaced.computed:
+            if self.global_loss.computed_losses:
                 raise
             raise ValueError(
                 f"The model's loss_function was replaced after parallelize and fails ({type(error).__name__}: "
@@ -209,16 +213,16 @@ class ReplacedLoss:
             ) from error
 
 
-def _holds(output: Any, t: Tensor) -> bool:
+def _contains_tensor(output: Any, t: Tensor) -> bool:
     """True if `t` itself is in `output`, nested tuples, lists and dicts. Written so that torch.compile can trace it."""
     if isinstance(output, Mapping):
         output = [output[name] for name in output]
     if not isinstance(output, (tuple, list)):
         return output is t
-    return any([_holds(one, t) for one in output])  # noqa: C419  # torch.compile does not trace generators that recurse
+    return any([_contains_tensor(item, t) for item in output])  # noqa: C419  # torch.compile does not trace generators that recurse
 
 
-def same(one: Any, other: Tensor) -> bool:
+def have_equal_values(one: Any, other: Tensor) -> bool:
     """True if `one` is `other`, or a tensor with equal values, possibly of another dtype or on another device."""
     if one is other or not isinstance(one, Tensor):
         return one is other

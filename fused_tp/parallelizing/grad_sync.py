@@ -36,10 +36,10 @@ from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_grad_requested
-from fused_tp.parallelizing.graph import REENTRANT, leaves, nodes_of
+from fused_tp.parallelizing.graph import REENTRANT_NODE, leaf_tensors, reachable_nodes
 from fused_tp.parallelizing.marks import MARK
 
-_HOOKED = "_fused_tp_gradient_summed"
+_HOOK_ATTRIBUTE = "_fused_tp_gradient_summed"
 GRADIENT_SYNCS = "_fused_tp_gradient_syncs"  # attribute of a model: the objects that sum its gradients
 
 
@@ -48,8 +48,8 @@ class GradientSync:
 
     The hook runs before AccumulateGrad, so it sums only the gradients of one backward, never earlier ones: gradients
     may be accumulated over several backwards. All ranks of `mesh` must compute gradients of the same parameters, except
-    for the parameters that `note_use` has found to be used by some ranks only. The gradients of the latter are zeros
-    until backward ends.
+    for the parameters that `find_partly_used` has found to be used by some ranks only. The gradients of the latter are
+    zeros until backward ends.
 
     Args:
         mean: take the mean of the ranks' gradients instead of their sum.
@@ -63,17 +63,17 @@ class GradientSync:
     def __init__(self, mesh: DeviceMesh, *, mean: bool = False) -> None:
         self.mesh, self.mean = mesh, mean
         self._partly_used: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
-        self._held: dict[int, Tensor] = {}  # gradients of the partly used parameters, until backward ends
-        self._summed: list[str] = []  # names of the parameters whose gradients this backward has already summed
+        self._held_gradients: dict[int, Tensor] = {}  # gradients of the partly used parameters, until backward ends
+        self._summed_names: list[str] = []  # names of the parameters whose gradients this backward has already summed
         self._in_autograd_grad = False  # torch.autograd.grad returns the gradients instead of accumulating them
-        self._watched: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
-        self.deferring = False  # inside `defer`: backward leaves gradients unreduced
-        self._deferred = set[int]()  # ids of the parameters with an unreduced gradient
-        self._reduction_pending = False  # the next backward outside of `defer`, or `settle`, must reduce them
-        self.is_off = False  # inside `off`
+        self._watched_parameters: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
+        self.is_deferring = False  # inside `defer`: backward leaves gradients unreduced
+        self._deferred_ids = set[int]()  # ids of the parameters with an unreduced gradient
+        self._reduction_pending = False  # the next backward outside of `defer`, or `reduce_deferred`, must reduce them
+        self.is_disabled = False  # inside `disable`
         # Weak reference to the callback that runs at the end of backward. Autograd holds the only strong reference, so
         # a backward that raises drops the callback.
-        self._queued: Callable[[], Callable[[], None] | None] = _nothing
+        self._queued_callback: Callable[[], Callable[[], None] | None] = _no_callback
 
     def __reduce__(self) -> Any:
         return partial(GradientSync, mean=self.mean), (self.mesh,)
@@ -85,47 +85,49 @@ class GradientSync:
             ValueError: FSDP2 manages some modules of the model and removes gradients before any hook sees them; a
                 parameter accumulates its gradient in `main_grad`; or a parameter was computed from other tensors.
         """
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        with_main_grad = [name for name, p in named if getattr(p, "main_grad", None) is not None]
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        with_main_grad = [name for name, p in trainable if getattr(p, "main_grad", None) is not None]
         if with_main_grad:
             raise ValueError(
                 f"{with_main_grad[0]!r} accumulates its gradient in main_grad, which grad_sync=True does not sum over "
                 "the context parallel ranks. Pass grad_sync=False to parallelize, and average main_grad over these "
                 "ranks in the wrapper that reduces it; or remove main_grad."
             )
-        computed = [name for name, p in named if not p.is_leaf]
-        if computed:
+        nonleaf_names = [name for name, p in trainable if not p.is_leaf]
+        if nonleaf_names:
             raise ValueError(
-                f"{computed[0]!r} is not a leaf: it was computed from other tensors, as torch.func.functional_call and "
-                "FullyShardedDataParallel do. grad_sync=True might sum their gradients twice. Pass leaf parameters "
-                "(detach().requires_grad_()), or pass grad_sync=False to parallelize and average the gradients over "
-                "the context parallel ranks."
+                f"{nonleaf_names[0]!r} is not a leaf: it was computed from other tensors, as "
+                "torch.func.functional_call and FullyShardedDataParallel do. grad_sync=True might sum their gradients "
+                "twice. Pass leaf parameters (detach().requires_grad_()), or pass grad_sync=False to parallelize and "
+                "average the gradients over the context parallel ranks."
             )
-        missing = [(name, p) for name, p in named if not self._has_hook(p)]
-        if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
+        unhooked = [(name, p) for name, p in trainable if not self._has_hook(p)]
+        if unhooked and any(isinstance(module, FSDPModule) for module in model.modules()):
             raise ValueError(
                 "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
                 f"parallelize and a mesh that includes {', '.join(self.mesh.mesh_dim_names or ())!r} to fully_shard, "
                 "which then reduces the gradients. (First call fully_shard on experts that are distributed over that "
                 "dim, with a mesh without it, or pass them in ignored_params.)"
             )
-        for name, parameter in missing:
+        for name, parameter in unhooked:
             hooks = parameter._backward_hooks
             if hooks is not None:
                 # module.to() may have replaced the tensor; the new one lists the hooks but does not run them.
                 for key in [
-                    k for k, hook in hooks.items() if getattr(hook, "func", None) in (self._sum, self._take_shares)
+                    k
+                    for k, hook in hooks.items()
+                    if getattr(hook, "func", None) in (self._sum_hook, self._undo_division)
                 ]:
                     del hooks[key]
                 parameter._backward_hooks = hooks
             # Bound by id, not by weak reference: module.to() does not swap tensors that have weak references.
-            hook = self._take_shares if is_distributed(parameter, self.mesh) else self._sum
+            hook = self._undo_division if is_distributed(parameter, self.mesh) else self._sum_hook
             parameter.register_hook(partial(hook, name, id(parameter)))
-            if hook == self._sum:
-                self._watched[id(parameter)] = parameter
-            setattr(parameter, _HOOKED, id(parameter))
+            if hook == self._sum_hook:
+                self._watched_parameters[id(parameter)] = parameter
+            setattr(parameter, _HOOK_ATTRIBUTE, id(parameter))
 
-    def _take_shares(self, name: str, key: int, grad: Tensor) -> Tensor:
+    def _undo_division(self, name: str, key: int, grad: Tensor) -> Tensor:
         """Rescale the gradient of a parameter of distributed experts, which already covers all ranks' tokens.
 
         It was divided by the number of ranks, for wrappers that average gradients; this multiplies it back.
@@ -140,12 +142,12 @@ class GradientSync:
         them.
         """
         hooks = (parameter._backward_hooks or {}).values()
-        ours = any(getattr(hook, "func", None) in (self._sum, self._take_shares) for hook in hooks)
-        return ours and getattr(parameter, _HOOKED, None) == id(parameter)
+        has_listed_hook = any(getattr(hook, "func", None) in (self._sum_hook, self._undo_division) for hook in hooks)
+        return has_listed_hook and getattr(parameter, _HOOK_ATTRIBUTE, None) == id(parameter)
 
     @property
-    def partly(self) -> bool:
-        """True if some parameters were used by some ranks only: then every forward needs `note_use`."""
+    def has_partly_used(self) -> bool:
+        """True if some parameters were used by some ranks only: then every forward needs `find_partly_used`."""
         return bool(self._partly_used)
 
     @contextmanager
@@ -153,47 +155,47 @@ class GradientSync:
         """Context manager in which gradients are not reduced over ranks.
 
         Each rank keeps its share of the gradients, times the number of ranks, and adds it to gradients that are already
-        summed; the mean over ranks is then the total. The next backward outside, or `settle`, takes this mean.
+        summed; the mean over ranks is then the total. The next backward outside, or `reduce_deferred`, takes this mean.
         """
-        outer, self.deferring, self._reduction_pending = self.deferring, True, True
+        was_deferring, self.is_deferring, self._reduction_pending = self.is_deferring, True, True
         try:
             yield
         finally:
-            self.deferring = outer
+            self.is_deferring = was_deferring
 
     @property
-    def defers(self) -> bool:
-        """True if gradients are left to `settle`, which compares which ranks have them; `note_use` is not needed."""
+    def has_pending_reduction(self) -> bool:
+        """True if gradients are left to `reduce_deferred`, which exchanges which ranks have them."""
         return self._reduction_pending
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def reduce_deferred(self) -> None:
         """Reduce the deferred gradients over the ranks. A collective call."""
         if not self._reduction_pending:
             return
-        used = [key in self._deferred for key in self._watched]
-        self._deferred, self._reduction_pending = set(), False
-        take_mean(self.mesh, list(self._watched.values()), used)
+        used = [key in self._deferred_ids for key in self._watched_parameters]
+        self._deferred_ids, self._reduction_pending = set(), False
+        average_gradients(self.mesh, list(self._watched_parameters.values()), used)
 
-    def note_use(self, model: nn.Module, outputs: Sequence[Tensor], *, routed: bool) -> None:
+    def find_partly_used(self, model: nn.Module, outputs: Sequence[Tensor], *, has_experts: bool) -> None:
         """Find the parameters that only some ranks used for `outputs`. A collective call.
 
         The gradients of these parameters are then summed at the end of every backward, in the same order on all ranks,
         because which ranks use them changes with the batch.
 
         Args:
-            routed: True if the model has experts.
+            has_experts: True if the model has experts.
 
         Raises:
             ValueError: there are such parameters, and hooks or DDP read their gradients in the middle of backward; or a
                 reentrant checkpoint in a model with experts hides which parameters were used.
         """
         parameters = [p for p in model.parameters() if p.requires_grad and not is_distributed(p, self.mesh)]
-        nodes = [node for t in outputs for node in nodes_of(t)]
-        used = {id(leaf) for leaf in leaves(nodes)}
-        hidden = routed and any(node.name() == REENTRANT for node in nodes)
-        here = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32, device="cpu")
-        *counts, hidden = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
+        nodes = [node for t in outputs for node in reachable_nodes(t)]
+        used = {id(leaf) for leaf in leaf_tensors(nodes)}
+        hidden = has_experts and any(node.name() == REENTRANT_NODE for node in nodes)
+        local_use = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32, device="cpu")
+        *counts, hidden = all_reduce(local_use.to(self.mesh.device_type), group=self.mesh).tolist()
         if hidden:
             raise ValueError(
                 "a reentrant checkpoint hides which experts a context parallel rank has used. Pass "
@@ -203,12 +205,12 @@ class GradientSync:
         if self._partly_used:
             self._check_no_early_readers()
             for t in outputs:
-                t.register_hook(self._queue)
+                t.register_hook(self._queue_callback)
 
     def _check_no_early_readers(self) -> None:
         in_ddp = DistributedDataParallel._get_active_ddp_module() is not None
-        held = self._partly_used.values()
-        if in_ddp or any(len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks for p in held):
+        parameters = self._partly_used.values()
+        if in_ddp or any(len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks for p in parameters):
             reader = "DistributedDataParallel" if in_ddp else "a hook on them"
             raise ValueError(
                 "some parameters were used by some of the context parallel ranks only. Their gradients are summed at "
@@ -218,58 +220,58 @@ class GradientSync:
             )
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disable(self) -> Iterator[None]:
         """Context manager in which each rank keeps its share of the gradients, except those of distributed experts."""
-        self.is_off = True
+        self.is_disabled = True
         try:
             yield
         finally:
-            self.is_off = False
+            self.is_disabled = False
 
-    def _sum(self, name: str, key: int, grad: Tensor) -> Tensor:
-        if self.is_off:
+    def _sum_hook(self, name: str, key: int, grad: Tensor) -> Tensor:
+        if self.is_disabled:
             return grad
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward was called with create_graph=True, which is not supported: gradients that are summed over "
                 "context parallel ranks cannot be differentiated again. Omit create_graph."
             )
-        if not self.deferring:
-            self._queue(grad)
+        if not self.is_deferring:
+            self._queue_callback(grad)
         if self._reduction_pending:
-            self._deferred.add(key)
+            self._deferred_ids.add(key)
             return grad if self.mean else grad * self.mesh.size()
         if key not in self._partly_used:
-            self._summed.append(name)
-            return self._over_ranks(grad)
+            self._summed_names.append(name)
+            return self._reduce(grad)
         self._in_autograd_grad |= is_grad_requested(get_gradient_edge(self._partly_used[key]).node)
         # The nested backward of a reentrant checkpoint also runs this hook, so add.
-        self._held[key] = self._held[key] + grad if key in self._held else grad
+        self._held_gradients[key] = self._held_gradients[key] + grad if key in self._held_gradients else grad
         return torch.zeros_like(grad)
 
-    def _over_ranks(self, grad: Tensor) -> Tensor:
+    def _reduce(self, grad: Tensor) -> Tensor:
         total = _sum_over(self.mesh, grad)
         return total / self.mesh.size() if self.mean else total
 
-    def _queue(self, grad: Tensor) -> None:
-        if self._queued() is None:
-            end = partial(self._end)
-            self._queued = weakref.ref(end)
-            self._held, self._summed, self._in_autograd_grad = {}, [], False
-            Variable._execution_engine.queue_callback(end)
+    def _queue_callback(self, grad: Tensor) -> None:
+        if self._queued_callback() is None:
+            callback = partial(self._finish_backward)
+            self._queued_callback = weakref.ref(callback)
+            self._held_gradients, self._summed_names, self._in_autograd_grad = {}, [], False
+            Variable._execution_engine.queue_callback(callback)
 
     @torch.no_grad()
-    def _end(self) -> None:
-        held, summed, in_autograd_grad = self._held, self._summed, self._in_autograd_grad
-        self._held, self._queued = {}, _nothing
+    def _finish_backward(self) -> None:
+        held, summed, in_autograd_grad = self._held_gradients, self._summed_names, self._in_autograd_grad
+        self._held_gradients, self._queued_callback = {}, _no_callback
         if self._reduction_pending:
-            self.settle()
+            self.reduce_deferred()
             return
-        self._compare(summed)
+        self._compare_names(summed)
         if self._partly_used:
-            self._sum_held(held, in_autograd_grad)
+            self._sum_held_gradients(held, in_autograd_grad)
 
-    def _compare(self, summed: list[str]) -> None:
+    def _compare_names(self, summed: list[str]) -> None:
         """Compare the names of the summed parameters over the ranks.
 
         Raises:
@@ -277,25 +279,25 @@ class GradientSync:
         """
         if is_capturing():
             return
-        number = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64, device="cpu")
-        numbers = all_gather(number.to(self.mesh.device_type), 0, group=self.mesh).tolist()
-        if len(set(numbers)) == 1:
+        name_checksum = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64, device="cpu")
+        checksums = all_gather(name_checksum.to(self.mesh.device_type), 0, group=self.mesh).tolist()
+        if len(set(checksums)) == 1:
             return
-        lists = exchange(resolve_group(self.mesh), "parameters whose gradients were summed", summed)
-        other = next(i for i, theirs in enumerate(lists) if theirs != lists[0])
-        first, second = next(pair for pair in zip_longest(lists[0], lists[other]) if pair[0] != pair[1])
+        rank_names = exchange(resolve_group(self.mesh), "parameters whose gradients were summed", summed)
+        other_rank = next(i for i, names in enumerate(rank_names) if names != rank_names[0])
+        first, second = next(pair for pair in zip_longest(rank_names[0], rank_names[other_rank]) if pair[0] != pair[1])
         raise RankMismatchError(
             f"the context parallel ranks summed gradients of different parameters with each other (rank 0: {first!r}, "
-            f"rank {other}: {second!r}), so the gradients are wrong: do not take an optimizer step. In this model, "
-            "which parameters are used depends on a rank's tokens. Set FUSED_TP_CHECK_BATCH=1: the ranks then compare "
-            "the used parameters at every forward pass, as for models with 'expert' in a module's name. Pass "
+            f"rank {other_rank}: {second!r}), so the gradients are wrong: do not take an optimizer step. In this "
+            "model, which parameters are used depends on a rank's tokens. Set FUSED_TP_CHECK_BATCH=1: the ranks then "
+            "compare the used parameters at every forward pass, as for models with 'expert' in a module's name. Pass "
             "use_reentrant=False to checkpoint, because reentrant checkpoints hide the used parameters."
         )
 
-    def _sum_held(self, held: dict[int, Tensor], in_autograd_grad: bool) -> None:
-        here = [*(key in held for key in self._partly_used), in_autograd_grad]
+    def _sum_held_gradients(self, held: dict[int, Tensor], in_autograd_grad: bool) -> None:
+        local_use = [*(key in held for key in self._partly_used), in_autograd_grad]
         *counts, in_autograd_grad = all_reduce(
-            torch.tensor(here, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
+            torch.tensor(local_use, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
         )
         if in_autograd_grad:
             raise ValueError(
@@ -306,11 +308,11 @@ class GradientSync:
         for (key, parameter), count in zip(self._partly_used.items(), counts, strict=True):
             if not count:
                 continue
-            total = self._over_ranks(held[key] if key in held else torch.zeros_like(parameter))
+            total = self._reduce(held[key] if key in held else torch.zeros_like(parameter))
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
 
-def _nothing() -> None:
+def _no_callback() -> None:
     return None
 
 
@@ -323,7 +325,7 @@ def is_distributed(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 
 @torch.no_grad()
-def take_mean(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
+def average_gradients(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
     """Replace each gradient that a rank of `mesh` contributes to by its mean over all ranks of `mesh`.
 
     A collective call. A gradient to which no rank contributes is not changed.
@@ -332,18 +334,18 @@ def take_mean(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequen
         parameters: the same on all ranks, in the same order.
         used: for each parameter, True if this rank contributes to its gradient.
     """
-    here = torch.tensor(used, dtype=torch.float32, device=mesh.device_type)
-    counts = all_reduce(here, group=mesh).tolist() if parameters else []
+    local_use = torch.tensor(used, dtype=torch.float32, device=mesh.device_type)
+    counts = all_reduce(local_use, group=mesh).tolist() if parameters else []
     for parameter, count in zip(parameters, counts, strict=True):
         if count:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = _sum_over(mesh, grad) / mesh.size()
 
 
-def syncs_of(model: nn.Module) -> list[GradientSync]:
+def find_gradient_syncs(model: nn.Module) -> list[GradientSync]:
     """Return the GradientSync objects of `model` and its submodules, each once."""
-    found = (sync for module in model.modules() for sync in getattr(module, GRADIENT_SYNCS, ()))
-    return list({id(sync): sync for sync in found}.values())
+    syncs = (sync for module in model.modules() for sync in getattr(module, GRADIENT_SYNCS, ()))
+    return list({id(sync): sync for sync in syncs}.values())
 
 
 @contextmanager
@@ -369,7 +371,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} is not parallel: call parallelize or fully_shard on the model before no_sync."
         )
     with ExitStack() as stack:
-        for sync in syncs_of(model):
+        for sync in find_gradient_syncs(model):
             stack.enter_context(sync.defer())
         for module in sharded:
             module.set_requires_gradient_sync(False, recurse=False)
@@ -393,8 +395,8 @@ def sync_gradients(model: nn.Module) -> None:
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("FSDP2 reduces gradients in backward only. Run the last backward outside of no_sync.")
-    for sync in syncs_of(model):
-        sync.settle()
+    for sync in find_gradient_syncs(model):
+        sync.reduce_deferred()
 
 
 @torch.no_grad()
@@ -404,12 +406,12 @@ def _sum_over(mesh: DeviceMesh, grad: Tensor) -> Tensor:
             f"grad_sync=True supports dense gradients only, got layout {grad.layout} for a parameter of shape "
             f"{tuple(grad.shape)}. Create the embedding with sparse=False."
         )
-    own = grad.to_local() if isinstance(grad, DTensor) else grad
-    own = own.contiguous()
-    if own.is_complex():
-        total = torch.view_as_complex(all_reduce(torch.view_as_real(own.resolve_conj()), group=mesh))
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    local = local.contiguous()
+    if local.is_complex():
+        total = torch.view_as_complex(all_reduce(torch.view_as_real(local.resolve_conj()), group=mesh))
     else:
-        total = all_reduce(own, group=mesh)
+        total = all_reduce(local, group=mesh)
     if not isinstance(grad, DTensor):
         return total
     return DTensor.from_local(

@@ -9,26 +9,28 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-REENTRANT = "CheckpointFunctionBackward"  # name of the node of a reentrant checkpoint; the nodes inside are invisible
+REENTRANT_NODE = (
+    "CheckpointFunctionBackward"  # name of the node of a reentrant checkpoint; the nodes inside are invisible
+)
 
 
-def nodes_of(t: Tensor, *, behind: Collection[Any] = ()) -> set[Any]:
-    """Return the nodes that a backward from `t` reaches, with the search stopped at the nodes in `behind`.
+def reachable_nodes(t: Tensor, *, stop_nodes: Collection[Any] = ()) -> set[Any]:
+    """Return the nodes that a backward from `t` reaches, with the search stopped at the nodes in `stop_nodes`.
 
-    Reached nodes of `behind` are included.
+    Reached nodes of `stop_nodes` are included.
     """
     first = get_gradient_edge(t).node
-    found, nodes = {first}, [first]
-    while nodes:
-        node = nodes.pop()
-        if node not in behind:
-            following = {other for other, _ in node.next_functions if other is not None} - found
-            found |= following
-            nodes.extend(following)
-    return found
+    nodes, pending = {first}, [first]
+    while pending:
+        node = pending.pop()
+        if node not in stop_nodes:
+            successors = {successor for successor, _ in node.next_functions if successor is not None} - nodes
+            nodes |= successors
+            pending.extend(successors)
+    return nodes
 
 
-def leaves(nodes: Iterable[Any]) -> list[Tensor]:
+def leaf_tensors(nodes: Iterable[Any]) -> list[Tensor]:
     """Tensors whose gradients a backward through `nodes` accumulates."""
     return [node.variable for node in nodes if _is_leaf(node)]
 
@@ -44,44 +46,47 @@ class HeadOutputs:
     model computes from such a shard differs between the ranks.
 
     Attributes:
-        known: False if the graph is not available: while torch.compile traces, or for a head inside a reentrant
+        is_available: False if the graph is not available: while torch.compile traces, or for a head inside a reentrant
             checkpoint.
         nodes: nodes of the head's outputs, and of other tensors that are equal on all ranks.
     """
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the record at the start of a forward pass."""
-        self.known = not torch.compiler.is_compiling()
+        self.is_available = not torch.compiler.is_compiling()
         self.nodes: list[Any] = []
         # Nodes are numbered in order of creation: nodes before the head's output belong to hidden states.
-        self._first = torch.autograd._get_sequence_nr() if self.known else 0
-        self._last: int | None = None
+        self._first_number = torch.autograd._get_sequence_nr() if self.is_available else 0
+        self._last_number: int | None = None
 
-    def note(self, output: Tensor) -> None:
+    def record(self, output: Tensor) -> None:
         """Record an output of the head."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            self.known = False
+            self.is_available = False
             return
         if output.grad_fn is not None:
             self.nodes.append(output.grad_fn)
-        if self._last is None:
-            self._last = torch.autograd._get_sequence_nr()
+        if self._last_number is None:
+            self._last_number = torch.autograd._get_sequence_nr()
 
-    def note_whole(self, tensors: Iterable[Tensor]) -> None:
+    def record_replicated(self, tensors: Iterable[Tensor]) -> None:
         """Record that `tensors` are equal on all ranks, as the head's outputs are, although their inputs are not."""
-        if self.known:
+        if self.is_available:
             self.nodes.extend(t.grad_fn for t in tensors if t.grad_fn is not None)
 
-    def determine(self, t: Tensor) -> bool:
+    def determines(self, t: Tensor) -> bool:
         """True if `t` depends on the hidden states of this forward pass only through the recorded outputs.
 
         Also True if the graph is not available.
         """
-        if not (self.known and t.requires_grad):
+        if not (self.is_available and t.requires_grad):
             return True
-        others = nodes_of(t, behind=self.nodes).difference(self.nodes)
-        made = (node._sequence_nr() for node in others if not _is_leaf(node))
-        return not any(self._first <= number and (self._last is None or number < self._last) for number in made)
+        other_nodes = reachable_nodes(t, stop_nodes=self.nodes).difference(self.nodes)
+        numbers = (node._sequence_nr() for node in other_nodes if not _is_leaf(node))
+        return not any(
+            self._first_number <= number and (self._last_number is None or number < self._last_number)
+            for number in numbers
+        )

@@ -29,7 +29,7 @@ from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution, ExpertRanks
 from fused_tp.parallelizing.experts import distribute_rows, run_grouped, takes_routing
-from fused_tp.parallelizing.forward_shard import LayerState, unsharded
+from fused_tp.parallelizing.forward_shard import LayerState, unsharded_state
 from fused_tp.parallelizing.readers import parameters_read
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
 from fused_tp.parallelizing.shard_plan import (
@@ -58,7 +58,7 @@ class Sharding:
         plan: plan with concrete names.
         mesh: mesh of the tensor parallel ranks; without tensor parallelism, of the ranks that experts are distributed
             over.
-        meshes: meshes of all ranks that share the model, see `of_all_ranks`.
+        meshes: meshes of all ranks that share the model, see `gather_over_meshes`.
         sequence: shards the sequence of each forward pass.
         config: the model's config, or None.
         distribution: distribution of experts over the ranks of `ep_dim`, or None.
@@ -179,7 +179,10 @@ def _check_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
     """Raise ValueError if the plan shards a submodule's parameter that the forward of `module` reads directly."""
     for parameter in parameters_read(module, by_forward=True):
         owner = _path(name, parameter.rpartition(".")[0])
-        if spec_of(plan.modules.get(owner)).shard_dim is not None and _path(name, parameter) not in plan.unread:
+        if (
+            spec_of(plan.modules.get(owner)).shard_dim is not None
+            and _path(name, parameter) not in plan.unread_parameters
+        ):
             raise ValueError(
                 f"The forward of {type(module).__name__} ({name!r}) reads {parameter!r} directly, but the plan shards "
                 f"it: {owner!r} has the style {plan.modules[owner]!r}. Remove {owner!r}, and modules whose weights are "
@@ -234,12 +237,12 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             if isinstance(layer, nn.Linear):
                 layer.register_forward_pre_hook(_replace_stand_ins)
     _share_gathers(model, plan.modules)
-    for name, arguments in plan.per_head.items():
+    for name, arguments in plan.per_head_arguments.items():
         attention: Any = model.get_submodule(name)
         heads = max(head_counts(attention).values())  # number of query heads
         order = list(inspect.signature(attention.forward).parameters)
         attention.register_forward_pre_hook(partial(_narrow_heads, mesh, heads, arguments, order), with_kwargs=True)
-    for name, attributes in plan.counts.items():
+    for name, attributes in plan.head_attributes.items():
         attention = model.get_submodule(name)
         for attribute in attributes:
             setattr(attention, attribute, getattr(attention, attribute) // mesh.size())
@@ -310,16 +313,16 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
 def distribute_experts(model: nn.Module, distribution: ExpertDistribution) -> None:
     """Distribute the experts of a model without tensor parallel ranks."""
     for name in sorted(distribution.names):
-        _run_experts(model.get_submodule(name), distribution.ranks(sharded=False), unsharded)
+        _run_experts(model.get_submodule(name), distribution.ranks(sharded=False), unsharded_state)
 
 
 def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
     if takes_routing(experts):
         run_grouped(experts, ranks, state_now)
         return
-    shares_input, sums_output = partial(_share_input, ranks.parts), partial(_sum_output, ranks.parts)
-    if ranks.dealt is not None:
-        distribute_rows(experts, ranks, shares_input=shares_input, sums_output=sums_output)
+    shares_input, sums_output = partial(_share_input, ranks.shard_ranks), partial(_sum_output, ranks.shard_ranks)
+    if ranks.expert_mesh is not None:
+        distribute_rows(experts, ranks, share_input=shares_input, sum_output=sums_output)
     else:
         experts.register_forward_pre_hook(shares_input, with_kwargs=True)
         experts.register_forward_hook(sums_output)
@@ -479,7 +482,7 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
             parameter_mesh=mesh,
         )
         embeds = has_parameters and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)
-        if name in plan.embeds or embeds:
+        if name in plan.position_modules or embeds:
             module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fused_tp.ops.arguments import check_int
 
 # Outermost dim first: the more a dim communicates, the nearer its ranks are, so tp is the innermost.
-ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+DIM_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
 def make_mesh(
@@ -40,24 +40,24 @@ def make_mesh(
     Example:
         >>> mesh = fused_tp.make_mesh(pp=2, dp_shard=-1, cp=2, tp=8)
     """
-    given = dict(zip(ORDER, (pp, dp_replicate, dp_shard, ep, cp, tp), strict=True))
-    sizes = {name: size for name, size in given.items() if size is not None}
+    requested = dict(zip(DIM_ORDER, (pp, dp_replicate, dp_shard, ep, cp, tp), strict=True))
+    sizes = {name: size for name, size in requested.items() if size is not None}
     if not sizes:
-        raise ValueError(f"make_mesh got no dims. Pass the size of at least one of {', '.join(ORDER)}.")
+        raise ValueError(f"make_mesh got no dims. Pass the size of at least one of {', '.join(DIM_ORDER)}.")
     for name, size in sizes.items():
         check_int(name, size)
         if size < 1 and size != -1:
             raise ValueError(f"{name} must be at least 1, or -1 to compute it from the number of ranks; got {size}.")
     if not dist.is_initialized():
         raise ValueError("make_mesh needs a process group. Call torch.distributed.init_process_group() first.")
-    world, known = dist.get_world_size(), prod(size for size in sizes.values() if size > 0)
+    world, known_product = dist.get_world_size(), prod(size for size in sizes.values() if size > 0)
     open_dims = [name for name, size in sizes.items() if size == -1]
     if len(open_dims) > 1:
         raise ValueError(f"Only one dim can be -1, got {' and '.join(open_dims)}. Pass the sizes of the others.")
-    if world % known if open_dims else world != known:
-        shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 0) or "1"
+    if world % known_product if open_dims else world != known_product:
+        product_text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 0) or "1"
         raise ValueError(
-            f"{shown} is {known}, but there are {world} ranks"
+            f"{product_text} is {known_product}, but there are {world} ranks"
             + (
                 f", which is not a multiple, so {open_dims[0]}=-1 cannot be computed. Change the sizes."
                 if open_dims
@@ -65,12 +65,12 @@ def make_mesh(
             )
         )
     for name in open_dims:
-        sizes[name] = world // known
+        sizes[name] = world // known_product
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device_type = "cpu" if accelerator is None else accelerator.type
-    usable = getattr(getattr(torch, device_type, None), "is_available", None)
-    if usable is None or not usable():
+    is_available = getattr(getattr(torch, device_type, None), "is_available", None)
+    if is_available is None or not is_available():
         raise ValueError(
             f"device_type is {device_type!r}, but torch {torch.__version__} finds no such device on this machine. Pass "
             "'cpu', or omit device_type to use this machine's accelerator."
@@ -110,10 +110,10 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
         raise ValueError(
             f"mesh must have a dim 'dp_shard' or 'cp' for fully_shard, got {names or 'dims without names'}."
         )
-    over = mesh[sharded]._flatten("fsdp") if len(sharded) > 1 else mesh[sharded[0]]
+    shard_mesh = mesh[sharded]._flatten("fsdp") if len(sharded) > 1 else mesh[sharded[0]]
     if "dp_replicate" not in names or mesh["dp_replicate"].size() == 1:
-        return over
+        return shard_mesh
     if len(sharded) == 1:
         return mesh["dp_replicate", sharded[0]]
     # Rejected: mesh["dp_replicate", "fsdp"]. torch warns about slicing by the name of a flattened dim.
-    return DeviceMesh._concatenate([mesh["dp_replicate"], over])
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])

@@ -11,9 +11,9 @@ from fused_tp.backends.hierarchical.two_level import split_by_host
 from fused_tp.core.availability import Availability
 from fused_tp.core.group import check_mesh_order, resolve_group
 from fused_tp.ops.arguments import check_int
-from fused_tp.parallelizing.shard_plan import head_counts, is_of_keys
+from fused_tp.parallelizing.shard_plan import head_counts, is_kv_count
 
-_HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # config attribute of models whose layers differ in number of heads
+_HEADS_PER_LAYER = "num_attention_heads_per_layer"  # config attribute of models whose layers differ in number of heads
 
 
 def find_dims(
@@ -66,13 +66,13 @@ def check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> No
         )
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    counts = [(name, heads) for name, heads in head_counts(config).items() if not is_of_keys(name)]
-    counts += [(_HEADS_OF_LAYERS, heads) for heads in sorted({*(getattr(text, _HEADS_OF_LAYERS, None) or ())})]
+    counts = [(name, heads) for name, heads in head_counts(config).items() if not is_kv_count(name)]
+    counts += [(_HEADS_PER_LAYER, heads) for heads in sorted({*(getattr(text, _HEADS_PER_LAYER, None) or ())})]
     uneven = next((f"{name}={heads}" for name, heads in counts if heads % (size * tp_size)), None)
     if size > 1 and uneven is not None:
-        shares = (n for n in range(2, cp_size + 1) if cp_size % n == 0)
-        shared = [n for n in shares if all(heads % (n * tp_size) == 0 for _, heads in counts)]
-        sizes = [1, *shared]  # a ring without Ulysses supports any number of heads
+        divisors = (n for n in range(2, cp_size + 1) if cp_size % n == 0)
+        usable_divisors = [n for n in divisors if all(heads % (n * tp_size) == 0 for _, heads in counts)]
+        sizes = [1, *usable_divisors]  # a ring without Ulysses supports any number of heads
         raise ValueError(
             f"{type(model).__name__} has {uneven}, which is not a multiple of {tp_size} tensor parallel ranks times "
             f"ulysses_size={size}. Use one of these values of ulysses_size: {', '.join(map(str, sizes))}."
@@ -101,7 +101,7 @@ def split_for_ulysses(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, 
     return inner, ring
 
 
-def mesh_of_both(mesh: DeviceMesh, ep_dim: str, tp_mesh: DeviceMesh) -> DeviceMesh:
+def expert_tp_mesh(mesh: DeviceMesh, ep_dim: str, tp_mesh: DeviceMesh) -> DeviceMesh:
     """Return the 2-D mesh of the expert parallel and tensor parallel ranks."""
     names, (tp_dim,) = mesh.mesh_dim_names or (), tp_mesh.mesh_dim_names or ("",)
     if names.index(ep_dim) > names.index(tp_dim):

@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-_WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.dtype, torch.device, type(None))
-_NOT_SEARCHED = (nn.Module, ModuleType, FunctionType, type)
+_TENSORLESS_TYPES = (str, bytes, int, float, complex, torch.dtype, torch.device, type(None))
+_SKIPPED_TYPES = (nn.Module, ModuleType, FunctionType, type)
 
 
-def tensors_in(output: Any) -> list[Tensor]:
+def find_tensors(output: Any) -> list[Tensor]:
     """Return the tensors in `output`, nested containers and other objects, each once, in a fixed order."""
     return list(_search(output, set()))
 
 
 def _search(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(value) in seen or isinstance(value, (*_WITHOUT_TENSORS, *_NOT_SEARCHED)):
+    if id(value) in seen or isinstance(value, (*_TENSORLESS_TYPES, *_SKIPPED_TYPES)):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
         return
-    for part in _parts(value):
-        yield from _search(part, seen)
+    for child in _children(value):
+        yield from _search(child, seen)
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return dict(value).values()  # dict(): a field of transformers' ModelOutput may hide the method "values"
     leaves = tree_leaves(value)
@@ -53,14 +53,14 @@ def map_tensors(function: Callable[[Tensor], Any], output: Any, *, caches: tuple
             its tensors cannot be replaced.
     """
 
-    def one(value: Any) -> Any:
+    def replace_tensor(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
-        if isinstance(value, caches) or not tensors_in(value):
+        if isinstance(value, caches) or not find_tensors(value):
             return value
         raise TypeError(
             f"forward returned a {type(value).__name__}, whose tensors cannot be replaced by the full sequence's. "
             "Return a NamedTuple, tuple, list or dict, or register the class with torch.utils._pytree."
         )
 
-    return tree_map(one, output)
+    return tree_map(replace_tensor, output)

@@ -27,38 +27,38 @@ Attend: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class OwnAttention:
+class CustomAttention:
     """The attention method of one model family, and its replacement.
 
     Attributes:
-        kind: class name of the attention modules.
-        ours: the replacement, called as ours(module, attend, ...) with the method's arguments.
-        method: name of the method that `ours` replaces.
+        class_name: class name of the attention modules.
+        replacement: the replacement, called as replacement(module, attend, ...) with the method's arguments.
+        method: name of the method that `replacement` replaces.
         dropout: name of the module's attribute (a number or nn.Dropout) that holds the dropout probability; "" for no
             dropout.
     """
 
-    kind: str
-    ours: Callable[..., Any]
+    class_name: str
+    replacement: Callable[..., Any]
     method: str = "forward"
     dropout: str = ""
 
-    def modules_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the attention modules of `model`, or [] if `ours` cannot replace the method of one of them."""
-        found = [module for module in model.modules() if type(module).__name__ == self.kind]
-        return found if all(map(self._is_known, found)) else []
+    def find_modules(self, model: nn.Module) -> list[nn.Module]:
+        """Return the attention modules of `model`, or [] if `replacement` cannot replace the method of one of them."""
+        modules = [module for module in model.modules() if type(module).__name__ == self.class_name]
+        return modules if all(map(self._is_known, modules)) else []
 
     def _is_known(self, module: nn.Module) -> bool:
-        """True if this version of transformers calls the method in `module`, with the arguments that `ours` reads."""
-        theirs, forward = getattr(type(module), self.method, None), inspect.unwrap(type(module).forward)
-        if theirs is None or {self.method, "forward"} & vars(module).keys():
+        """True if transformers calls the method in `module` with the arguments that `replacement` reads."""
+        original, forward = getattr(type(module), self.method, None), inspect.unwrap(type(module).forward)
+        if original is None or {self.method, "forward"} & vars(module).keys():
             return False
-        _, _, *read = inspect.signature(self.ours).parameters.values()
-        names = {p.name for p in read if p.kind is p.POSITIONAL_OR_KEYWORD}
-        called = self.method == "forward" or self.method in forward.__code__.co_names
-        return called and names <= {*inspect.signature(theirs).parameters}
+        _, _, *parameters = inspect.signature(self.replacement).parameters.values()
+        names = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+        is_called = self.method == "forward" or self.method in forward.__code__.co_names
+        return is_called and names <= {*inspect.signature(original).parameters}
 
-    def dropped(self, module: nn.Module) -> float:
+    def dropout_probability(self, module: nn.Module) -> float:
         """Dropout probability of `module` in its current mode."""
         p: Any = getattr(module, self.dropout) if self.dropout and module.training else 0.0
         return float(p.p if isinstance(p, nn.Dropout) else p)
@@ -67,16 +67,16 @@ class OwnAttention:
 # ---- replacements for methods that take queries, keys and values: return (output [batch, heads, seq, head_dim], None)
 
 
-def of_heads(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Any]:
+def attend_by_head(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Any]:
     return [attend(query, key, value).transpose(1, 2), None]
 
 
-def openai_gpt(module: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Any]:
+def attend_openai_gpt(module: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Any]:
     out = attend(q, k.transpose(2, 3), v, scaling=None if module.scale else 1.0)  # keys: [batch, heads, head_dim, seq]
     return [out.transpose(1, 2), None]
 
 
-def gpt_neo(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Any]:
+def attend_gpt_neo(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Any]:
     window = module.config.window_size if module.attention_type == "local" else None
     return [attend(query, key, value, scaling=1.0, sliding_window=window).transpose(1, 2), None]
 
@@ -84,33 +84,33 @@ def gpt_neo(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tens
 # ---- replacements for forward: return (output [batch, seq, hidden], None) -------------------------------------------
 
 
-def _by_head(module: Any, features: Tensor) -> Tensor:
+def _split_heads(module: Any, features: Tensor) -> Tensor:
     return features.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
 
 
-def _cached(module: Any, cache: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _update_cache(module: Any, cache: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return (key, value) if cache is None else cache.update(key, value, module.layer_idx)
 
 
-def _in_file_of(module: nn.Module, name: str) -> Any:
+def _model_file_attribute(module: nn.Module, name: str) -> Any:
     return getattr(sys.modules[type(module).__module__], name)
 
 
-def _heads_of_all_ranks(module: Any) -> int:
+def _global_head_count(module: Any) -> int:
     heads: int = module.hidden_size // module.head_dim  # num_heads was divided by the number of tensor parallel ranks
     return heads
 
 
-def xglm(
+def attend_xglm(
     module: Any, attend: Attend, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    made = (layer(hidden_states) for layer in (module.q_proj, module.k_proj, module.v_proj))
-    query, key, value = (_by_head(module, features) for features in made)
-    out = attend(query, *_cached(module, past_key_values, key, value), scaling=module.scaling)
+    projections = (layer(hidden_states) for layer in (module.q_proj, module.k_proj, module.v_proj))
+    query, key, value = (_split_heads(module, features) for features in projections)
+    out = attend(query, *_update_cache(module, past_key_values, key, value), scaling=module.scaling)
     return module.out_proj(out.flatten(2)), None
 
 
-def falcon(
+def attend_falcon(
     module: Any,
     attend: Attend,
     hidden_states: Tensor,
@@ -120,32 +120,32 @@ def falcon(
 ) -> tuple[Tensor, None]:
     heads = module._split_heads(module.query_key_value(hidden_states))
     query, key, value = (x.transpose(1, 2) for x in heads)
-    query, key = _in_file_of(module, "apply_rotary_pos_emb")(query, key, *position_embeddings)
-    out = attend(query, *_cached(module, layer_past, key, value))
+    query, key = _model_file_attribute(module, "apply_rotary_pos_emb")(query, key, *position_embeddings)
+    out = attend(query, *_update_cache(module, layer_past, key, value))
     return module.dense(out.flatten(2)), None
 
 
-def bloom(
+def attend_bloom(
     module: Any, attend: Attend, hidden_states: Tensor, residual: Tensor, layer_past: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     query, key, value = module._reshape(module.query_key_value(hidden_states))
     # A mask of two tokens: the bias of the second token is the slope of its head.
-    two = torch.ones(1, 2, dtype=torch.int64, device=value.device)
-    biases = _in_file_of(module, "build_alibi_tensor")(two, _heads_of_all_ranks(module), torch.float32)
-    out = attend(query, *_cached(module, layer_past, key, value), alibi_slopes=biases[:, 0, 1])
-    add = _in_file_of(module, "dropout_add")
+    mask = torch.ones(1, 2, dtype=torch.int64, device=value.device)
+    biases = _model_file_attribute(module, "build_alibi_tensor")(mask, _global_head_count(module), torch.float32)
+    out = attend(query, *_update_cache(module, layer_past, key, value), alibi_slopes=biases[:, 0, 1])
+    add = _model_file_attribute(module, "dropout_add")
     return add(module.dense(out.flatten(2)), residual, module.hidden_dropout, module.training), None
 
 
-def mpt(
+def attend_mpt(
     module: Any, attend: Attend, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
         mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-    query, key, value = (_by_head(module, features) for features in mixed.chunk(3, dim=2))
-    build = _in_file_of(module, "build_mpt_alibi_tensor")
-    biases = build(_heads_of_all_ranks(module), 2, device=value.device)  # of two tokens: -slope and 0
-    key, value = _cached(module, past_key_values, key, value)
+    query, key, value = (_split_heads(module, features) for features in mixed.chunk(3, dim=2))
+    build = _model_file_attribute(module, "build_mpt_alibi_tensor")
+    biases = build(_global_head_count(module), 2, device=value.device)  # of two tokens: -slope and 0
+    key, value = _update_cache(module, past_key_values, key, value)
     out = attend(query, key, value, scaling=module.softmax_scale, alibi_slopes=-biases[:, 0, 0])
     return module.out_proj(out.flatten(2)), None

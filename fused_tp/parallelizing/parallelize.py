@@ -27,8 +27,8 @@ from fused_tp.parallelizing.checks.model_check import (
     is_parallelized,
     remember_code,
 )
-from fused_tp.parallelizing.checks.parts_check import PartsCheck
-from fused_tp.parallelizing.checks.sharding_check import check_verify, compared
+from fused_tp.parallelizing.checks.parts_check import ShardCheck
+from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.checks.step_check import StepCheck
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution
@@ -41,28 +41,33 @@ from fused_tp.parallelizing.hf.hf_model import (
 )
 from fused_tp.parallelizing.layers import Sharding, check_layers, distribute_experts, replicate_parameters, shard_layers
 from fused_tp.parallelizing.marks import MARK, SHARDING
-from fused_tp.parallelizing.mesh_dims import check_ulysses, find_dims, mesh_of_both, split_for_ulysses
+from fused_tp.parallelizing.mesh_dims import check_ulysses, expert_tp_mesh, find_dims, split_for_ulysses
 from fused_tp.parallelizing.plain_model import PlainSequence, check_plain_model
-from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, in_one_order
+from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, restore_hook_order
 from fused_tp.parallelizing.shard_plan import (
     ShardingPlan,
     Style,
     check_experts,
+    check_experts_not_distributed,
     check_head_counts,
-    check_none_distributed,
+    choose_intermediate_styles,
     plan_experts,
     resolve_plan,
-    settle_between,
-    warn_of_small_share,
+    warn_of_small_sharded_share,
 )
 from fused_tp.parallelizing.state_dict import check_buffers, materialize
-from fused_tp.parallelizing.whole_blocks import find_blocks, join_behind, run_whole, split_before
+from fused_tp.parallelizing.whole_blocks import (
+    find_blocks,
+    gather_output_after,
+    run_on_full_sequence,
+    split_arguments_before,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Keywords:
+class ParallelizeKeywords:
     """Keyword arguments of `parallelize`, as passed; see its docstring."""
 
     tp_dim: str
@@ -78,7 +83,7 @@ class Keywords:
 
 
 @dataclass(frozen=True)
-class _Options:
+class _CheckedArguments:
     """Arguments of `parallelize` that `_check` has accepted.
 
     Attributes:
@@ -90,7 +95,7 @@ class _Options:
         from_meta: the model has parameters on the meta device.
     """
 
-    keywords: Keywords
+    keywords: ParallelizeKeywords
     mesh: DeviceMesh
     parallelism: Parallelism
     ep_mesh: DeviceMesh | None
@@ -102,18 +107,18 @@ class _Options:
         return [mesh for mesh in (self.parallelism.tp_mesh, self.parallelism.cp_mesh) if mesh is not None]
 
     @property
-    def own_ep_mesh(self) -> DeviceMesh | None:
+    def separate_ep_mesh(self) -> DeviceMesh | None:
         """Mesh of a separate expert parallel dim, whose ranks have different batches, or None."""
         return None if any(self.ep_mesh is one for one in self.meshes) else self.ep_mesh
 
     @property
-    def sharing(self) -> list[DeviceMesh]:
+    def model_meshes(self) -> list[DeviceMesh]:
         """Meshes whose ranks share the model: TP, CP and a separate expert parallel dim."""
-        return [*([] if self.own_ep_mesh is None else [self.own_ep_mesh]), *self.meshes]
+        return [*([] if self.separate_ep_mesh is None else [self.separate_ep_mesh]), *self.meshes]
 
 
 @dataclass
-class _Planned:
+class _ModelPlan:
     """Complete plan for one model, made before the model is changed.
 
     Attributes:
@@ -130,7 +135,7 @@ class _Planned:
 
     def without_adapters(self) -> AbstractContextManager[Any]:
         """Context manager in which LoRA wrappers are removed, so that modules have the names in the plan."""
-        return self.adapters.taken_out() if self.adapters else nullcontext()
+        return self.adapters.without_wrappers() if self.adapters else nullcontext()
 
 
 def parallelize(
@@ -260,7 +265,7 @@ def parallelize(
         >>> parallelize(model, mesh, sequence_parallel=True, loss_parallel=True)
         >>> model(input_ids=tokens, labels=tokens).loss.backward()
     """
-    keywords = Keywords(
+    keywords = ParallelizeKeywords(
         tp_dim=tp_dim,
         cp_dim=cp_dim,
         ep_dim=ep_dim,
@@ -272,29 +277,29 @@ def parallelize(
         parameters=parameters,
         verify=verify,
     )
-    peft = _peft()
+    peft = _peft_module()
     # A PeftModel wraps the model that has the layers and their adapters.
     base: nn.Module = peft.base_model(model) if peft and isinstance(model, peft.PeftModel) else model
     options = _check(base, mesh, keywords)
     tp_mesh, cp_mesh = options.parallelism.tp_mesh, options.parallelism.cp_mesh
-    with compared(base, verify, options.sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
+    with compare_sharding(base, verify, options.model_meshes, tp=tp_mesh, cp=cp_mesh) as outcome:
         # Along a separate expert parallel dim ranks have different batches, so no rank can compute the full step alone.
-        can_replay = verify is not False and options.meshes and options.own_ep_mesh is None
+        can_replay = verify is not False and options.meshes and options.separate_ep_mesh is None
         unsharded = UnshardedModel(base) if can_replay else None
-        planned = _plan(base, options)
-        sharding = _apply(base, options, planned)
+        planned = _make_plan(base, options)
+        sharding = _apply_plan(base, options, planned)
         _add_hooks(base, options, planned.sequence, sharding, unsharded)
     remember_code(base)
     sequence = planned.sequence
-    sequence.attends = sequence.attended if outcome.right else sequence.attention_layers(base)
+    sequence.min_attention_calls = sequence.attention_calls if outcome.is_equal else sequence.attention_layers(base)
     if peft and base is not model:
-        users: Any = model
-        users.save_pretrained = partial(peft.save_pretrained, model)
+        untyped_model: Any = model
+        untyped_model.save_pretrained = partial(peft.save_pretrained, model)
     return model
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, keywords: Keywords) -> _Options:
-    """Check the arguments of `parallelize` without changing anything; `_plan` checks those that refer to names."""
+def _check(model: nn.Module, mesh: DeviceMesh, keywords: ParallelizeKeywords) -> _CheckedArguments:
+    """Check the arguments of `parallelize` without changing anything; `_make_plan` checks those that refer to names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     requested = {key: getattr(keywords, key) for key in ("sequence_parallel", "loss_parallel")}
@@ -311,8 +316,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, keywords: Keywords) -> _Options:
         )
     from_meta = any(parameter.is_meta for parameter in model.parameters())
     parallelism = Parallelism(tp_mesh, cp_mesh, False, False, keywords.grad_sync)
-    options = _Options(keywords, mesh, parallelism, ep_mesh, from_meta)
-    check_equal_models(model, options.sharing)  # first, as later checks may raise on some ranks only
+    options = _CheckedArguments(keywords, mesh, parallelism, ep_mesh, from_meta)
+    check_equal_models(model, options.model_meshes)  # first, as later checks may raise on some ranks only
     if tp_mesh is None and any(requested.values()):
         if keywords.tp_dim not in (mesh.mesh_dim_names or ()):
             first = next(key for key, value in requested.items() if value)
@@ -323,7 +328,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, keywords: Keywords) -> _Options:
         requested = dict.fromkeys(requested, False)  # nothing to shard over one rank
     _check_unwrapped(model)
     size = keywords.ulysses_size
-    check_ulysses(model, size, *(1 if one is None else one.size() for one in (cp_mesh, tp_mesh)))
+    check_ulysses(model, size, *(1 if one_mesh is None else one_mesh.size() for one_mesh in (cp_mesh, tp_mesh)))
     ulysses = None if cp_mesh is None or size == 1 else split_for_ulysses(cp_mesh, size)
     return replace(options, parallelism=replace(parallelism, **requested, ulysses=ulysses))
 
@@ -346,11 +351,11 @@ def _check_unwrapped(model: nn.Module) -> None:
         raise TypeError("model, or a submodule of it, is parallel already. Pass an unsharded model.")
 
 
-def _plan(model: nn.Module, options: _Options) -> _Planned:
+def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
     """Plan the sharding of `model`, and check the plan completely, before the first module is changed."""
     parallelism, given_plan = options.parallelism, options.keywords.plan
     tp_mesh = parallelism.tp_mesh
-    peft = _peft()
+    peft = _peft_module()
     adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
     # Without TP ranks, the plan is only used to locate the attention modules of a plain model; a transformers model
@@ -358,11 +363,11 @@ def _plan(model: nn.Module, options: _Options) -> _Planned:
     has_plan = given_plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     ranks = 1 if tp_mesh is None else tp_mesh.size()
     sequence: SequenceSharding
-    with adapters.taken_out() if adapters else nullcontext():
+    with adapters.without_wrappers() if adapters else nullcontext():
         plan = resolve_plan(model, given_plan) if tp_mesh is not None or has_plan else ShardingPlan()
         experts = _plan_experts(model, options, plan)
         if tp_mesh is not None:
-            plan = settle_between(model, plan, shards_logits=parallelism.loss_parallel)
+            plan = choose_intermediate_styles(model, plan, shards_logits=parallelism.loss_parallel)
             check_head_counts(model, plan.modules, tp_mesh.size())
             check_experts(model, plan)
         with without_input_hooks(model):
@@ -370,8 +375,12 @@ def _plan(model: nn.Module, options: _Options) -> _Planned:
         check_buffers(model, hf=hf)
         if hf:  # before `find_blocks`, whose message may request a style for a model that is not supported at all
             check_transformers_model(model, plan.modules, parallelism)
-        rows_travel = experts is not None and experts.mesh is not tp_mesh
-        blocks = find_blocks(model, plan, rows_travel=rows_travel) if parallelism.sequence_parallel else ([], [])
+        exchanges_rows = experts is not None and experts.mesh is not tp_mesh
+        blocks = (
+            find_blocks(model, plan, exchanges_expert_rows=exchanges_rows)
+            if parallelism.sequence_parallel
+            else ([], [])
+        )
         if hf:
             sequence = TransformersSequence(model, parallelism)
         else:
@@ -383,32 +392,35 @@ def _plan(model: nn.Module, options: _Options) -> _Planned:
     if adapters:
         check_layers(model, adapters.plan(plan), ranks)
     if parallelism.sequence_parallel:
-        sequence.in_front, sequence.splits = frozenset(plan.before), bool(plan.splits)
-        sequence.joins, sequence.behind = plan.joins, plan.behind
-    return _Planned(plan, experts, sequence, adapters)
+        sequence.modules_before_layers, sequence.has_full_arguments = (
+            frozenset(plan.modules_before_layers),
+            bool(plan.full_arguments),
+        )
+        sequence.gather_after, sequence.modules_after_layers = plan.gather_after, plan.modules_after_layers
+    return _ModelPlan(plan, experts, sequence, adapters)
 
 
-def _plan_experts(model: nn.Module, options: _Options, plan: ShardingPlan) -> ExpertDistribution | None:
+def _plan_experts(model: nn.Module, options: _CheckedArguments, plan: ShardingPlan) -> ExpertDistribution | None:
     """Return the distribution of experts over `ep_mesh`, and adapt `plan` to it; None without an `ep_mesh`."""
     ep_dim, ep_mesh, tp_mesh = options.keywords.ep_dim, options.ep_mesh, options.parallelism.tp_mesh
     if ep_mesh is None:
         if ep_dim is None or tp_mesh is not None:
-            check_none_distributed(plan, ep_dim)
+            check_experts_not_distributed(plan, ep_dim)
         return None
     over_tp = ep_mesh is tp_mesh
     names = plan_experts(model, plan, options.keywords.plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
-    both = None if over_tp or tp_mesh is None else mesh_of_both(options.mesh, str(ep_dim), tp_mesh)
+    parameter_mesh = None if over_tp or tp_mesh is None else expert_tp_mesh(options.mesh, str(ep_dim), tp_mesh)
     factor = 1.0 if over_tp else 1 / ep_mesh.size()
-    return ExpertDistribution(frozenset(names), ep_mesh, tp_mesh, both, factor)
+    return ExpertDistribution(frozenset(names), ep_mesh, tp_mesh, parameter_mesh, factor)
 
 
-def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding | None:
+def _apply_plan(model: nn.Module, options: _CheckedArguments, planned: _ModelPlan) -> Sharding | None:
     """Replace layers and parameters as planned. Return the sharding over TP ranks, or None without TP ranks."""
     plan, experts, sequence, adapters = planned.modules, planned.experts, planned.sequence, planned.adapters
     tp_mesh, plain = options.parallelism.tp_mesh, options.keywords.parameters == "plain"
     sequence.prepare(model)
     sharding: Sharding | None = None
-    before = WeakIdKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
+    names_by_parameter = WeakIdKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
     input_hooks = ExitStack()
     input_hooks.enter_context(without_input_hooks(model))
     if tp_mesh is not None:
@@ -416,15 +428,15 @@ def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding |
         config = getattr(model, "config", None)
         sharding = Sharding(plan, tp_mesh, options.meshes, sequence, config, experts, plain=plain)
         with planned.without_adapters():
-            warn_of_small_share(model, plan)
+            warn_of_small_sharded_share(model, plan)
             shard_layers(model, sharding, memo)
             replicate_parameters(model, sharding, memo)
             for name in sequence.whole_blocks:
-                run_whole(model.get_submodule(name), tp_mesh, sequence, parts=plan.parts.get(name, ()))
-            for name, arguments in plan.splits.items() if options.parallelism.sequence_parallel else ():
-                split_before(model.get_submodule(name), arguments, tp_mesh, sequence)
-            if sequence.joins:
-                join_behind(model.get_submodule(sequence.joins), tp_mesh, sequence)
+                run_on_full_sequence(model.get_submodule(name), tp_mesh, sequence, parts=plan.parts.get(name, ()))
+            for name, arguments in plan.full_arguments.items() if options.parallelism.sequence_parallel else ():
+                split_arguments_before(model.get_submodule(name), arguments, tp_mesh, sequence)
+            if sequence.gather_after:
+                gather_output_after(model.get_submodule(sequence.gather_after), tp_mesh, sequence)
         if adapters:
             adapters.shard(sharding, memo)
     elif experts is not None:
@@ -434,13 +446,13 @@ def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding |
         # needs plain tensors. `plan` is not used here: its entries apply to tensor parallel ranks.
         for name in experts.names:
             module = model.get_submodule(name)
-            whole = ShardingPlan(parameters=dict.fromkeys(module._parameters, "grouped_gemm"))
-            own = Sharding(whole, experts.mesh, options.meshes, sequence)
-            replicate_parameters(module, own, WeakIdKeyDictionary())
+            expert_plan = ShardingPlan(parameters=dict.fromkeys(module._parameters, "grouped_gemm"))
+            expert_sharding = Sharding(expert_plan, experts.mesh, options.meshes, sequence)
+            replicate_parameters(module, expert_sharding, WeakIdKeyDictionary())
         if options.parallelism.grad_sync:
-            own = Sharding(ShardingPlan(), experts.mesh, options.meshes, sequence)
-            replicate_parameters(model, own, WeakIdKeyDictionary())
-    record_replaced_parameters(before, model)
+            expert_sharding = Sharding(ShardingPlan(), experts.mesh, options.meshes, sequence)
+            replicate_parameters(model, expert_sharding, WeakIdKeyDictionary())
+    record_replaced_parameters(names_by_parameter, model)
     materialize(model, options.mesh.device_type, hf=is_transformers_model(model))
     if plain:
         plain_parameters_(model)
@@ -451,7 +463,7 @@ def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding |
 
 def _add_hooks(
     model: nn.Module,
-    options: _Options,
+    options: _CheckedArguments,
     sequence: SequenceSharding,
     sharding: Sharding | None,
     unsharded: UnshardedModel | None,
@@ -466,41 +478,41 @@ def _add_hooks(
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
     if unsharded is not None:
-        step = StepCheck(sequence, meshes, unsharded)
-        loss = LossCheck(step)
-        model.register_forward_pre_hook(loss.before, with_kwargs=True, prepend=True)
-        model.register_forward_pre_hook(step, with_kwargs=True, prepend=True)
-        model.register_forward_hook(loss.after, with_kwargs=True)
+        step_check = StepCheck(sequence, meshes, unsharded)
+        loss_check = LossCheck(step_check)
+        model.register_forward_pre_hook(loss_check.before_forward, with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(step_check, with_kwargs=True, prepend=True)
+        model.register_forward_hook(loss_check.after_forward, with_kwargs=True)
     if meshes:
-        changes = ModuleCheck(parallelism, model, from_meta=options.from_meta)
-        model.register_forward_pre_hook(changes.refuse, prepend=True)
+        module_check = ModuleCheck(parallelism, model, from_meta=options.from_meta)
+        model.register_forward_pre_hook(module_check.check_parameters, prepend=True)
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
-        in_one_order(model._forward_pre_hooks)
-        model.register_forward_pre_hook(changes.name_changes)
-    shared_over = [*meshes, *([] if options.own_ep_mesh is None else [options.own_ep_mesh])]
-    if shared_over:
-        watch_model(model, shared_over)
-        model.register_forward_pre_hook(PartsCheck(shared_over, parallelism.tp_mesh), prepend=True)
-        in_one_order(model._forward_pre_hooks)
+        restore_hook_order(model._forward_pre_hooks)
+        model.register_forward_pre_hook(module_check.log_changes)
+    model_meshes = [*meshes, *([] if options.separate_ep_mesh is None else [options.separate_ep_mesh])]
+    if model_meshes:
+        watch_model(model, model_meshes)
+        model.register_forward_pre_hook(ShardCheck(model_meshes, parallelism.tp_mesh), prepend=True)
+        restore_hook_order(model._forward_pre_hooks)
     if parallelism.tp_mesh is not None:
         model.register_forward_hook(GradientCheck(parallelism.tp_mesh))
     syncs = [] if sequence.sync is None else [sequence.sync]
-    if options.own_ep_mesh is not None and parallelism.grad_sync:
-        syncs.append(GradientSync(options.own_ep_mesh, mean=True))
-        model.register_forward_pre_hook(_Watch(syncs[-1]))
+    if options.separate_ep_mesh is not None and parallelism.grad_sync:
+        syncs.append(GradientSync(options.separate_ep_mesh, mean=True))
+        model.register_forward_pre_hook(_WatchHook(syncs[-1]))
     setattr(model, GRADIENT_SYNCS, syncs)
-    users: Any = model
-    users.no_sync = partial(no_sync, model)
+    untyped_model: Any = model
+    untyped_model.no_sync = partial(no_sync, model)
     for module in model.modules():
         # Do not mark modules without parameters: several models may share one, such as OpenAI GPT's activation.
         if next(module.parameters(), None) is not None:
             setattr(module, MARK, parallelism)
     setattr(model, SHARDING, sharding)
     if unsharded is not None:
-        unsharded.note_sharded(model)
+        unsharded.record_sharded(model)
 
 
-def _peft() -> ModuleType | None:
+def _peft_module() -> ModuleType | None:
     """Return our module for PEFT, or None if PEFT has not been imported, so that no model has adapters."""
     if "peft" not in sys.modules:
         return None
@@ -509,7 +521,7 @@ def _peft() -> ModuleType | None:
     return peft
 
 
-class _Watch:
+class _WatchHook:
     """Forward pre-hook that makes backward average gradients over expert parallel ranks with different batches."""
 
     def __init__(self, sync: GradientSync) -> None:

@@ -45,7 +45,7 @@ from fused_tp.parallelizing.checks.model_check import check_equal_models
 from fused_tp.parallelizing.layers import Sharding, replicate_module, shard_behind, shard_layer
 from fused_tp.parallelizing.marks import MARK, SHARDING
 from fused_tp.parallelizing.readers import parameters_read
-from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, spec_of, unread_of
+from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, find_unread_parameters, spec_of
 
 if TYPE_CHECKING:
     from fused_tp.nn.sharding import Memo
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound=LoraConfig)
 
 # Attribute of a PEFT wrapper that holds the model's own module.
-_BASE = {BaseTunerLayer: "base_layer", AuxiliaryTrainingWrapper: "original_module"}
-_WRAPPERS = tuple(_BASE)
+_BASE_ATTRIBUTES = {BaseTunerLayer: "base_layer", AuxiliaryTrainingWrapper: "original_module"}
+_WRAPPER_TYPES = tuple(_BASE_ATTRIBUTES)
 # Fields of a LoraConfig that request more than LoRA on linear layers.
 _UNSUPPORTED_FIELDS = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
 
@@ -65,12 +65,12 @@ def base_model(model: PeftModel) -> nn.Module:
     Raises:
         ValueError: the PeftModel has other adapters than LoRA, such as a learned prompt.
     """
-    kinds = {name: str(config.peft_type.value) for name, config in model.peft_config.items()}
-    other = next((name for name, kind in kinds.items() if kind != "LORA"), None)
+    adapter_types = {name: str(config.peft_type.value) for name, config in model.peft_config.items()}
+    other = next((name for name, adapter_type in adapter_types.items() if adapter_type != "LORA"), None)
     if other is not None:
         raise ValueError(
-            f"The adapter {other!r} has the type {kinds[other]}; parallelize supports LORA only. Remove the adapter "
-            "before parallelize: use unload(), or get_base_model() for prompts."
+            f"The adapter {other!r} has the type {adapter_types[other]}; parallelize supports LORA only. Remove the "
+            "adapter before parallelize: use unload(), or get_base_model() for prompts."
         )
     inner: nn.Module = model.get_base_model()
     return inner
@@ -85,43 +85,43 @@ class Adapters:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.wrappers = {name: module for name, module in model.named_modules() if isinstance(module, _WRAPPERS)}
+        self.wrappers = {name: module for name, module in model.named_modules() if isinstance(module, _WRAPPER_TYPES)}
         for name, wrapper in self.wrappers.items():
             _check_wrapper(name, wrapper)
 
     @contextmanager
-    def taken_out(self) -> Iterator[None]:
+    def without_wrappers(self) -> Iterator[None]:
         """Context manager in which the wrapped modules take the place of the wrappers in the model.
 
         On exit the wrappers are put back, around the modules that have replaced the wrapped ones meanwhile.
         """
-        places = [
+        references = [
             (parent, key, child)
             for parent in self.model.modules()
             for key, child in parent._modules.items()
-            if isinstance(child, _WRAPPERS)
+            if isinstance(child, _WRAPPER_TYPES)
         ]
-        for parent, key, wrapper in places:
+        for parent, key, wrapper in references:
             parent._modules[key] = wrapper._modules[_base_key(wrapper)]
-        for _, _, wrapper in places:
+        for _, _, wrapper in references:
             wrapper._modules[_base_key(wrapper)] = None  # otherwise it would keep the replaced full weight in memory
         try:
             yield
         finally:
-            for parent, key, wrapper in places:
+            for parent, key, wrapper in references:
                 wrapper._modules[_base_key(wrapper)] = parent._modules[key]
                 parent._modules[key] = wrapper
 
     def check(self, whole_blocks: Collection[str]) -> None:
-        """Check that wrapped modules are used by calls only. Call it inside `taken_out`.
+        """Check that wrapped modules are used by calls only. Call it inside `without_wrappers`.
 
         Raises:
             ValueError: another module's forward reads the parameters of a wrapped module; or a wrapped module is a
                 block that runs on the full sequence.
         """
         for name in self.wrappers:
-            _check_no_block(name, whole_blocks)
-        unread = unread_of(self.model)
+            _check_not_whole_block(name, whole_blocks)
+        unread = find_unread_parameters(self.model)
         for name, module in self.model.named_modules() if self.wrappers else ():
             for parameter in parameters_read(module):
                 path = f"{name}.{parameter}".lstrip(".")
@@ -146,25 +146,25 @@ class Adapters:
                     f"{name!r} has a PEFT adapter and a ParallelStyle in the plan, which does not specify how to shard "
                     "the adapter. Use the name of a style, such as 'colwise'."
                 )
-            for key, _ in _added(wrapper):
-                own = _style_of(key, style)
-                if own is not None:
-                    styles[f"{name}.{key}"] = own
+            for key, _ in _added_modules(wrapper):
+                adapter_style = _adapter_style(key, style)
+                if adapter_style is not None:
+                    styles[f"{name}.{key}"] = adapter_style
         return ShardingPlan(styles)
 
     def shard(self, sharding: Sharding, memo: Memo) -> None:
-        """Shard the modules that the wrappers add. Call it after `taken_out`."""
+        """Shard the modules that the wrappers add. Call it after `without_wrappers`."""
         for name, wrapper in self.wrappers.items():
-            place = WrapperPlace(name, sharding)
+            adapter_sharding = AdapterSharding(name, sharding)
             if isinstance(wrapper, Linear):
                 wrapper.__class__ = ParallelLoraLinear
-                wrapper.place = place
-            for key, module in _added(wrapper):
-                wrapper.set_submodule(key, place.shard(key, module, memo))
+                wrapper.adapter_sharding = adapter_sharding
+            for key, module in _added_modules(wrapper):
+                wrapper.set_submodule(key, adapter_sharding.shard(key, module, memo))
 
 
 @dataclass(frozen=True)
-class WrapperPlace:
+class AdapterSharding:
     """Name of a wrapper in a parallel model, and the model's sharding."""
 
     name: str
@@ -172,7 +172,7 @@ class WrapperPlace:
 
     def shard(self, key: str, module: nn.Module, memo: Memo) -> nn.Module:
         """Return the sharded or replicated counterpart of `module`, which the wrapper adds at `key`."""
-        style = _style_of(key, self.sharding.plan.modules.get(self.name))
+        style = _adapter_style(key, self.sharding.plan.modules.get(self.name))
         # A copy in modules_to_save has the same input as the wrapped module, so it is sharded under that module's name.
         name = f"{self.name}.{key}" if key.startswith("lora_") else self.name
         if isinstance(style, str):
@@ -187,7 +187,7 @@ class ParallelLoraLinear(Linear):
     PEFT checks that the class name contains "Linear".
     """
 
-    place: WrapperPlace
+    adapter_sharding: AdapterSharding
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **keywords: Any) -> None:
         """Add an adapter, as PEFT does, and shard it.
@@ -198,16 +198,16 @@ class ParallelLoraLinear(Linear):
         """
         check_config(config)
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **keywords)
-        sharding = self.place.sharding
+        sharding = self.adapter_sharding.sharding
         if any(p.is_meta for p in self.lora_A[adapter_name].parameters()):
             raise ValueError("Adapters on the meta device are not supported. Omit low_cpu_mem_usage=True.")
-        made = {key: module for key, module in _added(self) if key.endswith(f".{adapter_name}")}
-        check_equal_models(nn.ModuleList(made.values()), sharding.meshes)
+        added = {key: module for key, module in _added_modules(self) if key.endswith(f".{adapter_name}")}
+        check_equal_models(nn.ModuleList(added.values()), sharding.meshes)
         memo: Memo = WeakIdKeyDictionary()
-        for key, module in made.items():
-            layer = self.place.shard(key, module, memo)
+        for key, module in added.items():
+            layer = self.adapter_sharding.shard(key, module, memo)
             self.set_submodule(key, layer)
-            sharding.sequence.add_layer(f"{self.place.name}.{key}", layer)
+            sharding.sequence.add_layer(f"{self.adapter_sharding.name}.{key}", layer)
         if sharding.plain:
             plain_parameters_(self)
         for module in self.modules():
@@ -228,10 +228,10 @@ class ParallelLoraLinear(Linear):
         result: Tensor = self.base_layer(x, *args)
         for name in sorted(set(adapter_names) & self.lora_A.keys()):
             rows = torch.tensor(
-                [i for i, one in enumerate(adapter_names) if one == name], dtype=torch.int64, device=x.device
+                [i for i, row_name in enumerate(adapter_names) if row_name == name], dtype=torch.int64, device=x.device
             )
-            given = self.lora_dropout[name](shard_behind(x)[rows].to(self.lora_A[name].weight.dtype))
-            added = self.lora_B[name](self.lora_A[name](given)) * self.scaling[name]
+            inputs = self.lora_dropout[name](shard_behind(x)[rows].to(self.lora_A[name].weight.dtype))
+            added = self.lora_B[name](self.lora_A[name](inputs)) * self.scaling[name]
             result = result.index_add(0, rows, added.to(result.dtype))
         return result
 
@@ -265,11 +265,15 @@ def parallel_config(model: nn.Module, config: Config) -> Config:
 
 def _linear_layers(model: Any) -> set[str]:
     """Return the names of all linear layers but the output layer, including layers that have adapters already."""
-    kinds = (nn.Linear, Linear)
-    wrappers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _WRAPPERS))
-    named = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and not name.startswith(wrappers)]
+    linear_classes = (nn.Linear, Linear)
+    wrappers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _WRAPPER_TYPES))
+    linears = [
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, linear_classes) and not name.startswith(wrappers)
+    ]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {name for name, module in named if module is not head}
+    return {name for name, module in linears if module is not head}
 
 
 class _LoraLayerFactory:
@@ -280,12 +284,12 @@ class _LoraLayerFactory:
 
     def __call__(self, base: nn.Module, adapter_name: str, config: LoraConfig, **keywords: Any) -> ParallelLoraLinear:
         name: str = keywords["target_name"]
-        whole = isinstance(base, nn.Linear) and type(base).__name__ == "Linear"
-        if not (whole or type(base) in (ColumnParallelLinear, RowParallelLinear)):
+        is_plain_linear = isinstance(base, nn.Linear) and type(base).__name__ == "Linear"
+        if not (is_plain_linear or type(base) in (ColumnParallelLinear, RowParallelLinear)):
             raise ValueError(f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Remove it from target_modules.")
-        _check_no_block(name, self.sharding.sequence.whole_blocks)
+        _check_not_whole_block(name, self.sharding.sequence.whole_blocks)
         layer = ParallelLoraLinear.__new__(ParallelLoraLinear)
-        layer.place = WrapperPlace(name, self.sharding)  # read by `update_layer`, which __init__ calls
+        layer.adapter_sharding = AdapterSharding(name, self.sharding)  # read by `update_layer`, which __init__ calls
         Linear.__init__(layer, base, adapter_name, config, **keywords)
         return layer
 
@@ -297,19 +301,21 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
     function the `save_pretrained` of a PeftModel.
     """
     call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
-    given = call.arguments.setdefault("kwargs", {})
+    keyword_values = call.arguments.setdefault("kwargs", {})
     writes = call.arguments.get("is_main_process", True)
     inner: Any = model.get_base_model()
-    known = hasattr(inner, "get_output_embeddings")  # a transformers model, whose embeddings PEFT may write
-    layers = [inner.get_input_embeddings(), inner.get_output_embeddings()] if known else [None]
-    if given.get("state_dict") is None:
+    has_embeddings = hasattr(inner, "get_output_embeddings")  # a transformers model, whose embeddings PEFT may write
+    layers = [inner.get_input_embeddings(), inner.get_output_embeddings()] if has_embeddings else [None]
+    if keyword_values.get("state_dict") is None:
         embeddings = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
-        wanted = {
+        saved_tensors = {
             name: t
             for name, t in model.state_dict(keep_vars=True).items()
             if "lora_" in name or "modules_to_save." in name or name.endswith("bias") or id(t) in embeddings
         }
-        given["state_dict"] = gather_tensors(wanted, model, keep_result=dist.get_rank() == 0, device="cpu")
+        keyword_values["state_dict"] = gather_tensors(
+            saved_tensors, model, keep_result=dist.get_rank() == 0, device="cpu"
+        )
         writes = writes and dist.get_rank() == 0
     if writes:
         type(model).save_pretrained(*call.args, **call.kwargs)
@@ -329,7 +335,7 @@ def check_config(config: LoraConfig) -> None:
     """
     if type(config) is not LoraConfig:
         raise TypeError(f"A parallel model supports LoraConfig only, got {type(config).__name__}.")
-    variants = [one.name for one in fields(config) if one.metadata.get("is_lora_variant")]
+    variants = [config_field.name for config_field in fields(config) if config_field.metadata.get("is_lora_variant")]
     unsupported = next((name for name in (*variants, *_UNSUPPORTED_FIELDS) if getattr(config, name, None)), None)
     if unsupported is not None:
         before = ", or apply the config before parallelize" if unsupported == "modules_to_save" else ""
@@ -337,33 +343,33 @@ def check_config(config: LoraConfig) -> None:
             f"The LoraConfig has {unsupported}={getattr(config, unsupported)!r}, which is not supported on a model "
             f"that is parallel already. Omit it{before}."
         )
-    how = config.init_lora_weights
-    if not (isinstance(how, bool) or how == "gaussian"):
+    init_method = config.init_lora_weights
+    if not (isinstance(init_method, bool) or init_method == "gaussian"):
         raise ValueError(
-            f"The LoraConfig has init_lora_weights={how!r}, which reads full weights and is not supported on a sharded "
-            "model. Add the adapters before parallelize, or pass init_lora_weights=True."
+            f"The LoraConfig has init_lora_weights={init_method!r}, which reads full weights and is not supported on a "
+            "sharded model. Add the adapters before parallelize, or pass init_lora_weights=True."
         )
 
 
 def _check_wrapper(name: str, wrapper: Any) -> None:
-    kind = f"{type(wrapper).__module__}.{type(wrapper).__name__}"
+    class_name = f"{type(wrapper).__module__}.{type(wrapper).__name__}"
     if isinstance(wrapper, BaseTunerLayer):
         variants = [type(one).__name__ for one in getattr(wrapper, "lora_variant", {}).values()]
         if type(wrapper) is not Linear or variants:
-            shown = f"{kind} ({variants[0]})" if variants else kind
+            description = f"{class_name} ({variants[0]})" if variants else class_name
             raise ValueError(
-                f"PEFT has wrapped {name!r} in a {shown}; {_ONLY_LINEAR} Remove {name!r} and similar modules from the "
-                "config, or merge the adapters into the weights by merge_and_unload()."
+                f"PEFT has wrapped {name!r} in a {description}; {_ONLY_LINEAR} Remove {name!r} and similar modules "
+                "from the config, or merge the adapters into the weights by merge_and_unload()."
             )
     elif type(wrapper) is not ModulesToSaveWrapper or next(wrapper.original_module.children(), None) is not None:
         raise ValueError(
-            f"PEFT has wrapped {name!r} ({type(wrapper._modules[_base_key(wrapper)]).__name__}) in a {kind}. A "
+            f"PEFT has wrapped {name!r} ({type(wrapper._modules[_base_key(wrapper)]).__name__}) in a {class_name}. A "
             "parallel model supports only modules_to_save without submodules, such as 'lm_head', and no trainable "
             f"tokens. Pass the names of the submodules of {name!r} instead."
         )
 
 
-def _check_no_block(name: str, whole_blocks: Collection[str]) -> None:
+def _check_not_whole_block(name: str, whole_blocks: Collection[str]) -> None:
     # The hooks of a full-sequence block would have to be on the wrapper, but unloading an adapter removes the wrapper.
     if name in whole_blocks:
         raise ValueError(
@@ -373,16 +379,20 @@ def _check_no_block(name: str, whole_blocks: Collection[str]) -> None:
 
 
 def _base_key(wrapper: nn.Module) -> str:
-    return next(key for kind, key in _BASE.items() if isinstance(wrapper, kind))
+    return next(key for kind, key in _BASE_ATTRIBUTES.items() if isinstance(wrapper, kind))
 
 
-def _added(wrapper: Any) -> list[tuple[str, nn.Module]]:
+def _added_modules(wrapper: Any) -> list[tuple[str, nn.Module]]:
     """Return (path in the wrapper, module) for each module that `wrapper` adds to the wrapped one."""
-    kinds = ("lora_A", "lora_B") if isinstance(wrapper, Linear) else ("modules_to_save",)
-    return [(f"{kind}.{name}", module) for kind in kinds for name, module in getattr(wrapper, kind).items()]
+    attributes = ("lora_A", "lora_B") if isinstance(wrapper, Linear) else ("modules_to_save",)
+    return [
+        (f"{attribute}.{name}", module)
+        for attribute in attributes
+        for name, module in getattr(wrapper, attribute).items()
+    ]
 
 
-def _style_of(key: str, base: Style | None) -> Style | None:
+def _adapter_style(key: str, base: Style | None) -> Style | None:
     """Return the style of the module that a wrapper adds at `key` to a module with the style `base`."""
     spec = spec_of(base)
     if key.startswith("lora_A") and (spec.shard_dim == 0 or spec.shares_rotary):

@@ -40,12 +40,18 @@ from torch.overrides import TorchFunctionMode
 from fused_tp.parallelizing.forward_shard import CpContext, ForwardShard
 from fused_tp.parallelizing.layers import holds_sharded_heads
 from fused_tp.parallelizing.outputs import map_tensors
-from fused_tp.parallelizing.readers import splits_output
-from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, RowMasks, SequenceSharding, sharded_head
+from fused_tp.parallelizing.readers import find_output_split
+from fused_tp.parallelizing.sequence_sharding import (
+    INNER_STAGE_ATTRIBUTE,
+    Parallelism,
+    RowMasks,
+    SequenceSharding,
+    sharded_head,
+)
 from fused_tp.parallelizing.shard_plan import Style, StyleSpec, spec_of
 
-POSITIONS = ("positions", "position_ids")
-CACHES = ("cache", "kv_cache", "past_key_values")
+POSITION_NAMES = ("positions", "position_ids")
+CACHE_NAMES = ("cache", "kv_cache", "past_key_values")
 
 
 def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
@@ -54,33 +60,33 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
     Raises:
         ValueError: it does not; the message names the requirement.
     """
-    kind = type(model).__name__
+    class_name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
-    if parallelism.shards_sequence and not any(name in parameters for name in POSITIONS):
+    if parallelism.shards_sequence and not any(name in parameters for name in POSITION_NAMES):
         requested = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
         raise ValueError(
-            f"{kind}.forward must have an argument `positions` or `position_ids` for {requested}: each rank passes the "
-            "positions of its shard of the sequence. Add the argument."
+            f"{class_name}.forward must have an argument `positions` or `position_ids` for {requested}: each rank "
+            "passes the positions of its shard of the sequence. Add the argument."
         )
-    mixes = next((name for name, m in model.named_modules() if _mixes_tokens(m)), None)
-    if parallelism.shards_sequence and mixes is not None:
+    mixing_name = next((name for name, m in model.named_modules() if _mixes_tokens(m)), None)
+    if parallelism.shards_sequence and mixing_name is not None:
         raise ValueError(
-            f"{mixes!r} ({type(model.get_submodule(mixes)).__name__}) combines tokens by other means than attention, "
-            "which is not supported on a shard of the sequence. Use neither cp_dim nor sequence_parallel."
+            f"{mixing_name!r} ({type(model.get_submodule(mixing_name)).__name__}) combines tokens by other means than "
+            "attention, which is not supported on a shard of the sequence. Use neither cp_dim nor sequence_parallel."
         )
     for name, style in plan.items():
         _check_not_split(model, name, spec_of(style))
-    heads = _heads(plan)
+    output_layers = _output_layer_names(plan)
     for requested in ("sequence_parallel", "loss_parallel"):
-        if getattr(parallelism, requested) and len(heads) != 1 and not hasattr(model, PASSES_ON):
+        if getattr(parallelism, requested) and len(output_layers) != 1 and not hasattr(model, INNER_STAGE_ATTRIBUTE):
             raise ValueError(
                 f"{requested}=True needs exactly one module (the output layer) with the style 'colwise_gather_output' "
-                f"in the plan, got {len(heads)}."
+                f"in the plan, got {len(output_layers)}."
             )
     if parallelism.loss_parallel and not callable(getattr(model, "loss_function", None)):
         raise ValueError(
-            f"loss_parallel=True needs {kind}.loss_function(logits, labels, vocab_size), which parallelize replaces by "
-            "the cross entropy over all ranks' vocabulary. Define it and call it in forward."
+            f"loss_parallel=True needs {class_name}.loss_function(logits, labels, vocab_size), which parallelize "
+            "replaces by the cross entropy over all ranks' vocabulary. Define it and call it in forward."
         )
 
 
@@ -95,7 +101,7 @@ def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
     if spec.shard_dim != 0 or spec.gathers_output or spec.needs is not nn.Linear:
         return
     owner = type(model.get_submodule(parent))
-    splitter = splits_output(owner, leaf)
+    splitter = find_output_split(owner, leaf)
     if splitter is None or (spec.parts > 1 and splitter == "chunk"):
         return
     raise ValueError(
@@ -119,30 +125,30 @@ class PlainSequence(SequenceSharding):
     def __init__(self, model: nn.Module, parallelism: Parallelism, plan: Mapping[str, Style]) -> None:
         super().__init__(model, parallelism)
         names = list(inspect.signature(model.forward).parameters)
-        self.tokens = (names[0],)
-        self.positions = next((name for name in POSITIONS if name in names), None)
-        self.labels = "labels" if "labels" in names else None
-        self.caches = tuple(name for name in CACHES if name in names)
+        self.token_names = (names[0],)
+        self.position_name = next((name for name in POSITION_NAMES if name in names), None)
+        self.label_name = "labels" if "labels" in names else None
+        self.cache_names = tuple(name for name in CACHE_NAMES if name in names)
         self.plan = plan
         self.has_loss = callable(getattr(model, "loss_function", None))
 
     def adapt(self, model: nn.Module) -> None:
         """Replace the attention and loss of `model`, whose layers have been replaced already."""
         parallelism = self.parallelism
-        heads = _heads(self.plan)
-        self.head = sharded_head(model.get_submodule(heads[0]) if len(heads) == 1 else None)
+        output_layers = _output_layer_names(self.plan)
+        self.head = sharded_head(model.get_submodule(output_layers[0]) if len(output_layers) == 1 else None)
         if parallelism.cp_mesh is not None:
             # A mode around each module that calls attention, not one around the model's forward: activation
             # checkpointing reruns layers in backward, when the model's forward has returned.
             for module in _modules_around_attention(model, self.plan):
                 forward = module.forward
                 # A partial, unlike a closure, survives copy.deepcopy.
-                wrapped: Any = partial(_with_ring_attention, self, holds_sharded_heads(module), forward)
+                wrapped: Any = partial(_run_with_ring_attention, self, holds_sharded_heads(module), forward)
                 wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
                 module.forward = wrapped
         if parallelism.computes_loss and self.has_loss:
-            users_model = cast(Any, model)  # nn.Module does not declare loss_function
-            users_model.loss_function = self.global_loss(users_model.loss_function)
+            untyped_model = cast(Any, model)  # nn.Module does not declare loss_function
+            untyped_model.loss_function = self.global_loss(untyped_model.loss_function)
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         if targets is not None and not self.has_loss:
@@ -151,22 +157,22 @@ class PlainSequence(SequenceSharding):
                 "ranks. Add one (see fused_tp.parallelizing.plain_model), or call the model without labels and compute "
                 "the loss from its logits."
             )
-        given = None if self.positions is None else arguments.get(self.positions)
-        if self.parallelism.cp_mesh is not None and given is not None and bool((given.diff(dim=-1) != 1).any()):
+        positions = None if self.position_name is None else arguments.get(self.position_name)
+        if self.parallelism.cp_mesh is not None and positions is not None and bool((positions.diff(dim=-1) != 1).any()):
             raise ValueError(
-                f"{self.positions} must increase by one along each row: packed documents in one row are not supported "
-                "over context parallel ranks, where they would attend to each other. Pass one document per row, or "
-                "use no cp_dim."
+                f"{self.position_name} must increase by one along each row: packed documents in one row are not "
+                "supported over context parallel ranks, where they would attend to each other. Pass one document per "
+                "row, or use no cp_dim."
             )
         return RowMasks()
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:
             return output
-        return map_tensors(lambda t: self.whole_of_tokens(t, shard), output)
+        return map_tensors(lambda t: self.gather_tokens(t, shard), output)
 
 
-def _heads(plan: Mapping[str, Style]) -> list[str]:
+def _output_layer_names(plan: Mapping[str, Style]) -> list[str]:
     return [name for name, style in plan.items() if spec_of(style).gathers_output]
 
 
@@ -180,16 +186,16 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
     }
     if parents:
         return [model.get_submodule(name) for name in sorted(parents)]
-    computes = [m for m in model.modules() if type(m).forward is not nn.Module.forward]
-    return [module for module in computes if any(True for _ in module.children())] or [model]
+    modules = [m for m in model.modules() if type(m).forward is not nn.Module.forward]
+    return [module for module in modules if any(True for _ in module.children())] or [model]
 
 
-def _with_ring_attention(
+def _run_with_ring_attention(
     sequence: SequenceSharding, heads_sharded: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     cp = sequence.state_now().cp
     # One mode at a time: an outer mode would intercept the ring's own attention calls.
-    if cp is None or getattr(_inside, "mode", False):
+    if cp is None or getattr(_thread_state, "mode", False):
         return forward(*args, **kwargs)
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # if it was never imported, nothing has been compiled
     if dynamo is not None and not torch.compiler.is_compiling():
@@ -197,12 +203,12 @@ def _with_ring_attention(
         # handles every `func` like the first one. So make dynamo skip it, on each call: torch._dynamo.reset() drops
         # the skip.
         dynamo.skip_code(RingAttentionMode.__torch_function__.__code__)
-    _inside.mode = True
+    _thread_state.mode = True
     try:
         with RingAttentionMode(cp, heads_sharded):
             return forward(*args, **kwargs)
     finally:
-        _inside.mode = False
+        _thread_state.mode = False
 
 
 _ATTENTION_BLOCKS = (  # functions that call scaled_dot_product_attention inside, where the mode cannot intercept it
@@ -213,7 +219,7 @@ _ATTENTION_BLOCKS = (  # functions that call scaled_dot_product_attention inside
 
 _PYTHON_METHODS = {name for name, method in vars(Tensor).items() if isinstance(method, FunctionType)}
 
-_inside = threading.local()  # attribute `mode`: True while this thread is in a RingAttentionMode
+_thread_state = threading.local()  # attribute `mode`: True while this thread is in a RingAttentionMode
 
 
 class RingAttentionMode(TorchFunctionMode):

@@ -25,16 +25,16 @@ from fused_tp.parallelizing.forward_shard import (
     leave_forward,
     running_forward,
     running_node,
-    unsharded,
-    version_of,
+    tensor_version,
+    unsharded_state,
 )
-from fused_tp.parallelizing.global_loss import GlobalLoss, ReplacedLoss, scale_gradient, shift
+from fused_tp.parallelizing.global_loss import GlobalLoss, ReplacedLoss, scale_gradient, shift_targets
 from fused_tp.parallelizing.grad_sync import GradientSync
-from fused_tp.parallelizing.graph import HeadOutputs, leaves, nodes_of
-from fused_tp.parallelizing.outputs import map_tensors, tensors_in
+from fused_tp.parallelizing.graph import HeadOutputs, leaf_tensors, reachable_nodes
+from fused_tp.parallelizing.outputs import find_tensors, map_tensors
 
 # Attribute of a model whose output is not returned to the caller: a pipeline stage other than the last.
-PASSES_ON = "_fused_tp_passes_on"
+INNER_STAGE_ATTRIBUTE = "_fused_tp_passes_on"
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,13 @@ class SequenceSharding:
     reruns.
     """
 
-    tokens: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
-    positions: str | None  # [seq] or [batch, seq]
-    labels: str | None  # [batch, seq], not shifted
+    token_names: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
+    position_name: str | None  # [seq] or [batch, seq]
+    label_name: str | None  # [batch, seq], not shifted
     asks_last_position = False  # True if a module depends on the greatest position of the full sequence
-    caches: tuple[str, ...]
-    known: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})  # tensor arguments that are not sharded
+    cache_names: tuple[str, ...]
+    # Tensor arguments that are not sharded.
+    unsharded_names: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})
 
     def __init__(self, model: nn.Module, parallelism: Parallelism) -> None:
         self.parallelism = parallelism
@@ -113,15 +114,15 @@ class SequenceSharding:
         self.whole_blocks: list[str] = []  # names of blocks that run on the full sequence, see `whole_blocks`
         self.expert_blocks: list[str] = []  # names of blocks with experts that run on this rank's tokens
         # Modules before and after the layers that see the full sequence, and where it is split and joined: see
-        # `before`, `splits`, `joins` and `behind` of `ShardingPlan`.
-        self.in_front: frozenset[str] = frozenset()
-        self.splits = False
-        self.joins = ""
-        self.behind: tuple[str, ...] = ()
+        # `modules_before_layers`, `full_arguments`, `gather_after` and `modules_after_layers` of `ShardingPlan`.
+        self.modules_before_layers: frozenset[str] = frozenset()
+        self.has_full_arguments = False
+        self.gather_after = ""
+        self.modules_after_layers: tuple[str, ...] = ()
         self._loss: GlobalLoss | None = None
-        self.attends = 0  # least number of calls of attention over the CP ranks in a forward pass
-        self.attended = 0  # number of such calls in the last forward pass
-        self._known_ids = _known_ids(model)
+        self.min_attention_calls = 0  # least number of calls of attention over the CP ranks in a forward pass
+        self.attention_calls = 0  # number of such calls in the last forward pass
+        self._count_ids = _count_ids(model)
 
     def prepare(self, model: nn.Module) -> None:
         """Change modules of `model` that are not replaced, before the layers are replaced."""
@@ -133,15 +134,19 @@ class SequenceSharding:
         """Hook `model`, whose layers have been replaced."""
         for name, module in model.named_modules():
             self.add_layer(name, module)
-        for module in self.entrances(model):
-            self._update_before(module)
+        for module in self.entry_modules(model):
+            self._add_state_hook(module)
         if self.head is not None:
             self.set_head(self.head)
         # torch.compile cannot trace the registration of hooks on parameters, which gradient sync needs. Then these two
         # hooks run eagerly, before and after the model's code, which is traced without them.
-        traced = self.sync is None
-        model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
-        model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
+        is_traced = self.sync is None
+        model.register_forward_pre_hook(
+            self.before_forward if is_traced else self.before_forward_untraced, with_kwargs=True
+        )
+        model.register_forward_hook(
+            self.after_forward if is_traced else self.after_forward_untraced, with_kwargs=True, always_call=True
+        )
 
     @property
     def documents(self) -> tuple[int, ...]:
@@ -152,7 +157,7 @@ class SequenceSharding:
         """Register `module`, called `name` in the model, if its `sequence_parallel` must follow each forward pass."""
         if hasattr(module, "sequence_parallel") and hasattr(module, "mesh") and not self.is_whole(name):
             self._layers.append(module)
-            self._update_before(module)
+            self._add_state_hook(module)
 
     def set_head(self, head: nn.Module) -> None:
         """Set the output layer to `head`, and find the layers of fused_tp in it."""
@@ -161,31 +166,31 @@ class SequenceSharding:
         self.head = head
         self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
         # Hook the layers inside, too: when adapters are merged, a layer inside becomes the output layer again.
-        self._head_hooks = [one.register_forward_hook(self._note_head) for one in {head, *self._head_layers}]
+        self._head_hooks = [one.register_forward_hook(self._record_head_output) for one in {head, *self._head_layers}]
 
-    def _update_before(self, module: nn.Module) -> None:
+    def _add_state_hook(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._update_state, prepend=True)
-        in_one_order(module._forward_pre_hooks)
+        restore_hook_order(module._forward_pre_hooks)
 
     def is_whole(self, name: str) -> bool:
         """True if the module called `name` is, or is inside, a module that runs on the full sequence."""
-        return _is_in(name, (*self.whole_blocks, *self.in_front, *self.behind))
+        return _is_inside_any(name, (*self.whole_blocks, *self.modules_before_layers, *self.modules_after_layers))
 
     def flattens(self, name: str) -> bool:
         """True if the module called `name` is in a block that may pass it the tokens of all rows in one dim."""
-        return _is_in(name, self.expert_blocks)
+        return _is_inside_any(name, self.expert_blocks)
 
     def state_of(self, name: str) -> Callable[[], LayerState]:
         """Return the function that returns the state of the running forward pass, for the experts called `name`."""
-        asks = self.parallelism.sequence_parallel and not self.is_whole(name)
-        return self.state_now if asks else unsharded
+        follows_sequence = self.parallelism.sequence_parallel and not self.is_whole(name)
+        return self.state_now if follows_sequence else unsharded_state
 
-    def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
-        """Return the loss over all ranks that replaces `own`, the model's loss function."""
+    def global_loss(self, loss_function: Callable[..., Tensor]) -> GlobalLoss:
+        """Return the loss over all ranks that replaces `loss_function`, the model's loss function."""
         parallelism = self.parallelism
         vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
         self._loss = GlobalLoss(
-            own,
+            loss_function,
             vocab_mesh=vocab_mesh,
             cp_mesh=parallelism.cp_mesh,
             shards_tokens=parallelism.shards_sequence,
@@ -195,7 +200,7 @@ class SequenceSharding:
 
     # ---- overridden by subclasses ----
 
-    def entrances(self, model: nn.Module) -> list[nn.Module]:
+    def entry_modules(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that a caller may call instead of the model, and that do not call `state_now`."""
         return []
 
@@ -208,11 +213,11 @@ class SequenceSharding:
 
         Every CP rank then computes the full forward pass, except that `open_cache` may shard attention.
         """
-        return any(arguments.get(name) is not None for name in self.caches)
+        return any(arguments.get(name) is not None for name in self.cache_names)
 
     def cache_types(self, arguments: dict[str, Any]) -> tuple[type, ...]:
         """Return the classes of the KV caches that a forward pass with these arguments may return."""
-        return tuple(type(arguments[name]) for name in self.caches if arguments.get(name) is not None)
+        return tuple(type(arguments[name]) for name in self.cache_names if arguments.get(name) is not None)
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         """Check `arguments` of a sharded forward pass, remove masks that it does not need, and return their content.
@@ -248,49 +253,58 @@ class SequenceSharding:
 
     # ---- before forward ----
 
-    def before(
+    def before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         arguments = self.by_name(args, kwargs)
-        self._head_outputs.begin()
+        self._head_outputs.reset()
         source, tokens = self.find_tokens(arguments)
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
-        too_short = self.is_too_short(tokens.shape[1])
-        own = self.sync is not None and _come_from_parameters(tokens, source, model)
-        cached = self.is_cached(arguments)
-        if too_short and not cached:
+        is_too_short = self.is_too_short(tokens.shape[1])
+        from_parameters = self.sync is not None and _are_from_parameters(tokens, source, model)
+        is_cached = self.is_cached(arguments)
+        if is_too_short and not is_cached:
             self.check_unsharded(arguments, tokens.shape[1])
-        shard = None if cached or too_short else self._shard(model, arguments, source, tokens, own)
+        shard = (
+            None
+            if is_cached or is_too_short
+            else self._shard_forward(model, arguments, source, tokens, from_parameters)
+        )
         cache = self.open_cache(model, arguments, tokens.shape[1]) if shard is None and cp_mesh is not None else None
         self._replicated_over_cp = shard is None and cp_mesh is not None
-        if self._replicated_over_cp and grad_sync and tokens.is_floating_point() and not own:
+        if self._replicated_over_cp and grad_sync and tokens.is_floating_point() and not from_parameters:
             assert cp_mesh is not None
-            # `after` scales gradients by 1 / ranks for the sum over parameters; undo that for the caller's embeddings.
+            # `after_forward` scales gradients by 1 / ranks for the sum over parameters. Undo that for the caller's
+            # embeddings.
             arguments[source] = scale_gradient(tokens, cp_mesh.size())
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
         if self._loss is not None:
-            self._loss.computed = []
+            self._loss.computed_losses = []
         self._state = UNSHARDED
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
             tp_sharded = self.parallelism.sequence_parallel
-            users: Any = model
-            if logits_sharded and self._loss and not isinstance(users.loss_function, (GlobalLoss, ReplacedLoss)):
-                users.loss_function = ReplacedLoss(users.loss_function, self._loss)
+            untyped_model: Any = model
+            if (
+                logits_sharded
+                and self._loss
+                and not isinstance(untyped_model.loss_function, (GlobalLoss, ReplacedLoss))
+            ):
+                untyped_model.loss_function = ReplacedLoss(untyped_model.loss_function, self._loss)
             self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
         self._in_history = not torch.compiler.is_compiling()
         if self._in_history:
-            self._history.note(self._state)
-        self._switch_layers(self._state)
+            self._history.record(self._state)
+        self._set_layer_state(self._state)
         enter_forward(self, shard, cache)
         return (), {**arguments, **self.extra_arguments(shard)}
 
     def find_tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
         """Return (name of the argument that holds the tokens or their embeddings, that tensor)."""
-        source = next((name for name in self.tokens if arguments.get(name) is not None), None)
+        source = next((name for name in self.token_names if arguments.get(name) is not None), None)
         if source is None:
-            raise ValueError(f"forward needs the tokens of the full batch. Pass {' or '.join(self.tokens)}.")
+            raise ValueError(f"forward needs the tokens of the full batch. Pass {' or '.join(self.token_names)}.")
         tokens = arguments[source]
         if not isinstance(tokens, Tensor) or tokens.ndim < 2:
             given = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"type {type(tokens).__name__}"
@@ -304,18 +318,18 @@ class SequenceSharding:
             raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _shard(
-        self, model: nn.Module, arguments: dict[str, Any], source: str, tokens: Tensor, own: bool
+    def _shard_forward(
+        self, model: nn.Module, arguments: dict[str, Any], source: str, tokens: Tensor, from_parameters: bool
     ) -> ForwardShard:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
         targets = self._targets(arguments, tokens, ignore_index)
         if self.parallelism.cp_mesh is not None:
-            self._check_range(model, source, tokens, targets, ignore_index)
+            self._check_ids(model, source, tokens, targets, ignore_index)
         rows = self.check(arguments, seq_len, targets)
-        cp = self._ring(seq_len, rows)
-        if self.parallelism.shards_sequence and self.positions is not None:
-            positions = self._set_positions(arguments, tokens, self.positions, cp)
+        cp = self._make_cp_context(seq_len, rows)
+        if self.parallelism.shards_sequence and self.position_name is not None:
+            positions = self._set_positions(arguments, tokens, self.position_name, cp)
             if cp is not None and self.asks_last_position:
                 cp = replace(cp, last_position=int(positions.max()))
         count = None
@@ -324,22 +338,22 @@ class SequenceSharding:
             count = (targets != ignore_index).sum() if count is None else count
         if cp is not None:
             self._check_no_other_tensors(arguments, source)
-            tokens = self._shard_tokens(tokens, cp, own)
+            tokens = self._shard_tokens(tokens, cp, from_parameters)
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
-        if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.splits:
+        if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.has_full_arguments:
             # These are embeddings. Token ids are not sharded over TP ranks here, but after they are embedded.
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)
         arguments[source] = tokens
-        if targets is not None and self.labels is not None:
-            arguments[self.labels] = targets
+        if targets is not None and self.label_name is not None:
+            arguments[self.label_name] = targets
             arguments.pop("shift_labels", None)
         keep: int | Tensor = 0
         if self.parallelism.shards_sequence and "logits_to_keep" in arguments:
             keep = arguments["logits_to_keep"]  # indexes the full sequence, so it is applied after gathering
             arguments["logits_to_keep"] = 0
             if targets is None:
-                self._whole_labels(arguments, seq_len, keep)
+                self._extend_labels(arguments, seq_len, keep)
         return ForwardShard(
             tokens.shape[0],
             seq_len,
@@ -349,10 +363,10 @@ class SequenceSharding:
             target_count=count,
             ignore_index=ignore_index,
             logits_to_keep=keep,
-            targets_version=version_of(targets),
+            targets_version=tensor_version(targets),
         )
 
-    def _check_range(
+    def _check_ids(
         self, model: nn.Module, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int
     ) -> None:
         """Raise ValueError on all ranks for invalid ids in the batch.
@@ -362,28 +376,28 @@ class SequenceSharding:
         """
         if torch.compiler.is_compiling():
             return
-        for name, ids, at in ((source, tokens, 0), (self.labels, targets, 1)):
+        for name, ids, at in ((source, tokens, 0), (self.label_name, targets, 1)):
             if ids is None or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
                 continue
             ids = ids[ids != ignore_index] if at else ids
-            least, most = (int(one) for one in ids.aminmax()) if ids.numel() else (0, 0)
-            known = self._known_ids[at]
-            if known is not None and not 0 <= least <= most < known:
-                self._known_ids = _known_ids(model)  # embeddings may have been resized
-                known = self._known_ids[at]
-            if known is not None and not 0 <= least <= most < known:
+            smallest_id, largest_id = (int(one) for one in ids.aminmax()) if ids.numel() else (0, 0)
+            known = self._count_ids[at]
+            if known is not None and not 0 <= smallest_id <= largest_id < known:
+                self._count_ids = _count_ids(model)  # embeddings may have been resized
+                known = self._count_ids[at]
+            if known is not None and not 0 <= smallest_id <= largest_id < known:
                 raise ValueError(
-                    f"{name} contains {least if least < 0 else most}; ids must be 0 to {known - 1}"
+                    f"{name} contains {smallest_id if smallest_id < 0 else largest_id}; ids must be 0 to {known - 1}"
                     + (f", or ignore_index={ignore_index}." if at else ".")
                 )
 
-    def _whole_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:
+    def _extend_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:
         """Extend labels of the last `keep` tokens to labels of all tokens; the added labels are ignored.
 
         Needed because a sharded forward pass computes the logits of all tokens, whatever logits_to_keep is.
         """
         ignore_index = arguments.get("ignore_index", -100)
-        for name in (self.labels, "shift_labels"):
+        for name in (self.label_name, "shift_labels"):
             labels = None if name is None else arguments.get(name)
             if name is None or not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[1] == seq_len:
                 continue
@@ -392,12 +406,12 @@ class SequenceSharding:
                     f"{name} has shape {tuple(labels.shape)}, with {seq_len} tokens and logits_to_keep={keep}. Pass "
                     "labels of all tokens, or of the last logits_to_keep tokens."
                 )
-            whole = labels.new_full((len(labels), seq_len), ignore_index)
+            full_labels = labels.new_full((len(labels), seq_len), ignore_index)
             first = 0 if name == "shift_labels" else 1  # no kept logits precede the first label
-            whole[:, seq_len - keep + first :] = labels[:, first:]
-            arguments[name] = whole
+            full_labels[:, seq_len - keep + first :] = labels[:, first:]
+            arguments[name] = full_labels
 
-    def _ring(self, seq_len: int, rows: RowMasks) -> CpContext | None:
+    def _make_cp_context(self, seq_len: int, rows: RowMasks) -> CpContext | None:
         tp_mesh, cp_mesh = self.parallelism.tp_mesh, self.parallelism.cp_mesh
         if cp_mesh is None:
             return None
@@ -406,17 +420,17 @@ class SequenceSharding:
 
     def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
         """Return the shifted labels of the full sequence; None if the loss is not computed over ranks or no labels."""
-        if not self.parallelism.computes_loss or self.labels is None:
+        if not self.parallelism.computes_loss or self.label_name is None:
             return None
-        labels = arguments.get(self.labels)
+        labels = arguments.get(self.label_name)
         if labels is None:  # shift_labels alone have no effect
             return None
         targets: Tensor | None = arguments.get("shift_labels")
         if targets is None:
-            targets = shift(labels, ignore_index)
+            targets = shift_targets(labels, ignore_index)
         if targets.shape != tokens.shape[:2]:
             raise ValueError(
-                f"{self.labels} must have the shape of the tokens, {tuple(tokens.shape[:2])}, got "
+                f"{self.label_name} must have the shape of the tokens, {tuple(tokens.shape[:2])}, got "
                 f"{tuple(targets.shape)}. Pass the full batch and its full labels on every rank."
             )
         return targets
@@ -427,16 +441,18 @@ class SequenceSharding:
         Without it, the model would count positions from 0 on each rank's shard.
         """
         seq_len = tokens.shape[1]
-        given = arguments.get(name)
-        if given is None:
-            given = self.default_positions(tokens, arguments)
-        if given.shape[-1] != seq_len:
-            raise ValueError(f"the last dim of {name} must be the {seq_len} tokens, got shape {tuple(given.shape)}.")
-        arguments[name] = given if cp is None else cp.shard(given, given.ndim - 1)
-        return given
+        positions = arguments.get(name)
+        if positions is None:
+            positions = self.default_positions(tokens, arguments)
+        if positions.shape[-1] != seq_len:
+            raise ValueError(
+                f"the last dim of {name} must be the {seq_len} tokens, got shape {tuple(positions.shape)}."
+            )
+        arguments[name] = positions if cp is None else cp.shard(positions, positions.ndim - 1)
+        return positions
 
-    def _shard_tokens(self, tokens: Tensor, cp: CpContext, own: bool) -> Tensor:
-        if own:
+    def _shard_tokens(self, tokens: Tensor, cp: CpContext, from_parameters: bool) -> Tensor:
+        if from_parameters:
             # Backward sums the gradients of the parameters that computed these embeddings over the ranks. So select
             # this rank's tokens, without gathering the gradient.
             return tokens.index_select(1, cp.positions(tokens.device))
@@ -446,7 +462,7 @@ class SequenceSharding:
         return cp.shard(tokens, 1)
 
     def _check_no_other_tensors(self, arguments: dict[str, Any], source: str) -> None:
-        supported = {source, self.positions, self.labels, *self.known}
+        supported = {source, self.position_name, self.label_name, *self.unsharded_names}
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.ndim > 0 and name not in supported:
                 raise ValueError(
@@ -455,12 +471,14 @@ class SequenceSharding:
                 )
 
     @torch.compiler.disable
-    def before_untraced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.before(model, args, kwargs)
+    def before_forward_untraced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.before_forward(model, args, kwargs)
 
     @torch.compiler.disable
-    def after_untraced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self.after(model, args, kwargs, output)
+    def after_forward_untraced(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        return self.after_forward(model, args, kwargs, output)
 
     # ---- state of layers ----
 
@@ -478,17 +496,17 @@ class SequenceSharding:
             state = self._state
         elif node is not None:
             # A compiled forward pass is not in the history: use the latest state.
-            state = self._history.at(node) if self._in_history else self._state
+            state = self._history.state_at(node) if self._in_history else self._state
         else:
-            state = self._state_of_direct_call()
+            state = self._find_direct_call_state()
         if self._in_history:
             # The layer creates new nodes: if it contains a nested checkpoint, that will be looked up by these.
-            self._history.note(state)
+            self._history.record(state)
         if state is not self._layers_state:
-            self._switch_layers(state)
+            self._set_layer_state(state)
         return state
 
-    def _state_of_direct_call(self) -> LayerState:
+    def _find_direct_call_state(self) -> LayerState:
         """Return the state for a submodule that the caller calls directly: this rank runs it on the unsharded input."""
         if self.parallelism.cp_mesh is not None and torch.is_grad_enabled():
             raise ValueError(
@@ -502,12 +520,12 @@ class SequenceSharding:
     def _update_state(self, layer: nn.Module, args: Any) -> None:
         self.state_now()
 
-    def _note_head(self, head: nn.Module, args: Any, output: Tensor) -> None:
+    def _record_head_output(self, head: nn.Module, args: Any, output: Tensor) -> None:
         frame = running_forward()
         if frame is not None and frame.owner is self and frame.node == running_node():  # False if backward reruns it
-            self._head_outputs.note(output)
+            self._head_outputs.record(output)
 
-    def _switch_layers(self, state: LayerState) -> None:
+    def _set_layer_state(self, state: LayerState) -> None:
         self._layers_state = state
         for layer in self._layers:
             layer.sequence_parallel = state.tp_sharded
@@ -517,28 +535,28 @@ class SequenceSharding:
 
     # ---- after forward ----
 
-    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         frame = leave_forward(self)
         try:
             if output is None:  # forward raised
                 return None
             if frame is not None:
-                self._check_attended(model, frame)
+                self._check_attention_calls(model, frame)
             return self._finish_output(model, args, kwargs, output, None if frame is None else frame.shard)
         finally:
-            self._head_outputs.begin()  # drop the outputs, which keep the autograd graph alive
+            self._head_outputs.reset()  # drop the outputs, which keep the autograd graph alive
 
-    def _check_attended(self, model: nn.Module, frame: RunningForward) -> None:
+    def _check_attention_calls(self, model: nn.Module, frame: RunningForward) -> None:
         """Raise ValueError if a layer of this forward pass has attended to this rank's tokens only."""
-        if frame.shard is None or frame.shard.cp is None or frame.traced or torch.compiler.is_compiling():
+        if frame.shard is None or frame.shard.cp is None or frame.is_traced or torch.compiler.is_compiling():
             return
-        self.attended = frame.attended
-        if frame.attended < self.attends:
+        self.attention_calls = frame.attention_calls
+        if frame.attention_calls < self.min_attention_calls:
             raise ValueError(
-                f"{type(model).__name__} called attention over the context parallel ranks {frame.attended} times in "
-                f"this forward pass, but {self.attends} layers should call it. The other layers attended to this "
-                "rank's tokens only: their forward or attention function was replaced, or they were removed, after "
-                "parallelize. Make such changes before parallelize, or use no cp_dim."
+                f"{type(model).__name__} called attention over the context parallel ranks {frame.attention_calls} "
+                f"times in this forward pass, but {self.min_attention_calls} layers should call it. The other layers "
+                "attended to this rank's tokens only: their forward or attention function was replaced, or they were "
+                "removed, after parallelize. Make such changes before parallelize, or use no cp_dim."
             )
 
     def _finish_output(
@@ -546,30 +564,32 @@ class SequenceSharding:
     ) -> Any:
         if shard is not None and shard.targets is not None and self._loss is not None:
             self._loss.check_returned(output, self._head_outputs)
-        with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_off
+        with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_disabled
         self._calls += with_gradients
-        due = self._has_experts or (self.sync is not None and self.sync.partly) or is_check_due(self._calls)
-        if self.sync is not None and with_gradients and due and not self.sync.defers:
-            outputs = [t for t in tensors_in(output) if t.requires_grad]
-            self.sync.note_use(model, outputs, routed=self._has_experts)
+        has_check = (
+            self._has_experts or (self.sync is not None and self.sync.has_partly_used) or is_check_due(self._calls)
+        )
+        if self.sync is not None and with_gradients and has_check and not self.sync.has_pending_reduction:
+            outputs = [t for t in find_tensors(output) if t.requires_grad]
+            self.sync.find_partly_used(model, outputs, has_experts=self._has_experts)
         if self._replicated_over_cp and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, but backward sums the gradients of parameters: scale by 1 / ranks.
             assert self.parallelism.cp_mesh is not None
-            share = 1 / self.parallelism.cp_mesh.size()
+            loss_share = 1 / self.parallelism.cp_mesh.size()
             caches = self.cache_types(self.by_name(args, kwargs))
-            return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, caches=caches)
-        if shard is None or shard.targets is not None or hasattr(model, PASSES_ON):
+            return map_tensors(lambda t: scale_gradient(t, loss_share) if t.requires_grad else t, output, caches=caches)
+        if shard is None or shard.targets is not None or hasattr(model, INNER_STAGE_ATTRIBUTE):
             return output
         return self.unshard_output(output, shard)
 
-    def whole_of_tokens(self, t: Tensor, shard: ForwardShard) -> Tensor:
+    def gather_tokens(self, t: Tensor, shard: ForwardShard) -> Tensor:
         """Gather `t` [batch, seq, ...], computed from this rank's shard of the sequence, to the full sequence.
 
         Raises:
             ValueError: `t` has another shape.
         """
         if t.ndim == 0 and shard.cp is None:  # probably a loss, computed from logits that the head has gathered
-            if not self._head_outputs.determine(t):
+            if not self._head_outputs.determines(t):
                 raise ValueError(
                     "The model returns a scalar computed from hidden states, which is not supported with "
                     "sequence_parallel=True: each tensor parallel rank has other tokens, so the scalar would differ "
@@ -597,7 +617,7 @@ class SequenceSharding:
         return t if parallelism.grad_sync else scale_gradient(t, shard.cp.mesh.size())
 
 
-def _is_in(name: str, blocks: Iterable[str]) -> bool:
+def _is_inside_any(name: str, blocks: Iterable[str]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
@@ -607,7 +627,7 @@ def sharded_head(head: nn.Module | None) -> nn.Module | None:
     return head if is_sharded else None
 
 
-def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
+def _are_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
     """True if `tokens` are embeddings computed from trainable parameters of `model`, not from the caller's tensors.
 
     Raises:
@@ -617,17 +637,17 @@ def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
-    own = {id(leaf) in parameters for leaf in leaves(nodes_of(tokens))}
-    if len(own) > 1:
+    are_parameters = {id(leaf) in parameters for leaf in leaf_tensors(reachable_nodes(tokens))}
+    if len(are_parameters) > 1:
         raise ValueError(
             f"{source} was computed from parameters of the model and from other tensors that require grad, which is "
             "not supported over context parallel ranks: only one of the two would get a correct gradient. Detach one "
             "of them, or pass token ids, which the model embeds."
         )
-    return own == {True}
+    return are_parameters == {True}
 
 
-def in_one_order(hooks: dict[int, Any]) -> None:
+def restore_hook_order(hooks: dict[int, Any]) -> None:
     """Make the insertion order of `hooks`, an OrderedDict, equal to its order after `move_to_end`.
 
     torch.compile of torch 2.11 looks up a hook by its index in the OrderedDict, but in the underlying dict.
@@ -636,19 +656,21 @@ def in_one_order(hooks: dict[int, Any]) -> None:
         hooks[key] = hooks.pop(key)
 
 
-def _known_ids(model: Any) -> tuple[int | None, int | None]:
+def _count_ids(model: Any) -> tuple[int | None, int | None]:
     """Return (number of token ids, number of target ids) that `model` accepts; None for an unknown number."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
         return None, None  # ids beyond the vocabulary may denote images
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    found: list[int | None] = []
+    counts: list[int | None] = []
     for name in ("get_input_embeddings", "get_output_embeddings"):
         try:
             layer = getattr(model, name)()
         except (AttributeError, NotImplementedError):  # a plain model; or one without such a layer
             layer = embeddings[0] if len(embeddings) == 1 and name == "get_input_embeddings" else None
         weight = getattr(layer, "weight", None)
-        known = isinstance(layer, (nn.Embedding, nn.Linear)) and isinstance(weight, Tensor) and weight.ndim == 2
-        found.append(weight.shape[0] if known and weight is not None else None)
-    return found[0], found[1]
+        is_weight_matrix = (
+            isinstance(layer, (nn.Embedding, nn.Linear)) and isinstance(weight, Tensor) and weight.ndim == 2
+        )
+        counts.append(weight.shape[0] if is_weight_matrix and weight is not None else None)
+    return counts[0], counts[1]

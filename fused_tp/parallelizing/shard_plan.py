@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.linear import MultiQueryLinear, features_of, is_conv1d
-from fused_tp.parallelizing.expert_parallel import check_distributed
+from fused_tp.parallelizing.expert_parallel import check_distributable
 from fused_tp.parallelizing.experts import takes_routing
-from fused_tp.parallelizing.families import Family, family_of, is_known
+from fused_tp.parallelizing.families import Family, find_family, has_family
 
 Style: TypeAlias = "str | ParallelStyle"
 
@@ -63,17 +63,21 @@ class StyleSpec:
     shares_rotary: bool = False
 
 
-def _packed(layer: type[ColumnParallelLinear | RowParallelLinear], shard_dim: int, parts: int) -> StyleSpec:
+def _packed_style(layer: type[ColumnParallelLinear | RowParallelLinear], shard_dim: int, parts: int) -> StyleSpec:
     return StyleSpec(nn.Linear, partial(layer.from_linear, parts=parts), shard_dim, parts)
 
 
 WHOLE = StyleSpec()
-_GATHERED = StyleSpec(nn.Linear, partial(ColumnParallelLinear.from_linear, gather_output=True), 0, gathers_output=True)
-_SPLIT = StyleSpec(nn.Linear, partial(RowParallelLinear.from_linear, input_is_parallel=False), 1, splits_input=True)
+_GATHERED_COLUMNS = StyleSpec(
+    nn.Linear, partial(ColumnParallelLinear.from_linear, gather_output=True), 0, gathers_output=True
+)
+_SPLIT_ROWS = StyleSpec(
+    nn.Linear, partial(RowParallelLinear.from_linear, input_is_parallel=False), 1, splits_input=True
+)
 STYLES = {
     "colwise": StyleSpec(nn.Linear, ColumnParallelLinear.from_linear, 0),
-    "colwise_gather_output": _GATHERED,
-    "colwise_rep": _GATHERED,
+    "colwise_gather_output": _GATHERED_COLUMNS,
+    "colwise_rep": _GATHERED_COLUMNS,
     "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
     "ep_dispatch_experts": StyleSpec(sums_output=True),  # unsharded experts, distributed over the ranks of `ep_dim`
     "local_params": WHOLE,  # used with entries for the module's own parameters
@@ -81,15 +85,15 @@ STYLES = {
     "moe_identity_expert": StyleSpec(adds_once=True),
     "moe_tp_experts": StyleSpec(sums_output=True),  # used with entries for the module's own parameters
     "multi_query_colwise": StyleSpec(nn.Linear, MultiQueryLinear.from_linear, 0, shares_keys=True),
-    "packed_colwise": _packed(ColumnParallelLinear, 0, 2),
-    "packed_colwise_3": _packed(ColumnParallelLinear, 0, 3),
-    "packed_colwise_12": _packed(ColumnParallelLinear, 0, 12),
-    "packed_rowwise_4": _packed(RowParallelLinear, 1, 4),
+    "packed_colwise": _packed_style(ColumnParallelLinear, 0, 2),
+    "packed_colwise_3": _packed_style(ColumnParallelLinear, 0, 3),
+    "packed_colwise_12": _packed_style(ColumnParallelLinear, 0, 12),
+    "packed_rowwise_4": _packed_style(RowParallelLinear, 1, 4),
     "replicate": WHOLE,
     "replicated_with_grad_allreduce": StyleSpec(sums_gradient=True),
     "rowwise": StyleSpec(nn.Linear, RowParallelLinear.from_linear, 1),
-    "rowwise_rep": _SPLIT,
-    "rowwise_split_input": _SPLIT,
+    "rowwise_rep": _SPLIT_ROWS,
+    "rowwise_split_input": _SPLIT_ROWS,
     "sequence_parallel": WHOLE,
 }
 
@@ -128,31 +132,33 @@ class ShardingPlan:
     Attributes:
         modules: styles of modules.
         parameters: styles of parameters of modules that are not replaced.
-        counts: attributes that count heads, and are divided by the number of ranks; by module name.
-        per_head: arguments with one entry per head, and their dim of heads; by module name.
-        unread: names of parameters that the source of a forward reads only under an option that is off.
-        embeds: names of modules whose output covers the full sequence, even if their input is a shard.
-        before: names of modules before the layers, which see the full sequence even under sequence parallelism.
-        splits: arguments that hold the full sequence because of `before`, and are sharded when a layer receives them;
-            by module name.
+        head_attributes: attributes that count heads, and are divided by the number of ranks; by module name.
+        per_head_arguments: arguments with one entry per head, and their dim of heads; by module name.
+        unread_parameters: names of parameters that the source of a forward reads only under an option that is off.
+        position_modules: names of modules whose output covers the full sequence, even if their input is a shard.
+        modules_before_layers: names of modules before the layers, which see the full sequence even under sequence
+            parallelism.
+        full_arguments: arguments that hold the full sequence because of `modules_before_layers`, and are sharded when a
+            layer receives them; by module name.
         parts: arguments, besides the first, of blocks that run on the full sequence (`whole_blocks`) that hold a shard
             of it; by module name.
-        joins: name of the module whose output is gathered under sequence parallelism, "" for none.
-        behind: names of the modules after `joins`, outside of the base model, which get the full sequence.
+        gather_after: name of the module whose output is gathered under sequence parallelism, "" for none.
+        modules_after_layers: names of the modules after `gather_after`, outside of the base model, which get the full
+            sequence.
         flattens: layers get the tokens of all rows in one dim.
     """
 
     modules: dict[str, Style] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    per_head: dict[str, Mapping[str, int]] = field(default_factory=dict)
-    unread: set[str] = field(default_factory=set)
-    embeds: set[str] = field(default_factory=set)
-    before: set[str] = field(default_factory=set)
-    splits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    head_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    per_head_arguments: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    unread_parameters: set[str] = field(default_factory=set)
+    position_modules: set[str] = field(default_factory=set)
+    modules_before_layers: set[str] = field(default_factory=set)
+    full_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    joins: str = ""
-    behind: tuple[str, ...] = ()
+    gather_after: str = ""
+    modules_after_layers: tuple[str, ...] = ()
     flattens: bool = False
 
     def __bool__(self) -> bool:
@@ -202,7 +208,7 @@ def attention_of(name: str) -> str | None:
     return attention if leaf in HEAD_PROJECTIONS else None
 
 
-def _family(model: nn.Module) -> tuple[str, Family]:
+def _find_family_of_model(model: nn.Module) -> tuple[str, Family]:
     """Return (name prefix of a transformers model's base model, its family).
 
     For an unknown family with a known text model inside, returns the prefix and family of the text model.
@@ -210,18 +216,18 @@ def _family(model: nn.Module) -> tuple[str, Family]:
     config: Any = getattr(model, "config", None)
     part: Any = model
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if text is not config and not is_known(config) and is_known(text):
+    if text is not config and not has_family(config) and has_family(text):
         kinds = ((getattr(getattr(module, "config", None), "model_type", ""), module) for module in model.modules())
         part = next((module for kind, module in kinds if kind == text.model_type), part)
         config = text
     base = getattr(part, "base_model", part)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
-    return prefix, family_of(config)
+    return prefix, find_family(config)
 
 
-def _own_plan(model: Any) -> dict[str, Style]:
+def _model_plan(model: Any) -> dict[str, Style]:
     """Return transformers' plan for `model`, overridden by the plan of its family in FAMILIES."""
-    prefix, family = _family(model)
+    prefix, family = _find_family_of_model(model)
     # Older versions of transformers have `_tp_plan` instead of the property `tp_plan`.
     plan: dict[str, Style] = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     overrides = {(prefix + pattern).removesuffix("."): style for pattern, style in family.plan.items()}
@@ -235,11 +241,11 @@ def _own_plan(model: Any) -> dict[str, Style]:
     return plan
 
 
-def unread_of(model: nn.Module) -> set[str]:
+def find_unread_parameters(model: nn.Module) -> set[str]:
     """Return the names of parameters that the source of a forward reads only under an option that is off."""
-    prefix, family = _family(model)
+    prefix, family = _find_family_of_model(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return set(_matching(list(names), *(prefix + one for one in family.unread)))
+    return set(_find_matches(list(names), *(prefix + one for one in family.unread_parameters)))
 
 
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingPlan:
@@ -250,16 +256,14 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
         ValueError: no plan is found, a pattern matches no module, or a style is unknown or does not apply to its
             module.
     """
-    own_plan = _own_plan(model)
+    own_plan = _model_plan(model)
     patterns: Mapping[str, Style]
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan must be 'auto' or a dict from module names to styles, got {plan!r}.")
         patterns = own_plan
         if not patterns:
-            raise ValueError(
-                f"{type(model).__name__} has no tp_plan, which plan='auto' needs; " + _instead_of_auto(model)
-            )
+            raise ValueError(f"{type(model).__name__} has no tp_plan, which plan='auto' needs; " + _suggest_plan(model))
     elif isinstance(plan, Mapping):
         patterns = plan
     else:
@@ -267,18 +271,18 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
 
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    prefix, family = _family(model)
+    prefix, family = _find_family_of_model(model)
     resolved = ShardingPlan(flattens=family.flattens)
-    if family.joins and prefix + family.joins in modules:
+    if family.gather_after and prefix + family.gather_after in modules:
         behind = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
-        resolved = replace(resolved, joins=prefix + family.joins, behind=behind)
+        resolved = replace(resolved, gather_after=prefix + family.gather_after, modules_after_layers=behind)
     unsupported: dict[str, Style] = {}
     for pattern, style in patterns.items():
-        matching = _matching(modules, pattern)
+        matching = _find_matches(modules, pattern)
         names = matching
         if style != "moe_identity_expert":
             names = [name for name in names if not isinstance(modules[name], nn.Identity)]
-        sharded = _matching(parameters, pattern)
+        sharded = _find_matches(parameters, pattern)
         # The model's own plan may name layers that only some configurations have. An entry of the caller's plan that
         # matches nothing is a mistake.
         known = own_plan.get(pattern) == style or bool(matching)
@@ -286,7 +290,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
             raise ValueError(
                 f"plan has the entry {pattern!r}, but {type(model).__name__} has no such module. Remove it."
             )
-        supported = [_is_supported(style, parameters[name], _own_styles(name, patterns)) for name in sharded]
+        supported = [_is_supported(style, parameters[name], _owner_styles(name, patterns)) for name in sharded]
         if False in supported or (isinstance(style, str) and names and style not in STYLES):
             unsupported[pattern] = style
             continue
@@ -309,17 +313,19 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     specs = {name: spec_of(style) for name, style in resolved.modules.items()}
     columns = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
     parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
-    for pattern, attributes in family.counts.items():
-        resolved.counts.update(dict.fromkeys(_matching(parents, prefix + pattern), attributes))
-    for pattern, arguments in family.per_head.items():
-        resolved.per_head.update(dict.fromkeys(_matching(parents, prefix + pattern), arguments))
-    resolved.embeds.update(_matching(modules, *(prefix + one for one in family.embeds)))
-    resolved.before.update(_matching(modules, *(prefix + one for one in family.before)))
-    for taken, known_arguments in ((resolved.splits, family.splits), (resolved.parts, family.parts)):
+    for pattern, attributes in family.head_attributes.items():
+        resolved.head_attributes.update(dict.fromkeys(_find_matches(parents, prefix + pattern), attributes))
+    for pattern, arguments in family.per_head_arguments.items():
+        resolved.per_head_arguments.update(dict.fromkeys(_find_matches(parents, prefix + pattern), arguments))
+    resolved.position_modules.update(_find_matches(modules, *(prefix + one for one in family.position_modules)))
+    resolved.modules_before_layers.update(
+        _find_matches(modules, *(prefix + one for one in family.modules_before_layers))
+    )
+    for taken, known_arguments in ((resolved.full_arguments, family.full_arguments), (resolved.parts, family.parts)):
         for pattern, arguments_of in known_arguments.items():
-            for name in _matching(modules, prefix + pattern):
+            for name in _find_matches(modules, prefix + pattern):
                 taken[name] = (*taken.get(name, ()), *arguments_of)
-    resolved.unread.update(unread_of(model))
+    resolved.unread_parameters.update(find_unread_parameters(model))
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
         first = ", ".join(list(patterns)[:2])
@@ -335,13 +341,13 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     return resolved
 
 
-def _instead_of_auto(model: nn.Module) -> str:
+def _suggest_plan(model: nn.Module) -> str:
     """Return advice for a model without a plan: to write a plan, if one can shard most of the model's parameters."""
     others, size = {}, sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        if own and not isinstance(module, nn.Linear | nn.Embedding) and not is_conv1d(module):
-            others[name] = own
+        own_parameters = sum(p.numel() for p in module.parameters(recurse=False))
+        if own_parameters and not isinstance(module, nn.Linear | nn.Embedding) and not is_conv1d(module):
+            others[name] = own_parameters
     if 2 * sum(others.values()) < size:
         return "pass plan={'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise', ...}."
     name = max(others, key=lambda one: others[one])
@@ -353,7 +359,7 @@ def _instead_of_auto(model: nn.Module) -> str:
 
 
 def plan_experts(
-    model: nn.Module, plan: ShardingPlan, asked: str | Mapping[str, Style], ep_ranks: int, *, whole: bool
+    model: nn.Module, plan: ShardingPlan, requested: str | Mapping[str, Style], ep_ranks: int, *, whole: bool
 ) -> list[str]:
     """Return the names of the modules of experts to distribute over `ep_ranks` ranks, and adapt `plan` to it.
 
@@ -362,17 +368,19 @@ def plan_experts(
     Raises:
         ValueError: there are no experts, or a module of experts cannot be distributed.
     """
-    patterns = {**_own_plan(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(asked, str) else asked
+    patterns = (
+        {**_model_plan(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(requested, str) else requested
+    )
     modules = dict(model.named_modules())
-    found = _matching(modules, *(pattern for pattern, style in patterns.items() if style in EXPERTS))
+    found = _find_matches(modules, *(pattern for pattern, style in patterns.items() if style in EXPERTS))
     if not found:
         raise ValueError(
             f"ep_dim needs experts, but the plan of {type(model).__name__} has no module with the style "
             "'moe_tp_experts' or 'ep_dispatch_experts'. Omit ep_dim, or add the modules of experts to plan."
         )
-    rows = _family(model)[1].expert_rows
+    rows = _find_family_of_model(model)[1].takes_expert_rows
     for name in found:
-        check_distributed(name, modules[name], ep_ranks, supported=takes_routing(modules[name]) or rows)
+        check_distributable(name, modules[name], ep_ranks, is_supported=takes_routing(modules[name]) or rows)
         keys = [f"{name}.{key}" for key in modules[name]._parameters]
         if whole:
             plan.modules[name] = "ep_dispatch_experts"
@@ -385,7 +393,7 @@ def plan_experts(
     return found
 
 
-def check_none_distributed(plan: ShardingPlan, ep_dim: str | None) -> None:
+def check_experts_not_distributed(plan: ShardingPlan, ep_dim: str | None) -> None:
     """Remove entries for distributed experts from `plan`, because `ep_dim` has one rank.
 
     Raises:
@@ -413,16 +421,16 @@ def _shard_tied_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
             plan.modules.setdefault(name, "embedding_rowwise")
 
 
-def _own_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
+def _owner_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
     """Return the styles that `patterns` give to the module that owns the parameter `name`."""
     owner = name.rpartition(".")[0]
-    return {style for pattern, style in patterns.items() if _matching([owner], pattern)}
+    return {style for pattern, style in patterns.items() if _find_matches([owner], pattern)}
 
 
-def _is_supported(style: Style, parameter: Tensor, own: set[Style]) -> bool:
+def _is_supported(style: Style, parameter: Tensor, owner_styles: set[Style]) -> bool:
     if parameter.ndim == 1:
         return style == "colwise"
-    return style in PARAMETER_STYLES and not own.isdisjoint(EXPERTS)
+    return style in PARAMETER_STYLES and not owner_styles.isdisjoint(EXPERTS)
 
 
 def check_experts(model: nn.Module, plan: ShardingPlan) -> None:
@@ -465,7 +473,7 @@ def _check_experts(name: str, module: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def warn_of_small_share(model: nn.Module, plan: ShardingPlan) -> None:
+def warn_of_small_sharded_share(model: nn.Module, plan: ShardingPlan) -> None:
     """Warn if the plan shards less than a quarter of the model: each TP rank would then compute most of it."""
     sizes = {id(p): p.numel() for p in model.parameters()}
     if any(isinstance(style, ParallelStyle) for style in plan.modules.values()):
@@ -485,16 +493,16 @@ def warn_of_small_share(model: nn.Module, plan: ShardingPlan) -> None:
         )
 
 
-def _matching(names: Iterable[str], *patterns: str) -> list[str]:
+def _find_matches(names: Iterable[str], *patterns: str) -> list[str]:
     """Return the names that match one of `patterns`, compared component by component between dots."""
-    wanted, found = [pattern.split(".") for pattern in patterns], []
+    pattern_parts, matches = [pattern.split(".") for pattern in patterns], []
     for name in names:
         parts = name.split(".")
-        for one in wanted:
+        for one in pattern_parts:
             if len(parts) == len(one) and all(map(fnmatchcase, parts, one)):
-                found.append(name)
+                matches.append(name)
                 break
-    return found
+    return matches
 
 
 def _check_not_by_head(name: str, module: nn.Module) -> None:
@@ -508,7 +516,7 @@ def _check_not_by_head(name: str, module: nn.Module) -> None:
 
 
 # Subclasses of nn.Linear that can be replaced. FalconLinear differs by one extra rounding only.
-SAME_AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+LINEAR_LIKE_CLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
 def check_style(name: str, module: nn.Module, style: Style) -> None:
@@ -525,14 +533,17 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
     if STYLES[style].sums_gradient:
         _check_not_by_head(name, module)
     kind = f"{type(module).__module__}.{type(module).__name__}"
-    wanted = STYLES[style].needs
+    expected_class = STYLES[style].needs
     # Exact types: a subclass may have another forward (quantized, with adapters), which the replacement would drop.
-    alike = {nn.Linear: is_conv1d(module) or kind in SAME_AS_LINEAR, nn.Embedding: embedding_scale(module) is not None}
-    supported = type(module) is wanted or alike.get(wanted, False)
-    if wanted is not nn.Module and not supported:
+    supported_alternatives = {
+        nn.Linear: is_conv1d(module) or kind in LINEAR_LIKE_CLASSES,
+        nn.Embedding: embedding_scale(module) is not None,
+    }
+    supported = type(module) is expected_class or supported_alternatives.get(expected_class, False)
+    if expected_class is not nn.Module and not supported:
         raise ValueError(
-            f"The style {style!r} of {name!r} needs a plain nn.{wanted.__name__}, got {kind}. Remove {name!r} from the "
-            "plan, or replace the module by a plain one."
+            f"The style {style!r} of {name!r} needs a plain nn.{expected_class.__name__}, got {kind}. Remove {name!r} "
+            "from the plan, or replace the module by a plain one."
         )
     for key, parameter in module.named_parameters(recurse=False):
         if STYLES[style].shard_dim is not None and not parameter.is_floating_point():
@@ -568,7 +579,7 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         parent = model.get_submodule(attention)
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if spec.shares_keys:
-            counts = {key: count for key, count in counts.items() if not is_of_keys(key)}
+            counts = {key: count for key, count in counts.items() if not is_kv_count(key)}
         blocks = max(1, spec.parts // 3)  # blocks of q, k and v, each sharded
         if any(count % (blocks * world_size) for count in counts.values()):
             smallest = min(counts.values())
@@ -580,12 +591,12 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
             )
 
 
-def is_of_keys(count: str) -> bool:
+def is_kv_count(count: str) -> bool:
     """True if the attribute `count`, a name in HEAD_COUNTS, is the number of heads of keys and values."""
     return "kv" in count or "key_value" in count
 
 
-def value_of(config: object, name: str) -> Any:
+def config_value(config: object, name: str) -> Any:
     """Return the attribute `name` of a module or of a transformers config.
 
     Returns None if it is missing, or if transformers raises because it differs between layers.
@@ -602,8 +613,8 @@ def head_counts(*sources: object) -> dict[str, int]:
     for source in sources:
         text = getattr(source, "get_text_config", None)
         source = text() if callable(text) else source
-        found = {key: value_of(source, key) for key in HEAD_COUNTS}
-        counts = {key: n for key, n in found.items() if isinstance(n, int) and n > 0} | counts
+        values = {key: config_value(source, key) for key in HEAD_COUNTS}
+        counts = {key: n for key, n in values.items() if isinstance(n, int) and n > 0} | counts
     return counts
 
 
@@ -616,7 +627,7 @@ def head_counts(*sources: object) -> dict[str, int]:
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool = False) -> ShardingPlan:
+def choose_intermediate_styles(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool = False) -> ShardingPlan:
     """Return `plan` with styles added for modules with parameters that are between sharded layers.
 
     `shards_logits`: the output layer leaves its features sharded, too.
@@ -628,7 +639,7 @@ def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool 
     modules = dict(model.named_modules())
     head = _output_layer(model, plan.modules) if shards_logits else None
     names = [*plan.modules, *plan.parameters]
-    for name, (column, whole) in _around_parts(modules, plan.modules, head).items():
+    for name, (column, whole) in _find_sharded_scopes(modules, plan.modules, head).items():
         parent, prefix = modules[name], f"{name}." if name else ""
         if name not in plan.modules:
             for key, parameter in parent.named_parameters(recurse=False):
@@ -642,13 +653,13 @@ def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool 
         for leaf, child in parent.named_children():
             path = prefix + leaf
             planned = any(one == path or one.startswith(f"{path}.") for one in names)
-            if planned or next(child.parameters(), None) is None or _sees_all(child, whole, leaf, column):
+            if planned or next(child.parameters(), None) is None or _has_full_features(child, whole, leaf, column):
                 continue
             if type(child).__module__ in ACTIVATIONS and all(p.numel() == 1 for p in child.parameters()):
                 settled.modules[path] = "replicated_with_grad_allreduce"
                 continue
             _check_not_by_head(path, child)
-            style = "mla_kv_a_proj" if leaf == LATENT else "replicated_with_grad_allreduce"
+            style = "mla_kv_a_proj" if leaf == LATENT_PROJECTION else "replicated_with_grad_allreduce"
             raise ValueError(
                 f"{path!r} ({type(child).__name__}) is not in the plan, but {column[0]!r} next to it is sharded: if it "
                 "sees only this rank's features, its gradient must be summed over ranks. Add it to the plan as "
@@ -657,7 +668,7 @@ def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool 
     return settled
 
 
-def _around_parts(
+def _find_sharded_scopes(
     modules: Mapping[str, Any], plan: Mapping[str, Style], head: nn.Module | None
 ) -> dict[str, tuple[list[str], set[int]]]:
     """Find the modules whose code may see sharded features.
@@ -669,26 +680,32 @@ def _around_parts(
     Returns:
         By module name: (the column layers whose features it may see, the widths of features that all ranks have).
     """
-    rows: dict[str, list[str]] = {}  # names of row layers, by the name of each module that contains them
+    row_layers_of_scope: dict[str, list[str]] = {}  # names of row layers, by the name of each module that contains them
     for name, style in plan.items():
         if spec_of(style).shard_dim == 1:
-            for scope in _scopes(name):
-                rows.setdefault(scope, []).append(name)
-    found: dict[str, tuple[list[str], set[int]]] = {}
+            for scope in _enclosing_scopes(name):
+                row_layers_of_scope.setdefault(scope, []).append(name)
+    scopes_by_name: dict[str, tuple[list[str], set[int]]] = {}
     for name, style in plan.items():
         spec = spec_of(style)
-        column_layer = spec.needs is nn.Linear and spec.shard_dim == 0
-        if not column_layer or (spec.gathers_output and modules[name] is not head):
+        is_column_layer = spec.needs is nn.Linear and spec.shard_dim == 0
+        if not is_column_layer or (spec.gathers_output and modules[name] is not head):
             continue
-        scopes = _scopes(name)
-        top = scopes[0] if spec.gathers_output else next((scope for scope in scopes if scope in rows), scopes[0])
-        ends = [] if spec.gathers_output else rows.get(top, [])
-        widths = {features_of(modules[name])[0], *(features_of(modules[end])[1] for end in ends)}
-        for scope in dict.fromkeys(scope for one in (name, *ends) for scope in _scopes(one) if within(scope, top)):
-            column, whole = found.setdefault(scope, ([], set()))
-            column.append(name)
-            whole |= widths
-    return found
+        scopes = _enclosing_scopes(name)
+        outermost = (
+            scopes[0]
+            if spec.gathers_output
+            else next((scope for scope in scopes if scope in row_layers_of_scope), scopes[0])
+        )
+        row_layers = [] if spec.gathers_output else row_layers_of_scope.get(outermost, [])
+        widths = {features_of(modules[name])[0], *(features_of(modules[end])[1] for end in row_layers)}
+        for scope in dict.fromkeys(
+            scope for one in (name, *row_layers) for scope in _enclosing_scopes(one) if within(scope, outermost)
+        ):
+            column_layers, full_widths = scopes_by_name.setdefault(scope, ([], set()))
+            column_layers.append(name)
+            full_widths |= widths
+    return scopes_by_name
 
 
 def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | None:
@@ -701,7 +718,7 @@ def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | No
     return model.get_submodule(names[0]) if len(names) == 1 else None
 
 
-def _scopes(name: str) -> list[str]:
+def _enclosing_scopes(name: str) -> list[str]:
     """Return the names of the modules that contain `name`, from its parent to the model itself, ""."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
@@ -712,19 +729,20 @@ def within(scope: str, top: str) -> bool:
     return not top or scope == top or scope.startswith(f"{top}.")
 
 
-LATENT = "kv_a_proj_with_mqa"
+LATENT_PROJECTION = "kv_a_proj_with_mqa"
 
 
-def _sees_all(module: nn.Module, whole: set[int], leaf: str, column: list[str]) -> bool:
+def _has_full_features(module: nn.Module, full_widths: set[int], leaf: str, column_layers: list[str]) -> bool:
     """True if the widths of the parameters in `module` show that it sees unsharded features."""
-    leaves = {name.rpartition(".")[2] for name in column}
-    if leaf == LATENT or (leaf in HEAD_NORMS and not HEAD_PROJECTIONS.isdisjoint(leaves)):
+    leaves = {name.rpartition(".")[2] for name in column_layers}
+    if leaf == LATENT_PROJECTION or (leaf in HEAD_NORMS and not HEAD_PROJECTIONS.isdisjoint(leaves)):
         return False
-    inside = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
-    linears = [m for m in inside if isinstance(m, nn.Linear) or is_conv1d(m)]
+    submodules = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
+    linears = [m for m in submodules if isinstance(m, nn.Linear) or is_conv1d(m)]
     if linears:  # check these only: other modules inside `module` see their outputs
-        return any(features_of(m)[0] in whole for m in linears)
+        return any(features_of(m)[0] in full_widths for m in linears)
     return all(
-        isinstance(m, nn.Embedding) or all(p.ndim == 1 and p.numel() in whole for p in m.parameters(recurse=False))
-        for m in inside
+        isinstance(m, nn.Embedding)
+        or all(p.ndim == 1 and p.numel() in full_widths for p in m.parameters(recurse=False))
+        for m in submodules
     )

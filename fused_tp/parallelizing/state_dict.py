@@ -48,30 +48,30 @@ def load_full_state_dict(
     """
     parts, dtensors = packed_dims(model), as_dtensors(model)
     parts |= {id(dtensors[key]): dim for key, dim in parts.items() if key in dtensors}
-    own = {name: dtensors.get(id(t), t) for name, t in model.state_dict(keep_vars=True).items()}
+    own_state = {name: dtensors.get(id(t), t) for name, t in model.state_dict(keep_vars=True).items()}
     unknown, loaded = [], set()
     for name, full in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
-        if name not in own:
+        if name not in own_state:
             unknown.append(name)
             continue
-        shape = list(own[name].shape)
-        if (dim := parts.get(id(own[name]))) is not None:  # packed: has one dim more than the unsharded parameter
+        shape = list(own_state[name].shape)
+        if (dim := parts.get(id(own_state[name]))) is not None:  # packed: has one dim more than the unsharded parameter
             shape[dim : dim + 2] = [prod(shape[dim : dim + 2])]
         if list(full.shape) != shape:
             raise ValueError(f"{name!r} must have shape {tuple(shape)} as in the model, got {tuple(full.shape)}.")
-        full = full.reshape(own[name].shape)
-        if any(type(placement) not in (Shard, Replicate) for placement in getattr(own[name], "placements", ())):
+        full = full.reshape(own_state[name].shape)
+        if any(type(placement) not in (Shard, Replicate) for placement in getattr(own_state[name], "placements", ())):
             raise ValueError(
-                f"Loading into {name!r} with placements {own[name].placements} is not supported. Load before "
+                f"Loading into {name!r} with placements {own_state[name].placements} is not supported. Load before "
                 "fully_shard."
             )
-        copy_full_(own[name], full.to(own[name].device), broadcast=False)
-        loaded.add(id(own[name]))
-    missing = [name for name, tensor in own.items() if id(tensor) not in loaded]
+        copy_full_(own_state[name], full.to(own_state[name].device), broadcast=False)
+        loaded.add(id(own_state[name]))
+    missing = [name for name, tensor in own_state.items() if id(tensor) not in loaded]
     if strict and (missing or unknown):
         problems = [
-            f"{what} {names[:5]}{'...' if len(names) > 5 else ''}"
-            for what, names in (("lacks", missing), ("has unknown", unknown))
+            f"{description} {names[:5]}{'...' if len(names) > 5 else ''}"
+            for description, names in (("lacks", missing), ("has unknown", unknown))
             if names
         ]
         raise ValueError(f"state_dict {' and '.join(problems)}. Pass strict=False to load the other tensors.")
@@ -97,32 +97,34 @@ def check_buffers(model: nn.Module, *, hf: bool) -> None:
 @torch.no_grad()
 def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
     """Allocate tensors that are still on the meta device, filled with NaN, and move the other tensors to the device."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
+    new_parameters: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if parameter not in made:
+                if parameter not in new_parameters:
                     empty = torch.empty_like(parameter, device=device_type)
                     fill_unset_(empty)
-                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    vars(made[parameter]).update(vars(parameter))
-                module._parameters[key] = made[parameter]
-        lost = False
+                    new_parameters[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    vars(new_parameters[parameter]).update(vars(parameter))
+                module._parameters[key] = new_parameters[parameter]
+        has_unset_buffer = False
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = _unset(buffer, device_type)
-                lost |= key in module._non_persistent_buffers_set
-        if lost and hasattr(module, "reset_buffers"):
+                module._buffers[key] = _make_unset_buffer(buffer, device_type)
+                has_unset_buffer |= key in module._non_persistent_buffers_set
+        if has_unset_buffer and hasattr(module, "reset_buffers"):
             reset_buffers: Any = module.reset_buffers
             reset_buffers()
-        elif lost and hf:
-            around = map(model.get_submodule, _enclosing(name))
-            init_weights: Any = next(m for m in around if hasattr(m, "_init_weights"))._init_weights
+        elif has_unset_buffer and hf:
+            enclosing_modules = map(model.get_submodule, _enclosing_names(name))
+            init_weights: Any = next(m for m in enclosing_modules if hasattr(m, "_init_weights"))._init_weights
             # transformers fills such buffers (RoPE frequencies) in the method `_init_weights` of the enclosing model,
             # which also initialises parameters. So replace the module's DTensors by temporary tensors.
-            parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
-            whole = {n: torch.empty(p.shape, dtype=p.dtype, device=device_type) for n, p in parts.items()}
-            with _reparametrize_module(module, whole):
+            dtensors = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+            temporary_tensors = {
+                n: torch.empty(p.shape, dtype=p.dtype, device=device_type) for n, p in dtensors.items()
+            }
+            with _reparametrize_module(module, temporary_tensors):
                 init_weights(module)
             for key in module._non_persistent_buffers_set:
                 buffer = module._buffers[key]
@@ -136,18 +138,18 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
         model.to(device_type)
 
 
-def _unset(like: Tensor, device: torch.device | str) -> Tensor:
+def _make_unset_buffer(like: Tensor, device: torch.device | str) -> Tensor:
     """Return a buffer like `like`, filled with a value that marks it as unset: NaN for floating-point dtypes."""
     return torch.full_like(like, unset_value(like.dtype), device=device)
 
 
 def _is_unset(buffer: Tensor) -> bool:
     always_set = buffer.dtype == torch.bool or not buffer.numel()  # no value can mark these as unset
-    nothing = unset_value(buffer.dtype)
-    return not always_set and bool((buffer.isnan() if isnan(nothing) else buffer == nothing).all())
+    unset = unset_value(buffer.dtype)
+    return not always_set and bool((buffer.isnan() if isnan(unset) else buffer == unset).all())
 
 
-def _enclosing(name: str) -> Iterator[str]:
+def _enclosing_names(name: str) -> Iterator[str]:
     """Yield the name of a module and then the names of the modules that contain it, innermost first."""
     yield name
     while name:
@@ -155,7 +157,7 @@ def _enclosing(name: str) -> Iterator[str]:
         yield name
 
 
-def save_whole(model: PreTrainedModel) -> None:
+def save_full_model_in_save_pretrained(model: PreTrainedModel) -> None:
     """Make `model.save_pretrained(folder)` write the full model, as `save_pretrained` below does."""
     # A partial can be pickled, unlike a closure, and deepcopy binds it to the copied model.
     model.save_pretrained = partial(save_pretrained, model)

@@ -26,26 +26,27 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fused_tp.ops.collectives import gather, scatter
 from fused_tp.parallelizing.experts import takes_routing
 from fused_tp.parallelizing.layers import HookArguments, attachments
-from fused_tp.parallelizing.sequence_sharding import SequenceSharding, in_one_order
+from fused_tp.parallelizing.sequence_sharding import SequenceSharding, restore_hook_order
 from fused_tp.parallelizing.shard_plan import ShardingPlan, spec_of, within
 
 
-def find_blocks(model: nn.Module, plan: ShardingPlan, *, rows_travel: bool) -> tuple[list[str], list[str]]:
+def find_blocks(model: nn.Module, plan: ShardingPlan, *, exchanges_expert_rows: bool) -> tuple[list[str], list[str]]:
     """Return (names of blocks that run on the full sequence, names of blocks with experts that run on a shard).
 
     Args:
-        rows_travel: experts are distributed over ranks that are not tensor parallel, so that rows are exchanged with
-            these. (Each tensor parallel rank then sends the rows of all tokens.)
+        exchanges_expert_rows: experts are distributed over ranks outside the tensor parallel group, so that each
+            tensor parallel rank sends the rows of all tokens to those ranks.
 
     Raises:
         ValueError: a module needs the full sequence, or may need it, but is in no block; or the plan has a
             `ParallelStyle`.
     """
     modules = dict(model.named_modules())
-    found: dict[str, None] = {}
+    blocks: dict[str, None] = {}
     for name, module in modules.items():
         style = plan.modules.get(name)
-        if any(within(name, one) for one in (*plan.before, *plan.behind)):  # these see the full sequence anyway
+        # These see the full sequence anyway.
+        if any(within(name, one) for one in (*plan.modules_before_layers, *plan.modules_after_layers)):
             continue
         if isinstance(style, ParallelStyle):
             raise ValueError(
@@ -53,11 +54,11 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, rows_travel: bool) -> t
                 "does not specify how the sequence is sharded. Use the name of a style, such as 'colwise'."
             )
         spec = spec_of(style)
-        owns = any(True for _ in module.parameters(recurse=False))
-        known = style is not None or "norm" in type(module).__name__.lower() or isinstance(module, nn.Embedding)
-        if not (spec.splits_input or spec.shares_rotary or spec.sums_output) and (known or not owns):
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        is_known = style is not None or "norm" in type(module).__name__.lower() or isinstance(module, nn.Embedding)
+        if not (spec.splits_input or spec.shares_rotary or spec.sums_output) and (is_known or not has_parameters):
             continue
-        block = _block_of(name, modules)
+        block = _find_block(name, modules)
         if block is None and style is not None:
             raise ValueError(
                 f"sequence_parallel=True does not support the style {style!r} of {name!r}: it needs the full sequence, "
@@ -71,12 +72,16 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, rows_travel: bool) -> t
             )
         # A replicated nn.Linear that is itself a block treats tokens independently, so it runs on a shard.
         if not (block == name and type(module) is nn.Linear and style is None):
-            found[block] = None
-    own = [] if rows_travel else [block for block in found if _takes_tokens_alone(block, modules[block], plan)]
-    return [block for block in found if block not in own], own
+            blocks[block] = None
+    shard_blocks = (
+        []
+        if exchanges_expert_rows
+        else [block for block in blocks if _treats_tokens_independently(block, modules[block], plan)]
+    )
+    return [block for block in blocks if block not in shard_blocks], shard_blocks
 
 
-_RECORDERS = "transformers.utils.output_capturing"  # module of hooks that store outputs
+_OUTPUT_RECORDER_MODULE = "transformers.utils.output_capturing"  # module of hooks that store outputs
 _KNOWN_MODULES = (
     "transformers.models.",
     "transformers.activations",
@@ -85,7 +90,7 @@ _KNOWN_MODULES = (
 )
 
 
-def _takes_tokens_alone(name: str, block: nn.Module, plan: ShardingPlan) -> bool:
+def _treats_tokens_independently(name: str, block: nn.Module, plan: ShardingPlan) -> bool:
     """True if `block` has experts and treats tokens independently.
 
     Inspecting a module cannot prove this. So it is assumed only for unmodified code of transformers, which has been
@@ -108,17 +113,21 @@ def _takes_tokens_alone(name: str, block: nn.Module, plan: ShardingPlan) -> bool
         else:
             supported = not (spec.splits_input or spec.gathers_output or spec.shares_rotary or spec.shares_keys)
             supported &= not spec.adds_once and not plan.parameters_of(path, module)
-        known = type(module).__module__.startswith(_KNOWN_MODULES)
-        if not (supported and known and not _may_read_tokens(module) and not _draws_noise(module)):
+        is_known = type(module).__module__.startswith(_KNOWN_MODULES)
+        if not (supported and is_known and not _may_read_tokens(module) and not _draws_noise(module)):
             return False
     parameters = inspect.signature(type(block).forward).parameters.values()
-    one = [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # self, and hidden states
-    return bool(experts) and one
+    takes_hidden_states_only = [p.kind for p in parameters] == [
+        inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ] * 2  # self, and hidden states
+    return bool(experts) and takes_hidden_states_only
 
 
 def _may_read_tokens(module: nn.Module) -> bool:
     """True if `module` has a patched forward or hooks, except transformers' recorders, which only store outputs."""
-    recorders = all(getattr(hook, "__module__", "") == _RECORDERS for hook in module._forward_hooks.values())
+    recorders = all(
+        getattr(hook, "__module__", "") == _OUTPUT_RECORDER_MODULE for hook in module._forward_hooks.values()
+    )
     return bool(set(attachments(module)) - ({"_forward_hooks"} if recorders else set()))
 
 
@@ -127,36 +136,40 @@ def _draws_noise(module: nn.Module) -> bool:
     return any("jitter" in name and value for name, value in vars(module).items())
 
 
-def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
+def _find_block(name: str, modules: dict[str, nn.Module]) -> str | None:
     """Return the name of the block that the module called `name` is, or is inside; None if it is in no block."""
     parts = name.split(".")
     for n in range(1, len(parts) - 1):
         if isinstance(modules[".".join(parts[:n])], nn.ModuleList):
             rest = range(n + 2, len(parts) + 1)
             names = (".".join(parts[:m]) for m in rest)
-            return next((at for at in names if not isinstance(modules[at], nn.ModuleList)), None)
+            return next((candidate for candidate in names if not isinstance(modules[candidate], nn.ModuleList)), None)
     return None
 
 
-def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Collection[str] = ()) -> None:
+def run_on_full_sequence(
+    block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Collection[str] = ()
+) -> None:
     """Hook `block`, whose layers run without sequence parallelism, to run on the full sequence.
 
     `parts` names the arguments, besides the first, that hold a shard of the sequence.
     """
     # Prepend, because the hooks that styles have registered expect full sequences.
-    gather_input = partial(_gather_input, sequence, mesh, _places(block, parts))
+    gather_input = partial(_gather_input, sequence, mesh, _argument_places(block, parts))
     block.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
-    in_one_order(block._forward_pre_hooks)
+    restore_hook_order(block._forward_pre_hooks)
     block.register_forward_hook(partial(_scatter_output, sequence, mesh))
 
 
-def split_before(module: nn.Module, arguments: Collection[str], mesh: DeviceMesh, sequence: SequenceSharding) -> None:
+def split_arguments_before(
+    module: nn.Module, arguments: Collection[str], mesh: DeviceMesh, sequence: SequenceSharding
+) -> None:
     """Hook `module` so that it receives its `arguments`, which hold the tokens of all ranks, sharded to this rank's."""
-    split_input = partial(_split_input, sequence, mesh, _places(module, arguments))
+    split_input = partial(_split_input, sequence, mesh, _argument_places(module, arguments))
     module.register_forward_pre_hook(split_input, with_kwargs=True)
 
 
-def join_behind(module: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
+def gather_output_after(module: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
     """Hook `module`, which runs on this rank's tokens, so that its output is gathered to the tokens of all ranks."""
     module.register_forward_hook(partial(_gather_output, sequence, mesh))
 
@@ -168,21 +181,23 @@ def _gather_output(
     return gather(output, 1, group=mesh, gather_size=state.local_len) if state.tp_sharded else output
 
 
-def _places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
+def _argument_places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
     """Return the names and the positional indices by which the arguments called `names` can be passed."""
     order = enumerate(inspect.signature(module.forward).parameters)
     return frozenset({*names, *(position for position, name in order if name in names)})
 
 
-def _changed(
+def _replace_arguments(
     places: frozenset[int | str], change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments:
     """Return `args` and `kwargs` with `change` applied to the tensors at `places`, which are indices and names."""
 
-    def changed(place: int | str, value: Any) -> Any:
+    def replace_argument(place: int | str, value: Any) -> Any:
         return change(value) if place in places and isinstance(value, Tensor) else value
 
-    return tuple(changed(i, value) for i, value in enumerate(args)), {k: changed(k, v) for k, v in kwargs.items()}
+    return tuple(replace_argument(i, value) for i, value in enumerate(args)), {
+        k: replace_argument(k, v) for k, v in kwargs.items()
+    }
 
 
 def _split_input(
@@ -195,7 +210,7 @@ def _split_input(
 ) -> HookArguments | None:
     if not sequence.state_now().tp_sharded:
         return None
-    return _changed(places, partial(scatter, dim=1, group=mesh), args, kwargs)
+    return _replace_arguments(places, partial(scatter, dim=1, group=mesh), args, kwargs)
 
 
 def _gather_input(
@@ -210,21 +225,21 @@ def _gather_input(
     if not state.tp_sharded:
         return None
 
-    def whole_of(t: Tensor) -> Tensor:
+    def gather_full(t: Tensor) -> Tensor:
         flat = t.ndim == 2  # the tokens of all rows in one dim
         part = t if t.is_floating_point() else t.double()  # gather needs floats; float64 holds indices exactly
         part = part.unflatten(0, (state.batch, -1)) if flat else part
-        whole = gather(part, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
-        return whole.flatten(0, 1) if flat else whole
+        full_input = gather(part, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
+        return full_input.flatten(0, 1) if flat else full_input
 
-    args, kwargs = _changed(parts, whole_of, args, kwargs)
+    args, kwargs = _replace_arguments(parts, gather_full, args, kwargs)
     x = args[0] if args else next(iter(kwargs.values()))
     length = state.local_len or 0
     if not isinstance(x, Tensor) or not (x.ndim == 3 or (x.ndim == 2 and parts)):
-        given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+        description = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
         raise ValueError(
             f"sequence_parallel=True: the first argument of {type(block).__name__}, which runs on the full sequence, "
-            f"must be hidden states [batch, seq, hidden], got {given}. Pass sequence_parallel=False."
+            f"must be hidden states [batch, seq, hidden], got {description}. Pass sequence_parallel=False."
         )
     for other in (*args[1:], *kwargs.values()):
         # A tensor of the shape of x is another shard, not the full sequence: with more than one token the two differ in
@@ -234,8 +249,8 @@ def _gather_input(
                 f"sequence_parallel=True: {type(block).__name__} runs on the full sequence, but two of its arguments "
                 f"hold shards of it, {tuple(x.shape)}, which is not supported. Pass sequence_parallel=False."
             )
-    whole = whole_of(x)
-    return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
+    full_input = gather_full(x)
+    return ((full_input, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): full_input})
 
 
 def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Module, args: Any, output: Any) -> Any:
@@ -250,7 +265,7 @@ def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Modu
             f"{type(first).__name__} {tuple(getattr(first, 'shape', ()))}. Pass sequence_parallel=False."
         )
 
-    def own(t: Any) -> Any:
+    def take_shard(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
         # Indices are not sharded: the next block gets those of the full sequence.
@@ -260,4 +275,4 @@ def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Modu
             return scatter(t.unflatten(0, (-1, length)), 1, group=mesh).flatten(0, 1)
         return t
 
-    return tuple(map(own, output)) if isinstance(output, tuple) else own(output)
+    return tuple(map(take_shard, output)) if isinstance(output, tuple) else take_shard(output)

@@ -30,14 +30,14 @@ from fused_tp.nn.grad_norm import clip_by_norm_, grad_norm
 from fused_tp.nn.optimizers import optimizer_step_counts, watch_model
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
-from fused_tp.parallelizing.checks.batch_check import BatchCheck, of_all_ranks
+from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
 from fused_tp.parallelizing.checks.parts_check import check_equal_steps
-from fused_tp.parallelizing.checks.sharding_check import check_verify, compared
-from fused_tp.parallelizing.grad_sync import is_distributed, take_mean
+from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
+from fused_tp.parallelizing.grad_sync import average_gradients, is_distributed
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.parallelize import parallelize
-from fused_tp.parallelizing.readers import forward_mentions
-from fused_tp.parallelizing.sequence_sharding import PASSES_ON
+from fused_tp.parallelizing.readers import forward_source_contains
+from fused_tp.parallelizing.sequence_sharding import INNER_STAGE_ATTRIBUTE
 from fused_tp.parallelizing.shard_plan import Style, resolve_plan
 from fused_tp.parallelizing.state_dict import check_buffers, load_full_state_dict, materialize
 from fused_tp.pipelining.schedules import ScheduleKind, find_schedule
@@ -47,10 +47,10 @@ from fused_tp.pipelining.stages import (
     ModelLayers,
     estimated_costs,
     find_layers,
-    in_mode,
     share_out,
     take_stages,
-    with_zeros,
+    training_mode,
+    zeros_for_meta_tensors,
 )
 from fused_tp.pipelining.timeline import Recorder, Span
 
@@ -58,12 +58,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Loss = Callable[[Any, Any], Tensor]
-_IGNORED = -100  # label of ignored tokens, as everywhere in transformers
-_LABELS = ("labels", "shift_labels")
-_COUNT = "num_items_in_batch"  # divisor of the sum over targets, in place of a microbatch's own number of targets
+_IGNORED_LABEL = -100  # label of ignored tokens, as everywhere in transformers
+_LABEL_NAMES = ("labels", "shift_labels")
+_TARGET_COUNT = (
+    "num_items_in_batch"  # divisor of the sum over targets, in place of a microbatch's own number of targets
+)
 
 
-class Inside(TypedDict, total=False):
+class StageKeywords(TypedDict, total=False):
     """Keywords of `parallelize` that `pipeline` takes."""
 
     tp_dim: str
@@ -76,7 +78,9 @@ class Inside(TypedDict, total=False):
     grad_sync: bool
 
 
-_INSIDE = {name: inspect.signature(parallelize).parameters[name].default for name in Inside.__annotations__}
+_STAGE_DEFAULTS = {
+    name: inspect.signature(parallelize).parameters[name].default for name in StageKeywords.__annotations__
+}
 
 
 def pipeline(
@@ -92,7 +96,7 @@ def pipeline(
     example: Mapping[str, Any] | None = None,
     pp_dim: str = "pp",
     verify: str | bool | Mapping[str, Any] = "auto",
-    **inside: Unpack[Inside],
+    **stage_keywords: Unpack[StageKeywords],
 ) -> Pipeline:
     """Split `model` into a pipeline over `mesh[pp_dim]`; `step(batch)` of the result trains on a batch.
 
@@ -141,13 +145,15 @@ def pipeline(
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}.")
-    names = mesh.mesh_dim_names or ()
-    if pp_dim not in names:
-        raise ValueError(f"mesh has the dims {names or 'without names'}, and pp_dim={pp_dim!r} is none of them.")
-    unknown = sorted(set(inside) - set(Inside.__annotations__))
+    dim_names = mesh.mesh_dim_names or ()
+    if pp_dim not in dim_names:
+        raise ValueError(f"mesh has the dims {dim_names or 'without names'}, not pp_dim={pp_dim!r}.")
+    unknown = sorted(set(stage_keywords) - set(StageKeywords.__annotations__))
     if unknown:
-        raise TypeError(f"pipeline has no keyword {unknown[0]!r}; of parallelize it takes {', '.join(_INSIDE)}.")
-    keywords: dict[str, Any] = {**_INSIDE, **inside}
+        raise TypeError(
+            f"pipeline has no keyword {unknown[0]!r}; of parallelize it takes {', '.join(_STAGE_DEFAULTS)}."
+        )
+    keywords: dict[str, Any] = {**_STAGE_DEFAULTS, **stage_keywords}
     dims = tuple(keywords[key] for key in ("tp_dim", "cp_dim"))
     if keywords["ep_dim"] not in (None, *dims):
         raise ValueError(
@@ -160,11 +166,13 @@ def pipeline(
     check_bool(**{key: keywords[key] for key in ("sequence_parallel", "loss_parallel")}, grad_sync=grad_sync)
     if virtual_stages is not None:
         check_int("virtual_stages", virtual_stages, 1)
-    needed = {"sequence_parallel": dims[0], "loss_parallel": dims[0], "ep_dim": keywords["ep_dim"]}
-    needed["ulysses_size"] = dims[1] if keywords["ulysses_size"] != 1 else None
-    for asked, dim in needed.items():
-        if keywords[asked] and dim is not None and dim not in names:
-            raise ValueError(f"{asked}={keywords[asked]} needs ranks along {dim!r}, and mesh has the dims {names}.")
+    needed_dims = {"sequence_parallel": dims[0], "loss_parallel": dims[0], "ep_dim": keywords["ep_dim"]}
+    needed_dims["ulysses_size"] = dims[1] if keywords["ulysses_size"] != 1 else None
+    for keyword, dim in needed_dims.items():
+        if keywords[keyword] and dim is not None and dim not in dim_names:
+            raise ValueError(
+                f"{keyword}={keywords[keyword]} needs ranks along {dim!r}, and mesh has the dims {dim_names}."
+            )
     is_hf = is_transformers_model(model)
     if loss_fn is None and "labels" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__}.forward has no argument labels. Pass loss_fn(output, labels).")
@@ -175,57 +183,63 @@ def pipeline(
         )
     pp_mesh = mesh[pp_dim]
     ranks, rank = pp_mesh.size(), pp_mesh.get_local_rank()
-    kind, of_rank = find_schedule(schedule, ranks, microbatches, virtual_stages)
+    kind, stages_per_rank = find_schedule(schedule, ranks, microbatches, virtual_stages)
     check_buffers(model, hf=is_hf)
-    with with_zeros(model):
-        found = find_layers(model, layers, example or _example(model, is_hf))
+    with zeros_for_meta_tensors(model):
+        layer_split = find_layers(model, layers, example or _make_example(model, is_hf))
     if costs is None:
-        costs = estimated_costs(model, found)
-    elif len(costs) != found.count:
-        raise ValueError(f"costs has {len(costs)} numbers for the {found.count} layers of {found.container!r}.")
-    parts = share_out(costs, ranks * of_rank)
-    meshes = {dim: mesh[dim] for dim in dims if dim in names and mesh[dim].size() > 1}
+        costs = estimated_costs(model, layer_split)
+    elif len(costs) != layer_split.count:
+        raise ValueError(
+            f"costs has {len(costs)} numbers for the {layer_split.count} layers of {layer_split.container!r}."
+        )
+    parts = share_out(costs, ranks * stages_per_rank)
+    meshes = {dim: mesh[dim] for dim in dims if dim in dim_names and mesh[dim].size() > 1}
     tp_mesh, cp_mesh = (meshes.get(dim) for dim in dims)
-    tied = _tied_names(model, found)
-    adapted = hasattr(model, "peft_config")  # its plan has the names without adapters
-    whole = resolve_plan(model, plan) if tp_mesh is not None and not adapted else None
-    concrete: dict[str, Style] | None = None if whole is None else {**whole.modules, **whole.parameters}
-    if concrete is not None and (tied or plan != "auto"):
-        # The plan of the whole model shards an embedding like the output layer tied to it, and lists names that a stage
-        # may lack.
-        plan = concrete
-    disable: Any = getattr(model, "disable_input_require_grads", None)
-    if disable is not None and getattr(model, "_require_grads_hooks", None):
-        disable()  # hooks from gradient_checkpointing_enable, which parallel embeddings do not support
+    tied = _tied_names(model, layer_split)
+    has_adapters = hasattr(model, "peft_config")  # its plan has the names without adapters
+    full_plan = resolve_plan(model, plan) if tp_mesh is not None and not has_adapters else None
+    named_styles: dict[str, Style] | None = None if full_plan is None else {**full_plan.modules, **full_plan.parameters}
+    if named_styles is not None and (tied or plan != "auto"):
+        # In the whole model's plan an embedding is sharded like the output layer tied to it, which is in another stage.
+        plan = named_styles
+    disable_input_grads: Any = getattr(model, "disable_input_require_grads", None)
+    if disable_input_grads is not None and getattr(model, "_require_grads_hooks", None):
+        disable_input_grads()  # hooks from gradient_checkpointing_enable, which parallel embeddings do not support
     stages: dict[int, Stage] = {}
-    sharing = [pp_mesh, *meshes.values()]
-    with compared(model, verify, sharing, tp=tp_mesh, cp=cp_mesh, rows=microbatches) as outcome:
-        refused: Exception | None = None
+    checked_meshes = [pp_mesh, *meshes.values()]
+    with compare_sharding(model, verify, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches) as outcome:
+        error_of_stage: Exception | None = None
         try:
             for number, (part, boundary) in take_stages(
-                model, found, parts, kind.stages_of(rank, ranks, of_rank)
+                model, layer_split, parts, kind.stages_of(rank, ranks, stages_per_rank)
             ).items():
                 if number + 1 < len(parts):
-                    setattr(part, PASSES_ON, True)
+                    setattr(part, INNER_STAGE_ATTRIBUTE, True)
                 # A stage with nothing to shard is replicated over the tensor parallel ranks.
-                whole_stage = concrete is not None and not keywords["sequence_parallel"] and not _within(part, concrete)
-                over = {dim: one for dim, one in meshes.items() if not (whole_stage and one is tp_mesh)}
-                if over:
-                    named = mesh if len(over) == len(meshes) else next(iter(over.values()))
-                    of_stage = keywords | {"loss_parallel": keywords["loss_parallel"] and not whole_stage}
-                    how = of_stage | {"grad_sync": False, "verify": False}  # a stage cannot run alone
-                    parallelize(part, named, plan=_within(part, plan), **how)
+                is_replicated = (
+                    named_styles is not None
+                    and not keywords["sequence_parallel"]
+                    and not _restrict_plan(part, named_styles)
+                )
+                stage_meshes = {dim: one for dim, one in meshes.items() if not (is_replicated and one is tp_mesh)}
+                if stage_meshes:
+                    stage_mesh = mesh if len(stage_meshes) == len(meshes) else next(iter(stage_meshes.values()))
+                    own_keywords = keywords | {"loss_parallel": keywords["loss_parallel"] and not is_replicated}
+                    # A stage cannot run alone.
+                    parallelize_keywords = own_keywords | {"grad_sync": False, "verify": False}
+                    parallelize(part, stage_mesh, plan=_restrict_plan(part, plan), **parallelize_keywords)
                 else:
                     materialize(part, mesh.device_type, hf=is_hf)
                 stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
         except Exception as error:
-            refused = error
-        _agree(pp_mesh, refused)
-        _release(model, stages.values())
+            error_of_stage = error
+        _raise_on_all_ranks(pp_mesh, error_of_stage)
+        _free_other_stages(model, stages.values())
         pipe = Pipeline(
             stages,
             kind,
-            found,
+            layer_split,
             parts,
             pp_mesh,
             tp_mesh,
@@ -239,7 +253,7 @@ def pipeline(
     return pipe
 
 
-def _example(model: nn.Module, is_hf: bool) -> dict[str, Any]:
+def _make_example(model: nn.Module, is_hf: bool) -> dict[str, Any]:
     device = next(model.parameters()).device
     tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=device)
     if is_hf:
@@ -250,15 +264,18 @@ def _example(model: nn.Module, is_hf: bool) -> dict[str, Any]:
 def _tied_names(model: nn.Module, layers: ModelLayers) -> tuple[str, str] | None:
     """Return both names of the parameter that the first and the last stage share, or None."""
 
-    def named(modules: Sequence[str]) -> dict[int, str]:
+    def parameter_names(modules: Sequence[str]) -> dict[int, str]:
         return {
             id(p): f"{name}.{leaf}"
             for name in modules
             for leaf, p in model.get_submodule(name).named_parameters(recurse=False, remove_duplicate=False)
         }
 
-    front, behind = named(layers.in_front), named(layers.behind)
-    shared = [(front[key], behind[key]) for key in front if key in behind]
+    names_in_front, names_behind = (
+        parameter_names(layers.modules_before_layers),
+        parameter_names(layers.modules_after_layers),
+    )
+    shared = [(names_in_front[key], names_behind[key]) for key in names_in_front if key in names_behind]
     if len(shared) > 1:
         raise ValueError(
             f"The first and last stages share {len(shared)} parameters: {shared}. At most one tied parameter is "
@@ -267,33 +284,33 @@ def _tied_names(model: nn.Module, layers: ModelLayers) -> tuple[str, str] | None
     return shared[0] if shared else None
 
 
-def _within(part: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[str, Style]:
+def _restrict_plan(part: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[str, Style]:
     """Restrict a plan with concrete names to the names in a stage."""
     if isinstance(plan, str):
         return plan
-    known = {name for name, module in part.named_modules() if not isinstance(module, nn.Identity)}
-    known |= {name for name, _ in part.named_parameters(remove_duplicate=False)}
-    return {name: style for name, style in plan.items() if name in known or "*" in name}
+    stage_names = {name for name, module in part.named_modules() if not isinstance(module, nn.Identity)}
+    stage_names |= {name for name, _ in part.named_parameters(remove_duplicate=False)}
+    return {name: style for name, style in plan.items() if name in stage_names or "*" in name}
 
 
-def _agree(pp_mesh: DeviceMesh, refused: Exception | None) -> None:
+def _raise_on_all_ranks(pp_mesh: DeviceMesh, error: Exception | None) -> None:
     """Raise on all pipeline ranks if one raised: its peers would otherwise wait for it in their first step."""
-    said: list[Any] = [None] * pp_mesh.size()
-    dist.all_gather_object(said, None if refused is None else str(refused), group=pp_mesh.get_group())
-    if refused is not None:
-        raise refused
-    for rank, text in enumerate(said):
+    messages: list[Any] = [None] * pp_mesh.size()
+    dist.all_gather_object(messages, None if error is None else str(error), group=pp_mesh.get_group())
+    if error is not None:
+        raise error
+    for rank, text in enumerate(messages):
         if text is not None:
             raise ValueError(
                 f"Parallelizing a stage failed on pipeline rank {rank}; the model is already split, rebuild it: {text}"
             )
 
 
-def _release(model: nn.Module, stages: Iterable[Stage]) -> None:
+def _free_other_stages(model: nn.Module, stages: Iterable[Stage]) -> None:
     """Free the parameters of other ranks' stages, which the caller's `model` still holds."""
-    kept = {module for stage in stages for module in stage.modules()}
+    kept_modules = {module for stage in stages for module in stage.modules()}
     for module in model.modules():
-        if module not in kept:
+        if module not in kept_modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -314,7 +331,7 @@ class Stage(nn.Module):
         super().__init__()
         self.model, self.boundary, self.number, self.count = model, boundary, number, count
         self.is_hf, self.loss_fn = is_hf, loss_fn
-        self.common: dict[str, Any] = {}  # arguments equal for all microbatches of the running batch
+        self.shared_arguments: dict[str, Any] = {}  # arguments equal for all microbatches of the running batch
         self.microbatches = 1
         self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None  # shape and dtype sent and received
         self.takes_count = takes_target_count(model, is_hf=is_hf)
@@ -325,53 +342,55 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor, **batch: Any) -> Any:
         """Return the hidden state to send; in the last stage the loss, or the output if the batch has no labels."""
-        count = self.common.get(_COUNT)
-        batch |= {name: value for name, value in self.common.items() if name != _COUNT}
-        labels = {name: batch.get(name) for name in _LABELS}
-        own_loss = self.is_last and self.loss_fn is None and labels["labels"] is not None
-        if not own_loss:
-            batch = {name: value for name, value in batch.items() if name not in _LABELS}
+        count = self.shared_arguments.get(_TARGET_COUNT)
+        batch |= {name: value for name, value in self.shared_arguments.items() if name != _TARGET_COUNT}
+        labels = {name: batch.get(name) for name in _LABEL_NAMES}
+        uses_model_loss = self.is_last and self.loss_fn is None and labels["labels"] is not None
+        if not uses_model_loss:
+            batch = {name: value for name, value in batch.items() if name not in _LABEL_NAMES}
         elif self.takes_count:
-            batch[_COUNT] = count
+            batch[_TARGET_COUNT] = count
         boundary = self.boundary
-        boundary.received = received[0] if received else None
+        boundary.received_hidden = received[0] if received else None
         try:
             output = self.model(**batch)
-            sent = boundary.sent
+            sent_hidden = boundary.sent_hidden
         finally:
-            boundary.received = boundary.sent = None
+            boundary.received_hidden = boundary.sent_hidden = None
         if not self.is_last:
-            return self._checked(sent)
+            return self._check_sent(sent_hidden)
         if labels["labels"] is None:
             return output.logits if self.is_hf else output
         if self.loss_fn is not None:
             return self.loss_fn(output.logits if self.is_hf else output, labels["labels"]) / self.microbatches
         return output.loss * (1 if self.takes_count else 1 / self.microbatches)
 
-    def _checked(self, sent: Tensor | None) -> Tensor:
-        assert sent is not None and self.hidden is not None
-        if (tuple(sent.shape), sent.dtype) != self.hidden:
+    def _check_sent(self, hidden: Tensor | None) -> Tensor:
+        assert hidden is not None and self.hidden is not None
+        if (tuple(hidden.shape), hidden.dtype) != self.hidden:
             raise ValueError(
-                f"Stage {self.number} returned a hidden state {tuple(sent.shape)} of {sent.dtype}, but the next stage "
-                f"expects {self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same "
+                f"Stage {self.number} returned a hidden state {tuple(hidden.shape)} of {hidden.dtype}, but the next "
+                f"stage expects {self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same "
                 "autocast as its steps."
             )
         # torch detaches the sent tensor in place, which fails for views.
-        return sent.clone() if sent._is_view() else sent.contiguous()
+        return hidden.clone() if hidden._is_view() else hidden.contiguous()
 
 
 def takes_target_count(model: nn.Module, *, is_hf: bool) -> bool:
     """True if the model divides its loss by the argument `num_items_in_batch`."""
     parameters = inspect.signature(model.forward).parameters
     # transformers' own loss functions take it among other keywords; models with another loss would ignore it.
-    others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return _COUNT in parameters or (is_hf and others and forward_mentions(model, "loss_function", unknown=False))
+    takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return _TARGET_COUNT in parameters or (
+        is_hf and takes_keywords and forward_source_contains(model, "loss_function", default=False)
+    )
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
     """Count the targets that are not ignored, in unshifted `labels` or in `shift_labels`."""
-    shifted = batch.get("shift_labels")
-    return ((batch["labels"][:, 1:] if shifted is None else shifted) != _IGNORED).sum()
+    shifted_labels = batch.get("shift_labels")
+    return ((batch["labels"][:, 1:] if shifted_labels is None else shifted_labels) != _IGNORED_LABEL).sum()
 
 
 class Pipeline:
@@ -405,17 +424,21 @@ class Pipeline:
         self._schedules: dict[tuple[int, ...], Any] = {}  # by the shape of the hidden state
         for stage in stages.values():
             stage.microbatches = microbatches
-        self._unsynced = False  # True while gradients are not yet reduced over ranks
+        self._is_unsynced = False  # True while gradients are not yet reduced over ranks
         ranks = pp_mesh.size()
         self._rank_of = {
             number: rank for rank in range(ranks) for number in kind.stages_of(rank, ranks, len(parts) // ranks)
         }
-        a_stage = next(iter(stages.values()))
-        self._is_hf, self._own_loss, self._takes_count = a_stage.is_hf, a_stage.loss_fn is None, a_stage.takes_count
-        first = next(iter(inspect.signature(a_stage.model.forward).parameters), "tokens")
+        some_stage = next(iter(stages.values()))
+        self._is_hf, self._uses_model_loss, self._takes_count = (
+            some_stage.is_hf,
+            some_stage.loss_fn is None,
+            some_stage.takes_count,
+        )
+        first = next(iter(inspect.signature(some_stage.model.forward).parameters), "tokens")
         self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first,)
         self._check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
-        self._calls = 0  # calls of `step`
+        self._step_calls = 0  # calls of `step`
         for stage in stages.values():
             watch_model(stage.model, [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None])
         self._recorder = Recorder()
@@ -437,47 +460,53 @@ class Pipeline:
         check_bool(sync_gradients=sync_gradients)
         self._check_parameters()
         self._check_steps()
-        prepared = self._prepared(batch, with_labels=True)
-        held = [] if self._unsynced else self._set_aside()
+        prepared_batch = self._prepare_batch(batch, with_labels=True)
+        earlier_gradients = [] if self._is_unsynced else self._detach_gradients()
         try:
-            with self._split():
-                losses = self._run(prepared)
-            self._unsynced = True
+            with self._backward_context():
+                losses = self._run(prepared_batch)
+            self._is_unsynced = True
             if sync_gradients:
                 self._sync_gradients()
-                self._unsynced = False
+                self._is_unsynced = False
         except BaseException:
             # A failed step leaves partial gradients on some parameters: drop all of them.
-            for parameter in () if self._unsynced else self.parameters():
+            for parameter in () if self._is_unsynced else self.parameters():
                 parameter.grad = None
-            for parameter, grad in held:
+            for parameter, grad in earlier_gradients:
                 parameter.grad = grad
             raise
-        for parameter, grad in held:
+        for parameter, grad in earlier_gradients:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        return self._loss_everywhere(losses)
+        return self._broadcast_loss(losses)
 
     @torch.no_grad()
     def eval(self, batch: Mapping[str, Any]) -> Any:
-        """Return the loss of `batch`, in eval mode without gradients. Without labels, return the model's output (the
-        logits of a transformers model) on the ranks of the last stage, and None on others."""
-        prepared = self._prepared(batch, with_labels=False)
-        with in_mode(self.stages.values(), training=False):
-            outputs = self._run_forward(prepared)
-        if "labels" in prepared:
-            return self._loss_everywhere(outputs)
-        return tree_map(_joined, *outputs) if outputs else None
+        """Return the loss of `batch`, in eval mode without gradients.
+
+        Without labels, return the model's output (the logits of a transformers model) on the ranks of the last stage,
+        and None on others.
+        """
+        prepared_batch = self._prepare_batch(batch, with_labels=False)
+        with training_mode(self.stages.values(), training=False):
+            outputs = self._run_forward(prepared_batch)
+        if "labels" in prepared_batch:
+            return self._broadcast_loss(outputs)
+        return tree_map(_concatenate, *outputs) if outputs else None
 
     def _check_parameters(self) -> None:
         for name, parameter in self.named_parameters():
             if getattr(parameter, "main_grad", None) is not None:
                 if self._tied is not None or (self._cp_mesh is not None and self._grad_sync):
-                    why = "the first stage and the last share a weight" if self._tied else "grad_sync=True sums over cp"
+                    reason = (
+                        "the first stage and the last share a weight" if self._tied else "grad_sync=True sums over cp"
+                    )
                     raise ValueError(
-                        f"{name!r} has a main_grad, but {why}, and that reduction reads .grad only. Remove main_grad."
+                        f"{name!r} has a main_grad, but {reason}, and that reduction reads .grad only. Remove "
+                        "main_grad."
                     )
                 break
-        for stage in self.stages.values() if self._kind.splits else ():
+        for stage in self.stages.values() if self._kind.splits_backward else ():
             for module in stage.modules():
                 if isinstance(module, FSDPModule) and reshards_after_forward(module):
                     raise ValueError(
@@ -486,91 +515,96 @@ class Pipeline:
                     )
 
     def _check_steps(self) -> None:
-        """Raise RankMismatchError if optimizers stepped the stages a different number of times. Each stage reports its
-        most-stepped optimizer: the split of parameters over several optimizers differs between stages."""
-        self._calls += 1
-        if not is_check_due(self._calls) or self._pp_mesh.size() == 1:
+        """Raise RankMismatchError if optimizers stepped the stages a different number of times.
+
+        Each stage reports its most-stepped optimizer: several optimizers may divide parameters differently per stage.
+        """
+        self._step_calls += 1
+        if not is_check_due(self._step_calls) or self._pp_mesh.size() == 1:
             return
         steps = max(
             (number for stage in self.stages.values() for number in optimizer_step_counts(stage.model)), default=0
         )
-        found = of_all_ranks([self._pp_mesh], "optimizer steps", steps)
-        check_equal_steps([self._pp_mesh], [one for one in found if one])  # frozen stages report 0
+        rank_steps = gather_over_meshes([self._pp_mesh], "optimizer steps", steps)
+        check_equal_steps([self._pp_mesh], [one for one in rank_steps if one])  # frozen stages report 0
 
-    def _split(self) -> AbstractContextManager[None]:
-        return split_backward() if self._kind.splits else nullcontext()
+    def _backward_context(self) -> AbstractContextManager[None]:
+        return split_backward() if self._kind.splits_backward else nullcontext()
 
     def _run(self, batch: dict[str, Any]) -> list[Tensor]:
         """Run the schedule; return the losses of the microbatches on the rank of the last stage, [] on others."""
         schedule, losses = self._schedule(batch), list[Tensor]()
-        target = {"target": batch["labels"]} if self._has_last else {}
+        target = {"target": batch["labels"]} if self._has_last_stage else {}
         try:
-            schedule.step(**self._begin(batch), **target, losses=losses, return_outputs=False)
+            schedule.step(**self._split_arguments(batch), **target, losses=losses, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, (ValueError, TypeError, FusedTPError)):
                 raise error.__cause__ from None  # torch's own message starts with all arguments
             raise
         return losses
 
-    def _begin(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Pass the arguments common to all microbatches to the stages; return those to split into microbatches."""
+    def _split_arguments(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Pass the arguments common to all microbatches to the stages; return the tensors to split."""
         tensors = {name: t for name, t in batch.items() if isinstance(t, Tensor) and t.ndim}
         for stage in self.stages.values():
-            stage.common = {name: value for name, value in batch.items() if name not in tensors}
-            stage.hidden = self._hidden(batch)
+            stage.shared_arguments = {name: value for name, value in batch.items() if name not in tensors}
+            stage.hidden = self._hidden_shape(batch)
         return tensors
 
     def _run_forward(self, batch: dict[str, Any]) -> list[Any]:
-        """Outputs of the last stage for each microbatch, on its rank; [] on others. Rejected: `eval` of torch's
-        schedules, which fails for V-shaped ones (2.13) and infers shapes anew at each change from or to training."""
-        given = self._begin(batch)
-        split = {name: t.chunk(self.microbatches) for name, t in given.items()}
-        shape, dtype = self._hidden(batch)
-        passed: dict[int, list[Any]] = {}  # outputs by the next stage's number, if this rank has that stage, too
+        """Return the outputs of the last stage for each microbatch, on its rank; [] on others.
+
+        Rejected: `eval` of torch's schedules, which fails for V-shaped ones in torch 2.13, and infers shapes again at
+        each switch between training and evaluation.
+        """
+        tensors = self._split_arguments(batch)
+        microbatch_tensors = {name: t.chunk(self.microbatches) for name, t in tensors.items()}
+        shape, dtype = self._hidden_shape(batch)
+        hidden_states: dict[int, list[Any]] = {}  # outputs by the next stage's number, if this rank has that stage, too
         sends: list[dist.Work] = []
         for number, stage in sorted(self.stages.items()):
             outputs = []
             for index in range(self.microbatches):
-                received = []
-                if number in passed:
-                    received.append(passed[number][index])
+                received_hidden = []
+                if number in hidden_states:
+                    received_hidden.append(hidden_states[number][index])
                 elif number:
-                    received.append(torch.empty(shape, dtype=dtype, device=self._pp_mesh.device_type))
-                    dist.recv(received[0], self._global_rank_of(number - 1), group=self._group)
-                part = {name: parts[index] for name, parts in split.items()}
-                output = stage(*received, **part)
+                    received_hidden.append(torch.empty(shape, dtype=dtype, device=self._pp_mesh.device_type))
+                    dist.recv(received_hidden[0], self._global_rank_of(number - 1), group=self._group)
+                microbatch = {name: parts[index] for name, parts in microbatch_tensors.items()}
+                output = stage(*received_hidden, **microbatch)
                 outputs.append(output)
                 if not stage.is_last and number + 1 not in self.stages:
                     work = dist.isend(output, self._global_rank_of(number + 1), group=self._group)
                     assert work is not None
                     sends.append(work)
-            passed = {number + 1: outputs}
+            hidden_states = {number + 1: outputs}
         for work in sends:
             work.wait()
-        return outputs if self._has_last else []
+        return outputs if self._has_last_stage else []
 
     def _global_rank_of(self, stage: int) -> int:
         return dist.get_global_rank(self._group, self._rank_of[stage])
 
     @property
-    def _has_last(self) -> bool:
+    def _has_last_stage(self) -> bool:
         return len(self.parts) - 1 in self.stages
 
-    def _prepared(self, batch: Mapping[str, Any], *, with_labels: bool) -> dict[str, Any]:
+    def _prepare_batch(self, batch: Mapping[str, Any], *, with_labels: bool) -> dict[str, Any]:
         if not isinstance(batch, Mapping):
             raise TypeError(f"batch must be a mapping from names to tensors, not {type(batch).__name__}.")
-        found = {name: value for name, value in batch.items() if value is not None}
-        labels = found.get("labels")
-        if labels is None and (with_labels or "shift_labels" in found):
+        arguments = {name: value for name, value in batch.items() if value is not None}
+        labels = arguments.get("labels")
+        if labels is None and (with_labels or "shift_labels" in arguments):
             raise ValueError("batch has no 'labels'; step needs them for the loss.")
-        if found.get("return_dict") is False:
-            raise ValueError("batch has return_dict=False; a pipeline reads loss and logits by name. Leave it out.")
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor) and value.ndim}
-        rows = len(self._tokens(found))
+        if arguments.get("return_dict") is False:
+            raise ValueError("batch has return_dict=False; a pipeline reads loss and logits by name. Remove it.")
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
+        rows = len(self._tokens(arguments))
         if not rows or rows % self.microbatches:
             raise ValueError(
-                f"batch has {rows} rows, which {self.microbatches} microbatches of equal size cannot share; pass a "
-                "multiple of them."
+                f"batch has {rows} rows, but {self.microbatches} microbatches need a positive multiple of "
+                f"{self.microbatches}. Pad or shorten the batch."
             )
         for name, t in tensors.items():
             if t.requires_grad:
@@ -578,77 +612,82 @@ class Pipeline:
             if len(t) != rows:
                 if len(t) != 1:
                     raise ValueError(
-                        f"batch[{name!r}] has shape {tuple(t.shape)} where {rows} rows are needed: each microbatch "
-                        "gets some of them. Packed documents travel as position_ids [batch, seq]."
+                        f"batch[{name!r}] has shape {tuple(t.shape)}, but needs {rows} rows, to be split into "
+                        "microbatches. Pass packed documents as position_ids [batch, seq]."
                     )
-                found[name] = t.expand(rows, *t.shape[1:])
+                arguments[name] = t.expand(rows, *t.shape[1:])
         if self._is_hf:
-            found.setdefault("use_cache", False)
-        if labels is not None and self._own_loss:
-            if found.get(_COUNT) is None:
-                found[_COUNT] = count_targets(found)
+            arguments.setdefault("use_cache", False)
+        if labels is not None and self._uses_model_loss:
+            if arguments.get(_TARGET_COUNT) is None:
+                arguments[_TARGET_COUNT] = count_targets(arguments)
             if not self._takes_count:
-                self._check_equal_counts(found["labels"])
+                self._check_equal_counts(arguments["labels"])
         if self._check is not None:
-            self._check(next(iter(self.stages.values())), (), found)
-        return found
+            self._check(next(iter(self.stages.values())), (), arguments)
+        return arguments
 
     def _check_equal_counts(self, labels: Tensor) -> None:
-        """Refuse microbatches with unequal numbers of targets: the model's loss is a mean over targets, and the mean
-        of these is the batch's only for equal numbers. Counts with and without shift: the model may shift labels."""
+        """Refuse microbatches with unequal numbers of targets, over which the mean of mean losses is not the batch's.
+
+        Targets are counted with and without shift, because the model may shift labels.
+        """
         counts = [
-            (int((part != _IGNORED).sum()), int((part[:, 1:] != _IGNORED).sum()))
+            (int((part != _IGNORED_LABEL).sum()), int((part[:, 1:] != _IGNORED_LABEL).sum()))
             for part in labels.chunk(self.microbatches)
         ]
         for index, count in enumerate(counts):
             if count != counts[0]:
                 raise ValueError(
                     f"microbatches must have equal numbers of targets, got {counts[0][0]} in the first and {count[0]} "
-                    f"in microbatch {index}: the model's loss does not accept num_items_in_batch, so it would be a "
-                    "mean of means. Make them equal, or pass loss_fn(output, labels) to pipeline."
+                    f"in microbatch {index}: the model's loss does not accept num_items_in_batch, so the result would "
+                    "be a mean of means. Make the numbers equal, or pass loss_fn(output, labels) to pipeline."
                 )
 
     def _tokens(self, batch: Mapping[str, Any]) -> Tensor:
-        """Tokens of a batch, or their embeddings."""
+        """Return the tokens of a batch, or their embeddings."""
         for name in self._token_names:
             if isinstance(t := batch.get(name), Tensor) and t.ndim > 1:
                 return t
         raise ValueError(f"batch has no {' or '.join(map(repr, self._token_names))} [batch, seq]; it has {[*batch]}.")
 
-    def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Detach and return gradients of earlier steps, which are already reduced over ranks."""
-        held = []
+    def _detach_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Remove and return gradients of earlier steps, which are already reduced over ranks."""
+        gradients = []
         for parameter in self.parameters():
             if parameter.grad is not None:
-                held.append((parameter, parameter.grad))
+                gradients.append((parameter, parameter.grad))
                 parameter.grad = None
-        return held
+        return gradients
 
-    def _loss_everywhere(self, losses: list[Tensor]) -> Tensor:
+    def _broadcast_loss(self, losses: list[Tensor]) -> Tensor:
         last = len(self.parts) - 1
         device = torch.device(self._pp_mesh.device_type)
         # In double precision, so that the sum over microbatches is rounded once.
         total = torch.zeros((), dtype=torch.float64, device=device)
-        if self._has_last:
+        if self._has_last_stage:
             total = torch.stack([loss.detach().double() for loss in losses]).sum()
         dist.broadcast(total, self._global_rank_of(last), group=self._group)
         return total
 
     # -- schedules ----------------------------------------------------------------------------------------------------
 
-    def _hidden(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a microbatch's hidden state between stages."""
+    def _hidden_shape(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of a microbatch's hidden state between stages."""
         tokens = self._tokens(batch)
         rows, seq = tokens.shape[0] // self.microbatches, tokens.shape[1]
-        return (rows, self._own_tokens(seq), self._layers.hidden_size), self._layers.dtype
+        return (rows, self._tokens_on_rank(seq), self._layers.hidden_size), self._layers.dtype
 
     def _schedule(self, batch: Mapping[str, Any]) -> Any:
-        """torch's schedule for batches of this shape. Stages get the shapes that they exchange: torch would otherwise
-        infer them by a forward and a backward pass of its own, with all their collectives."""
-        shape, dtype = self._hidden(batch)
+        """Return torch's schedule for batches of this shape.
+
+        Stages receive the shapes that they exchange. torch would otherwise infer them by a forward and a backward pass
+        of its own, with all their collectives.
+        """
+        shape, dtype = self._hidden_shape(batch)
         if shape not in self._schedules:
             hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-            made = [
+            torch_stages = [
                 PipelineStage(
                     stage,
                     number,
@@ -660,19 +699,21 @@ class Pipeline:
                 )
                 for number, stage in sorted(self.stages.items())
             ]
-            self._schedules[shape] = self._kind.make(made, self.microbatches, lambda loss, labels: loss)
-            for one in made:
-                self._recorder.watch(one)
+            self._schedules[shape] = self._kind.make_schedule(
+                torch_stages, self.microbatches, lambda loss, labels: loss
+            )
+            for torch_stage in torch_stages:
+                self._recorder.watch(torch_stage)
         return self._schedules[shape]
 
-    def _own_tokens(self, seq: int) -> int:
-        """Number of tokens, out of `seq`, that this rank holds between layers."""
+    def _tokens_on_rank(self, seq: int) -> int:
+        """Return the number of tokens, out of `seq`, that this rank holds between layers."""
         if self._cp_mesh is not None:
             ranks = self._cp_mesh.size()
             if seq % (2 * ranks):
                 raise ValueError(
-                    f"batch has {seq} tokens in a row; a pipeline over {ranks} context parallel ranks needs a multiple "
-                    f"of {2 * ranks}. Pad it."
+                    f"batch has {seq} tokens per row, but a pipeline over {ranks} context parallel ranks needs a "
+                    f"multiple of {2 * ranks}. Pad the rows."
                 )
             seq //= ranks
         if self._tp_mesh is not None and self._sequence_parallel:
@@ -686,44 +727,44 @@ class Pipeline:
     def _sync_gradients(self) -> None:
         if self._cp_mesh is not None and self._grad_sync:
             mesh = self._cp_mesh
-            ours = [p for p in self.parameters() if p.requires_grad and not is_distributed(p, mesh)]
-            take_mean(mesh, ours, [p.grad is not None for p in ours])
-        self._add_tied()
+            replicated = [p for p in self.parameters() if p.requires_grad and not is_distributed(p, mesh)]
+            average_gradients(mesh, replicated, [p.grad is not None for p in replicated])
+        self._add_tied_gradients()
 
-    def _add_tied(self) -> None:
+    def _add_tied_gradients(self) -> None:
         """Sum the gradients of the parameter that the first and last stage share, in the same order on both."""
         last = len(self.parts) - 1
         if self._tied is None or not last:
             return
-        here: dict[int, nn.Parameter] = {
+        tied_parameters: dict[int, nn.Parameter] = {
             number: self.stages[number].model.get_parameter(name)
             for number, name in zip((0, last), self._tied, strict=True)
             if number in self.stages
         }
-        if not here or not next(iter(here.values())).requires_grad:
+        if not tied_parameters or not next(iter(tied_parameters.values())).requires_grad:
             return
-        if len({id(p) for p in here.values()}) < len(here):
+        if len({id(p) for p in tied_parameters.values()}) < len(tied_parameters):
             return  # both stages are on this rank and share one parameter: autograd has summed both gradients
-        grads = {number: torch.zeros_like(p) if p.grad is None else p.grad for number, p in here.items()}
-        if len(here) == 1:
-            ((number, own),) = grads.items()
-            other = last - number
-            theirs = torch.empty_like(_local(own), memory_format=torch.contiguous_format)
-            peer = self._global_rank_of(other)
-            moves = [
-                dist.P2POp(dist.isend, _local(own).contiguous(), peer, group=self._group),
-                dist.P2POp(dist.irecv, theirs, peer, group=self._group),
+        grads = {number: torch.zeros_like(p) if p.grad is None else p.grad for number, p in tied_parameters.items()}
+        if len(tied_parameters) == 1:
+            ((number, gradient),) = grads.items()
+            peer_stage = last - number
+            peer_gradient = torch.empty_like(_local(gradient), memory_format=torch.contiguous_format)
+            peer = self._global_rank_of(peer_stage)
+            operations = [
+                dist.P2POp(dist.isend, _local(gradient).contiguous(), peer, group=self._group),
+                dist.P2POp(dist.irecv, peer_gradient, peer, group=self._group),
             ]
-            for work in dist.batch_isend_irecv(moves):
+            for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            total = _local(own).clone()
-            total = total + theirs if number == 0 else theirs + total
-            _local(own).copy_(total)
+            total = _local(gradient).clone()
+            total = total + peer_gradient if number == 0 else peer_gradient + total
+            _local(gradient).copy_(total)
         else:
             total = _local(grads[0]) + _local(grads[last])
             for grad in grads.values():
                 _local(grad).copy_(total)
-        for number, parameter in here.items():
+        for number, parameter in tied_parameters.items():
             parameter.grad = grads[number]
 
     @torch.no_grad()
@@ -733,10 +774,10 @@ class Pipeline:
         All pipeline ranks must call it. A weight that two stages share counts once.
         `torch.nn.utils.clip_grad_norm_(parameters(), ...)` would scale each stage by its own norm.
         """
-        counted = {id(p): p for name, p in self.named_parameters() if not self._is_second_copy(name)}
-        square = grad_norm(counted.values()).square().to(self._pp_mesh.device_type)
-        dist.all_reduce(square, group=self._group)
-        total = square.sqrt()
+        unique_parameters = {id(p): p for name, p in self.named_parameters() if not self._is_second_copy(name)}
+        squared_norm = grad_norm(unique_parameters.values()).square().to(self._pp_mesh.device_type)
+        dist.all_reduce(squared_norm, group=self._group)
+        total = squared_norm.sqrt()
         clip_by_norm_(self.parameters(), max_norm, total)
         return total
 
@@ -764,30 +805,33 @@ class Pipeline:
         yield from {id(parameter): parameter for _, parameter in self.named_parameters()}.values()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank's stages by names in the model: DTensors, which torch.distributed.checkpoint can save, and
-        load into any number of stages."""
-        found: dict[str, Any] = {}
+        """Return the state of this rank's stages, by names in the model.
+
+        Sharded tensors are DTensors, which torch.distributed.checkpoint can save, and load into any number of stages.
+        """
+        state: dict[str, Any] = {}
         for _, stage in sorted(self.stages.items()):
-            found |= stage.model.state_dict()
-        return found
+            state |= stage.model.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict` (also after torch.distributed.checkpoint has loaded into it), or full tensors
-        of the whole model, of which each rank keeps its shard.
+        """Load a state of `state_dict`, or full tensors of the whole model, of which each rank keeps its shard.
 
         Raises:
             KeyError: a name is missing.
         """
         for _, stage in sorted(self.stages.items()):
-            own = stage.model.state_dict()
-            missing = [name for name in own if name not in state]
+            stage_state = stage.model.state_dict()
+            missing = [name for name in stage_state if name not in state]
             if missing:
                 raise KeyError(f"state has no {missing[:4]}{' ...' if len(missing) > 4 else ''}.")
-            wanted = {name: state[name] for name in own}
-            if any(isinstance(own[name], DTensor) and not isinstance(t, DTensor) for name, t in wanted.items()):
-                load_full_state_dict(stage.model, wanted)
+            new_state = {name: state[name] for name in stage_state}
+            if any(
+                isinstance(stage_state[name], DTensor) and not isinstance(t, DTensor) for name, t in new_state.items()
+            ):
+                load_full_state_dict(stage.model, new_state)
             else:
-                stage.model.load_state_dict(wanted)
+                stage.model.load_state_dict(new_state)
 
     def save_pretrained(self, save_directory: Any, **keywords: Any) -> None:
         """Write the whole transformers model to a folder, for `from_pretrained` of transformers alone.
@@ -796,15 +840,15 @@ class Pipeline:
         Before reading the folder on another rank, wait for rank 0 (torch.distributed.barrier()).
 
         Args:
-            keywords: those of transformers' own `save_pretrained`, such as `max_shard_size`.
+            keywords: keywords of transformers' own `save_pretrained`, such as `max_shard_size`.
 
         Raises:
-            TypeError: the model is not one of transformers.
+            TypeError: the model is not a transformers model.
         """
         if not self._is_hf:
             raise TypeError(
-                f"{type(next(iter(self.stages.values())).model).__name__} is no transformers model; save state_dict() "
-                "by torch.distributed.checkpoint."
+                f"{type(next(iter(self.stages.values())).model).__name__} is not a transformers model. Save "
+                "state_dict() by torch.distributed.checkpoint."
             )
         state = self._gather_state()
         if dist.get_rank() == 0:
@@ -814,24 +858,26 @@ class Pipeline:
     def _gather_state(self) -> dict[str, Tensor]:
         """Gather the whole model's state on the CPU of global rank 0; other ranks return {}."""
         me = dist.get_rank()
-        keep = 0 in dist.get_process_group_ranks(self._group)  # this rank's pipeline ends at global rank 0
-        own: dict[int, dict[str, Tensor]] = {}
+        is_gathering = 0 in dist.get_process_group_ranks(self._group)  # this rank's pipeline ends at global rank 0
+        stage_tensors: dict[int, dict[str, Tensor]] = {}
         for number, stage in sorted(self.stages.items()):
             state = stage.model.state_dict(keep_vars=True)
             if number and number + 1 == len(self.parts) and self._tied is not None:
                 del state[self._tied[1]]
-            own[number] = gather_tensors(state, stage.model, keep_result=keep, device="cpu")
-        if not keep:
+            stage_tensors[number] = gather_tensors(state, stage.model, keep_result=is_gathering, device="cpu")
+        if not is_gathering:
             return {}
-        described = [[n, [(name, [*t.shape], str(t.dtype)) for name, t in own[n].items()]] for n in own]
-        everyone = exchange(resolve_group(self._group), "save_pretrained", described)
+        descriptions = [
+            [n, [(name, [*t.shape], str(t.dtype)) for name, t in stage_tensors[n].items()]] for n in stage_tensors
+        ]
+        rank_descriptions = exchange(resolve_group(self._group), "save_pretrained", descriptions)
         full: dict[str, Tensor] = {}
         device = self._pp_mesh.device_type
-        for number, tensors in sorted(stage for rank in everyone for stage in rank):
+        for number, tensors in sorted(stage for rank in rank_descriptions for stage in rank):
             owner = self._global_rank_of(number)
             for name, shape, dtype in tensors:
                 if owner == me:
-                    tensor = own[number].pop(name)
+                    tensor = stage_tensors[number].pop(name)
                     if me:
                         dist.send(tensor.to(device).contiguous(), 0, group=self._group)
                 elif me == 0:
@@ -856,7 +902,7 @@ def reshards_after_forward(module: FSDPModule) -> bool:
     return group is not None and group._reshard_after_forward
 
 
-def _joined(*parts: Any) -> Any:
+def _concatenate(*parts: Any) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].ndim else parts[0]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.pipelining import schedules as of_torch
+from torch.distributed.pipelining import schedules as torch_schedules
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,15 @@ class ScheduleKind:
         stages: number of stages per rank; 0: any number, two or more.
         v_shaped: rank r runs the stages r and 2 * ranks - 1 - r, so that rank 0 has the first and the last. Otherwise
             stage s is on rank s % ranks.
-        splits: the schedule runs the gradients of inputs and of weights separately.
-        microbatches: (microbatches, ranks) -> the requirement that they violate, or None.
+        splits_backward: the schedule computes the gradients of inputs and of weights separately.
+        find_microbatch_error: (microbatches, ranks) -> the requirement that they violate, or None.
     """
 
     name: str
     stages: int
     v_shaped: bool = False
-    splits: bool = False
-    microbatches: Callable[[int, int], str | None] = lambda count, ranks: None
+    splits_backward: bool = False
+    find_microbatch_error: Callable[[int, int], str | None] = lambda count, ranks: None
 
     def stages_of(self, rank: int, ranks: int, virtual_stages: int) -> list[int]:
         """Numbers of the stages of `rank`."""
@@ -34,27 +34,27 @@ class ScheduleKind:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + ranks * at for at in range(virtual_stages)]
 
-    def make(self, stages: list[Any], microbatches: int, loss_fn: Callable[..., Any] | None) -> Any:
+    def make_schedule(self, stages: list[Any], microbatches: int, loss_fn: Callable[..., Any] | None) -> Any:
         """Create torch's schedule for this rank's stages. Gradients of microbatches are summed, not averaged."""
-        kind = of_torch.get_schedule_class(self.name)
-        return kind(
-            stages if issubclass(kind, of_torch.PipelineScheduleMulti) else stages[0],
+        schedule_class = torch_schedules.get_schedule_class(self.name)
+        return schedule_class(
+            stages if issubclass(schedule_class, torch_schedules.PipelineScheduleMulti) else stages[0],
             microbatches,
             loss_fn=loss_fn,
             scale_grads=False,
         )
 
 
-def _at_least_ranks(count: int, ranks: int) -> str | None:
+def _require_one_per_rank(count: int, ranks: int) -> str | None:
     return None if count >= ranks else f"it needs at least one for each of the {ranks} pipeline ranks"
 
 
-def _in_rounds(count: int, ranks: int) -> str | None:
+def _require_full_rounds(count: int, ranks: int) -> str | None:
     rounds = max(1, count // ranks)
     return None if count % rounds == 0 else f"it needs a multiple of {rounds}, such as {count - count % rounds}"
 
 
-def _for_both_directions(count: int, ranks: int) -> str | None:
+def _require_two_per_rank(count: int, ranks: int) -> str | None:
     return None if count >= 2 * ranks else f"it needs at least {2 * ranks}, two for each of the {ranks} pipeline ranks"
 
 
@@ -62,22 +62,22 @@ SCHEDULES = {
     kind.name: kind
     for kind in (
         ScheduleKind("GPipe", 1),
-        ScheduleKind("1F1B", 1, microbatches=_at_least_ranks),
-        ScheduleKind("Interleaved1F1B", 0, microbatches=_in_rounds),
-        ScheduleKind("InterleavedZeroBubble", 0, splits=True, microbatches=_in_rounds),
-        ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits=True),
-        ScheduleKind("DualPipeV", 2, v_shaped=True, splits=True, microbatches=_for_both_directions),
+        ScheduleKind("1F1B", 1, find_microbatch_error=_require_one_per_rank),
+        ScheduleKind("Interleaved1F1B", 0, find_microbatch_error=_require_full_rounds),
+        ScheduleKind("InterleavedZeroBubble", 0, splits_backward=True, find_microbatch_error=_require_full_rounds),
+        ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
+        ScheduleKind("DualPipeV", 2, v_shaped=True, splits_backward=True, find_microbatch_error=_require_two_per_rank),
     )
 }
 ALIASES = {"interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
 
-def kind_of(name: str) -> ScheduleKind:
+def schedule_kind(name: str) -> ScheduleKind:
     """Return the schedule with that name, case-insensitive; raise ValueError if there is none."""
-    lower = {known.lower(): known for known in SCHEDULES} | ALIASES
-    if not isinstance(name, str) or name.lower() not in lower:
+    names = {name_of_kind.lower(): name_of_kind for name_of_kind in SCHEDULES} | ALIASES
+    if not isinstance(name, str) or name.lower() not in names:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}.")
-    return SCHEDULES[lower[name.lower()]]
+    return SCHEDULES[names[name.lower()]]
 
 
 def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> tuple[ScheduleKind, int]:
@@ -87,15 +87,15 @@ def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int 
         ValueError: there is none, or it does not support that number of microbatches or stages; the message names
             its requirement.
     """
-    kind = kind_of(name)
-    wrong = kind.microbatches(microbatches, ranks)
-    if wrong is not None:
-        raise ValueError(f"microbatches={microbatches} does not suit schedule {kind.name!r}: {wrong}.")
+    kind = schedule_kind(name)
+    requirement = kind.find_microbatch_error(microbatches, ranks)
+    if requirement is not None:
+        raise ValueError(f"microbatches={microbatches} is not supported by schedule {kind.name!r}: {requirement}.")
     if kind.stages:
         if virtual_stages not in (None, kind.stages):
             raise ValueError(
                 f"virtual_stages={virtual_stages}, but schedule {kind.name!r} has {kind.stages} "
-                f"stage{'s' if kind.stages > 1 else ''} on each rank; leave it out."
+                f"stage{'s' if kind.stages > 1 else ''} on each rank. Remove virtual_stages."
             )
         return kind, kind.stages
     stages = 2 if virtual_stages is None else virtual_stages

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fused_tp.ops.split_backward import DeferredWeightGradients
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 
 
 def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
@@ -24,15 +24,15 @@ def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
     """
     deferred = DeferredWeightGradients()
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def before_forward(module: nn.Module, args: Any) -> None:
         deferred.begin_forward()
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
         deferred.end()
-        for t in tensors_in(output):
+        for t in find_tensors(output):
             if t.requires_grad:  # backward begins at this gradient; activation checkpointing reruns layers after it
                 t.register_hook(lambda grad: deferred.begin_backward())
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_pre_hook(before_forward)
+    module.register_forward_hook(after_forward, always_call=True)
     return deferred.take_pending

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_tp.parallelizing.outputs import tensors_in
-from fused_tp.parallelizing.shard_plan import value_of
+from fused_tp.parallelizing.outputs import find_tensors
+from fused_tp.parallelizing.shard_plan import config_value
 
 PROBE_TOKENS = 8
 
@@ -35,17 +35,17 @@ class ModelLayers:
     Attributes:
         container: name of the ModuleList of layers.
         count: number of layers.
-        in_front: names of modules with parameters of their own that run before the layers.
-        behind: names of modules with parameters of their own that run after the layers.
-        returned: length of the tuple that a layer returns, the hidden state first; 0: the hidden state alone.
+        modules_before_layers: names of modules with parameters of their own that run before the layers.
+        modules_after_layers: names of modules with parameters of their own that run after the layers.
+        returned_length: length of the tuple that a layer returns, the hidden state first; 0: the hidden state alone.
         hidden_size, dtype: size and dtype of the hidden state [batch, seq, hidden].
     """
 
     container: str
     count: int
-    in_front: tuple[str, ...]
-    behind: tuple[str, ...]
-    returned: int
+    modules_before_layers: tuple[str, ...]
+    modules_after_layers: tuple[str, ...]
+    returned_length: int
     hidden_size: int
     dtype: torch.dtype
 
@@ -61,61 +61,69 @@ def find_layers(model: nn.Module, container: str | None, example: Mapping[str, A
     Raises:
         ValueError: the model cannot be split; the message names the reason.
     """
-    name = container_name(model, container)
+    name = find_container(model, container)
     layers = model.get_submodule(name)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
-        raise ValueError(f"layers={name!r} is a {type(layers).__name__}; name an nn.ModuleList of one or more layers.")
+        raise ValueError(
+            f"layers={name!r} must name an nn.ModuleList of one or more layers, not {type(layers).__name__}."
+        )
     # The trial run must not change buffers such as counters and running means.
-    held = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffer_values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
-        found = _Probe(model, name, layers).run(example)
-        _check_skeleton(model, found, example)
-        return found
+        model_layers = _Probe(model, name, layers).run(example)
+        _check_skeleton(model, model_layers, example)
+        return model_layers
     finally:
         with torch.no_grad():
-            for buffer, value in held:
+            for buffer, value in buffer_values:
                 buffer.copy_(value)
 
 
 def _check_skeleton(model: nn.Module, layers: ModelLayers, example: Mapping[str, Any]) -> None:
     """Refuse a model whose code does not run without its layers and the modules before and after them."""
-    parts = [range(1), range(1, 1), range(1, layers.count)]
-    skeleton, boundary = take_stages(model, layers, parts, [1])[1]
+    layer_ranges = [range(1), range(1, 1), range(1, layers.count)]
+    skeleton, boundary = take_stages(model, layers, layer_ranges, [1])[1]
     tokens = next(t for t in example.values() if isinstance(t, Tensor) and t.ndim > 1)
     device = next((p.device for p in model.parameters()), tokens.device)
-    boundary.received = torch.zeros(*tokens.shape[:2], layers.hidden_size, dtype=layers.dtype, device=device)
+    boundary.received_hidden = torch.zeros(*tokens.shape[:2], layers.hidden_size, dtype=layers.dtype, device=device)
     try:
         with torch.no_grad():
             skeleton(**example)
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} does not run without its layers, as stages do that have only some of them: "
+            f"{type(model).__name__} does not run without its layers, but each stage has only some of them: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if boundary.sent is None:
-        raise ValueError(f"{type(model).__name__} has one layer, which cannot be shared out over stages.")
+    if boundary.sent_hidden is None:
+        raise ValueError(f"{type(model).__name__} has one layer, which cannot be divided over stages.")
 
 
-def container_name(model: nn.Module, given: str | None) -> str:
-    kind = type(model).__name__
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    lists = {name: module for name, module in lists.items() if next(module.parameters(), None) is not None}
-    if given is not None:
-        if given not in lists:
-            raise ValueError(f"{kind} has no nn.ModuleList {given!r}; it has {', '.join(map(repr, lists)) or 'none'}.")
-        return given
-    base = getattr(model, "base_model", model)
-    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
+def find_container(model: nn.Module, requested: str | None) -> str:
+    class_name = type(model).__name__
+    module_lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    module_lists = {
+        name: module for name, module in module_lists.items() if next(module.parameters(), None) is not None
+    }
+    if requested is not None:
+        if requested not in module_lists:
+            raise ValueError(
+                f"{class_name} has no nn.ModuleList {requested!r}; it has "
+                f"{', '.join(map(repr, module_lists)) or 'none'}."
+            )
+        return requested
+    base_model = getattr(model, "base_model", model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is base_model and name), "")
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
-    named = [prefix + part for part in plan if prefix + part in lists]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    found = named or outermost
-    if len(found) != 1:
+    planned = [prefix + part for part in plan if prefix + part in module_lists]
+    outermost = [name for name in module_lists if not any(name.startswith(f"{other}.") for other in module_lists)]
+    candidates = planned or outermost
+    if len(candidates) != 1:
         raise ValueError(
-            f"{kind} has {len(found)} lists of layers ({', '.join(map(repr, found)) or 'none'}), and none that is said "
-            "to be split; pass layers=, the name of the nn.ModuleList whose layers pass one hidden state on."
+            f"{class_name} has {len(candidates)} lists of layers ({', '.join(map(repr, candidates)) or 'none'}), and "
+            "its config does not say which to split. Pass layers=, the name of the nn.ModuleList whose layers pass one "
+            "hidden state on."
         )
-    return found[0]
+    return candidates[0]
 
 
 class _Probe:
@@ -123,13 +131,13 @@ class _Probe:
 
     def __init__(self, model: nn.Module, container: str, layers: nn.ModuleList) -> None:
         self.model, self.container, self.layers = model, container, layers
-        self.kind = type(model).__name__
-        self.calls = 0  # layer calls so far
+        self.class_name = type(model).__name__
+        self.layer_calls = 0  # layer calls so far
         self.hidden: Tensor | None = None  # hidden state returned by the latest layer
-        self.leaves: list[Tensor] = []  # hidden state of each layer, as a leaf
-        self.in_front: dict[str, list[Tensor]] = {}  # results of modules before the layers, as leaves
-        self.behind: list[str] = []
-        self.returned = 0
+        self.hidden_leaves: list[Tensor] = []  # hidden state of each layer, as a leaf
+        self.modules_before_layers: dict[str, list[Tensor]] = {}  # results of modules before the layers, as leaves
+        self.modules_after_layers: list[str] = []
+        self.returned_length = 0
 
     def run(self, example: Mapping[str, Any]) -> ModelLayers:
         inside = f"{self.container}."
@@ -137,116 +145,127 @@ class _Probe:
             for name, module in self.model.named_modules():
                 if module in self.layers:
                     index = int(name.removeprefix(inside))
-                    stack.enter_context(module.register_forward_pre_hook(partial(self.enter, index), with_kwargs=True))
-                    stack.enter_context(module.register_forward_hook(partial(self.leave, index)))
-                elif _holds_parameters(module) and not name.startswith(inside) and not self.holds_layers(name):
-                    stack.enter_context(module.register_forward_hook(partial(self.outside, name)))
-            stack.enter_context(in_mode([self.model], training=True))  # eval mode would hide dropout between layers
+                    stack.enter_context(
+                        module.register_forward_pre_hook(partial(self.before_layer, index), with_kwargs=True)
+                    )
+                    stack.enter_context(module.register_forward_hook(partial(self.after_layer, index)))
+                elif _has_parameters(module) and not name.startswith(inside) and not self.contains_layers(name):
+                    stack.enter_context(module.register_forward_hook(partial(self.after_other_module, name)))
+            # Eval mode would hide dropout between layers.
+            stack.enter_context(training_mode([self.model], training=True))
             stack.enter_context(torch.random.fork_rng())
             output = self.model(**example)
-        if self.calls != len(self.layers):
+        if self.layer_calls != len(self.layers):
             raise ValueError(
-                f"{self.kind} ran {self.calls} of the {len(self.layers)} layers of {self.container!r}; a pipeline "
-                "needs each of them once."
+                f"{self.class_name} ran {self.layer_calls} of the {len(self.layers)} layers of {self.container!r}; a "
+                "pipeline needs each layer to run once."
             )
-        self.check_behind(output)
+        self.check_modules_after_layers(output)
         self.check_parameters()
         assert self.hidden is not None
         return ModelLayers(
             self.container,
             len(self.layers),
-            tuple(self.in_front),
-            tuple(self.behind),
-            self.returned,
+            tuple(self.modules_before_layers),
+            tuple(self.modules_after_layers),
+            self.returned_length,
             self.hidden.shape[-1],
             self.hidden.dtype,
         )
 
-    def holds_layers(self, name: str) -> bool:
+    def contains_layers(self, name: str) -> bool:
         return not name or self.container.startswith(f"{name}.")
 
-    def enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if index != self.calls:
+    def before_layer(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index != self.layer_calls:
             raise ValueError(
-                f"{self.kind} runs layer {index} of {self.container!r} where layer {self.calls} was expected; a "
-                "pipeline needs its layers to run once each, in their order."
+                f"{self.class_name} runs layer {index} of {self.container!r} where layer {self.layer_calls} was "
+                "expected; a pipeline needs its layers to run once each, in their order."
             )
         name = f"{self.container}.{index}"
-        given = args[0] if args else kwargs.get("hidden_states")
-        if index and given is not self.hidden:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if index and hidden is not self.hidden:
             raise ValueError(
                 f"the first argument of {name} must be the hidden state that the previous layer returned, unchanged: "
                 "stages do not run code between layers. Move that code into a layer."
             )
-        others: list[tuple[Any, Any]] = [*((f"argument {at}", value) for at, value in enumerate(args[1:], 1))]
-        others += [(key, value) for key, value in kwargs.items() if value is not given]
-        for key, value in others:
-            if any(t.requires_grad for t in tensors_in(value)):
+        other_arguments: list[tuple[Any, Any]] = [*((f"argument {at}", value) for at, value in enumerate(args[1:], 1))]
+        other_arguments += [(key, value) for key, value in kwargs.items() if value is not hidden]
+        for key, value in other_arguments:
+            if any(t.requires_grad for t in find_tensors(value)):
                 raise ValueError(
                     f"{name} receives {key}, which is computed from embeddings or earlier layers and requires a "
                     f"gradient. Stages pass only hidden_states; compute {key} inside the layer."
                 )
 
-    def leave(self, index: int, layer: nn.Module, args: Any, output: Any) -> Any:
+    def after_layer(self, index: int, layer: nn.Module, args: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
         if not isinstance(hidden, Tensor) or hidden.ndim != 3:
             raise ValueError(
-                f"{self.container}.{index} returns {_shown(hidden)} where a pipeline needs its hidden state "
+                f"{self.container}.{index} returns {_describe(hidden)} where a pipeline needs its hidden state "
                 "[batch, seq, hidden], by itself or first in a tuple."
             )
-        self.returned = len(output) if isinstance(output, tuple) else 0
-        self.calls += 1
+        self.returned_length = len(output) if isinstance(output, tuple) else 0
+        self.layer_calls += 1
         leaf, self.hidden = _leaf_and_result(hidden)
-        self.leaves.append(leaf)
-        return (self.hidden, *output[1:]) if self.returned else self.hidden
+        self.hidden_leaves.append(leaf)
+        return (self.hidden, *output[1:]) if self.returned_length else self.hidden
 
-    def outside(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.calls == len(self.layers):
-            if name not in self.behind:
-                self.behind.append(name)
+    def after_other_module(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.layer_calls == len(self.layers):
+            if name not in self.modules_after_layers:
+                self.modules_after_layers.append(name)
             return None
-        if self.calls:
+        if self.layer_calls:
             raise ValueError(
-                f"{self.kind} runs {name!r}, which has parameters, between layers of {self.container!r}; only what "
-                "runs before all layers or after all of them can be given to a stage."
+                f"{self.class_name} runs {name!r}, which has parameters, between layers of {self.container!r}; a stage "
+                "can contain only modules that run before all layers or after all of them."
             )
         if not isinstance(output, Tensor) or not output.is_floating_point():
-            raise ValueError(f"{name!r} runs before the layers and returns {_shown(output)}, not a tensor of floats.")
-        leaf, made = _leaf_and_result(output)
-        self.in_front.setdefault(name, []).append(leaf)
-        return made
+            raise ValueError(
+                f"{name!r} runs before the layers and returns {_describe(output)}, not a tensor of floats."
+            )
+        leaf, result = _leaf_and_result(output)
+        self.modules_before_layers.setdefault(name, []).append(leaf)
+        return result
 
-    def check_behind(self, output: Any) -> None:
-        made = [t for t in tensors_in(output) if t.requires_grad]
-        before = [("hidden states of earlier layers", self.leaves[:-1])]
-        before += [(f"the output of {name!r}", tensors) for name, tensors in self.in_front.items()]
-        for what, tensors in before:
-            if made and tensors:
+    def check_modules_after_layers(self, output: Any) -> None:
+        outputs = [t for t in find_tensors(output) if t.requires_grad]
+        earlier_results = [("hidden states of earlier layers", self.hidden_leaves[:-1])]
+        earlier_results += [
+            (f"the output of {name!r}", tensors) for name, tensors in self.modules_before_layers.items()
+        ]
+        for description, tensors in earlier_results:
+            if outputs and tensors:
                 grads = torch.autograd.grad(
-                    [t.sum() for t in made], tensors, allow_unused=True, retain_graph=True, materialize_grads=False
+                    [t.sum() for t in outputs], tensors, allow_unused=True, retain_graph=True, materialize_grads=False
                 )
                 if any(grad is not None for grad in grads):
                     raise ValueError(
-                        f"{self.kind} uses {what} after its last layer, which the last stage does not have. This is "
-                        "not supported in a pipeline."
+                        f"{self.class_name} uses {description} after its last layer, which the last stage does not "
+                        "have. This is not supported in a pipeline."
                     )
 
     def check_parameters(self) -> None:
-        placed = {*self.in_front, *self.behind}
-        both = set(self.in_front) & set(self.behind)
-        if both:
-            raise ValueError(f"{self.kind} runs {sorted(both)} both before and after its layers.")
+        placed_modules = {*self.modules_before_layers, *self.modules_after_layers}
+        called_twice = set(self.modules_before_layers) & set(self.modules_after_layers)
+        if called_twice:
+            raise ValueError(f"{self.class_name} runs {sorted(called_twice)} both before and after its layers.")
         for name, module in self.model.named_modules():
-            if _holds_parameters(module) and name not in placed and not f"{name}.".startswith(f"{self.container}."):
+            if (
+                _has_parameters(module)
+                and name not in placed_modules
+                and not f"{name}.".startswith(f"{self.container}.")
+            ):
                 raise ValueError(
-                    f"{name or self.kind!r} has parameters ({', '.join(module._parameters)}) but is not called as a "
-                    "module before or after the layers, so it cannot be assigned to a stage. Move them into a separate "
-                    "module that is called there."
+                    f"{name or self.class_name!r} has parameters ({', '.join(module._parameters)}) but is not called "
+                    "as a module before or after the layers, so it cannot be assigned to a stage. Move them into a "
+                    "separate module that is called there."
                 )
 
 
 @contextmanager
-def in_mode(models: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
+def training_mode(models: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
     """Set training or eval mode on `models`; on exit, restore the mode of each of their modules."""
     modes = {module: module.training for model in models for module in model.modules()}
     try:
@@ -259,16 +278,16 @@ def in_mode(models: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def with_zeros(model: nn.Module) -> Iterator[None]:
+def zeros_for_meta_tensors(model: nn.Module) -> Iterator[None]:
     """Replace tensors of `model` on the meta device by zeros that take no memory: enough to trace the data flow."""
-    held: list[tuple[dict[str, Any], str, Tensor]] = []
+    meta_tensors: list[tuple[dict[str, Any], str, Tensor]] = []
     zeros: dict[int, Tensor] = {}  # one for each tied weight
     for module in model.modules():
-        of_module: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for tensors in of_module:
+        module_tensors: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in module_tensors:
             for name, t in tensors.items():
                 if t is not None and t.is_meta:
-                    held.append((tensors, name, t))
+                    meta_tensors.append((tensors, name, t))
                     zero = _unwritten_zeros(t)
                     if isinstance(t, nn.Parameter):
                         zero = nn.Parameter(zero, requires_grad=t.requires_grad)
@@ -276,20 +295,22 @@ def with_zeros(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for tensors, name, t in held:
+        for tensors, name, t in meta_tensors:
             tensors[name] = t
 
 
 def _unwritten_zeros(t: Tensor) -> Tensor:
-    """Zeros like `t` on the CPU, in pages that take no memory until written. (Rejected: torch.zeros, which writes
-    them; one expanded zero, whose strides not all ops accept.)"""
+    """Return zeros like `t` on the CPU, in pages that take no memory until written.
+
+    Rejected: torch.zeros, which writes all pages; one expanded zero, whose strides not all ops accept.
+    """
     if not t.numel():
         return torch.zeros(t.shape, dtype=t.dtype, device="cpu")
     pages = mmap.mmap(-1, t.numel() * t.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=t.dtype).view(t.shape)
 
 
-def _holds_parameters(module: nn.Module) -> bool:
+def _has_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values())
 
 
@@ -299,7 +320,7 @@ def _leaf_and_result(t: Tensor) -> tuple[Tensor, Tensor]:
     return leaf, leaf.clone()
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -307,32 +328,34 @@ def _shown(value: Any) -> str:
 
 
 def estimated_costs(model: nn.Module, layers: ModelLayers) -> list[float]:
-    """Cost of each layer in multiplications per token, including modules before the first and after the last layer.
+    """Return the cost of each layer in multiplications per token; modules outside count to the first or last layer.
 
     Embeddings cost nothing. Only the experts that a token is sent to are counted, if the config states their number.
     """
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    experts = next((n for key in _EXPERTS if isinstance(n := value_of(text, key), int) and n), 0)
-    used = next((n for key in _EXPERTS_PER_TOKEN if isinstance(n := value_of(text, key), int) and n), experts)
+    experts = next((n for key in _EXPERT_COUNT_NAMES if isinstance(n := config_value(text, key), int) and n), 0)
+    active_experts = next(
+        (n for key in _EXPERTS_PER_TOKEN_NAMES if isinstance(n := config_value(text, key), int) and n), experts
+    )
 
     def cost(module: nn.Module) -> float:
         total = 0.0
-        for name, one in module.named_modules():
-            if not isinstance(one, (nn.Embedding, nn.EmbeddingBag)):
-                sizes = sum(p.numel() for p in one._parameters.values() if p is not None and p.ndim > 1)
+        for name, submodule in module.named_modules():
+            if not isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
+                sizes = sum(p.numel() for p in submodule._parameters.values() if p is not None and p.ndim > 1)
                 is_expert = experts and ("experts" in name.split(".") or name.rpartition(".")[2] == "experts")
-                total += sizes * used / experts if is_expert else sizes
+                total += sizes * active_experts / experts if is_expert else sizes
         return total
 
     costs = [cost(layer) for layer in model.get_submodule(layers.container).children()]
-    costs[0] += sum(cost(model.get_submodule(name)) for name in layers.in_front)
-    costs[-1] += sum(cost(model.get_submodule(name)) for name in layers.behind)
+    costs[0] += sum(cost(model.get_submodule(name)) for name in layers.modules_before_layers)
+    costs[-1] += sum(cost(model.get_submodule(name)) for name in layers.modules_after_layers)
     return costs
 
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+_EXPERT_COUNT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def share_out(costs: Sequence[float], stages: int) -> list[range]:
@@ -346,21 +369,21 @@ def share_out(costs: Sequence[float], stages: int) -> list[range]:
     """
     count = len(costs)
     if count < stages:
-        raise ValueError(f"{count} layers cannot be shared out over {stages} stages, of which each needs one at least.")
+        raise ValueError(f"{count} layers cannot be divided over {stages} stages: each stage needs at least one layer.")
     if not all(isinstance(c, (int, float)) and 0 <= c < float("inf") for c in costs):
-        raise ValueError(f"costs are {list(costs)}; they must be numbers, zero or greater.")
+        raise ValueError(f"costs must be finite numbers, zero or greater, got {list(costs)}.")
     sums = [0.0, *accumulate(costs)]
     # best[n]: best split of the first n layers over the stages so far, (stage costs in descending order, first layers).
     best: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
     for stage in range(stages):
         last = stages - stage - 1
-        found: dict[int, tuple[list[float], list[int]]] = {}
+        extended: dict[int, tuple[list[float], list[int]]] = {}
         for start, (ordered, starts) in best.items():
             for stop in [count] if not last else range(start + 1, count - last + 1):
                 option = sorted([*ordered, sums[stop] - sums[start]], reverse=True), [*starts, start]
-                if stop not in found or option[0] < found[stop][0]:
-                    found[stop] = option
-        best = found
+                if stop not in extended or option[0] < extended[stop][0]:
+                    extended[stop] = option
+        best = extended
     starts = [*best[count][1], count]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
@@ -372,97 +395,103 @@ class Boundary:
     """Hidden states that a stage receives and sends during one forward pass."""
 
     def __init__(self) -> None:
-        self.received: Tensor | None = None
-        self.sent: Tensor | None = None
+        self.received_hidden: Tensor | None = None
+        self.sent_hidden: Tensor | None = None
 
 
-class Absent(nn.Identity):
+class LayerPlaceholder(nn.Identity):
     """Placeholder for a layer of another stage: passes the hidden state on unchanged.
 
-    The last layer before the stage returns the received hidden state instead (`receives`); the first layer after the
-    stage stores the hidden state to send (`sends`).
+    The last layer before the stage (`is_before_stage`) returns the received hidden state instead; the first layer after
+    the stage (`is_after_stage`) stores the hidden state to send.
     """
 
-    def __init__(self, layer: nn.Module, boundary: Boundary, *, receives: bool, sends: bool, returned: int) -> None:
+    def __init__(
+        self, layer: nn.Module, boundary: Boundary, *, is_before_stage: bool, is_after_stage: bool, returned_length: int
+    ) -> None:
         super().__init__()
         self.boundary = boundary
-        self.receives, self.sends, self.returned = receives, sends, returned
+        self.is_before_stage, self.is_after_stage, self.returned_length = (
+            is_before_stage,
+            is_after_stage,
+            returned_length,
+        )
         for name, value in vars(layer).items():  # models read attributes of layers, such as the type of attention
             if name not in vars(self) and isinstance(value, (str, int, float, type(None))):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        if self.receives:
-            hidden = self.boundary.received
-        if self.sends:
-            self.boundary.sent = hidden
-        return (hidden, *[None] * (self.returned - 1)) if self.returned else hidden
+        if self.is_before_stage:
+            hidden = self.boundary.received_hidden
+        if self.is_after_stage:
+            self.boundary.sent_hidden = hidden
+        return (hidden, *[None] * (self.returned_length - 1)) if self.returned_length else hidden
 
 
-class AbsentInFront(nn.Identity):
+class EmbeddingPlaceholder(nn.Identity):
     """Placeholder for an embedding: returns zeros of the hidden state's shape, which no layer reads."""
 
     def __init__(self, module: nn.Module, boundary: Boundary) -> None:
         super().__init__()
         self.boundary = boundary
-        self.weight = _nothing_like(module)
+        self.weight = _empty_weight(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        received = self.boundary.received
+        received = self.boundary.received_hidden
         assert received is not None
         return torch.zeros_like(received)
 
 
-def _nothing_like(module: nn.Module) -> Tensor | None:
-    """Empty placeholder for a weight: models read its dtype and device."""
+def _empty_weight(module: nn.Module) -> Tensor | None:
+    """Return an empty tensor in place of a module's weight: models read dtype and device of the weight."""
     weight = getattr(module, "weight", None)
     return weight.detach().new_empty(0) if isinstance(weight, Tensor) else None
 
 
-class AbsentBehind(nn.Identity):
+class OutputPlaceholder(nn.Identity):
     """Placeholder for a norm or an output layer: returns its input."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.weight = _nothing_like(module)
+        self.weight = _empty_weight(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()))
 
 
 def take_stages(
-    model: nn.Module, layers: ModelLayers, parts: Sequence[range], wanted: Sequence[int]
+    model: nn.Module, layers: ModelLayers, parts: Sequence[range], numbers: Sequence[int]
 ) -> dict[int, tuple[nn.Module, Boundary]]:
     """Build the stages numbered `wanted`, each a model of the same class that shares modules with `model`.
 
     Modules without parameters that all stages need (rotary embeddings) are copied for each stage.
     """
     container = model.get_submodule(layers.container)
-    of_layers = list(container.children())
+    all_layers = list(container.children())
     # A model and its layers share one config, so it is not copied here; `parallelize` copies it for each stage.
     configs = {id(m.config): m.config for m in model.modules() if "config" in vars(m)}
-    found = {}
-    for stage in wanted:
-        part, boundary, last = parts[stage], Boundary(), len(parts) - 1
+    stages = {}
+    for stage in numbers:
+        stage_layers, boundary, last = parts[stage], Boundary(), len(parts) - 1
         memo: dict[int, Any] = dict(configs)
-        for index, layer in enumerate(of_layers):
+        for index, layer in enumerate(all_layers):
             memo[id(layer)] = (
                 layer
-                if index in part
-                else Absent(
+                if index in stage_layers
+                else LayerPlaceholder(
                     layer,
                     boundary,
-                    receives=index == part.start - 1,
-                    sends=index == part.stop,
-                    returned=layers.returned,
+                    is_before_stage=index == stage_layers.start - 1,
+                    is_after_stage=index == stage_layers.stop,
+                    returned_length=layers.returned_length,
                 )
             )
-        for name in layers.in_front:
+        for name in layers.modules_before_layers:
             module = model.get_submodule(name)
-            memo[id(module)] = module if stage == 0 else AbsentInFront(module, boundary)
-        for name in layers.behind:
+            memo[id(module)] = module if stage == 0 else EmbeddingPlaceholder(module, boundary)
+        for name in layers.modules_after_layers:
             module = model.get_submodule(name)
-            memo[id(module)] = module if stage == last else AbsentBehind(module)
-        found[stage] = copy.deepcopy(model, memo), boundary
-    return found
+            memo[id(module)] = module if stage == last else OutputPlaceholder(module)
+        stages[stage] = copy.deepcopy(model, memo), boundary
+    return stages

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 # Methods of torch's stages, and the kind of computation of each.
-_KINDS = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights"}
+_KIND_OF_METHOD = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "weights",
+}
 
 
 @dataclass(frozen=True)
@@ -34,41 +38,43 @@ class Span:
 
 
 class Recorder:
-    """Record the computations of stages while `on`. On GPUs this synchronizes the device around each computation."""
+    """Records the computations of stages inside `recording`; on GPUs it synchronizes the device around each of them."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.on = False
+        self.is_recording = False
 
     def watch(self, stage: Any) -> None:
         """Wrap the methods of a torch PipelineStage so that its computations are recorded."""
-        for method, kind in _KINDS.items():
-            setattr(stage, method, self._noted(stage, getattr(stage, method), kind))
+        for method, kind in _KIND_OF_METHOD.items():
+            setattr(stage, method, self._record_calls(stage, getattr(stage, method), kind))
 
-    def _noted(self, stage: Any, compute: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def _record_calls(self, stage: Any, compute: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @wraps(compute)
-        def noted(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            if not self.on:
+        def recorded_compute(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_recording:
                 return compute(microbatch, *args, **kwargs)
-            start = _now(stage.device)
+            start = _synchronized_seconds(stage.device)
             result = compute(microbatch, *args, **kwargs)
-            span = Span(stage.group_rank, stage.stage_index, microbatch, kind, start, _now(stage.device))
+            span = Span(
+                stage.group_rank, stage.stage_index, microbatch, kind, start, _synchronized_seconds(stage.device)
+            )
             self.spans.append(span)
             return result
 
-        return noted
+        return recorded_compute
 
     @contextmanager
     def recording(self) -> Iterator[list[Span]]:
         """Record computations inside the context; the list is complete at its end."""
-        self.spans, self.on = [], True
+        self.spans, self.is_recording = [], True
         try:
             yield self.spans
         finally:
-            self.on = False
+            self.is_recording = False
 
 
-def _now(device: torch.device) -> float:
+def _synchronized_seconds(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -79,8 +85,8 @@ def bubble(spans: Sequence[Span]) -> float:
     if not spans:
         raise ValueError("spans is empty. Record a step first.")
     ranks = {span.rank for span in spans}
-    whole = (max(span.stop for span in spans) - min(span.start for span in spans)) * len(ranks)
-    return 1 - sum(span.stop - span.start for span in spans) / whole
+    total_seconds = (max(span.stop for span in spans) - min(span.start for span in spans)) * len(ranks)
+    return 1 - sum(span.stop - span.start for span in spans) / total_seconds
 
 
 def draw(spans: Sequence[Span], path: str | Path) -> None:
@@ -106,8 +112,8 @@ def draw(spans: Sequence[Span], path: str | Path) -> None:
         axes.barh(row, (stop - start) * 1e3, height=0.9, color="#dddddd", zorder=0)
         for span in (span for span in spans if span.rank == rank):
             left, width = (span.start - start) * 1e3, (span.stop - span.start) * 1e3
-            fade = 1.0 if stages <= len(ranks) else 0.55 + 0.45 * (span.stage // len(ranks) % 2)
-            axes.barh(row, width, left=left, height=0.9, color=colors[span.kind], alpha=fade, edgecolor="white")
+            opacity = 1.0 if stages <= len(ranks) else 0.55 + 0.45 * (span.stage // len(ranks) % 2)
+            axes.barh(row, width, left=left, height=0.9, color=colors[span.kind], alpha=opacity, edgecolor="white")
             if width * 120 > (stop - start) * 1e3:
                 axes.text(left + width / 2, row, span.microbatch, ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])

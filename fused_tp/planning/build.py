@@ -19,7 +19,7 @@ from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.parallelizing.shard_plan import EXPERTS, Style, resolve_plan
 from fused_tp.pipelining.pipeline import Loss, Pipeline, pipeline
 from fused_tp.pipelining.schedules import SCHEDULES
-from fused_tp.pipelining.stages import container_name
+from fused_tp.pipelining.stages import find_container
 from fused_tp.planning.config import ParallelConfig
 
 
@@ -61,13 +61,13 @@ def build(
         if name not in (mesh.mesh_dim_names or ()) or mesh[name].size() != size:
             raise ValueError(f"config needs a mesh with {name}={size}, got {mesh}; use make_mesh(**config.mesh_sizes).")
     needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
-    container = container_name(model, layers) if needs_layers else ""
+    container = find_container(model, layers) if needs_layers else ""
     if config.recompute == "full":
         recompute_layers(model, container)
-    experts = _distributed_experts(model, plan) if config.ep > 1 and config.is_sharded else []
-    built: nn.Module | Pipeline = model
+    experts = _find_distributed_experts(model, plan) if config.ep > 1 and config.is_sharded else []
+    parallel: nn.Module | Pipeline = model
     if config.pp > 1:
-        built = pipeline(
+        parallel = pipeline(
             model,
             mesh,
             microbatches=config.microbatches,
@@ -83,51 +83,56 @@ def build(
     if config.is_sharded:
         # Without a pipeline, gathered parameters are freed between forward and backward, as in ZeRO 3. A pipeline
         # keeps them: it would have to gather them again for each microbatch.
-        parts = [stage.model for stage in built.stages.values()] if isinstance(built, Pipeline) else [model]
-        for part in parts:
-            _shard(part, container, experts, mesh, reshard_after_forward=config.pp == 1)
-        if isinstance(built, Pipeline):
-            for stage in built.stages.values():  # torch's schedules recognize FSDP only on the module that they call
+        sharded_modules = (
+            [stage.model for stage in parallel.stages.values()] if isinstance(parallel, Pipeline) else [model]
+        )
+        for module in sharded_modules:
+            _apply_fsdp(module, container, experts, mesh, reshard_after_forward=config.pp == 1)
+        if isinstance(parallel, Pipeline):
+            for stage in parallel.stages.values():  # torch's schedules recognize FSDP only on the module that they call
                 fully_shard(stage, mesh=fsdp_mesh(mesh), reshard_after_forward=False)
     elif config.world_size == 1:
         model.to(mesh.device_type)
-    return built
+    return parallel
 
 
 def recompute_layers(model: nn.Module, container: str) -> None:
     """Make each layer of `container` save only its input and recompute its forward in backward."""
     if is_transformers_model(model):
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing: Any = model.gradient_checkpointing_enable
+        enable_checkpointing(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for layer in model.get_submodule(container).children():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _shard(
+def _apply_fsdp(
     model: nn.Module, container: str, experts: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool
 ) -> None:
-    how: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": _placement}
+    fsdp_keywords: dict[str, Any] = {
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": _choose_placement,
+    }
     if experts:  # experts are sharded over dp_shard only: ep ranks hold different experts
-        over = _with_replicas(mesh, mesh["dp_shard", "ep"]._flatten("dp_ep"))
+        shard_mesh = _add_replicas(mesh, mesh["dp_shard", "ep"]._flatten("dp_ep"))
         for name in experts:
-            fully_shard(model.get_submodule(name), mesh=_with_replicas(mesh, mesh["dp_shard"]), **how)
+            fully_shard(model.get_submodule(name), mesh=_add_replicas(mesh, mesh["dp_shard"]), **fsdp_keywords)
     else:
-        over = fsdp_mesh(mesh)
+        shard_mesh = fsdp_mesh(mesh)
     for layer in model.get_submodule(container).children():
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=over, **how)
-    fully_shard(model, mesh=over, **how)
+            fully_shard(layer, mesh=shard_mesh, **fsdp_keywords)
+    fully_shard(model, mesh=shard_mesh, **fsdp_keywords)
 
 
-def _with_replicas(mesh: DeviceMesh, over: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for FSDP2: parameters are sharded over `over` and replicated along dp_replicate."""
+def _add_replicas(mesh: DeviceMesh, shard_mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh for FSDP2: parameters are sharded over `shard_mesh` and replicated along dp_replicate."""
     if mesh["dp_replicate"].size() == 1:
-        return over
-    return DeviceMesh._concatenate([mesh["dp_replicate"], over])
+        return shard_mesh
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])
 
 
-def _placement(parameter: nn.Parameter) -> Placement | None:
+def _choose_placement(parameter: nn.Parameter) -> Placement | None:
     """Return the dim along which FSDP2 shards `parameter`; None: the first.
 
     Packed parameters [parts, out, in] are sharded by `out`, because there are fewer parts than ranks.
@@ -135,7 +140,7 @@ def _placement(parameter: nn.Parameter) -> Placement | None:
     return Shard(1) if parameter.ndim == 3 and parameter.shape[0] <= 3 else None
 
 
-def _distributed_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
-    """Names of the modules whose experts are distributed over the ranks of mesh dim "ep"."""
-    found = resolve_plan(model, plan)
-    return [name for name, style in found.modules.items() if style in EXPERTS]
+def _find_distributed_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
+    """Return the names of the modules whose experts are distributed over the ranks of mesh dim "ep"."""
+    resolved = resolve_plan(model, plan)
+    return [name for name, style in resolved.modules.items() if style in EXPERTS]

@@ -21,8 +21,8 @@ from typing import Any
 
 from fused_tp.core.errors import join_words
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.pipelining.schedules import find_schedule, kind_of
-from fused_tp.planning.dialects import translated
+from fused_tp.pipelining.schedules import find_schedule, schedule_kind
+from fused_tp.planning.dialects import translate
 from fused_tp.planning.model_shape import ModelShape
 
 SIZES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # order of make_mesh, from outermost to innermost
@@ -79,7 +79,7 @@ class ParallelConfig:
             raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}.")
         if self.cp % self.ulysses_size:
             raise ValueError(f"ulysses_size={self.ulysses_size} must divide cp={self.cp}.")
-        kind_of(self.schedule)  # raises for an unknown schedule, even if pp is 1 and the schedule is not used
+        schedule_kind(self.schedule)  # raises for an unknown schedule, even if pp is 1 and the schedule is not used
         if self.pp > 1:
             kind, stages = find_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
             object.__setattr__(self, "schedule", kind.name)
@@ -147,7 +147,7 @@ class ParallelConfig:
             >>> ParallelConfig.from_dict({"tensor_model_parallel_size": 2, "context_parallel_size": 2}).shown()
             'cp2 x tp2'
         """
-        return cls(**translated(given, cls))
+        return cls(**translate(given, cls))
 
     @classmethod
     def from_file(cls, path: str | Path) -> ParallelConfig:
@@ -159,14 +159,14 @@ class ParallelConfig:
         return cls.from_dict(read_mapping(Path(path)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields that differ from their defaults, in the form that `from_dict` reads."""
+        """Return the fields that differ from their defaults, in the form that `from_dict` reads."""
         default = ParallelConfig()
-        found = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+        non_default = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
         if self.sequence_parallel == self.loss_parallel == (self.tp > 1):
-            found = {name: value for name, value in found.items() if not name.endswith("_parallel")}
+            non_default = {name: value for name, value in non_default.items() if not name.endswith("_parallel")}
         if self.pp > 1 and find_schedule(self.schedule, self.pp, self.microbatches, None)[1] == self.virtual_stages:
-            found.pop("virtual_stages", None)
-        return found
+            non_default.pop("virtual_stages", None)
+        return non_default
 
     # -- a model ------------------------------------------------------------------------------------------------------
 
@@ -179,33 +179,35 @@ class ParallelConfig:
             seq: tokens of a row.
             global_batch: rows of all ranks together.
         """
-        wrong = []
-        for one in shape.attention:
-            for what, count in (("attention heads", one.heads), ("key/value heads", one.kv_heads)):
+        problems = []
+        for attention in shape.attention:
+            for head_kind, count in (("attention heads", attention.heads), ("key/value heads", attention.kv_heads)):
                 # A single key/value head (multi-query attention) is replicated: every rank computes it.
-                if one.sharded and count % self.tp and not (what == "key/value heads" and count == 1):
-                    wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(count)} do")
-            if one.heads % (one.kv_heads or 1):
-                wrong.append(f"its {one.kv_heads} key/value heads do not divide its {one.heads} attention heads")
-            if one.heads // self.tp % self.ulysses_size or one.kv_heads // self.tp % self.ulysses_size:
-                wrong.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
+                if attention.sharded and count % self.tp and not (head_kind == "key/value heads" and count == 1):
+                    problems.append(f"tp={self.tp} does not divide its {count} {head_kind}; {_divisors(count)} do")
+            if attention.heads % (attention.kv_heads or 1):
+                problems.append(
+                    f"its {attention.kv_heads} key/value heads do not divide its {attention.heads} attention heads"
+                )
+            if attention.heads // self.tp % self.ulysses_size or attention.kv_heads // self.tp % self.ulysses_size:
+                problems.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
         if self.ep > 1 and not shape.experts:
-            wrong.append(f"ep={self.ep} needs a model with experts, and it has none")
+            problems.append(f"ep={self.ep} needs experts, but the model has none")
         for experts in shape.experts:
             if experts % self.ep:
-                wrong.append(f"ep={self.ep} does not divide its {experts} experts; {_divisors(experts)} do")
+                problems.append(f"ep={self.ep} does not divide its {experts} experts; {_divisors(experts)} do")
         stages = self.pp * (self.virtual_stages or 1)
         if stages > shape.layers:
-            wrong.append(f"pp={self.pp} makes {stages} stages of its {shape.layers} layers")
+            problems.append(f"pp={self.pp} makes {stages} stages of its {shape.layers} layers")
         if seq is not None and self.cp > 1 and self.pp > 1 and seq % (2 * self.cp):
-            wrong.append(f"seq={seq} must be a multiple of {2 * self.cp} for cp={self.cp} in a pipeline")
+            problems.append(f"seq={seq} must be a multiple of {2 * self.cp} for cp={self.cp} in a pipeline")
         if global_batch is not None and global_batch % (self.data_parallel * self.microbatches):
-            wrong.append(
+            problems.append(
                 f"a global batch of {global_batch} rows cannot be split into {self.microbatches} microbatches on each "
                 f"of {self.data_parallel} data parallel ranks"
             )
-        if wrong:
-            raise ValueError(f"{shape.name} cannot run at {self.shown()}: {join_words(dict.fromkeys(wrong))}.")
+        if problems:
+            raise ValueError(f"{shape.name} cannot run at {self.shown()}: {join_words(dict.fromkeys(problems))}.")
         if shape.check is not None:
             shape.check(self)
 
@@ -230,38 +232,38 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text()
-        found = json.loads(text, object_pairs_hook=_checked_dict) if path.suffix == ".json" else _read_yaml(text)
+        mapping = json.loads(text, object_pairs_hook=_unique_dict) if path.suffix == ".json" else _read_yaml(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # yaml.YAMLError, of a library that may be missing
         if type(error).__module__.startswith("yaml"):
             raise ValueError(f"{path} is not valid YAML: {error}") from error
         raise
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a mapping from names to values, got a {type(found).__name__}.")
-    return found
+    if not isinstance(mapping, dict):
+        raise ValueError(f"{path} must hold a mapping from names to values, got a {type(mapping).__name__}.")
+    return mapping
 
 
 def _read_yaml(text: str) -> Any:
     import yaml
 
-    class KeysOnce(yaml.SafeLoader):
+    class UniqueKeyLoader(yaml.SafeLoader):
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
             _check_keys([key.value for key, _ in node.value])
             return node
 
-    return yaml.load(text, KeysOnce)
+    return yaml.load(text, UniqueKeyLoader)
 
 
-def _checked_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     _check_keys([key for key, _ in pairs])
     return dict(pairs)
 
 
 def _check_keys(keys: list[Any]) -> None:
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {twice[0]!r} appears twice, and only one would be used; remove one.")
+    if duplicates := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"the key {duplicates[0]!r} appears twice, but only one would be used; remove one.")
 
 
 def field_names() -> tuple[str, ...]:

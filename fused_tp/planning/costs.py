@@ -13,8 +13,8 @@
 | weights, optimizer  | bytes per parameter: 2 for weights, 4 for gradients, 12 for Adam and its fp32 weights         |
 
 In fp32, weights and activations take 4 bytes per element, and Adam takes 8 bytes per parameter. Two constants are
-fitted, only on the eight step times of table 5 in arXiv:2205.05198: see `fused_tp.planning.hardware.FITTED` and
-`fused_tp.planning.published`. `fused_tp.planning.measure` measures the constants of a machine instead.
+fitted, only on the eight step times of table 5 in arXiv:2205.05198: see `fused_tp.planning.hardware.FITTED_CONSTANTS`
+and `fused_tp.planning.published`. `fused_tp.planning.measure` measures the constants of a machine instead.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class StepTime:
         return self.tp + self.cp + self.ep + self.dp + self.pp
 
     def __add__(self, other: StepTime) -> StepTime:
-        more = vars(other)
-        return StepTime(**{name: value + more[name] for name, value in vars(self).items()})
+        other_times = vars(other)
+        return StepTime(**{name: value + other_times[name] for name, value in vars(self).items()})
 
     def __mul__(self, times: float) -> StepTime:
         return StepTime(**{name: value * times for name, value in vars(self).items()})
@@ -118,13 +118,13 @@ class _ParameterGroup:
         count: number of parameters on a rank before data parallelism shards them.
         shards: number of ranks that shard them.
         copies: number of ranks that replicate them.
-        inside: distance in ranks between two neighbors of such a group.
+        neighbor_distance: distance in ranks between two neighbors of such a group.
     """
 
     count: float
     shards: int
     copies: int
-    inside: int
+    neighbor_distance: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +184,12 @@ class CostModel:
         return self.shape.stages(self.config.pp * self.stages)
 
     @cached_property
-    def spread(self) -> int:
+    def sequence_ranks(self) -> int:
         """Number of ranks that sequence parallelism shards the tokens between layers over."""
         return self.config.tp if self.config.sequence_parallel else 1
 
     @cached_property
-    def element(self) -> int:
+    def element_bytes(self) -> int:
         """Bytes of a weight and of an activation."""
         return 4 if self.precision == "fp32" else 2
 
@@ -205,64 +205,67 @@ class CostModel:
         """Attained shares of peak rates, and overheads, of the machine."""
         return self.machine.constants
 
-    def _memory_seconds(self, count: float, share: float | None = None) -> float:
-        return count / (self.machine.memory_bandwidth * (share or self.constants.memory))
+    def _memory_seconds(self, nbytes: float, share: float | None = None) -> float:
+        return nbytes / (self.machine.memory_bandwidth * (share or self.constants.memory))
 
-    def _pointwise_seconds(self, count: float) -> float:
-        """Seconds of pointwise ops between matmuls; `count`: bytes that they would move in bf16."""
-        return self._memory_seconds(count * self.element / 2, self.constants.pointwise)
+    def _pointwise_seconds(self, nbytes: float) -> float:
+        """Return the seconds of pointwise ops between matmuls that would move `nbytes` bytes in bf16."""
+        return self._memory_seconds(nbytes * self.element_bytes / 2, self.constants.pointwise)
 
     def _matmul_seconds(
-        self, m: float, n: float, k: float, precision: str | None = None, written: int | None = None
+        self, m: float, n: float, k: float, precision: str | None = None, result_bytes: int | None = None
     ) -> float:
-        """Seconds of a matmul [m, k] x [k, n]; `written`: bytes moved per element of the result."""
+        """Return the seconds of a matmul [m, k] x [k, n]; `result_bytes` bytes are moved per element of the result."""
         precision = precision or self.precision
-        element = 1 if precision == "fp8" else self.element
+        input_bytes = 1 if precision == "fp8" else self.element_bytes
         rate = self.machine.matmul_flops[precision] * (self.constants.fused_matmul if self.config.tp > 1 else 1)
-        moved = element * (m * k + k * n) + (written or self.element) * m * n
-        return 2 * m * n * k / rate + self._memory_seconds(moved) + self.constants.kernel
+        moved_bytes = input_bytes * (m * k + k * n) + (result_bytes or self.element_bytes) * m * n
+        return 2 * m * n * k / rate + self._memory_seconds(moved_bytes) + self.constants.kernel
 
-    def _grad_weight_matmul_seconds(self, wide: float, narrow: float, precision: str | None = None) -> float:
-        """Seconds of the gradient of a weight [wide, narrow], which is accumulated in fp32."""
-        return self._matmul_seconds(wide, narrow, self.tokens, precision, written=8)
+    def _grad_weight_matmul_seconds(
+        self, out_features: float, in_features: float, precision: str | None = None
+    ) -> float:
+        """Return the seconds of the gradient of a weight [out_features, in_features], accumulated in fp32."""
+        return self._matmul_seconds(out_features, in_features, self.tokens, precision, result_bytes=8)
 
     def _collective_seconds(
-        self, count: float, ranks: int, inside: int, times: int = 1, messages: bool = False
+        self, nbytes: float, ranks: int, neighbor_distance: int, times: int = 1, messages: bool = False
     ) -> float:
-        """Seconds of an all-gather or reduce-scatter.
+        """Return the seconds of an all-gather or reduce-scatter.
 
         Args:
-            count: bytes of the gathered tensor.
+            nbytes: bytes of the gathered tensor.
             ranks: number of participating ranks.
-            inside: number of ranks of the inner mesh dims, that is, the distance in ranks between two neighbors.
+            neighbor_distance: number of ranks of the inner mesh dims, that is, the distance in ranks between two
+                neighbors.
             times: 2 for an all-reduce.
             messages: torch.distributed communicates, at `Machine.message_bandwidth`, not fused_tp's transport.
         """
         if ranks == 1:
             return 0.0
         machine = self.machine
-        local = max(1, min(ranks, machine.ranks_per_node // inside))
+        local_ranks = max(1, min(ranks, machine.ranks_per_node // neighbor_distance))
         bandwidth, latency = machine.link_bandwidth, machine.link_latency
         if messages:
             bandwidth, latency = machine.message_bandwidth or bandwidth, machine.message_latency or latency
         bandwidth *= self.constants.links
-        if local < ranks:
-            # Each GPU has a network adapter, so the local ranks together have `local` times its bandwidth.
-            bandwidth = min(bandwidth, machine.network_bandwidth * self.constants.network * local)
+        if local_ranks < ranks:
+            # Each GPU has a network adapter, so the local ranks together have `local_ranks` times its bandwidth.
+            bandwidth = min(bandwidth, machine.network_bandwidth * self.constants.network * local_ranks)
             latency = machine.network_latency
-        return times * (latency * log2(ranks) + count * (ranks - 1) / ranks / bandwidth)
+        return times * (latency * log2(ranks) + nbytes * (ranks - 1) / ranks / bandwidth)
 
     def _hidden_seconds(self, collective: float, compute: float) -> float:
-        """Seconds of a collective that overlap with compute of `compute` seconds."""
+        """Return the seconds of a collective that overlap with compute of `compute` seconds."""
         return min(collective, compute) if self.machine.overlaps else 0.0
 
     def _exposed_seconds(self, matmul: float, collective: float) -> float:
-        """Exposed seconds of a collective overlapped with a matmul; both run in tp steps with separate kernels."""
+        """Return the exposed seconds of a collective overlapped with a matmul; both run in tp steps."""
         if not self.software.fused_tp:
             return collective
         hidden = self._hidden_seconds(collective, matmul) * (1 - 1 / self.config.tp)
-        kernels = (self.config.tp - 1) * self.constants.kernel
-        return min(collective, collective - (1 - OVERLAP_COST) * hidden + kernels)
+        kernel_seconds = (self.config.tp - 1) * self.constants.kernel
+        return min(collective, collective - (1 - OVERLAP_COST) * hidden + kernel_seconds)
 
     @cached_property
     def layer(self) -> tuple[StepTime, StepTime]:
@@ -278,121 +281,144 @@ class CostModel:
 
     def _layer_time(self, layer: Layer) -> tuple[StepTime, StepTime]:
         tp, tokens, hidden, kernel = self.config.tp, self.tokens, self.shape.hidden, self.constants.kernel
-        between = (10 + self.software.dropout) * hidden / self.spread  # bytes per token of a norm and a residual sum
+        # Bytes per token of a norm and a residual sum.
+        bytes_between_blocks = (10 + self.software.dropout) * hidden / self.sequence_ranks
         forward, backward = StepTime(), StepTime()
         for attention in layer.attention:
-            ahead, back = self._attention_time(attention)
-            forward, backward = forward + ahead, backward + back
+            block_forward, block_backward = self._attention_time(attention)
+            forward, backward = forward + block_forward, backward + block_backward
         for block in layer.blocks:
-            ahead, back = self._block_time(block)
-            inside = block.kept / tp + block.kept_whole
-            moved = tokens * (between + (2 * inside if block.pointwise else 0.0))
-            outputs, inputs = block.wide / tp + block.whole, block.narrow / tp
-            casts = (tokens * 2 * (hidden + inputs), tokens * 4 * (outputs + hidden))
+            block_forward, block_backward = self._block_time(block)
+            saved_features = block.saved_features / tp + block.saved_replicated_features
+            moved_bytes = tokens * (bytes_between_blocks + (2 * saved_features if block.pointwise else 0.0))
+            outputs, inputs = block.column_features / tp + block.replicated_features, block.row_features / tp
+            cast_bytes = (tokens * 2 * (hidden + inputs), tokens * 4 * (outputs + hidden))
             if self.precision != "fp8":
-                casts = (0.0, 0.0)
-            forward += ahead + StepTime(memory_bound=self._pointwise_seconds(moved + casts[0]) + 5 * kernel)
-            backward += back + StepTime(memory_bound=self._pointwise_seconds(2 * moved + casts[1]) + 7 * kernel)
-        if self.config.ep > 1 and layer.experts:
-            sent = self.element * tokens * hidden * layer.experts_per_token
-            there_and_back = StepTime(
-                ep=2 * self._collective_seconds(sent, self.config.ep, tp * self.config.cp, messages=True)
+                cast_bytes = (0.0, 0.0)
+            forward += block_forward + StepTime(
+                memory_bound=self._pointwise_seconds(moved_bytes + cast_bytes[0]) + 5 * kernel
             )
-            forward, backward = forward + there_and_back, backward + there_and_back
+            backward += block_backward + StepTime(
+                memory_bound=self._pointwise_seconds(2 * moved_bytes + cast_bytes[1]) + 7 * kernel
+            )
+        if self.config.ep > 1 and layer.experts:
+            dispatch_bytes = self.element_bytes * tokens * hidden * layer.experts_per_token
+            round_trip = StepTime(
+                ep=2 * self._collective_seconds(dispatch_bytes, self.config.ep, tp * self.config.cp, messages=True)
+            )
+            forward, backward = forward + round_trip, backward + round_trip
         if self.config.recompute == "full":
-            again = StepTime(tp=forward.tp, cp=forward.cp, ep=forward.ep)
-            backward += again + StepTime(recompute=forward.total - forward.communication)
+            recomputed_communication = StepTime(tp=forward.tp, cp=forward.cp, ep=forward.ep)
+            backward += recomputed_communication + StepTime(recompute=forward.total - forward.communication)
         return forward, backward
 
     def _block_time(self, block: Block) -> tuple[StepTime, StepTime]:
-        """Forward and backward time of a block: its matmuls sharded over tp, and its replicated matmuls."""
+        """Return forward and backward time of a block: its matmuls sharded over tp, and its replicated matmuls."""
         hidden, tp = self.shape.hidden, self.config.tp
         forward = backward = StepTime()
-        if block.wide or block.narrow:
-            forward, backward = self._sharded_matmuls_time(block.wide / tp, block.narrow / tp)
-        if block.whole:
-            one = self._matmul_seconds(self.tokens, block.whole, hidden)
-            forward += StepTime(matmul=one)
-            backward += StepTime(matmul=one + self._grad_weight_matmul_seconds(block.whole, hidden))
+        if block.column_features or block.row_features:
+            forward, backward = self._sharded_matmuls_time(block.column_features / tp, block.row_features / tp)
+        if block.replicated_features:
+            matmul_seconds = self._matmul_seconds(self.tokens, block.replicated_features, hidden)
+            forward += StepTime(matmul=matmul_seconds)
+            backward += StepTime(
+                matmul=matmul_seconds + self._grad_weight_matmul_seconds(block.replicated_features, hidden)
+            )
             # Replicated matmuls run on every rank's tokens, so their sharded input is all-gathered first.
-            if self.config.sequence_parallel and not (block.wide or block.narrow):
-                gather = StepTime(tp=self._collective_seconds(self.element * self.tokens * hidden, tp, 1))
+            if self.config.sequence_parallel and not (block.column_features or block.row_features):
+                gather = StepTime(tp=self._collective_seconds(self.element_bytes * self.tokens * hidden, tp, 1))
                 forward, backward = forward + gather, backward + gather
         return forward, backward
 
-    def _sharded_matmuls_time(self, wide: float, narrow: float) -> tuple[StepTime, StepTime]:
-        """Time of an all-gather and a matmul hidden -> wide, then a matmul narrow -> hidden and a reduce-scatter.
+    def _sharded_matmuls_time(self, column_features: float, row_features: float) -> tuple[StepTime, StepTime]:
+        """Return the time of all-gather, a matmul hidden -> column_features, row_features -> hidden, reduce-scatter.
 
         Without sequence parallelism, one all-reduce per direction replaces both collectives. In backward, the weight
         gradient hides this all-reduce; with sequence parallelism it hides the all-gather.
         """
         hidden, tokens, tp = self.shape.hidden, self.tokens, self.config.tp
-        first = (
-            self._matmul_seconds(tokens, wide, hidden),
-            self._matmul_seconds(tokens, hidden, wide),
-            self._grad_weight_matmul_seconds(wide, hidden),
+        column_seconds = (
+            self._matmul_seconds(tokens, column_features, hidden),
+            self._matmul_seconds(tokens, hidden, column_features),
+            self._grad_weight_matmul_seconds(column_features, hidden),
         )
-        last = (
-            self._matmul_seconds(tokens, hidden, narrow),
-            self._matmul_seconds(tokens, narrow, hidden),
-            self._grad_weight_matmul_seconds(hidden, narrow),
+        row_seconds = (
+            self._matmul_seconds(tokens, hidden, row_features),
+            self._matmul_seconds(tokens, row_features, hidden),
+            self._grad_weight_matmul_seconds(hidden, row_features),
         )
         count = tokens * hidden / self.constants.fused_links
-        gather = self._collective_seconds((1 if self.precision == "fp8" else self.element) * count, tp, 1)
-        scatter = self._collective_seconds(self.element * count, tp, 1)
-        forward = StepTime(matmul=first[0] + last[0])
-        backward = StepTime(matmul=sum(first[1:]) + sum(last[1:]))
+        gather = self._collective_seconds((1 if self.precision == "fp8" else self.element_bytes) * count, tp, 1)
+        scatter = self._collective_seconds(self.element_bytes * count, tp, 1)
+        forward = StepTime(matmul=column_seconds[0] + row_seconds[0])
+        backward = StepTime(matmul=sum(column_seconds[1:]) + sum(row_seconds[1:]))
         if self.config.sequence_parallel:
-            exposed = self._exposed_seconds(first[0], gather), self._exposed_seconds(last[0], scatter)
+            exposed_forward = (
+                self._exposed_seconds(column_seconds[0], gather),
+                self._exposed_seconds(row_seconds[0], scatter),
+            )
             # The weight gradient needs the gathered input, which backward gathers a second time.
-            again = gather - self._hidden_seconds(gather, last[1])
-            back = self._exposed_seconds(last[1], gather) + self._exposed_seconds(first[1], scatter) + again
-            return forward + StepTime(tp=sum(exposed)), backward + StepTime(tp=back)
+            second_gather = gather - self._hidden_seconds(gather, row_seconds[1])
+            exposed_backward = (
+                self._exposed_seconds(row_seconds[1], gather)
+                + self._exposed_seconds(column_seconds[1], scatter)
+                + second_gather
+            )
+            return forward + StepTime(tp=sum(exposed_forward)), backward + StepTime(tp=exposed_backward)
         reduce = 2 * scatter
         if self.software.fused_tp:
-            back = self._exposed_seconds(first[1] + first[2], reduce)
+            exposed_backward = self._exposed_seconds(column_seconds[1] + column_seconds[2], reduce)
         else:
-            back = reduce - self._hidden_seconds(reduce, first[2])
-        return forward + StepTime(tp=self._exposed_seconds(last[0], reduce)), backward + StepTime(tp=back)
+            exposed_backward = reduce - self._hidden_seconds(reduce, column_seconds[2])
+        return forward + StepTime(tp=self._exposed_seconds(row_seconds[0], reduce)), backward + StepTime(
+            tp=exposed_backward
+        )
 
     def _weight_grad_seconds(self, layer: Layer) -> float:
-        """Seconds of the weight gradients of a layer, which zero-bubble schedules compute separately."""
+        """Return the seconds of the weight gradients of a layer, which zero-bubble schedules compute separately."""
         tp, hidden = self.config.tp, self.shape.hidden
-        sizes = [n for one in layer.blocks for n in (one.wide / tp, one.narrow / tp, one.whole) if n]
+        sizes = [
+            n
+            for block in layer.blocks
+            for n in (block.column_features / tp, block.row_features / tp, block.replicated_features)
+            if n
+        ]
         return sum(self._grad_weight_matmul_seconds(size, hidden) for size in sizes)
 
     def _attention_time(self, attention: Attention) -> tuple[StepTime, StepTime]:
-        """Forward and backward time of attention, with the ring of keys and values."""
+        """Return forward and backward time of attention, with the ring of keys and values."""
         cp, tp = self.config.cp, self.config.tp if attention.sharded else 1
         heads, head_dim = attention.heads / tp, attention.head_dim
         if self.software.attention == "flash":
-            rate = self.machine.attention_flops * (self.constants.ring_attention if cp > 1 else 1)
-            seconds = 4 * self.tokens * attention.seen(self.seq) * heads * head_dim / rate
+            flops_per_second = self.machine.attention_flops * (self.constants.ring_attention if cp > 1 else 1)
+            seconds = 4 * self.tokens * attention.attended_tokens(self.seq) * heads * head_dim / flops_per_second
             forward, backward = StepTime(attention=seconds), StepTime(attention=2.5 * seconds)
         else:
             scores = self.tokens * self.seq * heads
             batch = self.rows * heads
             length = self.seq / cp
-            kernels = 2 * self.constants.kernel  # two batched matmuls launch two kernels for all heads and rows
-            one = self._matmul_seconds(length, self.seq, head_dim, self._dense_precision)
-            one += self._matmul_seconds(length, head_dim, self.seq, self._dense_precision) - kernels
-            products = batch * one + kernels
+            launch_seconds = 2 * self.constants.kernel  # two batched matmuls launch two kernels for all heads and rows
+            matmul_seconds = self._matmul_seconds(length, self.seq, head_dim, self._dense_precision)
+            matmul_seconds += self._matmul_seconds(length, head_dim, self.seq, self._dense_precision) - launch_seconds
+            products = batch * matmul_seconds + launch_seconds
             # Bytes per score: 2 written, 4 for softmax, 5 for dropout with its mask, 2 read.
             softmax = self._pointwise_seconds((2 + 4 + 5 * self.software.dropout + 2) * scores)
             forward = StepTime(attention=products + softmax)
             backward = StepTime(attention=2 * (products + softmax))
             if self.software.attention == "selective":
                 backward += StepTime(recompute=products / 2 + softmax)
-        ring = 0.0
+        ring_seconds = 0.0
         if cp > 1 and self.config.ulysses_size == 1:
-            count = 2 * self.element * cp * self.tokens * attention.kv_heads * head_dim / tp
-            step = self._collective_seconds(count, cp, tp) / (cp - 1)
-            hidden = self._hidden_seconds(step, forward.attention / cp)
-            ring = (cp - 1) * (step - hidden + OVERLAP_COST * hidden)
+            gathered_bytes = 2 * self.element_bytes * cp * self.tokens * attention.kv_heads * head_dim / tp
+            step_seconds = self._collective_seconds(gathered_bytes, cp, tp) / (cp - 1)
+            hidden_seconds = self._hidden_seconds(step_seconds, forward.attention / cp)
+            ring_seconds = (cp - 1) * (step_seconds - hidden_seconds + OVERLAP_COST * hidden_seconds)
         elif cp > 1:
-            sent = self.tokens * (2 * attention.heads + 2 * attention.kv_heads) * head_dim / tp * self.element
-            ring = self._collective_seconds(sent, cp, tp)
-        return forward + StepTime(cp=ring), backward + StepTime(cp=2 * ring)
+            sent_bytes = (
+                self.tokens * (2 * attention.heads + 2 * attention.kv_heads) * head_dim / tp * self.element_bytes
+            )
+            ring_seconds = self._collective_seconds(sent_bytes, cp, tp)
+        return forward + StepTime(cp=ring_seconds), backward + StepTime(cp=2 * ring_seconds)
 
     @cached_property
     def _logit_features(self) -> float:
@@ -408,7 +434,7 @@ class CostModel:
             tokens, hidden, width, self._dense_precision
         )
         seconds += self._grad_weight_matmul_seconds(width, hidden, self._dense_precision)
-        gather = self._collective_seconds(self.element * tokens * hidden, self.config.tp, 1)
+        gather = self._collective_seconds(self.element_bytes * tokens * hidden, self.config.tp, 1)
         loss = self._memory_seconds(
             20 * tokens * width, self.constants.pointwise
         )  # the loss is fp32 for every precision
@@ -419,77 +445,99 @@ class CostModel:
     @cached_property
     def time(self) -> StepTime:
         """Time of one training step by component, in seconds."""
-        config, pp, micro = self.config, self.config.pp, self.config.microbatches
+        config, pp, microbatches = self.config, self.config.pp, self.config.microbatches
         forward, backward = self.layer
-        layers = [ahead + back for ahead, back in self._layer_times]
+        layers = [layer_forward + layer_backward for layer_forward, layer_backward in self._layer_times]
         stages = {counts: _sum_over_layers(layers, counts) for counts in dict.fromkeys(self._stage_layers)}
-        longest = max(stages.values(), key=lambda stage: stage.total)
-        first, last = (
-            longest * self.stages,
-            longest * (self.stages - 1) + stages[self._stage_layers[-1]] + self._output_layer_time,
+        longest_stage = max(stages.values(), key=lambda stage: stage.total)
+        first_rank, last_rank = (
+            longest_stage * self.stages,
+            longest_stage * (self.stages - 1) + stages[self._stage_layers[-1]] + self._output_layer_time,
         )
-        slowest = last if last.total > first.total or pp == 1 else first
-        share = self.shape.layers / pp
-        mean = (forward.total + backward.total) * share + self._output_layer_time.total / pp
-        step = slowest * micro + StepTime(dp=self._exposed_dp_seconds(forward.total, backward.total))
+        slowest = last_rank if last_rank.total > first_rank.total or pp == 1 else first_rank
+        layers_per_rank = self.shape.layers / pp
+        mean_seconds = (forward.total + backward.total) * layers_per_rank + self._output_layer_time.total / pp
+        step = slowest * microbatches + StepTime(dp=self._exposed_dp_seconds(forward.total, backward.total))
         if pp > 1:
-            idle = mean
-            if SCHEDULES[config.schedule].splits:
+            idle_seconds = mean_seconds
+            if SCHEDULES[config.schedule].splits_backward:
                 # torch's ZBV and DualPipeV schedules have this idle time, too: all ranks begin and end a step together.
                 (counts,) = self.shape.stages(1)
-                weights = (
+                weight_grad_seconds = (
                     sum(n * self._weight_grad_seconds(kind) for n, kind in zip(counts, self.shape.kinds, strict=True))
                     / pp
                 )
-                idle = max(forward.total * share, mean - 2 * weights)
-            bubble = (pp - 1) / self.stages * idle
-            split = config.tp if self.software.split_sends else self.spread
-            inside = config.tp * config.cp * config.data_parallel
-            hop = self._collective_seconds(
-                2 * self.element * self.tokens * self.shape.hidden / split, 2, inside, messages=True
+                idle_seconds = max(forward.total * layers_per_rank, mean_seconds - 2 * weight_grad_seconds)
+            bubble = (pp - 1) / self.stages * idle_seconds
+            senders = config.tp if self.software.split_sends else self.sequence_ranks
+            stage_ranks = config.tp * config.cp * config.data_parallel
+            message_seconds = self._collective_seconds(
+                2 * self.element_bytes * self.tokens * self.shape.hidden / senders, 2, stage_ranks, messages=True
             )
             # Interleaved stages compute other microbatches during a message, which hides it.
-            hops = 2 * (micro if self.stages == 1 else 0) + 2 * (pp - 1)
-            step += StepTime(bubble=bubble, pp=hops * hop)
-        adam = 28 if self.precision == "fp32" else 32  # bytes per parameter; bf16 adds an fp32 copy of the weights
-        optimizer = self._memory_seconds(adam * self._optimized_parameters, self.constants.optimizer)
+            exposed_messages = 2 * (microbatches if self.stages == 1 else 0) + 2 * (pp - 1)
+            step += StepTime(bubble=bubble, pp=exposed_messages * message_seconds)
+        # Bytes per parameter; bf16 adds an fp32 copy of the weights.
+        adam_bytes = 28 if self.precision == "fp32" else 32
+        optimizer = self._memory_seconds(adam_bytes * self._optimized_parameters, self.constants.optimizer)
         if self.config.tp > 1 or self.config.is_sharded:
-            optimizer += (self._on_largest_rank(lambda layer: layer.tensors) + 3) * self.constants.dtensor
+            optimizer += (self._sum_on_largest_rank(lambda layer: layer.tensors) + 3) * self.constants.dtensor
         return step + StepTime(optimizer=optimizer)
 
     def _exposed_dp_seconds(self, forward: float, backward: float) -> float:
-        """Exposed seconds of gradient and parameter communication between data parallel ranks."""
-        config, gradient_bytes, micro = self.config, self.software.gradient_bytes, self.config.microbatches
-        overlap = self.software.overlap_dp and self.machine.overlaps
+        """Return the exposed seconds of gradient and parameter communication between data parallel ranks."""
+        config, gradient_bytes, microbatches = self.config, self.software.gradient_bytes, self.config.microbatches
+        can_overlap = self.software.overlap_dp and self.machine.overlaps
         # Without FSDP2, fused_tp's transport reduces gradients over cp and ep ranks; otherwise torch.distributed does.
-        ring = partial(self._collective_seconds, messages=config.is_sharded or self.software.shards == "optimizer")
+        collective_seconds = partial(
+            self._collective_seconds, messages=config.is_sharded or self.software.shards == "optimizer"
+        )
         if self.software.shards == "optimizer":
-            window = self.layers * forward, self.layers * backward
-            gradients, weights = 0.0, 0.0
-            for part in self._parameter_groups:
-                times = 2 if part.shards == 1 else 1
-                gradients += ring(gradient_bytes * part.count, part.shards * part.copies, part.inside, times)
-                weights += ring(self.element * part.count, part.shards, part.inside)
-            if not overlap:
-                return gradients + weights
+            compute_seconds = self.layers * forward, self.layers * backward
+            reduce, gather = 0.0, 0.0
+            for group in self._parameter_groups:
+                times = 2 if group.shards == 1 else 1
+                reduce += collective_seconds(
+                    gradient_bytes * group.count, group.shards * group.copies, group.neighbor_distance, times
+                )
+                gather += collective_seconds(self.element_bytes * group.count, group.shards, group.neighbor_distance)
+            if not can_overlap:
+                return reduce + gather
             return sum(
-                max(one / self.layers, one - seconds) for one, seconds in zip((weights, gradients), window, strict=True)
+                max(communication / self.layers, communication - seconds)
+                for communication, seconds in zip((gather, reduce), compute_seconds, strict=True)
             )
-        weights, scatter, over = 0.0, 0.0, 0.0  # per layer
-        for part in self._parameter_groups:
-            local = part.count / self.layers
-            weights += ring(self.element * local, part.shards, part.inside)
-            scatter += ring(gradient_bytes * local, part.shards, part.inside)
-            over += ring(gradient_bytes * local / part.shards, part.copies, part.inside * part.shards, times=2)
+        gather, scatter, reduce_replicas = 0.0, 0.0, 0.0  # per layer
+        for group in self._parameter_groups:
+            layer_parameters = group.count / self.layers
+            gather += collective_seconds(self.element_bytes * layer_parameters, group.shards, group.neighbor_distance)
+            scatter += collective_seconds(gradient_bytes * layer_parameters, group.shards, group.neighbor_distance)
+            reduce_replicas += collective_seconds(
+                gradient_bytes * layer_parameters / group.shards,
+                group.copies,
+                group.neighbor_distance * group.shards,
+                times=2,
+            )
         # Gradients are reduced after the last microbatch. A pipeline gathers parameters once per step; without a
         # pipeline, each forward and each backward gathers them.
-        if not overlap:
-            return self.layers * ((1 if config.pp > 1 else 2 * micro) * weights + scatter + over)
+        if not can_overlap:
+            return self.layers * ((1 if config.pp > 1 else 2 * microbatches) * gather + scatter + reduce_replicas)
         if config.pp > 1:
-            return weights + scatter + self.layers * (max(0.0, weights - forward) + max(0.0, scatter + over - backward))
-        each, last = max(0.0, weights - backward), max(0.0, weights + scatter + over - backward)
-        first = weights + self.layers * max(0.0, weights - forward)
-        return micro * first + self.layers * ((micro - 1) * each + last) + over
+            return (
+                gather
+                + scatter
+                + self.layers * (max(0.0, gather - forward) + max(0.0, scatter + reduce_replicas - backward))
+            )
+        middle_microbatch, last_microbatch = (
+            max(0.0, gather - backward),
+            max(0.0, gather + scatter + reduce_replicas - backward),
+        )
+        forward_gather = gather + self.layers * max(0.0, gather - forward)
+        return (
+            microbatches * forward_gather
+            + self.layers * ((microbatches - 1) * middle_microbatch + last_microbatch)
+            + reduce_replicas
+        )
 
     # -- throughput ---------------------------------------------------------------------------------------------------
 
@@ -510,48 +558,55 @@ class CostModel:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _on_largest_rank(self, of_layer: Callable[[Layer], float]) -> float:
-        """Sum of `of_layer` over the layers of the largest pipeline rank; its stages all count as the largest stage."""
-        found = [of_layer(kind) for kind in self.shape.kinds]
-        return self.stages * max(sum(map(mul, found, counts)) for counts in set(self._stage_layers))
+    def _sum_on_largest_rank(self, layer_value: Callable[[Layer], float]) -> float:
+        """Return the sum of `layer_value` over the layers of the largest pipeline rank.
+
+        All stages of that rank count as the largest stage.
+        """
+        values = [layer_value(kind) for kind in self.shape.kinds]
+        return self.stages * max(sum(map(mul, values, counts)) for counts in set(self._stage_layers))
 
     def _expert_parameters(self, layer: Layer) -> float:
-        """Number of expert parameters of a layer on a rank."""
+        """Return the number of expert parameters of a layer on a rank."""
         return layer.expert_weights.on_rank(self.config.tp) / self.config.ep
 
     def _layer_parameters(self, layer: Layer) -> float:
-        """Number of parameters of a layer on a rank, before data parallelism shards them."""
+        """Return the number of parameters of a layer on a rank, before data parallelism shards them."""
         return layer.weights.on_rank(self.config.tp) + self._expert_parameters(layer)
 
     @cached_property
     def _parameters_on_rank(self) -> float:
         """Number of parameters on the rank that holds the most, before data parallelism shards them."""
-        ends = [one.on_rank(self.config.tp) for one in (self.shape.embedding, self.shape.output)]
-        at_ends = max(ends) if self.config.pp > 1 else ends[0] + (0 if self.shape.tied else ends[1])
-        return self._on_largest_rank(self._layer_parameters) + at_ends
+        end_parameters = [weights.on_rank(self.config.tp) for weights in (self.shape.embedding, self.shape.output)]
+        parameters_outside = (
+            max(end_parameters)
+            if self.config.pp > 1
+            else end_parameters[0] + (0 if self.shape.tied else end_parameters[1])
+        )
+        return self._sum_on_largest_rank(self._layer_parameters) + parameters_outside
 
     @cached_property
     def _parameter_groups(self) -> list[_ParameterGroup]:
         """Parameters of the rank in two groups: experts distributed over ep, not replicated there, and the rest."""
         config = self.config
-        dealt = self._on_largest_rank(self._expert_parameters) if config.ep > 1 else 0.0
-        parts = []
-        for count, ep in ((self._parameters_on_rank - dealt, config.ep), (dealt, 1)):
+        distributed_experts = self._sum_on_largest_rank(self._expert_parameters) if config.ep > 1 else 0.0
+        groups = []
+        for count, replicas in ((self._parameters_on_rank - distributed_experts, config.ep), (distributed_experts, 1)):
             if self.software.shards == "optimizer":
-                ranks = config.data_parallel // config.ep * ep * config.cp
+                ranks = config.data_parallel // config.ep * replicas * config.cp
                 shards, copies = (ranks, 1) if config.dp_shard * config.ep > 1 else (1, ranks)
             elif config.is_sharded:
-                shards, copies = config.dp_shard * config.cp * ep, config.dp_replicate
+                shards, copies = config.dp_shard * config.cp * replicas, config.dp_replicate
             else:  # cp ranks replicate parameters, too
-                shards, copies = 1, config.cp * ep
+                shards, copies = 1, config.cp * replicas
             if count:
-                parts.append(_ParameterGroup(count, shards, copies, config.tp * config.ep // ep))
-        return parts
+                groups.append(_ParameterGroup(count, shards, copies, config.tp * config.ep // replicas))
+        return groups
 
     @cached_property
     def _optimized_parameters(self) -> float:
         """Number of parameters whose optimizer state the rank keeps."""
-        return sum(part.count / part.shards for part in self._parameter_groups)
+        return sum(group.count / group.shards for group in self._parameter_groups)
 
     @cached_property
     def memory(self) -> Memory:
@@ -560,58 +615,60 @@ class CostModel:
         In a pipeline this is the first rank, which keeps the most microbatches, or the last, which holds the logits.
         """
         config, shape = self.config, self.shape
-        weights, gradients = self.element * self._parameters_on_rank, 4 * self._parameters_on_rank
+        weights, gradients = self.element_bytes * self._parameters_on_rank, 4 * self._parameters_on_rank
         if self.software.shards == "parameters" and config.is_sharded and config.pp == 1:
             # FSDP2 holds at most three modules gathered: the running layer, the prefetched one, and the output layer.
-            at_once = 2 * max(map(self._layer_parameters, shape.kinds)) + shape.output.on_rank(config.tp)
-            weights = self.element * min(self._parameters_on_rank, at_once)
+            gathered_parameters = 2 * max(map(self._layer_parameters, shape.kinds)) + shape.output.on_rank(config.tp)
+            weights = self.element_bytes * min(self._parameters_on_rank, gathered_parameters)
             if config.microbatches == 1:  # several microbatches accumulate unsharded gradients
                 gradients = 4 * self._optimized_parameters
-        logits = self.tokens * (2 * self.element * shape.hidden / self.spread)
-        logits += self.tokens * (self.element + 4) * self._logit_features
-        first = self._on_largest_rank(self._activation_bytes) * self._microbatches_in_flight
-        last = self._on_largest_rank(self._activation_bytes) + logits
+        logits = self.tokens * (2 * self.element_bytes * shape.hidden / self.sequence_ranks)
+        logits += self.tokens * (self.element_bytes + 4) * self._logit_features
+        first_rank_bytes = self._sum_on_largest_rank(self._activation_bytes) * self._microbatches_in_flight
+        last_rank_bytes = self._sum_on_largest_rank(self._activation_bytes) + logits
         if config.recompute == "full":
-            again = replace(self, config=replace(config, recompute="none"))
-            at_work = max(map(again._activation_bytes, shape.kinds))
-            first, last = first + at_work, last + at_work
-        at_end = last > first or config.pp == 1
+            without_recompute = replace(self, config=replace(config, recompute="none"))
+            recomputed_bytes = max(map(without_recompute._activation_bytes, shape.kinds))
+            first_rank_bytes, last_rank_bytes = first_rank_bytes + recomputed_bytes, last_rank_bytes + recomputed_bytes
+        is_last_rank = last_rank_bytes > first_rank_bytes or config.pp == 1
         return Memory(
             weights=weights,
             gradients=gradients,
             optimizer=(8 if self.precision == "fp32" else 12) * self._optimized_parameters,
-            activations=(last - logits) if at_end else first,
-            logits=logits if at_end else 0.0,
+            activations=(last_rank_bytes - logits) if is_last_rank else first_rank_bytes,
+            logits=logits if is_last_rank else 0.0,
         )
 
     def _activation_bytes(self, layer: Layer) -> float:
-        """Bytes that a layer saves per microbatch for backward.
+        """Return the bytes that a layer saves per microbatch for backward.
 
         The terms of table 2 in Korthikanti et al. (arXiv:2205.05198) are counted separately, to cover grouped heads,
         gated MLPs and experts. For ungrouped heads, an MLP of width 4 h, and dropout, they sum to the paper's 34 s b h.
         """
         hidden, tp = self.shape.hidden, self.config.tp
         if self.config.recompute == "full":
-            return self.tokens * self.element * hidden / self.spread
+            return self.tokens * self.element_bytes * hidden / self.sequence_ranks
         # Each block keeps the input and the output of its norm.
-        kept = len(layer.blocks) * (4 + self.software.dropout) * hidden / self.spread
-        kept += sum(2 * (block.kept / tp + block.kept_whole) for block in layer.blocks)
+        saved_features = len(layer.blocks) * (4 + self.software.dropout) * hidden / self.sequence_ranks
+        saved_features += sum(
+            2 * (block.saved_features / tp + block.saved_replicated_features) for block in layer.blocks
+        )
         if self.software.attention == "unfused":
-            heads = sum(one.heads / (tp if one.sharded else 1) for one in layer.attention)
-            kept += (4 + self.software.dropout) * heads * self.seq
-        return self.tokens * kept * self.element / 2
+            heads = sum(attention.heads / (tp if attention.sharded else 1) for attention in layer.attention)
+            saved_features += (4 + self.software.dropout) * heads * self.seq
+        return self.tokens * saved_features * self.element_bytes / 2
 
     @property
     def _microbatches_in_flight(self) -> float:
         """Number of microbatches whose activations the first rank keeps (arXiv:2205.05198, section 4.2.3)."""
-        pp, micro = self.config.pp, self.config.microbatches
+        pp, microbatches = self.config.pp, self.config.microbatches
         if self.config.schedule == "GPipe" and pp > 1:
-            return micro
+            return microbatches
         if self.stages == 1 or self.config.schedule in ("ZBVZeroBubble", "DualPipeV"):
-            return min(micro, pp)
-        return min(micro, pp * (1 + (pp - 1) / (pp * self.stages)))
+            return min(microbatches, pp)
+        return min(microbatches, pp * (1 + (pp - 1) / (pp * self.stages)))
 
 
-def _sum_over_layers(of_kinds: Iterable[StepTime], counts: Iterable[int]) -> StepTime:
-    """Sum of times over all layers; `of_kinds`: time of a layer of each kind, `counts`: number of layers per kind."""
-    return sum((time * n for time, n in zip(of_kinds, counts, strict=True) if n), StepTime())
+def _sum_over_layers(kind_times: Iterable[StepTime], counts: Iterable[int]) -> StepTime:
+    """Return the sum of times over all layers, from the time of a layer of each kind and the number of such layers."""
+    return sum((time * n for time, n in zip(kind_times, counts, strict=True) if n), StepTime())

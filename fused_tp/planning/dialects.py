@@ -29,71 +29,74 @@ class Dialect:
 
     Attributes:
         words: maps each key that has a field of equal value to that field.
-        others: further keys, which `read` interprets.
-        read: returns the fields for `others`, given all keys and the fields found through `words`.
+        other_keys: further keys, which `read` interprets.
+        read: returns the fields for `other_keys`, given all keys and the fields found through `words`.
         write: returns a config in the library's keys.
     """
 
     name: str
     words: Mapping[str, str]
-    others: tuple[str, ...]
+    other_keys: tuple[str, ...]
     read: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]]
     write: Callable[[ParallelConfig], dict[str, Any]]
 
 
-def translated(given: Mapping[str, Any], config: type[ParallelConfig]) -> dict[str, Any]:
+def translate(given: Mapping[str, Any], config: type[ParallelConfig]) -> dict[str, Any]:
     """Translate a mapping with the keys of ParallelConfig or of one library into fields of `config`, that class.
 
     Raises:
         ValueError: an unknown key, named with the nearest known one; or keys of two libraries.
     """
-    own = tuple(field.name for field in fields(config))
+    field_names = tuple(field.name for field in fields(config))
     keys = [key for key in given if key != WORLD_SIZE]
-    if all(key in own for key in keys):
-        found = {key: given[key] for key in keys}
+    if all(key in field_names for key in keys):
+        values = {key: given[key] for key in keys}
     else:
-        dialect = _dialect_of(keys, own)
-        found = {dialect.words[key]: value for key, value in given.items() if key in dialect.words}
-        found = {field: value for field, value in found.items() if value is not None}
-        found |= dialect.read(given, found)
-    return _filled(found, given.get(WORLD_SIZE), config)
+        dialect = _find_dialect(keys, field_names)
+        values = {dialect.words[key]: value for key, value in given.items() if key in dialect.words}
+        values = {field: value for field, value in values.items() if value is not None}
+        values |= dialect.read(given, values)
+    return _fill_dp_shard(values, given.get(WORLD_SIZE), config)
 
 
-def _dialect_of(keys: list[str], own: tuple[str, ...]) -> Dialect:
+def _find_dialect(keys: list[str], field_names: tuple[str, ...]) -> Dialect:
     for dialect in DIALECTS.values():
-        if all(key in dialect.words or key in dialect.others for key in keys):
+        if all(key in dialect.words or key in dialect.other_keys for key in keys):
             return dialect
-    homes = {key: [d.name for d in DIALECTS.values() if key in d.words or key in d.others] for key in keys}
+    owners = {key: [d.name for d in DIALECTS.values() if key in d.words or key in d.other_keys] for key in keys}
     for key in keys:
-        if key in own:
-            homes[key].append("ParallelConfig")
-    for key, names in homes.items():
+        if key in field_names:
+            owners[key].append("ParallelConfig")
+    for key, names in owners.items():
         if not names:
-            known = [*own, *(word for d in DIALECTS.values() for word in (*d.words, *d.others))]
-            near = difflib.get_close_matches(key, known, 1)
+            known_keys = [*field_names, *(word for d in DIALECTS.values() for word in (*d.words, *d.other_keys))]
+            similar = difflib.get_close_matches(key, known_keys, 1)
             raise ValueError(
                 f"{key!r} is not a key of ParallelConfig or of {', '.join(DIALECTS)}."
-                + (f" Did you mean {near[0]!r}?" if near else "")
+                + (f" Did you mean {similar[0]!r}?" if similar else "")
             )
-    a, b = keys[0], next(key for key in keys if not set(homes[key]) & set(homes[keys[0]]))
-    raise ValueError(f"{a!r} is a key of {homes[a][0]}, {b!r} a key of {homes[b][0]}; use the keys of one library.")
+    first, second = keys[0], next(key for key in keys if not set(owners[key]) & set(owners[keys[0]]))
+    raise ValueError(
+        f"{first!r} is a key of {owners[first][0]}, {second!r} a key of {owners[second][0]}; use the keys of one "
+        "library."
+    )
 
 
-def _filled(found: dict[str, Any], world_size: int | None, config: type[ParallelConfig]) -> dict[str, Any]:
+def _fill_dp_shard(values: dict[str, Any], world_size: int | None, config: type[ParallelConfig]) -> dict[str, Any]:
     """Add `dp_shard` so that the config has `world_size` ranks in all."""
     if world_size is None:
-        return found
-    partial = config(**found)
-    if "dp_shard" in found or "dp_replicate" in found:
+        return values
+    partial = config(**values)
+    if "dp_shard" in values or "dp_replicate" in values:
         if partial.world_size != world_size:
             raise ValueError(f"{partial.shown()} needs {partial.world_size} ranks, got world_size={world_size}.")
-        return found
-    return found | {"dp_shard": partial.at_world_size(world_size).dp_shard}
+        return values
+    return values | {"dp_shard": partial.at_world_size(world_size).dp_shard}
 
 
 # -- Megatron-Core, ms-swift ------------------------------------------------------------------------------------------
 
-_MEGATRON = {
+_MEGATRON_FIELDS = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "virtual_pipeline_model_parallel_size": "virtual_stages",
@@ -101,7 +104,7 @@ _MEGATRON = {
     "expert_model_parallel_size": "ep",
     "sequence_parallel": "sequence_parallel",
 }
-_MEGATRON_OTHERS = (
+_MEGATRON_OTHER_KEYS = (
     "micro_batch_size",
     "global_batch_size",
     "recompute_granularity",
@@ -132,9 +135,11 @@ def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
             )
         fields["recompute"] = "full"
     ep = found.get("ep", 1)
-    world = given.get(WORLD_SIZE)
-    inside = found.get("tp", 1) * found.get("pp", 1) * found.get("cp", 1)
-    dp = given.get("data_parallel_size") or (world // inside if world and world % inside == 0 else ep)
+    world_size = given.get(WORLD_SIZE)
+    model_ranks = found.get("tp", 1) * found.get("pp", 1) * found.get("cp", 1)
+    dp = given.get("data_parallel_size") or (
+        world_size // model_ranks if world_size and world_size % model_ranks == 0 else ep
+    )
     if dp % ep:
         raise ValueError(f"expert_model_parallel_size={ep} does not divide the {dp} data parallel ranks.")
     # Megatron's distributed optimizer replicates parameters and shards its state; FSDP2 shards both. It defaults to on,
@@ -155,12 +160,12 @@ def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
 
 
 def _write_megatron(config: ParallelConfig) -> dict[str, Any]:
-    _refuse(config, "Megatron-Core", ulysses_size=1)
+    _require_values(config, "Megatron-Core", ulysses_size=1)
     if config.pp > 1 and config.schedule not in ("1F1B", "Interleaved1F1B"):
         raise ValueError(
             f"Megatron-Core does not support schedule={config.schedule!r}; use '1F1B' or 'Interleaved1F1B'."
         )
-    written: dict[str, Any] = {key: getattr(config, field) for key, field in _MEGATRON.items()}
+    written: dict[str, Any] = {key: getattr(config, field) for key, field in _MEGATRON_FIELDS.items()}
     if config.schedule != "Interleaved1F1B" or config.pp == 1:
         written["virtual_pipeline_model_parallel_size"] = None
     if config.recompute == "full":
@@ -172,7 +177,7 @@ def _write_megatron(config: ParallelConfig) -> dict[str, Any]:
 
 # -- accelerate -------------------------------------------------------------------------------------------------------
 
-_ACCELERATE = {
+_ACCELERATE_FIELDS = {
     "dp_replicate_size": "dp_replicate",
     "dp_shard_size": "dp_shard",
     "tp_size": "tp",
@@ -190,17 +195,17 @@ def _read_accelerate(given: Mapping[str, Any], found: dict[str, Any]) -> dict[st
 
 
 def _write_accelerate(config: ParallelConfig) -> dict[str, Any]:
-    _refuse(config, "accelerate's ParallelismConfig", pp=1, ep=1)
-    written = {key: getattr(config, field) for key, field in _ACCELERATE.items()}
+    _require_values(config, "accelerate's ParallelismConfig", pp=1, ep=1)
+    written = {key: getattr(config, field) for key, field in _ACCELERATE_FIELDS.items()}
     if config.ulysses_size > 1:
-        _refuse(config, "accelerate's ParallelismConfig", ulysses_size=config.cp)
+        _require_values(config, "accelerate's ParallelismConfig", ulysses_size=config.cp)
         written |= {"cp_size": 1, "sp_size": config.cp}
     return written
 
 
 # -- torchtitan -------------------------------------------------------------------------------------------------------
 
-_TORCHTITAN = {
+_TORCHTITAN_FIELDS = {
     "pipeline_parallel_degree": "pp",
     "data_parallel_replicate_degree": "dp_replicate",
     "tensor_parallel_degree": "tp",
@@ -209,7 +214,7 @@ _TORCHTITAN = {
     "pipeline_parallel_schedule": "schedule",
     "enable_sequence_parallel": "sequence_parallel",
 }
-_TORCHTITAN_OTHERS = ("data_parallel_shard_degree", "local_batch_size", "pipeline_parallel_microbatch_size")
+_TORCHTITAN_OTHER_KEYS = ("data_parallel_shard_degree", "local_batch_size", "pipeline_parallel_microbatch_size")
 
 
 def _read_torchtitan(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -218,29 +223,31 @@ def _read_torchtitan(given: Mapping[str, Any], found: dict[str, Any]) -> dict[st
         found.pop("sequence_parallel", None)
     if found.get("pp", 1) == 1:
         found.pop("schedule", None)
-    shard, ep = given.get("data_parallel_shard_degree", -1), found.get("ep", 1)
-    if shard != -1:
-        if shard % ep:
-            raise ValueError(f"expert_parallel_degree={ep} does not divide data_parallel_shard_degree={shard}.")
-        fields["dp_shard"] = shard // ep  # torchtitan's degree includes the expert parallel ranks
-    rows, size = given.get("local_batch_size"), given.get("pipeline_parallel_microbatch_size", 1)
+    shard_ranks, ep = given.get("data_parallel_shard_degree", -1), found.get("ep", 1)
+    if shard_ranks != -1:
+        if shard_ranks % ep:
+            raise ValueError(f"expert_parallel_degree={ep} does not divide data_parallel_shard_degree={shard_ranks}.")
+        fields["dp_shard"] = shard_ranks // ep  # torchtitan's degree includes the expert parallel ranks
+    rows, microbatch_rows = given.get("local_batch_size"), given.get("pipeline_parallel_microbatch_size", 1)
     if rows is not None and found.get("pp", 1) > 1:
-        if rows % size:
-            raise ValueError(f"pipeline_parallel_microbatch_size={size} does not divide local_batch_size={rows}.")
-        fields["microbatches"] = rows // size
+        if rows % microbatch_rows:
+            raise ValueError(
+                f"pipeline_parallel_microbatch_size={microbatch_rows} does not divide local_batch_size={rows}."
+            )
+        fields["microbatches"] = rows // microbatch_rows
     return fields
 
 
 def _write_torchtitan(config: ParallelConfig) -> dict[str, Any]:
-    _refuse(config, "torchtitan", ulysses_size=1)
-    written = {key: getattr(config, field) for key, field in _TORCHTITAN.items()}
+    _require_values(config, "torchtitan", ulysses_size=1)
+    written = {key: getattr(config, field) for key, field in _TORCHTITAN_FIELDS.items()}
     return written | {"data_parallel_shard_degree": config.dp_shard * config.ep}
 
 
 # -- DeepSpeed --------------------------------------------------------------------------------------------------------
 
-_DEEPSPEED = {"sequence_parallel_size": "cp", "gradient_accumulation_steps": "microbatches"}
-_DEEPSPEED_OTHERS = ("tensor_parallel", "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+_DEEPSPEED_FIELDS = {"sequence_parallel_size": "cp", "gradient_accumulation_steps": "microbatches"}
+_DEEPSPEED_OTHER_KEYS = ("tensor_parallel", "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def _read_deepspeed(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -250,30 +257,32 @@ def _read_deepspeed(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str
     if found.get("cp", 1) > 1:
         fields["ulysses_size"] = found["cp"]  # its sequence parallelism is Ulysses
     stage = dict(given.get("zero_optimization") or {}).get("stage", 0)
-    world = given.get(WORLD_SIZE)
-    inside = fields.get("tp", 1) * found.get("cp", 1)
-    rows, micro = given.get("train_batch_size"), given.get("train_micro_batch_size_per_gpu")
+    world_size = given.get(WORLD_SIZE)
+    model_ranks = fields.get("tp", 1) * found.get("cp", 1)
+    rows, microbatch_rows = given.get("train_batch_size"), given.get("train_micro_batch_size_per_gpu")
     steps = found.get("microbatches", 1)
     dp = 1
-    if world:
-        if world % inside:
-            raise ValueError(f"world_size={world} must be a multiple of the {inside} ranks that share a batch.")
-        dp = world // inside
-    elif rows and micro:
-        if rows % (micro * steps):
+    if world_size:
+        if world_size % model_ranks:
             raise ValueError(
-                f"train_batch_size={rows} must be a multiple of train_micro_batch_size_per_gpu={micro} x "
+                f"world_size={world_size} must be a multiple of the {model_ranks} ranks that share a batch."
+            )
+        dp = world_size // model_ranks
+    elif rows and microbatch_rows:
+        if rows % (microbatch_rows * steps):
+            raise ValueError(
+                f"train_batch_size={rows} must be a multiple of train_micro_batch_size_per_gpu={microbatch_rows} x "
                 f"gradient_accumulation_steps={steps}."
             )
-        dp = rows // (micro * steps)
+        dp = rows // (microbatch_rows * steps)
     fields["dp_shard" if stage == 3 else "dp_replicate"] = dp
     return fields
 
 
 def _write_deepspeed(config: ParallelConfig) -> dict[str, Any]:
-    _refuse(config, "a DeepSpeed configuration", pp=1, ep=1)
+    _require_values(config, "a DeepSpeed configuration", pp=1, ep=1)
     if config.cp > 1:
-        _refuse(config, "a DeepSpeed configuration", ulysses_size=config.cp)
+        _require_values(config, "a DeepSpeed configuration", ulysses_size=config.cp)
     if config.dp_shard > 1 and config.dp_replicate > 1:
         raise ValueError(
             "DeepSpeed does not support dp_replicate > 1 with dp_shard > 1: ZeRO shards over all dp ranks."
@@ -287,8 +296,8 @@ def _write_deepspeed(config: ParallelConfig) -> dict[str, Any]:
     return written
 
 
-def _refuse(config: ParallelConfig, library: str, **wanted: int) -> None:
-    for field, value in wanted.items():
+def _require_values(config: ParallelConfig, library: str, **values: int) -> None:
+    for field, value in values.items():
         if getattr(config, field) != value:
             raise ValueError(f"{library} does not support {field}={getattr(config, field)}; it needs {field}={value}.")
 
@@ -296,9 +305,9 @@ def _refuse(config: ParallelConfig, library: str, **wanted: int) -> None:
 DIALECTS = {
     one.name: one
     for one in (
-        Dialect("megatron", _MEGATRON, _MEGATRON_OTHERS, _read_megatron, _write_megatron),
-        Dialect("accelerate", _ACCELERATE, ("sp_size",), _read_accelerate, _write_accelerate),
-        Dialect("torchtitan", _TORCHTITAN, _TORCHTITAN_OTHERS, _read_torchtitan, _write_torchtitan),
-        Dialect("deepspeed", _DEEPSPEED, _DEEPSPEED_OTHERS, _read_deepspeed, _write_deepspeed),
+        Dialect("megatron", _MEGATRON_FIELDS, _MEGATRON_OTHER_KEYS, _read_megatron, _write_megatron),
+        Dialect("accelerate", _ACCELERATE_FIELDS, ("sp_size",), _read_accelerate, _write_accelerate),
+        Dialect("torchtitan", _TORCHTITAN_FIELDS, _TORCHTITAN_OTHER_KEYS, _read_torchtitan, _write_torchtitan),
+        Dialect("deepspeed", _DEEPSPEED_FIELDS, _DEEPSPEED_OTHER_KEYS, _read_deepspeed, _write_deepspeed),
     )
 }

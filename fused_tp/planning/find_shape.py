@@ -33,12 +33,12 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
         return count_config(given)
     if str(given).lower() in SHAPES:
         return SHAPES[str(given).lower()]
-    types = _model_types()
-    if not Path(given).exists() and str(given) not in types:
-        near = difflib.get_close_matches(str(given).lower(), (*SHAPES, *types), 1)
+    model_types = _model_types()
+    if not Path(given).exists() and str(given) not in model_types:
+        similar = difflib.get_close_matches(str(given).lower(), (*SHAPES, *model_types), 1)
         raise ValueError(
             f"{str(given)!r} is not a known model name, a model type of transformers, or an existing file. "
-            + (f"Did you mean {near[0]!r}?" if near else f"Pass one of {join_words(SHAPES)}, or a config.json.")
+            + (f"Did you mean {similar[0]!r}?" if similar else f"Pass one of {join_words(SHAPES)}, or a config.json.")
         )
     from transformers import AutoConfig
 
@@ -53,7 +53,7 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
 
 
 def _model_types() -> Iterable[str]:
-    """Model types of transformers; empty if it is not installed."""
+    """Return the model types of transformers; () if transformers is not installed."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     except ImportError:

@@ -45,7 +45,7 @@ class HardwareConstants:
 
 
 # These values minimize the squared relative errors of `published.fitted_rows`; tests/unit/test_planning.py checks it.
-FITTED = HardwareConstants(links=0.73, kernel=18e-6)
+FITTED_CONSTANTS = HardwareConstants(links=0.73, kernel=18e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Machine:
     network_latency: float = 10e-6
     ranks_per_node: int = 8
     overlaps: bool = True
-    constants: HardwareConstants = FITTED
+    constants: HardwareConstants = FITTED_CONSTANTS
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Machine:
                     f"matmul_flops must have the same ones, out of {join_words(map(repr, PRECISIONS))}."
                 )
             numbers |= {f"{name}[{key!r}]": value for key, value in by_precision.items()}
-        numbers |= {one.name: getattr(self, one.name) for one in fields(self) if one.type in _NUMERIC_TYPES}
+        numbers |= {field.name: getattr(self, field.name) for field in fields(self) if field.type in _NUMERIC_TYPES}
         numbers |= {f"constants.{name}": value for name, value in vars(self.constants).items()}
         for name, value in numbers.items():
             if name in _OPTIONAL_FIELDS and not value:
@@ -116,14 +116,14 @@ class Machine:
                 raise ValueError(f"{name} of machine {self.name} must be positive and finite, got {value!r}.")
 
     def peak(self, precision: str) -> float:
-        """Peak FLOP/s in `precision`.
+        """Return the peak FLOP/s in `precision`.
 
         Raises:
             ValueError: the machine does not support `precision`.
         """
         if precision not in self.peak_flops:
-            has = join_words([repr(one) for one in self.peak_flops])
-            raise ValueError(f"machine {self.name} does not support precision={precision!r}; use {has}.")
+            supported = join_words([repr(one) for one in self.peak_flops])
+            raise ValueError(f"machine {self.name} does not support precision={precision!r}; use {supported}.")
         return self.peak_flops[precision]
 
     @classmethod
@@ -155,8 +155,8 @@ GIB = 1024**3
 
 # Sustained matmul FLOP/s (under load, at the power limit): Stas Bekman, Machine Learning Engineering,
 # compute/accelerator. For fp8 the source lists only short bursts, so these are scaled by sustained / burst of bf16.
-_MATMULS_BY = "matmuls: Bekman, Machine Learning Engineering"
-_ATTENTION_BY = "attention: estimated after arXiv"
+_MATMUL_SOURCE = "matmuls: Bekman, Machine Learning Engineering"
+_ATTENTION_SOURCE = "attention: estimated after arXiv"
 
 _H100 = Machine(
     name="h100",
@@ -167,7 +167,7 @@ _H100 = Machine(
     memory_bandwidth=3.35e12,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
-    source=f"NVIDIA H100 SXM data sheet, 400 Gb/s of network a GPU; {_MATMULS_BY}; {_ATTENTION_BY}:2407.08608",
+    source=f"NVIDIA H100 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL_SOURCE}; {_ATTENTION_SOURCE}:2407.08608",
 )
 
 MACHINES = {
@@ -182,7 +182,8 @@ MACHINES = {
             memory_bandwidth=2.039e12,
             link_bandwidth=300e9,
             network_bandwidth=25e9,
-            source=f"NVIDIA A100 SXM data sheet, 200 Gb/s of network a GPU; {_MATMULS_BY}; {_ATTENTION_BY}:2307.08691",
+            source="NVIDIA A100 SXM data sheet, 200 Gb/s of network a GPU; "
+            f"{_MATMUL_SOURCE}; {_ATTENTION_SOURCE}:2307.08691",
         ),
         _H100,
         replace(
@@ -201,7 +202,7 @@ MACHINES = {
             memory_bandwidth=8e12,
             link_bandwidth=900e9,
             network_bandwidth=50e9,
-            source=f"NVIDIA DGX B200 data sheet, 400 Gb/s of network a GPU; {_MATMULS_BY}; attention: estimated",
+            source=f"NVIDIA DGX B200 data sheet, 400 Gb/s of network a GPU; {_MATMUL_SOURCE}; attention: estimated",
         ),
     )
 }

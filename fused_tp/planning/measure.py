@@ -48,8 +48,9 @@ from fused_tp.planning.hardware import HardwareConstants, Machine
 from fused_tp.planning.model_count import count_config
 from fused_tp.planning.model_shape import ModelShape
 
-ROUNDS, SECONDS = 8, 0.2  # each round times each case for SECONDS; the best round counts: other load only slows it down
-LAYERS, VOCABULARY = 4, 16
+# Each round times each case for ROUND_SECONDS; the best round counts: other load only slows it down.
+ROUNDS, ROUND_SECONDS = (8, 0.2)
+LAYER_COUNT, VOCAB_SIZE = 4, 16
 ONE_RANK = ParallelConfig()
 _COPY_BYTES = 1 << 26  # bytes; larger than CPU and GPU caches
 Case = Callable[[], object]
@@ -75,10 +76,10 @@ class LlamaSizes:
         from transformers import LlamaConfig
 
         return LlamaConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=VOCAB_SIZE,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
-            num_hidden_layers=LAYERS,
+            num_hidden_layers=LAYER_COUNT,
             num_attention_heads=self.heads,
             num_key_value_heads=self.heads // 2,
         )
@@ -88,11 +89,11 @@ class LlamaSizes:
         return count_config(self.config)
 
 
-MANY = {
+LARGE_SIZES = {
     "cpu": LlamaSizes(rows=4, seq=256, hidden=384, intermediate=1024, heads=8),
     "cuda": LlamaSizes(rows=4, seq=4096, hidden=4096, intermediate=14336, heads=32),  # enough to fill a GPU
 }
-FEW = LlamaSizes(rows=1, seq=16, hidden=64, intermediate=128, heads=4)
+SMALL_SIZES = LlamaSizes(rows=1, seq=16, hidden=64, intermediate=128, heads=4)
 
 
 def measure_machine(name: str = "this machine") -> Machine:
@@ -119,8 +120,8 @@ def measure_machine(name: str = "this machine") -> Machine:
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
-    sizes = MANY[device.type]
-    return machine_of(_time_cases(_cases(sizes, device)), sizes, ranks, Machine(
+    sizes = LARGE_SIZES[device.type]
+    return machine_of(_time_cases(_make_cases(sizes, device)), sizes, ranks, Machine(
         name=name,
         peak_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
         matmul_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
@@ -141,11 +142,11 @@ def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, mach
     With one rank there are no links; link and network bandwidth are then set to the memory bandwidth.
     """
     (precision,) = machine.peak_flops
-    element = 4 if precision == "fp32" else 2
-    tokens, hidden, wide = sizes.tokens, sizes.hidden, sizes.intermediate
+    element_bytes = 4 if precision == "fp32" else 2
+    tokens, hidden, intermediate = sizes.tokens, sizes.hidden, sizes.intermediate
     bandwidth = 2 * _COPY_BYTES / seconds["copy"]
-    moved = 3 * element * (tokens * (hidden + wide) + hidden * wide)
-    flops = {precision: 6 * tokens * hidden * wide / (seconds["linear"] - moved / bandwidth)}
+    moved_bytes = 3 * element_bytes * (tokens * (hidden + intermediate) + hidden * intermediate)
+    flops = {precision: 6 * tokens * hidden * intermediate / (seconds["linear"] - moved_bytes / bandwidth)}
     parameters = sum(layer.parameters for layer in sizes.shape.stack)
     constants = HardwareConstants(
         links=1.0,
@@ -157,45 +158,54 @@ def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, mach
         fused_matmul=seconds["linear"] / seconds["fused linear"],
         ring_attention=seconds["attention"] / min(ranks, 2) / seconds["ring"],  # each of two ranks computes half
     )
-    found: dict[str, Any] = {"peak_flops": flops, "matmul_flops": flops, "memory_bandwidth": bandwidth}
-    found["attention_flops"] = 3.5 * 2 * tokens * sizes.seq * hidden / seconds["attention"]  # backward: 2.5 times
-    machine = replace(machine, **found, constants=constants)
+    rates: dict[str, Any] = {"peak_flops": flops, "matmul_flops": flops, "memory_bandwidth": bandwidth}
+    rates["attention_flops"] = 3.5 * 2 * tokens * sizes.seq * hidden / seconds["attention"]  # backward: 2.5 times
+    machine = replace(machine, **rates, constants=constants)
 
-    # Solve for `pointwise` and `kernel` with a small and a large layer:
-    # matmul + attention + memory_bound / pointwise + kernels x kernel = seconds.
-    small, large = _layer_time(machine, FEW), _layer_time(machine, sizes)
-    rest = [seconds[name] / LAYERS - one.matmul - one.attention for name, one in (("few", small), ("many", large))]
-    more = large.memory_bound - small.memory_bound
-    pointwise = more / max(rest[1] - rest[0], more)
-    kernels = _layer_time(replace(machine, constants=replace(constants, kernel=1.0)), FEW).total - small.total
-    kernel = max(rest[0] - small.memory_bound / pointwise, rest[0] / 10) / kernels
-    constants = replace(constants, pointwise=pointwise, kernel=kernel)
+    # Solve for `pointwise` and `kernel_seconds` with a small and a large layer:
+    # matmul + attention + memory_bound / pointwise + kernel_count * kernel_seconds = seconds of a layer.
+    small_layer, large_layer = _layer_time(machine, SMALL_SIZES), _layer_time(machine, sizes)
+    memory_bound = [
+        seconds[name] / LAYER_COUNT - one.matmul - one.attention
+        for name, one in (("few", small_layer), ("many", large_layer))
+    ]
+    extra_memory_bound = large_layer.memory_bound - small_layer.memory_bound
+    pointwise = extra_memory_bound / max(memory_bound[1] - memory_bound[0], extra_memory_bound)
+    kernel_count = (
+        _layer_time(replace(machine, constants=replace(constants, kernel=1.0)), SMALL_SIZES).total - small_layer.total
+    )
+    kernel_seconds = max(memory_bound[0] - small_layer.memory_bound / pointwise, memory_bound[0] / 10) / kernel_count
+    constants = replace(constants, pointwise=pointwise, kernel=kernel_seconds)
     machine = replace(machine, constants=constants)
     if ranks == 1:
         return replace(machine, link_bandwidth=bandwidth, network_bandwidth=bandwidth)
 
-    def latency(case: str, alone: str, collectives: int) -> float:
-        return max((seconds[case] - seconds[alone]) / LAYERS / collectives, 1e-6)
+    def latency(case: str, baseline: str, collectives: int) -> float:
+        return max((seconds[case] - seconds[baseline]) / LAYER_COUNT / collectives, 1e-6)
 
     # With sequence parallelism a layer runs 4 collectives in forward and 6 in backward. FSDP2 runs 3 per layer: two
     # all-gathers of its parameters and one reduce-scatter of its gradients.
-    message = latency("few, FSDP2", "few", 3)
-    message_bandwidth = element * parameters / LAYERS / 2 / max(latency("short, FSDP2", "short", 3) - message, 1e-6)
-    link, once = latency("few, tp", "few", 10), seconds["exchange"] / 2
-    dtensor = max(seconds["few optimizer, FSDP2"] - seconds["few optimizer"], 0.0) / (9 * LAYERS + 3)
+    message_latency = latency("few, FSDP2", "few", 3)
+    message_bandwidth = (
+        element_bytes * parameters / LAYER_COUNT / 2 / max(latency("short, FSDP2", "short", 3) - message_latency, 1e-6)
+    )
+    link_latency, collective_seconds = latency("few, tp", "few", 10), seconds["exchange"] / 2
+    dtensor = max(seconds["few optimizer, FSDP2"] - seconds["few optimizer"], 0.0) / (9 * LAYER_COUNT + 3)
     constants = replace(constants, dtensor=dtensor)
     if not machine.overlaps:
         layer = _layer_time(machine, sizes, ParallelConfig(tp=2))
-        exposed = (seconds["many, tp"] / LAYERS - layer.total + layer.tp) / 10
-        constants = replace(constants, fused_links=once / max(exposed - link, once))
+        exposed_seconds = (seconds["many, tp"] / LAYER_COUNT - layer.total + layer.tp) / 10
+        constants = replace(
+            constants, fused_links=collective_seconds / max(exposed_seconds - link_latency, collective_seconds)
+        )
     return replace(
         machine,
         constants=constants,
-        link_latency=link,
-        link_bandwidth=element * tokens * hidden / 2 / once,
-        message_latency=message,
+        link_latency=link_latency,
+        link_bandwidth=element_bytes * tokens * hidden / 2 / collective_seconds,
+        message_latency=message_latency,
         message_bandwidth=message_bandwidth,
-        network_latency=message,
+        network_latency=message_latency,
         network_bandwidth=message_bandwidth,
     )
 
@@ -209,20 +219,22 @@ def _layer_time(machine: Machine, sizes: LlamaSizes, config: ParallelConfig = ON
     return forward + backward
 
 
-def _cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
+def _make_cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
     """Return the cases to time, by name."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
-    def random(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
-    def layers(sizes: LlamaSizes, spread: Callable[[nn.Module], object] = lambda model: None) -> tuple[Case, Case]:
+    def make_layers(
+        sizes: LlamaSizes, parallelize_model: Callable[[nn.Module], object] = lambda model: None
+    ) -> tuple[Case, Case]:
         """Return two cases: forward and backward; gradient clipping and an optimizer step."""
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)  # the same on all ranks
         model = AutoModelForCausalLM.from_config(sizes.config, dtype=dtype).to(device)
-        spread(model)
+        parallelize_model(model)
         tokens = torch.zeros(sizes.rows, sizes.seq, dtype=torch.int64, device=device)
         # Two documents in each row, so that transformers builds a mask.
         positions = (torch.arange(sizes.seq, device=device) % (sizes.seq // 2)).expand(sizes.rows, -1)
@@ -239,50 +251,54 @@ def _cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
         return run, update
 
     source, target = (torch.zeros(_COPY_BYTES, device=device, dtype=torch.uint8) for _ in range(2))
-    tokens, hidden, wide = sizes.tokens, sizes.hidden, sizes.intermediate
-    x, w, dy = random(tokens, hidden), random(wide, hidden), random(tokens, wide)
-    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-    q, k, v = (random(sizes.rows, sizes.heads, sizes.seq, sizes.hidden // sizes.heads) for _ in range(3))
-    heads = [t.clone().requires_grad_() for t in (q, k, v)]
+    tokens, hidden, intermediate = sizes.tokens, sizes.hidden, sizes.intermediate
+    x, w, dy = random_tensor(tokens, hidden), random_tensor(intermediate, hidden), random_tensor(tokens, intermediate)
+    linear_inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
+    q, k, v = (random_tensor(sizes.rows, sizes.heads, sizes.seq, sizes.hidden // sizes.heads) for _ in range(3))
+    attention_inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     attend: Any = F.scaled_dot_product_attention
     mask = torch.ones(sizes.rows, 1, sizes.seq, sizes.seq, dtype=torch.bool, device=device).tril()
-    (few, few_optimizer), (many, many_optimizer) = layers(FEW), layers(sizes)
+    (few_tokens, few_optimizer), (many_tokens, many_optimizer) = make_layers(SMALL_SIZES), make_layers(sizes)
     cases: dict[str, Case] = {
         "copy": lambda: target.copy_(source),
-        "linear": lambda: torch.autograd.grad(F.linear(*leaves), leaves, dy),
+        "linear": lambda: torch.autograd.grad(F.linear(*linear_inputs), linear_inputs, dy),
         "fused linear": lambda: (gemm.linear(x, w), gemm.linear(dy, w.t()), gemm.linear(dy.t(), x.t())),
-        "attention": lambda: torch.autograd.grad(attend(*heads, attn_mask=mask), heads, q),
-        "few": few,
+        "attention": lambda: torch.autograd.grad(attend(*attention_inputs, attn_mask=mask), attention_inputs, q),
+        "few": few_tokens,
         "few optimizer": few_optimizer,
-        "many": many,
+        "many": many_tokens,
         "optimizer": many_optimizer,
     }
     size = min(2, dist.get_world_size())
-    pairs = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("pair", "tp"))["tp"]
+    pair_mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("pair", "tp"))[
+        "tp"
+    ]
     halves = [t.transpose(1, 2)[:, : sizes.seq // size].contiguous().requires_grad_() for t in (q, k, v)]
-    cases["ring"] = lambda: torch.autograd.grad(ring_attention(*halves, group=pairs, causal=True), halves, halves[0])
+    cases["ring"] = lambda: torch.autograd.grad(
+        ring_attention(*halves, group=pair_mesh, causal=True), halves, halves[0]
+    )
     if size == 1:
         return cases
-    short = replace(sizes, rows=1, seq=FEW.seq)
-    part, whole = (random(sizes.rows, seq, sizes.hidden) for seq in (sizes.seq // 2, sizes.seq))
+    short_sizes = replace(sizes, rows=1, seq=SMALL_SIZES.seq)
+    half, full = (random_tensor(sizes.rows, seq, sizes.hidden) for seq in (sizes.seq // 2, sizes.seq))
 
-    def over_tp(model: nn.Module) -> None:
-        parallelize(model, pairs, sequence_parallel=True)
+    def shard_over_tp(model: nn.Module) -> None:
+        parallelize(model, pair_mesh, sequence_parallel=True)
 
-    def shard(model: nn.Module) -> None:
+    def apply_fsdp(model: nn.Module) -> None:
         for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer, mesh=pairs)
-        fully_shard(model, mesh=pairs)
+            fully_shard(layer, mesh=pair_mesh)
+        fully_shard(model, mesh=pair_mesh)
 
-    few_sharded, few_sharded_optimizer = layers(FEW, shard)
+    few_sharded, few_sharded_optimizer = make_layers(SMALL_SIZES, apply_fsdp)
     return cases | {
-        "exchange": lambda: (all_gather(part, 1, group=pairs), reduce_scatter(whole, 1, group=pairs)),
-        "few, tp": layers(FEW, over_tp)[0],
-        "many, tp": layers(sizes, over_tp)[0],
+        "exchange": lambda: (all_gather(half, 1, group=pair_mesh), reduce_scatter(full, 1, group=pair_mesh)),
+        "few, tp": make_layers(SMALL_SIZES, shard_over_tp)[0],
+        "many, tp": make_layers(sizes, shard_over_tp)[0],
         "few, FSDP2": few_sharded,
         "few optimizer, FSDP2": few_sharded_optimizer,
-        "short": layers(short)[0],
-        "short, FSDP2": layers(short, shard)[0],
+        "short": make_layers(short_sizes)[0],
+        "short, FSDP2": make_layers(short_sizes, apply_fsdp)[0],
     }
 
 
@@ -292,13 +308,13 @@ def _time_cases(cases: Mapping[str, Case]) -> dict[str, float]:
     for _ in range(ROUNDS):
         for name, run in cases.items():
             run()
-            calls = max(3, int(SECONDS / _max_over_ranks(_seconds_of_call(run))))
-            seconds = _max_over_ranks(statistics.median(_seconds_of_call(run) for _ in range(calls)))
+            calls = max(3, int(ROUND_SECONDS / _max_over_ranks(_time_call(run))))
+            seconds = _max_over_ranks(statistics.median(_time_call(run) for _ in range(calls)))
             best[name] = min(seconds, best.get(name, seconds))
     return best
 
 
-def _seconds_of_call(run: Case) -> float:
+def _time_call(run: Case) -> float:
     start = time.perf_counter()
     run()
     if torch.accelerator.is_available():
@@ -308,6 +324,6 @@ def _seconds_of_call(run: Case) -> float:
 
 def _max_over_ranks(seconds: float) -> float:
     """Return the maximum over all ranks; a collective call."""
-    found = torch.tensor(seconds, dtype=torch.float64, device=torch.accelerator.current_accelerator())
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    maximum = torch.tensor(seconds, dtype=torch.float64, device=torch.accelerator.current_accelerator())
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return float(maximum)

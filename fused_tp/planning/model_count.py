@@ -28,36 +28,36 @@ from torch.nn.modules.conv import _ConvNd
 from fused_tp.core.errors import join_words
 from fused_tp.nn.linear import features_of, is_conv1d
 from fused_tp.parallelizing.experts import takes_routing
-from fused_tp.parallelizing.hf.hf_model import INTERFACE, check_transformers_model
+from fused_tp.parallelizing.hf.hf_model import ATTENTION_REGISTRY, check_transformers_model
 from fused_tp.parallelizing.layers import check_layers
 from fused_tp.parallelizing.sequence_sharding import Parallelism
 from fused_tp.parallelizing.shard_plan import (
     HEAD_PROJECTIONS,
     ShardingPlan,
     check_experts,
+    check_experts_not_distributed,
     check_head_counts,
-    check_none_distributed,
+    choose_intermediate_styles,
+    config_value,
     head_counts,
-    is_of_keys,
+    is_kv_count,
     plan_experts,
     resolve_plan,
-    settle_between,
     spec_of,
-    value_of,
 )
 from fused_tp.parallelizing.whole_blocks import find_blocks
-from fused_tp.pipelining.stages import container_name
+from fused_tp.pipelining.stages import find_container
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.model_shape import Attention, Block, Layer, ModelShape, Weights
 
 # Names in the code of attention classes that do not call transformers' attention interface.
-_SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention"}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = (
+_SOFTMAX_NAMES = {"softmax", "Softmax", "scaled_dot_product_attention"}
+_EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN_NAMES = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k", "moe_topk", "moe_k", "topk"),
     *("top_k_experts", "num_selected_experts"),
 )
-_DOWN_PROJECTIONS = (
+_DOWN_PROJECTION_PARTS = (
     "down",
     "output",
     "out_proj",
@@ -99,24 +99,28 @@ def count_model(model: Any) -> ModelShape:
     name, text = _model_name(model.config), model.config.get_text_config()
     parts = _LayerParts(model)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    hidden = value_of(text, "hidden_size") or embedding.weight.shape[-1]
-    drop_repeated(model, parts)
-    checked = PlanCheck(model, parts, name)
-    counter = _Counter(hidden, text, checked.plan)
+    hidden = config_value(text, "hidden_size") or embedding.weight.shape[-1]
+    drop_repeated_layers(model, parts)
+    plan_check = PlanCheck(model, parts, name)
+    counter = _Counter(hidden, text, plan_check.plan)
     kinds = [counter.layer(kind) for kind in parts.kinds]
     tied = output is not None and output.weight is embedding.weight
-    of_output = [] if output is None else [one for one in parts.outside if one.module is output]
-    around = [one for one in parts.outside if tied or one.module is not output]
+    output_parameters = [] if output is None else [one for one in parts.outside_parameters if one.module is output]
+    embedding_parameters = [one for one in parts.outside_parameters if tied or one.module is not output]
     return ModelShape(
         name=name,
         hidden=hidden,
-        vocab=value_of(text, "vocab_size") or (0 if output is None else features_of(output)[1]),
-        stack=tuple(kinds[number] for number in parts.order),
-        embedding=counter.weights(_first_occurrences(around)),
-        output=counter.weights(of_output),
+        vocab=config_value(text, "vocab_size") or (0 if output is None else features_of(output)[1]),
+        stack=tuple(kinds[number] for number in parts.kind_numbers),
+        embedding=counter.sum_weights(_first_occurrences(embedding_parameters)),
+        output=counter.sum_weights(output_parameters),
         tied=tied,
-        notes=(*parts.notes, *counter.notes(parts, kinds), *_outside_notes(_first_occurrences(around), output)),
-        check=checked.check,
+        notes=(
+            *parts.notes,
+            *counter.notes(parts, kinds),
+            *_outside_notes(_first_occurrences(embedding_parameters), output),
+        ),
+        check=plan_check.check,
     )
 
 
@@ -124,32 +128,32 @@ def count_model(model: Any) -> ModelShape:
 
 
 @dataclass(frozen=True)
-class _HeldParameter:
+class _ModuleParameter:
     """A parameter and a module that holds it.
 
     Attributes:
         path: path of the module in the model.
-        inside: path of the module in its layer; equal to `path` outside the layers.
-        first: True if no earlier module holds the same parameter.
+        layer_path: path of the module in its layer; equal to `path` outside the layers.
+        is_first: True if no earlier module holds the same parameter.
     """
 
     path: str
-    inside: str
+    layer_path: str
     module: nn.Module
     key: str
     parameter: nn.Parameter
-    first: bool
+    is_first: bool
 
     @property
     def is_expert(self) -> bool:
         """True if the parameter belongs to routed experts."""
         if "experts" in self.path.split("."):
             return True
-        count = _first_positive_int(_EXPERTS, self.module)
+        count = _first_positive_int(_EXPERT_COUNT_NAMES, self.module)
         return self.parameter.ndim == 3 and not isinstance(self.module, _ConvNd) and count == len(self.parameter)
 
     @property
-    def multiplies(self) -> bool:
+    def is_matmul_weight(self) -> bool:
         """True if the parameter is the weight of a matmul or of a convolution."""
         return self.parameter.ndim > 1 and not isinstance(self.module, nn.Embedding) and "bias" not in self.key
 
@@ -160,8 +164,8 @@ class _LayerParts:
     Attributes:
         container: name of the nn.ModuleList of layers; "" if none is found, and the model then counts as one layer.
         kinds: distinct layers, each represented by its first layer.
-        order: index into `kinds` for each layer.
-        outside: parameters outside the layers.
+        kind_numbers: index into `kinds` for each layer.
+        outside_parameters: parameters outside the layers.
         refusal: reason why no list of layers was found, raised by features that need one.
         modules: the layers.
         notes: messages about the choice of layers.
@@ -171,46 +175,52 @@ class _LayerParts:
         self.container, self.refusal = "", ""
         self.notes: list[str] = []
         self._find_container(model)
-        inside = f"{self.container}."
-        found: dict[int, list[_HeldParameter]] = {}
-        self.outside: list[_HeldParameter] = []
-        seen: set[int] = set()
+        container_prefix = f"{self.container}."
+        layer_parameters: dict[int, list[_ModuleParameter]] = {}
+        self.outside_parameters: list[_ModuleParameter] = []
+        seen_ids: set[int] = set()
         output = model.get_output_embeddings()
         for path, module in model.named_modules(remove_duplicate=False):
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                number, within = -1, path
-                if self.container and path.startswith(inside):
-                    at, _, within = path.removeprefix(inside).partition(".")
-                    number = int(at)
+                number, layer_path = -1, path
+                if self.container and path.startswith(container_prefix):
+                    index, _, layer_path = path.removeprefix(container_prefix).partition(".")
+                    number = int(index)
                 elif not self.container and not isinstance(module, nn.Embedding) and module is not output:
                     number = 0
-                held = _HeldParameter(path, within, module, key, parameter, id(parameter) not in seen)
-                seen.add(id(parameter))
-                (self.outside if number < 0 else found.setdefault(number, [])).append(held)
+                module_parameter = _ModuleParameter(
+                    path, layer_path, module, key, parameter, id(parameter) not in seen_ids
+                )
+                seen_ids.add(id(parameter))
+                (self.outside_parameters if number < 0 else layer_parameters.setdefault(number, [])).append(
+                    module_parameter
+                )
         self.modules = list(model.get_submodule(self.container).children()) if self.container else [model]
-        types = value_of(model.config.get_text_config(), "layer_types") or ()
-        numbers: dict[object, int] = {}
+        layer_types = config_value(model.config.get_text_config(), "layer_types") or ()
+        number_of_kind: dict[object, int] = {}
         self.kinds: list[_LayerKind] = []
-        self.order = []
+        self.kind_numbers = []
         for number, module in enumerate(self.modules):
-            layer_type = types[number] if self.container and number < len(types) else ""
-            held_by = found.get(number, [])
-            what = (
+            layer_type = layer_types[number] if self.container and number < len(layer_types) else ""
+            parameters = layer_parameters.get(number, [])
+            signature = (
                 layer_type,
                 type(module),
-                tuple((one.inside, type(one.module), one.key, one.parameter.shape, one.first) for one in held_by),
+                tuple(
+                    (one.layer_path, type(one.module), one.key, one.parameter.shape, one.is_first) for one in parameters
+                ),
                 tuple(getattr(one, "sliding_window", None) for one in module.modules()),
             )
-            if what not in numbers:
-                numbers[what] = len(self.kinds)
-                self.kinds.append(_LayerKind(number, module, layer_type, held_by))
-            self.order.append(numbers[what])
+            if signature not in number_of_kind:
+                number_of_kind[signature] = len(self.kinds)
+                self.kinds.append(_LayerKind(number, module, layer_type, parameters))
+            self.kind_numbers.append(number_of_kind[signature])
 
     def _find_container(self, model: Any) -> None:
         try:
-            self.container = container_name(model, None)
+            self.container = find_container(model, None)
             return
         except ValueError as error:
             self.refusal = str(error)
@@ -218,7 +228,7 @@ class _LayerParts:
         for name, module in model.named_modules():
             if name and getattr(module, "config", None) is text and text is not model.config:
                 try:
-                    self.container = f"{name}.{container_name(module, None)}"
+                    self.container = f"{name}.{find_container(module, None)}"
                 except ValueError:
                     continue
                 self.refusal = ""
@@ -236,10 +246,10 @@ class _LayerKind:
     number: int
     module: nn.Module
     layer_type: str
-    held: list[_HeldParameter]
+    parameters: list[_ModuleParameter]
 
 
-def drop_repeated(model: nn.Module, parts: _LayerParts) -> None:
+def drop_repeated_layers(model: nn.Module, parts: _LayerParts) -> None:
     """Remove all but one layer of each kind from `model`, so that checks of deep models are fast."""
     if parts.container:
         layers: Any = model.get_submodule(parts.container)
@@ -247,11 +257,13 @@ def drop_repeated(model: nn.Module, parts: _LayerParts) -> None:
         for number, kind in enumerate(parts.kinds):
             layers.append(kind.module)
             prefix = f"{parts.container}.{number}"
-            kind.held[:] = [replace(one, path=f"{prefix}.{one.inside}" if one.inside else prefix) for one in kind.held]
+            kind.parameters[:] = [
+                replace(one, path=f"{prefix}.{one.layer_path}" if one.layer_path else prefix) for one in kind.parameters
+            ]
 
 
-def _first_occurrences(held: Iterable[_HeldParameter]) -> list[_HeldParameter]:
-    return [one for one in held if one.first]
+def _first_occurrences(held: Iterable[_ModuleParameter]) -> list[_ModuleParameter]:
+    return [one for one in held if one.is_first]
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------
@@ -263,10 +275,10 @@ class _Counter:
     def __init__(self, hidden: int, text: Any, plan: ShardingPlan) -> None:
         self.hidden, self.text, self.plan = hidden, text, plan
 
-    def weights(self, held: Iterable[_HeldParameter]) -> Weights:
+    def sum_weights(self, held: Iterable[_ModuleParameter]) -> Weights:
         return sum((Weights(one.parameter.numel(), self.sharded_numel(one)) for one in held), Weights())
 
-    def sharded_numel(self, one: _HeldParameter) -> int:
+    def sharded_numel(self, one: _ModuleParameter) -> int:
         """Return the number of elements of a parameter that are sharded over tensor parallel ranks."""
         name = f"{one.path}.{one.key}" if one.path else one.key
         size = one.parameter.numel()
@@ -276,156 +288,179 @@ class _Counter:
         if spec.shard_dim is None or (spec.shard_dim == 1 and one.parameter.ndim == 1):
             return 0
         if spec.shares_keys:
-            taken, returned = features_of(one.module)
-            return size * taken // returned
+            in_features, out_features = features_of(one.module)
+            return size * in_features // out_features
         return size
 
     def layer(self, kind: _LayerKind) -> Layer:
-        dense = [one for one in kind.held if not one.is_expert]
-        sparse = [one for one in kind.held if one.is_expert]
-        experts, per_token = self._routing(kind, sparse) if sparse else (0, 0)
+        dense = [one for one in kind.parameters if not one.is_expert]
+        sparse = [one for one in kind.parameters if one.is_expert]
+        experts, per_token = self._expert_counts(kind, sparse) if sparse else (0, 0)
         share = per_token / experts if experts else 1.0
         return Layer(
             name=type(kind.module).__name__,
-            weights=self.weights(_first_occurrences(dense)),
-            expert_weights=self.weights(_first_occurrences(sparse)),
+            weights=self.sum_weights(_first_occurrences(dense)),
+            expert_weights=self.sum_weights(_first_occurrences(sparse)),
             experts=experts,
             experts_per_token=per_token,
-            blocks=tuple(self._blocks(kind, share)),
-            attention=tuple(self._attention(kind)),
-            tensors=len(_first_occurrences(kind.held)),
+            blocks=tuple(self._yield_blocks(kind, share)),
+            attention=tuple(self._yield_attention(kind)),
+            tensors=len(_first_occurrences(kind.parameters)),
         )
 
-    def _routing(self, kind: _LayerKind, sparse: list[_HeldParameter]) -> tuple[int, int]:
+    def _expert_counts(self, kind: _LayerKind, sparse: list[_ModuleParameter]) -> tuple[int, int]:
         """Return the number of experts of a layer and the number per token; all experts if the config has no number."""
-        lists = {match[0] for one in sparse if (match := re.search(r"experts\.\d+(?=\.|$)", one.path))}
-        packed = (len(one.parameter) for one in sparse if one.parameter.ndim == 3)
-        around = [module for module in kind.module.modules() if type(module).__name__ != "ModuleList"]
-        experts = len(lists) or next(packed, 0) or _first_positive_int(_EXPERTS, *around, self.text)
-        return experts, min(experts, _first_positive_int(_EXPERTS_PER_TOKEN, *around, self.text, default=experts))
+        expert_names = {match[0] for one in sparse if (match := re.search(r"experts\.\d+(?=\.|$)", one.path))}
+        packed_counts = (len(one.parameter) for one in sparse if one.parameter.ndim == 3)
+        modules = [module for module in kind.module.modules() if type(module).__name__ != "ModuleList"]
+        experts = (
+            len(expert_names) or next(packed_counts, 0) or _first_positive_int(_EXPERT_COUNT_NAMES, *modules, self.text)
+        )
+        return experts, min(
+            experts, _first_positive_int(_EXPERTS_PER_TOKEN_NAMES, *modules, self.text, default=experts)
+        )
 
-    def _blocks(self, kind: _LayerKind, share: float) -> Iterator[Block]:
+    def _yield_blocks(self, kind: _LayerKind, share: float) -> Iterator[Block]:
         """Yield the blocks of a layer: its matmuls, grouped by the submodule of the layer that contains them."""
-        groups: dict[str, list[_HeldParameter]] = {}
-        for one in kind.held:
-            if one.multiplies:
-                groups.setdefault(_block_key(one.inside), []).append(one)
-        rest: list[_HeldParameter] = []
+        groups: dict[str, list[_ModuleParameter]] = {}
+        for one in kind.parameters:
+            if one.is_matmul_weight:
+                groups.setdefault(_submodule_of_layer(one.layer_path), []).append(one)
+        pending: list[_ModuleParameter] = []
         for number, group in enumerate(groups.values(), 1):
-            block = self._block([*rest, *group], share)
+            block = self._make_block([*pending, *group], share)
             # Column-parallel matmuls without a row-parallel one form a block together with the next group.
-            rest = [*rest, *group] if block.wide and not block.narrow and number < len(groups) else []
-            if not rest:
+            pending = (
+                [*pending, *group] if block.column_features and not block.row_features and number < len(groups) else []
+            )
+            if not pending:
                 yield block
 
-    def _block(self, group: list[_HeldParameter], share: float) -> Block:
-        wide = narrow = whole = kept = kept_whole = 0.0
+    def _make_block(self, group: list[_ModuleParameter], share: float) -> Block:
+        column_features = row_features = replicated_features = saved_features = saved_replicated_features = 0.0
         for one in group:
-            active = share if one.is_expert else 1.0
+            active_share = share if one.is_expert else 1.0
             sharded = self.sharded_numel(one)
-            part = sharded / one.parameter.numel()
-            whole += active * (one.parameter.numel() - sharded)
+            sharded_share = sharded / one.parameter.numel()
+            replicated_features += active_share * (one.parameter.numel() - sharded)
             if self._is_row_parallel(one):
-                narrow += active * sharded
+                row_features += active_share * sharded
             else:
-                wide += active * sharded
-            kept += active * part * self._kept_features(one)
-            kept_whole += active * (1 - part) * self._kept_features(one)
+                column_features += active_share * sharded
+            saved_features += active_share * sharded_share * self._saved_features(one)
+            saved_replicated_features += active_share * (1 - sharded_share) * self._saved_features(one)
         return Block(
-            wide=wide / self.hidden,
-            narrow=narrow / self.hidden,
-            whole=whole / self.hidden,
-            kept=kept,
-            kept_whole=kept_whole,
+            column_features=column_features / self.hidden,
+            row_features=row_features / self.hidden,
+            replicated_features=replicated_features / self.hidden,
+            saved_features=saved_features,
+            saved_replicated_features=saved_replicated_features,
             experts=any(one.is_expert for one in group),
         )
 
-    def _is_row_parallel(self, one: _HeldParameter) -> bool:
+    def _is_row_parallel(self, one: _ModuleParameter) -> bool:
         """True if the weight, if sharded, is row-parallel: it maps back to the hidden state."""
         if one.is_expert:
-            return any(word in f"{one.inside}.{one.key}" for word in _DOWN_PROJECTIONS)
+            return any(word in f"{one.layer_path}.{one.key}" for word in _DOWN_PROJECTION_PARTS)
         return spec_of(self.plan.modules.get(one.path)).shard_dim == 1
 
-    def _kept_features(self, one: _HeldParameter) -> int:
+    def _saved_features(self, one: _ModuleParameter) -> int:
         """Return the number of features of a matmul that backward needs, excluding the hidden state."""
-        *more, returned, taken = one.parameter.shape
+        *batch_sizes, out_features, in_features = one.parameter.shape
         if isinstance(one.module, _ConvNd):
             return int(one.parameter.shape[0])
         count = 1
-        for size in more:
+        for size in batch_sizes:
             count *= size
-        return count * int(taken if returned == self.hidden else returned)
+        return count * int(in_features if out_features == self.hidden else out_features)
 
-    def _attention(self, kind: _LayerKind) -> Iterator[Attention]:
+    def _yield_attention(self, kind: _LayerKind) -> Iterator[Attention]:
         for path, module in kind.module.named_modules():
-            if _attends(module):
-                held = [one for one in kind.held if f"{one.inside}.".startswith(f"{path}." if path else "")]
-                yield self._attention_of(module, held, self._window(module, kind.layer_type))
+            if _has_attention(module):
+                parameters = [
+                    one for one in kind.parameters if f"{one.layer_path}.".startswith(f"{path}." if path else "")
+                ]
+                yield self._make_attention(module, parameters, self._find_window(module, kind.layer_type))
 
-    def _attention_of(self, module: nn.Module, held: list[_HeldParameter], window: int | None) -> Attention:
-        linears = {one.inside.removesuffix(".linear").rpartition(".")[2]: one.module for one in held if one.multiplies}
+    def _make_attention(self, module: nn.Module, parameters: list[_ModuleParameter], window: int | None) -> Attention:
+        linears = {
+            one.layer_path.removesuffix(".linear").rpartition(".")[2]: one.module
+            for one in parameters
+            if one.is_matmul_weight
+        }
         linears = {leaf: one for leaf, one in linears.items() if isinstance(one, nn.Linear) or is_conv1d(one)}
-        back = [
+        output_inputs = [
             features_of(one)[0]
             for leaf, one in linears.items()
             if features_of(one)[1] == self.hidden and leaf not in HEAD_PROJECTIONS
         ]
-        queries = [features_of(one)[1] for leaf, one in linears.items() if leaf in ("q_proj", "query", "q_lin", "q")]
-        of_head = _first_positive_int(("v_head_dim", "head_dim", "attention_head_size", "head_size"), module)
-        own, of_config = head_counts(module), head_counts(getattr(module, "config", None), self.text)
-        heads = next((n for key, n in (own or of_config).items() if not is_of_keys(key)), 0)
-        features = next(iter([*back, *queries]), of_head * heads or self.hidden)  # value features of all heads
-        if of_head and features % of_head == 0 and not any(not is_of_keys(key) for key in own):
-            heads = features // of_head
-        values = features / max(heads, 1)
-        scores = _first_positive_int(("qk_head_dim", "head_dim"), module) or values
-        keys = linears.get("k_proj") or linears.get("key")
+        query_features = [
+            features_of(one)[1] for leaf, one in linears.items() if leaf in ("q_proj", "query", "q_lin", "q")
+        ]
+        head_features = _first_positive_int(("v_head_dim", "head_dim", "attention_head_size", "head_size"), module)
+        module_counts, config_counts = head_counts(module), head_counts(getattr(module, "config", None), self.text)
+        heads = next((n for key, n in (module_counts or config_counts).items() if not is_kv_count(key)), 0)
+        # Value features of all heads.
+        value_features = next(iter([*output_inputs, *query_features]), head_features * heads or self.hidden)
+        if (
+            head_features
+            and value_features % head_features == 0
+            and not any(not is_kv_count(key) for key in module_counts)
+        ):
+            heads = value_features // head_features
+        value_head_dim = value_features / max(heads, 1)
+        score_head_dim = _first_positive_int(("qk_head_dim", "head_dim"), module) or value_head_dim
+        key_projection = linears.get("k_proj") or linears.get("key")
         is_latent = _first_positive_int(("qk_head_dim", "kv_lora_rank"), module) > 0
         if is_latent:
             kv_heads = heads
-        elif keys is not None and features_of(keys)[1] % scores == 0:
-            kv_heads = int(features_of(keys)[1] // scores)
+        elif key_projection is not None and features_of(key_projection)[1] % score_head_dim == 0:
+            kv_heads = int(features_of(key_projection)[1] // score_head_dim)
         else:
-            kv_heads = next((n for key, n in (own | of_config).items() if is_of_keys(key)), heads)
+            kv_heads = next((n for key, n in (module_counts | config_counts).items() if is_kv_count(key)), heads)
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=(scores + values) / 2,
+            head_dim=(score_head_dim + value_head_dim) / 2,
             window=window,
-            sharded=any(self.sharded_numel(one) for one in held),
+            sharded=any(self.sharded_numel(one) for one in parameters),
         )
 
-    def _window(self, module: nn.Module, layer_type: str) -> int | None:
+    def _find_window(self, module: nn.Module, layer_type: str) -> int | None:
         """Return the attention window of a layer in tokens; None for full causal attention."""
-        words = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
-        everywhere = () if value_of(self.text, "layer_types") else ("sliding_window",)
-        found = _first_positive_int(words.get(layer_type, everywhere), getattr(module, "config", None), self.text)
-        return _first_positive_int(("sliding_window",), module) or found or None
+        window_names = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
+        default_names = () if config_value(self.text, "layer_types") else ("sliding_window",)
+        config_window = _first_positive_int(
+            window_names.get(layer_type, default_names), getattr(module, "config", None), self.text
+        )
+        return _first_positive_int(("sliding_window",), module) or config_window or None
 
     def notes(self, parts: _LayerParts, kinds: list[Layer]) -> Iterator[str]:
         """Yield messages about operations that the cost model omits."""
-        counts = Counter(parts.order)
+        counts = Counter(parts.kind_numbers)
         mixers: Counter[str] = Counter()
         for number, (kind, layer) in enumerate(zip(parts.kinds, kinds, strict=True)):
-            mixers.update(dict.fromkeys(_mixers(kind.module), counts[number]))
+            mixers.update(dict.fromkeys(_mixer_names(kind.module), counts[number]))
             if layer.experts and layer.experts_per_token == layer.experts:
                 yield f"Each token is assumed to use all {layer.experts} experts of {layer.name}."
         if not mixers and not any(layer.attention for layer in kinds):
-            mixers.update(dict.fromkeys((layer.name for layer in kinds), len(parts.order)))
+            mixers.update(dict.fromkeys((layer.name for layer in kinds), len(parts.kind_numbers)))
         if mixers:
-            named = join_words(f"{name} (in {count} of {len(parts.order)} layers)" for name, count in mixers.items())
-            yield f"Only matmuls with weights are counted in {named}, not other operations on tokens or features."
-        if chosen := _first_positive_int(("index_topk",), self.text):
-            yield f"Attention is counted over all previous tokens, not over index_topk={chosen} selected ones."
+            mixer_list = join_words(
+                f"{name} (in {count} of {len(parts.kind_numbers)} layers)" for name, count in mixers.items()
+            )
+            yield f"Only matmuls with weights are counted in {mixer_list}, not other operations on tokens or features."
+        if selected_tokens := _first_positive_int(("index_topk",), self.text):
+            yield f"Attention is counted over all previous tokens, not over index_topk={selected_tokens} selected ones."
 
 
-def _mixers(layer: nn.Module) -> Iterator[str]:
+def _mixer_names(layer: nn.Module) -> Iterator[str]:
     """Yield names of classes in a layer with operations beyond matmuls: convolutions, state space models, ..."""
     for path, module in layer.named_modules():
         name = type(module).__name__
         if isinstance(module, _ConvNd):
             yield name
-        elif not path or _attends(module) or takes_routing(module):
+        elif not path or _has_attention(module) or takes_routing(module):
             continue
         elif "attention" in name.lower():  # report the innermost attention class, not its wrappers
             if not any("attention" in type(one).__name__.lower() for one in module.modules() if one is not module):
@@ -436,31 +471,31 @@ def _mixers(layer: nn.Module) -> Iterator[str]:
                 yield name
 
 
-def _block_key(inside: str) -> str:
-    head, dot, _ = inside.partition(".")
+def _submodule_of_layer(layer_path: str) -> str:
+    head, dot, _ = layer_path.partition(".")
     return head if dot else ""
 
 
 def _first_positive_int(names: Iterable[str], *sources: object, default: int = 0) -> int:
     """Return the first positive integer among the attributes `names` of `sources`; `default` if there is none."""
-    found = (value_of(source, name) for source in sources for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), default)
+    values = (config_value(source, name) for source in sources for name in names)
+    return next((n for n in values if isinstance(n, int) and not isinstance(n, bool) and n > 0), default)
 
 
-def _attends(module: nn.Module) -> bool:
+def _has_attention(module: nn.Module) -> bool:
     """True if the code of the module's class contains a softmax over scores."""
-    kind: Any = type(module)
-    return _has_softmax(kind)
+    module_class: Any = type(module)
+    return _has_softmax(module_class)
 
 
 @cache
-def _has_softmax(kind: Any) -> bool:
-    named = any(word in kind.__name__.lower() for word in ("attention", "attn"))
-    for base in kind.__mro__:
+def _has_softmax(module_class: Any) -> bool:
+    has_attention_name = any(word in module_class.__name__.lower() for word in ("attention", "attn"))
+    for base in module_class.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
             functions = (inspect.unwrap(one) for one in vars(base).values() if inspect.isfunction(one))
-            read = {name for one in functions for name in _names_used(one.__code__)}
-            if INTERFACE in read or (named and not _SOFTMAX.isdisjoint(read)):
+            names_used = {name for one in functions for name in _names_used(one.__code__)}
+            if ATTENTION_REGISTRY in names_used or (has_attention_name and not _SOFTMAX_NAMES.isdisjoint(names_used)):
                 return True
     return False
 
@@ -473,13 +508,13 @@ def _names_used(code: CodeType) -> Iterator[str]:
             yield from _names_used(constant)
 
 
-def _outside_notes(around: list[_HeldParameter], output: nn.Module | None) -> Iterator[str]:
-    others: Counter[str] = Counter()
-    for one in around:
-        if one.multiplies and one.module is not output:
-            others[".".join(one.path.split(".")[:2])] += one.parameter.numel()
-    if others:
-        names = join_words(f"{name} ({count / 1e6:,.1f} million)" for name, count in others.items())
+def _outside_notes(parameters: list[_ModuleParameter], output: nn.Module | None) -> Iterator[str]:
+    numel_of_module: Counter[str] = Counter()
+    for one in parameters:
+        if one.is_matmul_weight and one.module is not output:
+            numel_of_module[".".join(one.path.split(".")[:2])] += one.parameter.numel()
+    if numel_of_module:
+        names = join_words(f"{name} ({count / 1e6:,.1f} million)" for name, count in numel_of_module.items())
         yield f"Weights outside the layers: {names}. Their memory is counted, their operations are not."
 
 
@@ -492,7 +527,7 @@ class PlanCheck:
     def __init__(self, model: Any, parts: _LayerParts, name: str) -> None:
         self.model, self.parts, self.name = model, parts, name
         try:
-            self.plan = settle_between(model, resolve_plan(model, "auto"))
+            self.plan = choose_intermediate_styles(model, resolve_plan(model, "auto"))
         except (TypeError, ValueError):
             self.plan = ShardingPlan()  # `check` raises with the reason
         self._refusal: Callable[..., str] = cache(self._find_refusal)
@@ -518,15 +553,15 @@ class PlanCheck:
             if ep > 1:
                 plan_experts(model, plan, "auto", ep, whole=tp == 1)
             else:
-                check_none_distributed(plan, None)
+                check_experts_not_distributed(plan, None)
             if tp > 1:
-                plan = settle_between(model, plan, shards_logits=loss_parallel)
+                plan = choose_intermediate_styles(model, plan, shards_logits=loss_parallel)
                 check_head_counts(model, plan.modules, tp)
                 check_experts(model, plan)
             check_layers(model, plan, tp)
             check_transformers_model(model, plan.modules, parallelism)
             if sequence_parallel:
-                find_blocks(model, plan, rows_travel=ep > 1)
+                find_blocks(model, plan, exchanges_expert_rows=ep > 1)
         except (TypeError, ValueError) as error:
             return str(error)
         return ""

@@ -55,7 +55,7 @@ class Attention:
     window: int | None = None
     sharded: bool = True
 
-    def seen(self, seq: int) -> float:
+    def attended_tokens(self, seq: int) -> float:
         """Return the mean number of tokens that a token in a row of `seq` tokens attends to."""
         window = min(seq, self.window or seq)
         return window - window * window / (2 * seq)
@@ -66,20 +66,20 @@ class Block:
     """Matmuls of a layer between two norms, counted for one token; only its active experts count.
 
     Attributes:
-        wide: column-parallel weights per hidden feature.
-        narrow: row-parallel weights per hidden feature.
-        whole: replicated weights per hidden feature.
-        kept: sharded features inside the block that are kept for backward.
-        kept_whole: replicated features inside the block that are kept for backward.
+        column_features: column-parallel weights per hidden feature.
+        row_features: row-parallel weights per hidden feature.
+        replicated_features: replicated weights per hidden feature.
+        saved_features: sharded features inside the block that are kept for backward.
+        saved_replicated_features: replicated features inside the block that are kept for backward.
         pointwise: True if activations or rotary embeddings read and write these features.
         experts: True if the matmuls include experts.
     """
 
-    wide: float = 0.0
-    narrow: float = 0.0
-    whole: float = 0.0
-    kept: float = 0.0
-    kept_whole: float = 0.0
+    column_features: float = 0.0
+    row_features: float = 0.0
+    replicated_features: float = 0.0
+    saved_features: float = 0.0
+    saved_replicated_features: float = 0.0
     pointwise: bool = True
     experts: bool = False
 
@@ -151,7 +151,7 @@ class ModelShape:
         return tuple(dict.fromkeys(self.stack))
 
     @cached_property
-    def _order(self) -> tuple[int, ...]:
+    def _kind_numbers(self) -> tuple[int, ...]:
         numbers = {kind: number for number, kind in enumerate(self.kinds)}
         return tuple(numbers[layer] for layer in self.stack)
 
@@ -165,7 +165,7 @@ class ModelShape:
 
         If `count` does not divide the number of layers, the first stages have one layer more.
         """
-        return _stages(self._order, len(self.kinds), count)
+        return _stages(self._kind_numbers, len(self.kinds), count)
 
     @cached_property
     def attention(self) -> tuple[Attention, ...]:
@@ -185,7 +185,7 @@ class ModelShape:
             >>> round(SHAPES["llama-3-70b"].parameters / 1e9, 1)
             70.6
         """
-        return self._around + sum(layer.parameters for layer in self.stack)
+        return self._parameters_outside_layers + sum(layer.parameters for layer in self.stack)
 
     @property
     def active_parameters(self) -> int:
@@ -195,10 +195,10 @@ class ModelShape:
             >>> round(SHAPES["mixtral-8x7b"].active_parameters / 1e9, 1)
             12.9
         """
-        return self._around + sum(layer.active_parameters for layer in self.stack)
+        return self._parameters_outside_layers + sum(layer.active_parameters for layer in self.stack)
 
     @property
-    def _around(self) -> int:
+    def _parameters_outside_layers(self) -> int:
         return self.embedding.count + (0 if self.tied else self.output.count)
 
     def flops(self, tokens: float, seq: int) -> float:
@@ -207,13 +207,17 @@ class ModelShape:
         Eq. 3 of Narayanan et al. (arXiv:2104.04473) without recomputation: 6 FLOPs per matmul weight that a token uses,
         plus full attention, including the scores that a causal mask hides. A window limits attention to its tokens.
         """
-        counts = Counter(self._order)
-        weights, attended = float(self.output.count), 0.0
+        counts = Counter(self._kind_numbers)
+        weights, attention_features = float(self.output.count), 0.0
         for number, kind in enumerate(self.kinds):
-            weights += counts[number] * self.hidden * sum(one.wide + one.narrow + one.whole for one in kind.blocks)
+            weights += (
+                counts[number]
+                * self.hidden
+                * sum(one.column_features + one.row_features + one.replicated_features for one in kind.blocks)
+            )
             for one in kind.attention:
-                attended += counts[number] * one.heads * one.head_dim * min(seq, one.window or seq)
-        return tokens * (6 * weights + 12 * attended)
+                attention_features += counts[number] * one.heads * one.head_dim * min(seq, one.window or seq)
+        return tokens * (6 * weights + 12 * attention_features)
 
     def summary(self) -> dict[str, Any]:
         """Return the sizes as plain numbers, which distinguish models whose parameters have the same shapes."""
@@ -230,10 +234,10 @@ class ModelShape:
 
 
 @lru_cache(maxsize=64)
-def _stages(order: tuple[int, ...], kinds: int, count: int) -> list[tuple[int, ...]]:
-    each, more = divmod(len(order), count)
-    starts = [stage * each + min(stage, more) for stage in range(count + 1)]
-    parts = [order[start:stop] for start, stop in pairwise(starts)]
+def _stages(kind_numbers: tuple[int, ...], kinds: int, count: int) -> list[tuple[int, ...]]:
+    layers_per_stage, extra_layers = divmod(len(kind_numbers), count)
+    starts = [stage * layers_per_stage + min(stage, extra_layers) for stage in range(count + 1)]
+    parts = [kind_numbers[start:stop] for start, stop in pairwise(starts)]
     return [tuple(part.count(kind) for kind in range(kinds)) for part in parts]
 
 
@@ -280,8 +284,13 @@ def decoder(
         experts=experts,
         experts_per_token=experts_per_token,
         blocks=(
-            Block(wide=projected, narrow=queries, kept=projected + queries, pointwise=gated),
-            Block(wide=ups * active, narrow=active, kept=(ups + 1) * active, experts=experts > 0),
+            Block(column_features=projected, row_features=queries, saved_features=projected + queries, pointwise=gated),
+            Block(
+                column_features=ups * active,
+                row_features=active,
+                saved_features=(ups + 1) * active,
+                experts=experts > 0,
+            ),
         ),
         attention=(Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim),),
         tensors=9 if gated else 8,  # projections and two norms

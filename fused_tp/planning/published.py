@@ -1,7 +1,7 @@
 """Published measurements, and the predictions of the cost model for them.
 
-`hardware.FITTED` is fitted only to `fitted_rows`. The other rows influenced the form of the cost model, and the
-microbatch size that is assumed for Megatron-Core.
+`hardware.FITTED_CONSTANTS` is fitted only to `fitted_rows`. The other rows influenced the form of the cost model, and
+the microbatch size that is assumed for Megatron-Core.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **rest: Any
     return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
 
 
-def _config(dp: int, microbatches: int, virtual: int = 1, **sizes: Any) -> ParallelConfig:
+def _make_config(dp: int, microbatches: int, virtual: int = 1, **sizes: Any) -> ParallelConfig:
     interleaved: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
     return ParallelConfig(dp_shard=dp, microbatches=microbatches, **interleaved, **sizes)
 
 
 # -- Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198 --------------
 
-_KORTHIKANTI_SOFTWARE = Software(
+_MEGATRON_LM_SOFTWARE = Software(
     attention="selective", shards="optimizer", fused_tp=False, overlap_dp=False, dropout=True, split_sends=True
 )
 # Name; layers, hidden, heads (table 3); pp, stages per rank, batch, microbatch (table 3); seconds per step (table 5)
 # with sequence parallelism and selective recomputation, then with full recomputation and no sequence parallelism;
 # GiB (figure 1) of parameters and optimizer state, of activations without either method, of activations with both.
-_KORTHIKANTI = (
+_RECOMPUTATION_TABLE = (
     ("22B", (48, 6144, 64), (1, 1, 4, 4), (1.10, 1.42), (45.5625, 59.25, 9.5625)),
     ("175B", (96, 12288, 96), (8, 3, 64, 1), (13.75, 18.13), (45.5625, 66.84375, 12.3515625)),
     ("530B", (105, 20480, 128), (35, 3, 280, 1), (37.83, 49.05), (31.640625, 114.0234375, 23.076171875)),
@@ -69,11 +69,11 @@ _KORTHIKANTI = (
 )
 
 
-def _korthikanti(full: bool, kept_scores: bool = False) -> Iterator[CostModel]:
-    for name, (layers, hidden, heads), (pp, virtual, batch, micro), _, _ in _KORTHIKANTI:
-        config = _config(
-            1, batch // micro, virtual, pp=pp, tp=8, recompute="full" if full else "none",
-            sequence_parallel=not full and not kept_scores,
+def _recomputation_models(recomputes_all: bool, kept_scores: bool = False) -> Iterator[CostModel]:
+    for name, (layers, hidden, heads), (pp, virtual, batch, microbatch_rows), _, _ in _RECOMPUTATION_TABLE:
+        config = _make_config(
+            1, batch // microbatch_rows, virtual, pp=pp, tp=8, recompute="full" if recomputes_all else "none",
+            sequence_parallel=not recomputes_all and not kept_scores,
         )  # fmt: skip
         yield CostModel(
             shape=gpt(name, layers, hidden, heads, 51200, tied=True),
@@ -81,42 +81,51 @@ def _korthikanti(full: bool, kept_scores: bool = False) -> Iterator[CostModel]:
             machine=MACHINES["a100"],
             seq=2048,
             global_batch=batch,
-            software=replace(_KORTHIKANTI_SOFTWARE, attention="unfused" if full or kept_scores else "selective"),
+            software=replace(
+                _MEGATRON_LM_SOFTWARE, attention="unfused" if recomputes_all or kept_scores else "selective"
+            ),
         )
 
 
 def fitted_rows() -> list[Row]:
     """Return MFU in percent, computed from the step times that the constants are fitted to."""
     rows = []
-    for at, (full, how) in enumerate(((False, "sequence parallel, selective"), (True, "full recomputation"))):
-        for (name, _, _, seconds, _), model in zip(_KORTHIKANTI, _korthikanti(full), strict=True):
-            published = 100 * model.flops / seconds[at] / model.machine.peak("bf16")
-            rows.append(Row(name=f"{name}, {how}", model=model, published=published, predicted=100 * model.mfu))
+    for column, (full, method) in enumerate(((False, "sequence parallel, selective"), (True, "full recomputation"))):
+        for (name, _, _, seconds, _), model in zip(_RECOMPUTATION_TABLE, _recomputation_models(full), strict=True):
+            published = 100 * model.flops / seconds[column] / model.machine.peak("bf16")
+            rows.append(Row(name=f"{name}, {method}", model=model, published=published, predicted=100 * model.mfu))
     return rows
 
 
 def memory_rows() -> list[Row]:
     """Return GiB per rank as in figure 1, which omits embeddings."""
     rows = []
-    for (name, _, _, _, (state, kept, selective)), plain, less in zip(
-        _KORTHIKANTI, _korthikanti(False, kept_scores=True), _korthikanti(False), strict=True
+    for (name, _, _, _, (state, all_activations, selective)), unsharded_model, selective_model in zip(
+        _RECOMPUTATION_TABLE, _recomputation_models(False, kept_scores=True), _recomputation_models(False), strict=True
     ):
-        layers_only = replace(less, shape=replace(less.shape, vocab=0, embedding=Weights(), output=Weights()))
+        layers_only = replace(
+            selective_model, shape=replace(selective_model.shape, vocab=0, embedding=Weights(), output=Weights())
+        )
         memory = layers_only.memory
-        for what, model, published, predicted in (
+        for quantity, model, published, predicted in (
             ("weights and optimizer", layers_only, state, memory.weights + memory.gradients + memory.optimizer),
-            ("activations, all kept", plain, kept, plain.memory.activations),
-            ("activations, sequence parallel and selective", less, selective, less.memory.activations),
+            ("activations, all kept", unsharded_model, all_activations, unsharded_model.memory.activations),
+            (
+                "activations, sequence parallel and selective",
+                selective_model,
+                selective,
+                selective_model.memory.activations,
+            ),
         ):
-            rows.append(Row(name=f"{name}, {what}", model=model, published=published, predicted=predicted / GIB))
+            rows.append(Row(name=f"{name}, {quantity}", model=model, published=published, predicted=predicted / GIB))
     return rows
 
 
 # -- Megatron-Core r0.8, README of NVIDIA/Megatron-LM: weak and strong scaling on H100 --------------------------------
 
-_MEGATRON_SOFTWARE = Software(shards="optimizer", dropout=True, split_sends=True)
+_MEGATRON_CORE_SOFTWARE = Software(shards="optimizer", dropout=True, split_sends=True)
 # Name, heads, hidden, layers, tp, pp, GPUs, batch; percent of MFU. images/model_table.png
-_WEAK_SCALING: tuple[tuple[Any, ...], ...] = (
+_WEAK_SCALING_TABLE: tuple[tuple[Any, ...], ...] = (
     ("1.7B", 16, 2048, 24, 1, 1, 48, 192, 41),
     ("7.1B", 32, 4096, 30, 2, 1, 96, 192, 47),
     ("16B", 48, 6144, 32, 4, 1, 192, 192, 49),
@@ -131,7 +140,9 @@ _WEAK_SCALING: tuple[tuple[Any, ...], ...] = (
 STRONG = ((96, 47), (4608, 42))
 
 
-def _megatron(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, gpus: int, batch: int) -> CostModel:
+def _megatron_core_model(
+    name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, gpus: int, batch: int
+) -> CostModel:
     """Return the cost model of a Megatron-Core row.
 
     Some sizes are not published. Microbatches are assumed to have one row, as in Megatron-LM's examples of GPT-3. The
@@ -141,22 +152,25 @@ def _megatron(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int,
     models = [
         CostModel(
             shape=gpt(name, layers, hidden, heads, 131072),
-            config=_config(dp, batch // dp, virtual, tp=tp, pp=pp, recompute=recompute),
+            config=_make_config(dp, batch // dp, virtual, tp=tp, pp=pp, recompute=recompute),
             machine=MACHINES["h100"],
             seq=4096,
             global_batch=batch,
-            software=_MEGATRON_SOFTWARE,
+            software=_MEGATRON_CORE_SOFTWARE,
         )
         for virtual in (range(1, layers // pp + 1) if pp > 1 else (1,))
         if layers % (pp * virtual) == 0
         for recompute in ("none", "full")
     ]
-    return min((one for one in models if one.memory.total < one.machine.memory), key=lambda one: one.time.total)
+    return min(
+        (candidate for candidate in models if candidate.memory.total < candidate.machine.memory),
+        key=lambda candidate: candidate.time.total,
+    )
 
 
 def weak_scaling_rows() -> list[Row]:
     """Return MFU in percent for models and batches that grow with the number of GPUs."""
-    found = [(_megatron(*sizes), published) for *sizes, published in _WEAK_SCALING]
+    models = [(_megatron_core_model(*sizes), published) for *sizes, published in _WEAK_SCALING_TABLE]
     return [
         Row(
             name=f"{model.shape.name}, {model.config.world_size} GPUs",
@@ -164,13 +178,13 @@ def weak_scaling_rows() -> list[Row]:
             published=mfu,
             predicted=100 * model.mfu,
         )
-        for model, mfu in found
+        for model, mfu in models
     ]
 
 
 def strong_scaling(gpus: int) -> CostModel:
     """Return the cost model of the 177B model with a batch of 1152 on `gpus` GPUs."""
-    return _megatron("177B", 96, 12288, 96, 8, 6, gpus, 1152)
+    return _megatron_core_model("177B", 96, 12288, 96, 8, 6, gpus, 1152)
 
 
 def strong_scaling_rows() -> list[Row]:
@@ -206,11 +220,11 @@ _NEMO_SUMMARY = (
 def nemo_rows() -> list[Row]:
     """Return MFU in percent of the FP8 peak."""
     rows = []
-    for shape, (gpus, batch, micro, seq, tp, pp, cp, virtual), tokens, _ in _NEMO_SUMMARY:
+    for shape, (gpus, batch, microbatch_rows, seq, tp, pp, cp, virtual), tokens, _ in _NEMO_SUMMARY:
         dp = gpus // (tp * pp * cp)
         model = CostModel(
             shape=shape,
-            config=_config(dp, batch // (dp * micro), virtual, tp=tp, pp=pp, cp=cp),
+            config=_make_config(dp, batch // (dp * microbatch_rows), virtual, tp=tp, pp=pp, cp=cp),
             machine=MACHINES["h100"],
             seq=seq,
             global_batch=batch,
@@ -231,7 +245,7 @@ def fused_tp_rows() -> list[Row]:
     Llama 3 70B on 128 H100 GPUs, FSDP 16 x TP 8, a local batch of 16 rows of 8192 tokens.
     """
     rows = []
-    for precision, plain, fused in (("bf16", 598, 673), ("fp8", 820, 950)):
+    for precision, plain_throughput, fused_throughput in (("bf16", 598, 673), ("fp8", 820, 950)):
         model = CostModel(
             shape=SHAPES["llama-3-70b"],
             config=ParallelConfig(dp_shard=16, tp=8, recompute="full"),
@@ -240,17 +254,19 @@ def fused_tp_rows() -> list[Row]:
             global_batch=256,
             precision=precision,
         )
-        without = replace(model, software=replace(model.software, fused_tp=False))
-        gain = 100 * (without.time.total / model.time.total - 1)
+        plain_model = replace(model, software=replace(model.software, fused_tp=False))
+        gain = 100 * (plain_model.time.total / model.time.total - 1)
         name = f"Llama-3-70B, {precision}"
-        rows.append(Row(name=name, model=model, published=100 * (fused / plain - 1), predicted=gain))
+        rows.append(
+            Row(name=name, model=model, published=100 * (fused_throughput / plain_throughput - 1), predicted=gain)
+        )
     return rows
 
 
 # -- torchtitan, 1D FSDP of Llama 3 8B: its docs/performance.md, and benchmarks/llama3_h100_202412_torchtitan.md -------
 
 # Machine, GPUs, rows of a rank, precision, compiled; tokens/s of a GPU. The H100 have a limit of 500 W.
-_TORCHTITAN: tuple[tuple[str, int, int, str, bool, float], ...] = (
+_TORCHTITAN_TABLE: tuple[tuple[str, int, int, str, bool, float], ...] = (
     ("a100", 64, 1, "bf16", False, 2973),
     ("h100", 8, 2, "bf16", False, 5762),
     ("h100", 8, 2, "bf16", True, 6667),
@@ -262,12 +278,12 @@ _TORCHTITAN: tuple[tuple[str, int, int, str, bool, float], ...] = (
 
 
 def torchtitan_rows() -> list[Row]:
-    """MFU in percent. torchtitan recomputes selected ops, which the cost model lacks: predicted without."""
+    """Return MFU in percent. torchtitan recomputes selected ops; the prediction omits this recomputation."""
     rows = []
-    for machine, gpus, rows_of_rank, precision, compiled, tokens in _TORCHTITAN:
+    for machine, gpus, rows_of_rank, precision, compiled, tokens in _TORCHTITAN_TABLE:
         model = CostModel(
             shape=SHAPES["llama-3-8b"],
-            config=_config(gpus, 1),
+            config=_make_config(gpus, 1),
             machine=MACHINES[machine],
             seq=8192,
             global_batch=gpus * rows_of_rank,
@@ -280,7 +296,7 @@ def torchtitan_rows() -> list[Row]:
 
 
 def torchtitan_share(machine: Machine, precision: str) -> float | None:
-    """Lowest share of the predicted speed that torchtitan reaches; None if it has published none for the machine."""
+    """Return the lowest share of the predicted speed that torchtitan reaches; None without results for the machine."""
     of_machine = (row for row in torchtitan_rows() if row.model.machine == machine)
     shares = (row.published / row.predicted for row in of_machine if row.model.precision == precision)
     return min(shares, default=None)

@@ -22,8 +22,8 @@ USABLE_MEMORY = 0.92
 MICROBATCH_ROWS = (1, 2, 4, 8)
 CP_TOKENS = 1024
 VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
-# Options for the hidden state and the logits with tp > 1, in order of preference; the first supported one is used.
-BETWEEN: tuple[dict[str, bool], ...] = (
+# Which tensors tp shards besides weights, in order of preference; the first option that the model supports is used.
+SHARDING_OPTIONS: tuple[dict[str, bool], ...] = (
     {},
     {"sequence_parallel": False},
     {"sequence_parallel": False, "loss_parallel": False},
@@ -65,7 +65,7 @@ class Plan:
         return self.time.bubble / self.time.total
 
     def to_dict(self) -> dict[str, Any]:
-        """Plan as a dict for JSON, in seconds, GiB and shares."""
+        """Return the plan as a dict for JSON, in seconds, GiB and shares."""
         return {
             "config": self.config.to_dict(),
             "step_seconds": self.time.total,
@@ -129,9 +129,9 @@ def recommend(
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {join_words(map(repr, PRECISIONS))}, got {precision!r}.")
     machine.peak(precision)
-    limit = (machine.memory if memory is None else memory) * USABLE_MEMORY
+    usable_memory = (machine.memory if memory is None else memory) * USABLE_MEMORY
     software = Software(fused_tp=fused_tp)
-    fitting, smallest = [], float("inf")
+    fitting, lowest_memory = [], float("inf")
     tokens = CP_TOKENS if machine.overlaps else CP_TOKENS // 16  # fewer tokens per cp rank leave a GPU (or core) idle
     for config in configurations(
         shape, gpus, machine.ranks_per_node, seq=seq, global_batch=global_batch, cp_tokens=tokens
@@ -140,62 +140,65 @@ def recommend(
             shape=shape, config=config, machine=machine, seq=seq, global_batch=global_batch, precision=precision,
             software=software,
         )  # fmt: skip
-        smallest = min(smallest, costs.memory.total)
-        if costs.memory.total <= limit:
+        lowest_memory = min(lowest_memory, costs.memory.total)
+        if costs.memory.total <= usable_memory:
             fitting.append(costs)
-    if smallest == float("inf"):
+    if lowest_memory == float("inf"):
         raise ValueError(
             f"No config of {gpus} ranks supports {shape.name} with {global_batch} rows of {seq} tokens: data "
             "parallel ranks and microbatches must divide the rows, and tp the key/value heads; change rows or ranks."
         )
     if not fitting:
         raise ValueError(
-            f"{shape.name} does not fit: the smallest of all configurations of {gpus} ranks needs {smallest / GIB:.0f} "
-            f"GiB per rank, and {limit / GIB:.0f} GiB are usable; use more ranks, more memory, or shorter rows."
+            f"{shape.name} does not fit: the smallest of all configurations of {gpus} ranks needs "
+            f"{lowest_memory / GIB:.0f} GiB per rank, and {usable_memory / GIB:.0f} GiB are usable; use more ranks, "
+            "more memory, or shorter rows."
         )
-    fitting.sort(key=lambda one: (round(one.time.total, 6), one.memory.total))
+    fitting.sort(key=lambda candidate: (round(candidate.time.total, 6), candidate.memory.total))
     chosen = fitting[:top]
     if words is not None:
-        first, refused = _first_in_words(fitting, words)
+        first, reason = _find_expressible(fitting, words)
         if first is None:
             raise ValueError(
-                f"none of the {len(fitting)} configurations that fit can be written as a {words} config: {refused}"
+                f"none of the {len(fitting)} configurations that fit can be written as a {words} config: {reason}"
             )
         if first not in chosen:
             chosen.append(first)
-    share = torchtitan_share(machine, precision)
-    return [_plan(one, fitting[0], share) for one in chosen]
+    attained_share = torchtitan_share(machine, precision)
+    return [_make_plan(candidate, fitting[0], attained_share) for candidate in chosen]
 
 
-def _first_in_words(fitting: list[CostModel], words: str) -> tuple[CostModel | None, str]:
+def _find_expressible(fitting: list[CostModel], words: str) -> tuple[CostModel | None, str]:
     """Return the first configuration that a library can express, or None; and why it cannot express the first one."""
     if words not in DIALECTS:
         raise ValueError(f"words={words!r}; it must be one of {join_words(map(repr, DIALECTS))}.")
-    refused = ""
-    for one in fitting:
+    reason = ""
+    for candidate in fitting:
         try:
-            DIALECTS[words].write(one.config)
+            DIALECTS[words].write(candidate.config)
         except ValueError as error:
-            refused = refused or str(error)
+            reason = reason or str(error)
         else:
-            return one, refused
-    return None, refused
+            return candidate, reason
+    return None, reason
 
 
 def configurations(
     shape: ModelShape, gpus: int, ranks_per_node: int, *, seq: int, global_batch: int, cp_tokens: int = CP_TOKENS
 ) -> Iterator[ParallelConfig]:
-    """Yield all ParallelConfigs of `gpus` ranks that `ParallelConfig.check` accepts for this shape, with at least
-    `cp_tokens` tokens of a row on each rank of cp."""
+    """Yield all ParallelConfigs of `gpus` ranks that `ParallelConfig.check` accepts for this shape.
+
+    Each context parallel rank gets at least `cp_tokens` tokens of a row.
+    """
     for tp in _divisors(gpus, ranks_per_node):
         for cp in _divisors(gpus // tp, max(1, seq // cp_tokens)):
             for pp in _divisors(gpus // (tp * cp), shape.layers):
                 dp = gpus // (tp * cp * pp)
-                for sizes in _data_parallel(shape, dp, pp):
-                    yield from _legal(shape, sizes | {"tp": tp, "cp": cp, "pp": pp}, dp, seq, global_batch)
+                for sizes in _data_parallel_sizes(shape, dp, pp):
+                    yield from _valid_configs(shape, sizes | {"tp": tp, "cp": cp, "pp": pp}, dp, seq, global_batch)
 
 
-def _data_parallel(shape: ModelShape, dp: int, pp: int) -> Iterator[dict[str, Any]]:
+def _data_parallel_sizes(shape: ModelShape, dp: int, pp: int) -> Iterator[dict[str, Any]]:
     """Yield data parallel sizes whose product is `dp`: all replicas, all shards, or experts distributed over ep."""
     yield {"dp_shard": dp}
     if dp > 1:
@@ -204,22 +207,35 @@ def _data_parallel(shape: ModelShape, dp: int, pp: int) -> Iterator[dict[str, An
         yield from ({"ep": ep, "dp_shard": dp // ep} for ep in _divisors(dp, max(shape.experts)) if ep > 1)
 
 
-def _legal(shape: ModelShape, sizes: dict[str, Any], dp: int, seq: int, global_batch: int) -> Iterator[ParallelConfig]:
+def _valid_configs(
+    shape: ModelShape, sizes: dict[str, Any], dp: int, seq: int, global_batch: int
+) -> Iterator[ParallelConfig]:
     for rows in MICROBATCH_ROWS:
         if global_batch % (dp * rows):
             continue
         for virtual in VIRTUAL_STAGES if sizes["pp"] > 1 else (1,):
-            kind: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
-            for between in BETWEEN if sizes["tp"] > 1 else ({},):
-                options: dict[str, Any] = {**sizes, **kind, **between, "microbatches": global_batch // (dp * rows)}
-                found = [{}, {"recompute": "full"}]
-                legal = [config for one in found if (config := _checked(shape, options | one, seq, global_batch))]
-                yield from legal
-                if legal:
+            schedule: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
+            for sharding_options in SHARDING_OPTIONS if sizes["tp"] > 1 else ({},):
+                options: dict[str, Any] = {
+                    **sizes,
+                    **schedule,
+                    **sharding_options,
+                    "microbatches": global_batch // (dp * rows),
+                }
+                recompute_options = [{}, {"recompute": "full"}]
+                valid = [
+                    config
+                    for recompute in recompute_options
+                    if (config := _make_valid_config(shape, options | recompute, seq, global_batch))
+                ]
+                yield from valid
+                if valid:
                     break
 
 
-def _checked(shape: ModelShape, options: dict[str, Any], seq: int, global_batch: int) -> ParallelConfig | None:
+def _make_valid_config(
+    shape: ModelShape, options: dict[str, Any], seq: int, global_batch: int
+) -> ParallelConfig | None:
     """Return the config with these options; None if it is invalid or `shape` cannot run in it."""
     try:
         config = ParallelConfig(**options)
@@ -233,7 +249,7 @@ def _divisors(count: int, at_most: int) -> list[int]:
     return [n for n in range(1, min(count, at_most) + 1) if count % n == 0]
 
 
-def _plan(costs: CostModel, best: CostModel, torchtitan: float | None) -> Plan:
+def _make_plan(costs: CostModel, best: CostModel, attained_share: float | None) -> Plan:
     plain = replace(costs, software=replace(costs.software, fused_tp=False))
     fused = replace(costs, software=replace(costs.software, fused_tp=True))
     return Plan(
@@ -243,15 +259,15 @@ def _plan(costs: CostModel, best: CostModel, torchtitan: float | None) -> Plan:
         microbatch_rows=round(costs.rows),
         mfu=costs.mfu,
         tokens_per_second=costs.tokens_per_second,
-        low_tokens_per_second=None if torchtitan is None else torchtitan * costs.tokens_per_second,
+        low_tokens_per_second=None if attained_share is None else attained_share * costs.tokens_per_second,
         exposed_fused=fused.time.communication / fused.time.total,
         exposed_plain=plain.time.communication / plain.time.total,
-        reason=_reason(costs, best),
+        reason=_explain_slowdown(costs, best),
         notes=costs.shape.notes,
     )
 
 
-_PARTS = {
+_REASON_OF_COMPONENT = {
     "matmul": "its matmuls are smaller or more numerous",
     "attention": "attention takes longer",
     "memory_bound": "memory-bound ops move more bytes",
@@ -266,13 +282,13 @@ _PARTS = {
 }
 
 
-def _reason(costs: CostModel, best: CostModel) -> str:
+def _explain_slowdown(costs: CostModel, best: CostModel) -> str:
     """Return a message that names the component with the most extra time compared to the best plan."""
     if costs is best:
         return "The fastest plan that fits into memory."
-    more = {name: getattr(costs.time, name) - getattr(best.time, name) for name in _PARTS}
-    name = max(more, key=lambda one: more[one])
-    slower = costs.time.total / best.time.total - 1
-    if slower < 5e-4:
+    extra_seconds = {name: getattr(costs.time, name) - getattr(best.time, name) for name in _REASON_OF_COMPONENT}
+    name = max(extra_seconds, key=lambda component: extra_seconds[component])
+    slowdown = costs.time.total / best.time.total - 1
+    if slowdown < 5e-4:
         return "As fast as the best plan."
-    return f"{slower:.1%} slower: {_PARTS[name]} ({more[name]:.2f} s more)."
+    return f"{slowdown:.1%} slower: {_REASON_OF_COMPONENT[name]} ({extra_seconds[name]:.2f} s more)."

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-VOCABULARY = 128
+VOCAB_SIZE = 128
 
 # Values of config fields, under every name that they have in some model type. A config uses the fields that it defines.
-SMALL: dict[str, Any] = {
+SMALL_VALUES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "output_dim"), 64),
     **dict.fromkeys(
         (
@@ -58,26 +58,28 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("moe_router_logit_softcapping", "log_scaling_alpha"), 1.0),
     "query_pre_attn_scalar": 8,
     "time_step_limit": (0.3, 0.9),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
     **dict.fromkeys(("pad_token_id", "num_nextn_predict_layers"), 0),
     "eos_token_id": 2,
     "is_decoder": True,
     "use_cache": False,
 }
 # Substrings of names of optional fields. A field whose default is None stays None: the model may not implement it.
-OPTIONAL = ("softcap", "soft_cap", "n_group", "topk_group", "clip_qkv", "sliding_window")
-FACTORS = ("multiplier", "scal", "factor", "alpha", "beta")  # substrings of names of factors whose default is often 1
-DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
-RANDOM = ("dropout", "pdrop", "jitter")  # substrings of names of fields that enable random numbers; set to 0
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # 8 x 16 features: twice the hidden size
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}  # default: only attention
-OWN_SIZES: dict[str, dict[str, Any]] = {
+OPTIONAL_PARTS = ("softcap", "soft_cap", "n_group", "topk_group", "clip_qkv", "sliding_window")
+# Substrings of names of factors whose default is often 1.
+FACTOR_PARTS = ("multiplier", "scal", "factor", "alpha", "beta")
+DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+RANDOM_PARTS = ("dropout", "pdrop", "jitter")  # substrings of names of fields that enable random numbers; set to 0
+MAMBA_SIZES = {"mamba_n_heads": 8, "mamba_d_head": 16}  # 8 x 16 features: twice the hidden size
+# Default: only attention.
+CONVOLUTION_LAYERS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+MODEL_TYPE_VALUES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
         "num_hidden_layers": 2,
     },
-    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "bamba": {**MAMBA_SIZES, "attn_layer_indices": [1]},
     "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # two heads in each of its four qkv blocks
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -110,13 +112,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
     },
     "granitemoehybrid": {
-        **MAMBA,
+        **MAMBA_SIZES,
         "layer_types": ["linear_attention", "full_attention"],
         "num_hidden_layers": 2,
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "lfm2": CONVOLUTIONS,
-    "lfm2_moe": CONVOLUTIONS,
+    "lfm2": CONVOLUTION_LAYERS,
+    "lfm2_moe": CONVOLUTION_LAYERS,
     "inkling_text": {"mlp_layer_types": ["dense", *["sparse"] * 5]},
     "llama4_text": {"floor_scale": 4, "moe_layers": [1, 3]},
     "longcat_flash": {"zero_expert_num": 4, "moe_topk": 4},
@@ -145,58 +147,61 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(kind_of_config: Any, **changes: Any) -> Any:
+def small_config(config_class: Any, **changes: Any) -> Any:
     """Create a config with few layers, at least one of each kind, and small sizes; `changes` override fields."""
     from transformers import PreTrainedConfig
 
-    usual = kind_of_config()
-    known = {*usual.to_dict(), *getattr(kind_of_config, "attribute_map", {})}
+    default = config_class()
+    field_names = {*default.to_dict(), *getattr(config_class, "attribute_map", {})}
     layers = 2
-    for value in _lists_of_layers(usual).values():
-        words = [str(one) for one in value]
-        layers = max([layers, *(words.index(word) + 1 for word in set(words))])
+    for value in _per_layer_lists(default).values():
+        layer_types = [str(one) for one in value]
+        layers = max([layers, *(layer_types.index(layer_type) + 1 for layer_type in set(layer_types))])
     layers = min(layers, 8)
-    sizes = {name: value for name, value in SMALL.items() if name in known} | at_depth(usual, layers)
-    values = usual.to_dict()
+    sizes = {name: value for name, value in SMALL_VALUES.items() if name in field_names} | depth_overrides(
+        default, layers
+    )
+    values = default.to_dict()
     for name in [*sizes]:
-        switched_on = name == "sliding_window" and "use_sliding_window" in known
-        if values.get(name, 0) is None and any(part in name for part in OPTIONAL) and not switched_on:
+        has_switch = name == "sliding_window" and "use_sliding_window" in field_names
+        if values.get(name, 0) is None and any(part in name for part in OPTIONAL_PARTS) and not has_switch:
             del sizes[name]
     for name, value in values.items():
-        if name not in sizes and any(part in name for part in FACTORS) and value == 1 and value is not True:
+        if name not in sizes and any(part in name for part in FACTOR_PARTS) and value == 1 and value is not True:
             sizes[name] = 0.7 if isinstance(value, float) else 2
-    kinds = sizes.get("layer_types") or ()
-    if "sliding_window" in sizes and {*kinds} == {"full_attention"} and sizes["sliding_window"]:
-        sizes["layer_types"] = ["sliding_attention", *kinds[1:]]  # the default config leaves the window unused
-    random = (name for name in known if any(part in name for part in RANDOM) and not name.startswith("is_"))
-    drawn = {name: values.get(name) for name in random}
-    sizes |= {name: type(number)(0) for name, number in drawn.items() if isinstance(number, int | float)}
-    if "qk_rope_head_dim" in known:  # latent attention: head_dim is the size of the rotary part
+    sized_layer_types = sizes.get("layer_types") or ()
+    if "sliding_window" in sizes and {*sized_layer_types} == {"full_attention"} and sizes["sliding_window"]:
+        # The default config leaves the window unused.
+        sizes["layer_types"] = ["sliding_attention", *sized_layer_types[1:]]
+    random = (name for name in field_names if any(part in name for part in RANDOM_PARTS) and not name.startswith("is_"))
+    random_values = {name: values.get(name) for name in random}
+    sizes |= {name: type(number)(0) for name, number in random_values.items() if isinstance(number, int | float)}
+    if "qk_rope_head_dim" in field_names:  # latent attention: head_dim is the size of the rotary part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
-    sizes |= OWN_SIZES.get(kind_of_config.model_type, {})
-    for name in kind_of_config.sub_configs:
-        part = getattr(usual, name, None)
+    sizes |= MODEL_TYPE_VALUES.get(config_class.model_type, {})
+    for name in config_class.sub_configs:
+        part = getattr(default, name, None)
         if name not in sizes and isinstance(part, PreTrainedConfig):
             sizes[name] = small_config(type(part))
-    own_name: dict[str, str] = getattr(kind_of_config, "attribute_map", {})
-    changed = {
-        own_name.get(name, name) for name in changes
+    alias_targets: dict[str, str] = getattr(config_class, "attribute_map", {})
+    changed_fields = {
+        alias_targets.get(name, name) for name in changes
     }  # drop aliases of changed fields, which could override them
-    sizes = {name: value for name, value in sizes.items() if own_name.get(name, name) not in changed}
-    made: Any = kind_of_config(**sizes, **changes)
-    return made
+    sizes = {name: value for name, value in sizes.items() if alias_targets.get(name, name) not in changed_fields}
+    small: Any = config_class(**sizes, **changes)
+    return small
 
 
-def at_depth(config: Any, layers: int) -> dict[str, Any]:
+def depth_overrides(config: Any, layers: int) -> dict[str, Any]:
     """Return overrides that reduce `config` to `layers` layers: the number of layers, and shortened per-layer lists."""
-    known = {*config.to_dict(), *getattr(type(config), "attribute_map", {})}
-    lists = {name: value[:layers] for name, value in _lists_of_layers(config).items()}
-    return {name: layers for name in DEPTHS if name in known} | lists
+    field_names = {*config.to_dict(), *getattr(type(config), "attribute_map", {})}
+    layer_lists = {name: value[:layers] for name, value in _per_layer_lists(config).items()}
+    return {name: layers for name in DEPTH_FIELDS if name in field_names} | layer_lists
 
 
-def _lists_of_layers(config: Any) -> dict[str, list[Any]]:
+def _per_layer_lists(config: Any) -> dict[str, list[Any]]:
     """Return the fields of a config that are lists with one entry per layer."""
-    depth = next((getattr(config, name) for name in DEPTHS if isinstance(getattr(config, name, None), int)), 2)
+    depth = next((getattr(config, name) for name in DEPTH_FIELDS if isinstance(getattr(config, name, None), int)), 2)
     return {name: value for name, value in config.to_dict().items() if isinstance(value, list) and len(value) == depth}
 
 
@@ -206,8 +211,8 @@ def draw_values(model: nn.Module) -> None:
     Afterwards no value is exactly 0 or 1, and projections return values of about 1. Initial values would hide errors: a
     softmax of nearly equal logits is uniform, and a cap does not affect small logits.
     """
-    held = model.state_dict(keep_vars=True)
-    buffers = [t for name, t in model.named_buffers() if name in held]
+    state = model.state_dict(keep_vars=True)
+    buffers = [t for name, t in model.named_buffers() if name in state]
     with torch.no_grad():
         for t in (*model.parameters(), *buffers):
             if t.is_floating_point():

@@ -14,32 +14,41 @@ from typing import Any
 import torch
 
 from fused_tp.selftest.machine import nvidia_smi, versions
-from fused_tp.selftest.steps import UNABLE
+from fused_tp.selftest.steps import UNABLE_EXIT_CODE
 
 
-def keep(found: dict[str, Any]) -> None:
+def save_findings(findings: dict[str, Any]) -> None:
     """Replace the results file by the findings so far, in one rename."""
     unfinished = Path(sys.argv[1] + ".part")
-    unfinished.write_text(json.dumps(found, indent=1))
+    unfinished.write_text(json.dumps(findings, indent=1))
     unfinished.replace(sys.argv[1])
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-CLOCKS = "name,driver_version,clocks.max.sm,clocks.sm,power.limit"
+CLOCK_FIELDS = "name,driver_version,clocks.max.sm,clocks.sm,power.limit"
 
 
-def environment() -> int:
+def record_environment() -> int:
     """Record the GPUs, their clocks, and all versions."""
     gpus = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-    clocks, found = nvidia_smi(CLOCKS), versions()
+    clocks, found_versions = nvidia_smi(CLOCK_FIELDS), versions()
     processors = len(os.sched_getaffinity(0))
-    note = ", ".join(f"{name} {found[name]}" for name in ("driver", "torch", "cuda", "triton") if name in found)
-    keep({"versions": found, "gpus": gpus, CLOCKS: clocks, "processors": processors, "note": note})
-    for line in (*gpus, *clocks, *(f"{name} {of}" for name, of in found.items()), f"{processors} processors"):
-        say(line)
+    note = ", ".join(
+        f"{name} {found_versions[name]}" for name in ("driver", "torch", "cuda", "triton") if name in found_versions
+    )
+    save_findings(
+        {"versions": found_versions, "gpus": gpus, CLOCK_FIELDS: clocks, "processors": processors, "note": note}
+    )
+    for line in (
+        *gpus,
+        *clocks,
+        *(f"{name} {version}" for name, version in found_versions.items()),
+        f"{processors} processors",
+    ):
+        print_line(line)
     return 0
 
 
@@ -48,34 +57,37 @@ def compile_kernels(arch: int, archive: str) -> int:
     from fused_tp.selftest.kernel_cache import compile_for
     from fused_tp.triton_kernels.archive import cache_folder, install_shipped, unpack
 
-    brought, problem = 0, ""
+    unpacked_count, problem = 0, ""
     try:
-        brought += install_shipped() + (unpack(Path(archive), cache_folder()) if archive else 0)
+        unpacked_count += install_shipped() + (unpack(Path(archive), cache_folder()) if archive else 0)
     except (ValueError, OSError) as error:  # not fatal: the kernels are compiled below
         problem = str(error)
-        say(f"WRONG  {problem}")
-    found = compile_for(arch, len(os.sched_getaffinity(0)))
-    note = f"{found.kernels} kernels for sm_{arch}, {found.kernels - found.found} compiled, {brought} from archives"
-    if archive and not problem and not found.found:
+        print_line(f"WRONG  {problem}")
+    compiled = compile_for(arch, len(os.sched_getaffinity(0)))
+    new_count = compiled.kernels - compiled.found
+    note = f"{compiled.kernels} kernels for sm_{arch}, {new_count} compiled, {unpacked_count} from archives"
+    if archive and not problem and not compiled.found:
         note += f"; {archive} has none of them: it was built from other sources, or for another Triton or GPU"
-    keep({**found._asdict(), "arch": arch, "from archives": brought, "archive": problem, "note": note})
-    for text in found.failed:
-        say(f"WRONG  {text}")
-    say(f"{note}, {found.seconds:.0f} s")
-    return int(bool(found.failed) or bool(problem))
+    save_findings(
+        {**compiled._asdict(), "arch": arch, "from archives": unpacked_count, "archive": problem, "note": note}
+    )
+    for text in compiled.failed:
+        print_line(f"WRONG  {text}")
+    print_line(f"{note}, {compiled.seconds:.0f} s")
+    return int(bool(compiled.failed) or bool(problem))
 
 
-def smoke() -> int:
-    from fused_tp.selftest.smoke import smoke as look
+def run_smoke_test() -> int:
+    from fused_tp.selftest.smoke import smoke
 
-    def kept(found: dict[str, Any], failed: list[str]) -> None:
-        keep({"found": found, "failed": failed, "note": f"{len(found)} right, {len(failed)} wrong"})
+    def save(findings: dict[str, Any], failures: list[str]) -> None:
+        save_findings({"found": findings, "failed": failures, "note": f"{len(findings)} right, {len(failures)} wrong"})
 
-    _, failed = look(torch.device("cuda", torch.cuda.current_device()), say, kept)
-    return int(bool(failed))
+    _, failures = smoke(torch.device("cuda", torch.cuda.current_device()), print_line, save)
+    return int(bool(failures))
 
 
-def kernels(group: str, first: int = 0) -> int:
+def check_kernels(group: str, first: int = 0) -> int:
     """Check the cases of `group` from number `first` on. After a case that raises, the rest runs in a new process.
 
     After an illegal memory access, every later CUDA call of a process fails, and a kernel that hangs occupies its SMs.
@@ -84,61 +96,63 @@ def kernels(group: str, first: int = 0) -> int:
     """
     from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, CaseResult, run_case
 
-    before = json.loads(Path(sys.argv[1]).read_text()) if first else {}
-    problems: dict[str, str] = before.get("cases", {})
-    stuck: list[str] = before.get("stuck", [])
+    earlier_findings = json.loads(Path(sys.argv[1]).read_text()) if first else {}
+    problems: dict[str, str] = earlier_findings.get("cases", {})
+    skipped_ops: list[str] = earlier_findings.get("stuck", [])
 
-    def kept(running: str = "") -> None:
-        wrong = {name: text for name, text in problems.items() if text}
-        note = f"{len(problems) - len(wrong)} of {len(problems)} cases are right"
-        note += "".join(f"; {name}: {text[:100]}" for name, text in [*wrong.items()][:1])
+    def save(running: str = "") -> None:
+        wrong_cases = {name: text for name, text in problems.items() if text}
+        note = f"{len(problems) - len(wrong_cases)} of {len(problems)} cases are right"
+        note += "".join(f"; {name}: {text[:100]}" for name, text in [*wrong_cases.items()][:1])
         note += f"; at {running}" * bool(running)
-        keep({"cases": problems, "wrong": wrong, "stuck": stuck, "note": note})
+        save_findings({"cases": problems, "wrong": wrong_cases, "stuck": skipped_ops, "note": note})
 
     device = torch.device("cuda", torch.cuda.current_device())
     cases = [case for case in CASES if case.group == group]
     for number, case in enumerate(cases[first:], first):
-        kept(case.name)
-        if case.op in stuck:
+        save(case.name)
+        if case.op in skipped_ops:
             result = CaseResult(f"not tried: {case.op} raised an error or timed out in an earlier case")
         else:
             result = run_case(case, device)
         if result.raised or (result.problem and result.seconds > COSTLY_SECONDS):
-            stuck.append(case.op)
+            skipped_ops.append(case.op)
         problems[case.name] = result.problem
-        kept()
-        say(f"{'WRONG' if result.problem else 'right'}  {case.name}{': ' * bool(result.problem)}{result.problem}")
+        save()
+        print_line(
+            f"{'WRONG' if result.problem else 'right'}  {case.name}{': ' * bool(result.problem)}{result.problem}"
+        )
         if result.raised and number + 1 < len(cases):
-            say("the remaining cases run in a new process")
-            again = ["-m", "fused_tp.selftest", sys.argv[1], "kernels", group, str(number + 1)]
-            os.execv(sys.executable, [sys.executable, *again])
+            print_line("the remaining cases run in a new process")
+            command = ["-m", "fused_tp.selftest", sys.argv[1], "kernels", group, str(number + 1)]
+            os.execv(sys.executable, [sys.executable, *command])
     return int(any(problems.values()))
 
 
-def memory_accesses(program: str) -> int:
+def check_memory_accesses(program: str) -> int:
     """Check the kernels of a single rank, which wait for no peer, under compute-sanitizer at path `program`."""
-    from fused_tp.selftest.kernels import ALONE
-    from fused_tp.selftest.tools import run_watched
+    from fused_tp.selftest.kernels import ONE_RANK_GROUP
+    from fused_tp.selftest.tools import run_tool
 
-    body = [sys.executable, "-m", "fused_tp.selftest", sys.argv[1], "kernels", ALONE]
-    code, reason = run_watched([program, "--tool", "memcheck", "--error-exitcode", "9", *body])
+    command = [sys.executable, "-m", "fused_tp.selftest", sys.argv[1], "kernels", ONE_RANK_GROUP]
+    code, reason = run_tool([program, "--tool", "memcheck", "--error-exitcode", "9", *command])
     if code and reason:
-        keep({"note": f"compute-sanitizer does not work here ({reason})"})
-        return UNABLE
+        save_findings({"note": f"compute-sanitizer does not work here ({reason})"})
+        return UNABLE_EXIT_CODE
     return code
 
 
-def counters(program: str) -> int:
+def count_kernels(program: str) -> int:
     from fused_tp.selftest import tools
 
-    found, reason = tools.counters(program)
-    if not found and reason:
-        keep({"note": f"ncu does not work here ({reason})"})
-        return UNABLE
-    keep({"launches": found, "note": f"{len(found)} launches counted"})
-    for launch in found:
-        say(", ".join(f"{name} {value}" for name, value in launch.items()))
-    return int(not found)
+    launches, reason = tools.count_kernels(program)
+    if not launches and reason:
+        save_findings({"note": f"ncu does not work here ({reason})"})
+        return UNABLE_EXIT_CODE
+    save_findings({"launches": launches, "note": f"{len(launches)} launches counted"})
+    for launch in launches:
+        print_line(", ".join(f"{name} {value}" for name, value in launch.items()))
+    return int(not launches)
 
 
 def main(arguments: list[str]) -> int:
@@ -146,10 +160,10 @@ def main(arguments: list[str]) -> int:
     if name == "compile":
         return compile_kernels(int(rest[0]), rest[1] if len(rest) > 1 else "")
     if name == "kernels":
-        return kernels(rest[0], *map(int, rest[1:]))
-    if name in (tools := {"memory": memory_accesses, "counters": counters}):
+        return check_kernels(rest[0], *map(int, rest[1:]))
+    if name in (tools := {"memory": check_memory_accesses, "counters": count_kernels}):
         return tools[name](rest[0])
-    return {"environment": environment, "smoke": smoke}[name]()
+    return {"environment": record_environment, "smoke": run_smoke_test}[name]()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 # Names of the cases of benchmarks.gpu that the selftest times, in two steps: single kernels, then ranks on one GPU.
-TIMED = "^(alone|attention/|flags)", "^(ranks|attention-ranks|latency|norm|overhead)"
+TIMED_CASES = "^(alone|attention/|flags)", "^(ranks|attention-ranks|latency|norm|overhead)"
 
 
 class Compiled(NamedTuple):
@@ -64,7 +64,7 @@ class _FakeDriver:
         return 0
 
 
-class Launches:
+class LaunchRecorder:
     """Kernels that were launched inside the context `recorded`.
 
     Attributes:
@@ -80,41 +80,41 @@ class Launches:
         self._arch, self._worker, self._workers = arch, worker, workers
         # .here: True if this process has to compile the kernel that the current thread is launching.
         self._compiles = threading.local()
-        self._deferred: list[Callable[[], object]] = []
+        self._deferred_compilations: list[Callable[[], object]] = []
 
-    def launch(self, run: Callable[..., Any], kernel: Any, *arguments: Any, **named: Any) -> None:
+    def launch(self, run: Callable[..., Any], kernel: Any, *arguments: Any, **keywords: Any) -> None:
         """Record a launch. Compilation is deferred: it could exceed the timeouts of ranks (threads) that wait."""
-        named |= {"warmup": True}
-        self._compiles.here = False
-        run(kernel, *arguments, **named)
-        if self._compiles.here:
-            self._deferred.append(partial(run, kernel, *arguments, **named))
+        keywords |= {"warmup": True}
+        self._compiles.compiles_current = False
+        run(kernel, *arguments, **keywords)
+        if self._compiles.compiles_current:
+            self._deferred_compilations.append(partial(run, kernel, *arguments, **keywords))
 
-    def passed_over(self, *, key: str, fn: Any, **_: Any) -> bool:
+    def skip_compilation(self, *, key: str, fn: Any, **_: Any) -> bool:
         """Record the kernel; Triton's hook before compilation. Returns True, which skips the compilation."""
-        whole = f"{fn.name} {key}"
-        mine = self._workers > 0 and zlib.crc32(whole.encode()) % self._workers == self._worker
-        self._compiles.here = mine and whole not in self.keys
-        self.keys.add(whole)
+        kernel_key = f"{fn.name} {key}"
+        is_own = self._workers > 0 and zlib.crc32(kernel_key.encode()) % self._workers == self._worker
+        self._compiles.compiles_current = is_own and kernel_key not in self.keys
+        self.keys.add(kernel_key)
         return True
 
     def compile(self) -> None:
         """Compile this process's share of the kernels launched since the last call."""
-        waiting, self._deferred = self._deferred, []
+        compilations, self._deferred_compilations = self._deferred_compilations, []
         with mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", None):
-            for one in waiting:
+            for compilation in compilations:
                 try:
-                    one()
+                    compilation()
                 except Exception as error:
                     self.failed.append(f"for sm_{self._arch}: {type(error).__name__}: {str(error)[-300:]}")
 
-    def compiled(self, *, cache_hit: bool, **_: Any) -> None:
+    def count_cache_hit(self, *, cache_hit: bool, **_: Any) -> None:
         """Count cache hits; Triton's hook after a kernel was compiled or found in the cache."""
         self.hits += cache_hit
 
 
 @contextlib.contextmanager
-def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]:
+def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[LaunchRecorder]:
     """Context manager that records launches on CPU tensors for `arch` instead of running them.
 
     Args:
@@ -128,12 +128,12 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]
     from fused_tp.triton_kernels import archive
     from fused_tp.triton_kernels.device import KNOWN_GPUS, assume_gpu
 
-    launches, run = Launches(arch, worker, workers), triton.JITFunction.run
+    launches, run = LaunchRecorder(arch, worker, workers), triton.JITFunction.run
 
-    def launch(kernel: Any, *arguments: Any, **named: Any) -> None:
-        launches.launch(run, kernel, *arguments, **named)
+    def launch(kernel: Any, *arguments: Any, **keywords: Any) -> None:
+        launches.launch(run, kernel, *arguments, **keywords)
 
-    before = driver._active
+    active_driver = driver._active
     driver.set_active(_FakeDriver(arch))
     try:
         with (
@@ -141,12 +141,12 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]
             # A launch unpacks shipped archives into the cache, which would then be packed into the new archive, too.
             mock.patch.object(archive, "SHIPPED", Path(os.devnull)),
             mock.patch.object(triton.JITFunction, "run", launch),
-            mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", launches.passed_over),
-            mock.patch.object(_triton_knobs().compilation, "listener", launches.compiled),
+            mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", launches.skip_compilation),
+            mock.patch.object(_triton_knobs().compilation, "listener", launches.count_cache_hit),
         ):
             yield launches
     finally:
-        driver._active = before
+        driver._active = active_driver
 
 
 def _triton_knobs() -> Any:
@@ -157,13 +157,13 @@ def _triton_knobs() -> Any:
 
 def compile_for(arch: int, workers: int) -> Compiled:
     """Compile all kernels that the selftest launches for `arch` into Triton's disk cache, in `workers` processes."""
-    begun = time.monotonic()
+    started = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         shares = list(pool.map(_compile_share, [arch] * workers, range(workers), [workers] * workers))
     count = len(set().union(*(keys for keys, _, _ in shares)))
-    failed = sorted({text for _, _, of_share in shares for text in of_share})
-    return Compiled(count, sum(hits for _, hits, _ in shares), failed, time.monotonic() - begun)
+    failed = sorted({text for _, _, share_failures in shares for text in share_failures})
+    return Compiled(count, sum(hits for _, hits, _ in shares), failed, time.monotonic() - started)
 
 
 def _compile_share(arch: int, worker: int, workers: int) -> tuple[set[str], int, list[str]]:
@@ -172,14 +172,16 @@ def _compile_share(arch: int, worker: int, workers: int) -> tuple[set[str], int,
     return launches.keys, launches.hits, launches.failed
 
 
-def launch_all(arch: int, worker: int = 0, workers: int = 0, *, timed: bool = True) -> Launches:
+def launch_all(arch: int, worker: int = 0, workers: int = 0, *, timed: bool = True) -> LaunchRecorder:
     """Record the launches of all cases of `kernels.CASES` and, with `timed`, of the timed calls; see `recorded`."""
     from fused_tp.selftest import kernels
 
     # Cases that differ only in late ranks or repeats launch the same kernels, so record only one of them.
-    different = {(case.op, case.world, case.dtype, case.shapes): case for case in kernels.CASES if case.compiled_ahead}
+    distinct_cases = {
+        (case.op, case.world, case.dtype, case.shapes): case for case in kernels.CASES if case.is_compiled_ahead
+    }
     with recorded(arch, worker, workers) as launches:
-        for case in different.values():
+        for case in distinct_cases.values():
             kernels.launch_only(case)
             launches.compile()
         if timed:
@@ -195,17 +197,17 @@ def timed_calls(arch: int) -> Iterator[Callable[[], object]]:
     from fused_tp.benchmarks.gpu_timing import RecordedContext
     from fused_tp.triton_kernels.device import KNOWN_GPUS
 
-    theirs = {gpu_matmul.CUBLAS, *gpu_attention.BACKENDS}
+    library_names = {gpu_matmul.CUBLAS, *gpu_attention.BACKENDS}
     context = RecordedContext(arch, KNOWN_GPUS[arch].sms)
     for case in gpu.cases(quick=True):
-        timed = any(re.search(pattern, case.name) for pattern in TIMED)
-        if timed and case.make.__module__ in (gpu_matmul.__name__, gpu_attention.__name__):
-            yield partial(_run_once, case, context, theirs)
+        is_timed = any(re.search(pattern, case.name) for pattern in TIMED_CASES)
+        if is_timed and case.make.__module__ in (gpu_matmul.__name__, gpu_attention.__name__):
+            yield partial(_run_once, case, context, library_names)
 
 
-def _run_once(case: Any, context: Any, theirs: set[str]) -> None:
+def _run_once(case: Any, context: Any, library_names: set[str]) -> None:
     for name, make in case.make(context, **case.parameters).items():
-        if name not in theirs:
+        if name not in library_names:
             make().run()
 
 
@@ -224,12 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--processes must be at least 1, got {options.processes}")
     with tempfile.TemporaryDirectory(prefix="fused_tp_kernels_") as folder:
         with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-            found = compile_for(options.arch, options.processes)
+            compiled = compile_for(options.arch, options.processes)
         count = pack(Path(folder), options.out)
-    print(*found.failed, sep="\n", file=sys.stderr, end="")
+    print(*compiled.failed, sep="\n", file=sys.stderr, end="")
     size = options.out.stat().st_size / 1e6
-    print(f"{count} kernels for sm_{options.arch} in {found.seconds:.0f} s: {options.out}, {size:.1f} MB")
-    return int(bool(found.failed) or count != found.kernels)
+    print(f"{count} kernels for sm_{options.arch} in {compiled.seconds:.0f} s: {options.out}, {size:.1f} MB")
+    return int(bool(compiled.failed) or count != compiled.kernels)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-from fused_tp.benchmarks.gpu_ranks import normal, prepare, prepare_copied
+from fused_tp.benchmarks.gpu_ranks import prepare_copied, prepare_workspace, random_normal
 from fused_tp.benchmarks.local_ranks import LocalGroup, LocalRank
 from fused_tp.core.partition import shard_range
 from fused_tp.triton_kernels.attention.backward import flash_backward
@@ -111,13 +111,15 @@ def sum_call(
 
     def pair(r: int, i: int, width: int) -> tuple[Tensor, Tensor]:
         size, number = width + r % 2 * uneven, 1000 * seed + 100 * i + r
-        x, w = (normal(rows, size, dtype=dtype, device=device, seed=number + at) for at, rows in ((0, m), (50, n)))
+        x, w = (
+            random_normal(rows, size, dtype=dtype, device=device, seed=number + at) for at, rows in ((0, m), (50, n))
+        )
         return x, w
 
     own = [pair(rank.rank, i, width) for i, width in enumerate(ks)]
-    bias = normal(n, dtype=dtype, device=device, seed=seed + 7)
-    residual = normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
-    norm_weight = normal(n, dtype=dtype, device=device, seed=seed + 9)
+    bias = random_normal(n, dtype=dtype, device=device, seed=seed + 7)
+    residual = random_normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
+    norm_weight = random_normal(n, dtype=dtype, device=device, seed=seed + 9)
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
     how: dict[str, Any] = {"launch": launch, "bias": bias}
 
@@ -157,9 +159,9 @@ def gather_call(
     """Create two matmuls of gathered rows; "copied" also returns the gathered rows."""
     m, n, k = shape
     world, device, keep = rank.world_size, rank.device, op == "copied"
-    x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
-    ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
-    biases = [normal(n + 8, dtype=dtype, device=device, seed=seed + 7), None]
+    x = random_normal(m, k, dtype=dtype, device=device, seed=100 * seed)
+    ws = [random_normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
+    biases = [random_normal(n + 8, dtype=dtype, device=device, seed=seed + 7), None]
     shard = x[slice(*shard_range(m, world, rank.rank))]
     # Copies between ranks on one GPU may run as kernels; sm_margin leaves SMs free for them.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
@@ -192,7 +194,7 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
     mask = AttentionMask(seq, seq, **how)
     plan = ring_plan(mask, rank.world_size, TokenLayout(layout))
     q, k, v = (
-        normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
+        random_normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
         for i, n in enumerate((heads, 2, 2))
     )
     mine = torch.from_numpy(plan.queries[rank.rank].indices).to(rank.device)
@@ -227,7 +229,7 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
     seq, heads, head_dim = shape
     mask = AttentionMask(seq, seq, causal=seed % 2 == 0)
     q, k, v, grad = (
-        normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
+        random_normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
         for i, n in enumerate((heads, 2, 2, heads))
     )
     whole = TokenRanges((range(seq),))
@@ -252,10 +254,12 @@ def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int)
     """Create calls of the collectives in csrc/cuda, on terms [m, n] and on m tokens with 2 W heads."""
     m, n, _ = shape
     world, device = rank.world_size, rank.device
-    terms = [normal(m, n, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
-    tokens = [normal(1, m, 2 * world, 24, dtype=dtype, device=device, seed=100 * seed + 50 + r) for r in range(world)]
-    bias, weight = (normal(n, dtype=dtype, device=device, seed=seed + i) for i in (7, 9))
-    residual = normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
+    terms = [random_normal(m, n, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
+    tokens = [
+        random_normal(1, m, 2 * world, 24, dtype=dtype, device=device, seed=100 * seed + 50 + r) for r in range(world)
+    ]
+    bias, weight = (random_normal(n, dtype=dtype, device=device, seed=seed + i) for i in (7, 9))
+    residual = random_normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
     own, own_tokens = terms[rank.rank], tokens[rank.rank]
     own_heads = slice(2 * rank.rank, 2 * rank.rank + 2)
     heads = torch.cat(tokens, 1)[:, :, own_heads].contiguous()
@@ -409,7 +413,9 @@ def prepared(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_second
     if op in COPIED:
         return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
-    return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=workspace_kind(op))
+    return prepare_workspace(
+        rank, nbytes, rehearse, timeout_seconds=timeout_seconds, workspace_class=workspace_kind(op)
+    )
 
 
 class _CheckedCollectives(DeviceCollectives):

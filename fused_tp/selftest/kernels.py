@@ -36,8 +36,8 @@ CYCLES_PER_MS = 2_000_000  # approximate cycles of `torch.cuda._sleep`
 CASE_SECONDS = 45.0
 WAIT_SECONDS = 8.0  # deadline of a kernel that waits for a peer
 COSTLY_SECONDS = 6.0  # a wrong case that took longer has probably timed out in a wait
-ALONE = "one rank"
-OTHER_NUMBERS = 10  # added to a seed: other random numbers, but the same mask, which depends on the seed modulo 5 or 2
+ONE_RANK_GROUP = "one rank"
+SEED_OFFSET = 10  # added to a seed: other random numbers, but the same mask, which depends on the seed modulo 5 or 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class KernelCase:
         group: name of the selftest step that checks the case.
         shapes: shapes of the calls, in order.
         repeats: number of passes over all shapes.
-        late: ranks that sleep at random before a call.
+        late_ranks: ranks that sleep at random before a call.
     """
 
     group: str
@@ -57,36 +57,38 @@ class KernelCase:
     dtype: torch.dtype
     shapes: tuple[Shape, ...]
     repeats: int = 1
-    late: tuple[int, ...] = ()
+    late_ranks: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.op}, {self.world} rank{'s'[: self.world > 1]}, {dtype}{', late' * bool(self.late)}"
+        return f"{self.op}, {self.world} rank{'s'[: self.world > 1]}, {dtype}{', late' * bool(self.late_ranks)}"
 
     @property
-    def compiled_ahead(self) -> bool:
+    def is_compiled_ahead(self) -> bool:
         """True if the op has Triton kernels, which can be compiled before the selftest runs."""
         return self.op not in NATIVE
 
 
-def _cases() -> tuple[KernelCase, ...]:
-    bf16, every, few = torch.bfloat16, tuple(SHAPES), tuple(FEW_SHAPES)
+def _make_cases() -> tuple[KernelCase, ...]:
+    bf16, all_shapes, few_shapes = torch.bfloat16, tuple(SHAPES), tuple(FEW_SHAPES)
     groups = {"sums": SUMS, "gathers": (*DIRECT, *COPIED), "rings": RINGS, "collectives": NATIVE}
-    found = [KernelCase("attention", op, 1, dtype, few) for op in ATTENTION for dtype in (bf16, torch.float32)]
+    cases = [KernelCase("attention", op, 1, dtype, few_shapes) for op in ATTENTION for dtype in (bf16, torch.float32)]
     # A single rank waits for no peer, so these cases also run under tools that serialize kernels.
-    found += [KernelCase(ALONE, op, 1, bf16, few) for op in (*ATTENTION, *SUMS, *DIRECT, *RINGS, *NATIVE)]
+    cases += [
+        KernelCase(ONE_RANK_GROUP, op, 1, bf16, few_shapes) for op in (*ATTENTION, *SUMS, *DIRECT, *RINGS, *NATIVE)
+    ]
     for group, ops in groups.items():
-        found += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, every) for op in ops]
-        found += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, every, 3, late=(1,)) for op in ops]
-        found += [KernelCase(f"{group}, 4 ranks", op, 4, bf16, few, 4, late=(0, 2)) for op in ops]
-        found += [KernelCase(f"{group}, 3 ranks and other dtypes", op, 3, bf16, few) for op in ops]
+        cases += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, all_shapes) for op in ops]
+        cases += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, all_shapes, 3, late_ranks=(1,)) for op in ops]
+        cases += [KernelCase(f"{group}, 4 ranks", op, 4, bf16, few_shapes, 4, late_ranks=(0, 2)) for op in ops]
+        cases += [KernelCase(f"{group}, 3 ranks and other dtypes", op, 3, bf16, few_shapes) for op in ops]
         for dtype in (torch.float16, torch.float32):
-            found += [KernelCase(f"{group}, 3 ranks and other dtypes", op, 2, dtype, few) for op in ops]
-    return tuple(found)
+            cases += [KernelCase(f"{group}, 3 ranks and other dtypes", op, 2, dtype, few_shapes) for op in ops]
+    return tuple(cases)
 
 
-CASES = _cases()
+CASES = _make_cases()
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
 
 
@@ -110,17 +112,17 @@ def check(case: KernelCase, device: torch.device) -> str:
 
 
 def run_case(case: KernelCase, device: torch.device) -> CaseResult:
-    """Check a case on `device`; return its result."""
-    begun = time.monotonic()
+    """Check a case on `device` and return its result."""
+    started = time.monotonic()
     # A single rank may run under a tool such as compute-sanitizer, which slows it down.
-    seconds = 4 * CASE_SECONDS if case.group == ALONE else CASE_SECONDS
+    seconds = 4 * CASE_SECONDS if case.group == ONE_RANK_GROUP else CASE_SECONDS
     try:
         problems = run_local(case.world, _check, case, device=device, timeout=seconds)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return CaseResult(text, True, time.monotonic() - begun)
+        return CaseResult(text, True, time.monotonic() - started)
     problem = next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
-    return CaseResult(problem, False, time.monotonic() - begun)
+    return CaseResult(problem, False, time.monotonic() - started)
 
 
 def _make_calls(rank: LocalRank, case: KernelCase) -> list[RankCall]:
@@ -128,68 +130,68 @@ def _make_calls(rank: LocalRank, case: KernelCase) -> list[RankCall]:
 
     Stale data of a call in the workspace then cannot produce a correct result of the next call with the same shape.
     """
-    turns = range(min(2, case.repeats))
+    repetitions = range(min(2, case.repeats))
     return [
-        make_call(rank, case.op, shape, case.dtype, OTHER_NUMBERS * turn + seed)
-        for turn in turns
+        make_call(rank, case.op, shape, case.dtype, SEED_OFFSET * repetition + seed)
+        for repetition in repetitions
         for seed, shape in enumerate(case.shapes)
     ]
 
 
 def _check(rank: LocalRank, case: KernelCase) -> str:
-    draw = random.Random(rank.rank)
+    random_generator = random.Random(rank.rank)
     calls = _make_calls(rank, case)
     # Order of the calls: repetitions of a call are as far apart as possible.
-    made = [number % len(calls) for number in range(len(case.shapes) * case.repeats)]
-    wanted = [call.reference() for call in calls]
+    call_order = [number % len(calls) for number in range(len(case.shapes) * case.repeats)]
+    references = [call.reference() for call in calls]
     workspace = prepared(rank, case.op, calls[: len(case.shapes)], WAIT_SECONDS)
-    poison([calls[number] for number in made], [wanted[number] for number in made], case.dtype)
+    poison([calls[number] for number in call_order], [references[number] for number in call_order], case.dtype)
     rank.barrier()
     results: list[list[Tensor]] = []
-    for number in made:
-        if rank.rank in case.late and rank.device.type == "cuda" and draw.random() < 0.6:
-            torch.cuda._sleep(int(draw.random() * 2 * CYCLES_PER_MS))
+    for number in call_order:
+        if rank.rank in case.late_ranks and rank.device.type == "cuda" and random_generator.random() < 0.6:
+            torch.cuda._sleep(int(random_generator.random() * 2 * CYCLES_PER_MS))
         results.append(calls[number].launch(workspace))
     rank.synchronize()
-    problem = _find_problem(calls, wanted, made, results, None if workspace is None else workspace.expired())
-    everyone = rank.exchange(results)
+    problem = _find_problem(calls, references, call_order, results, None if workspace is None else workspace.expired())
+    results_of_ranks = rank.exchange(results)
     for number, call in enumerate(calls):
-        if call.everywhere and not problem and not all(map(torch.equal, results[number], everyone[0][number])):
+        if call.everywhere and not problem and not all(map(torch.equal, results[number], results_of_ranks[0][number])):
             problem = f"call {number} returned different bits than on rank 0"
     return problem
 
 
 def _find_problem(
     calls: Sequence[RankCall],
-    wanted: Sequence[Sequence[Tensor]],
-    made: Sequence[int],
+    references: Sequence[Sequence[Tensor]],
+    call_order: Sequence[int],
     results: Sequence[list[Tensor]],
     expired: object,
 ) -> str:
     if expired is not None:
         return str(expired)
-    for number, (call, found) in enumerate(zip(calls, results, strict=False)):
-        if problem := error_of(call, found, wanted[number]):
+    for number, (call, result) in enumerate(zip(calls, results, strict=False)):
+        if problem := error_of(call, result, references[number]):
             return f"call {number}: {problem}"
-    for number, found in zip(made, results, strict=True):
-        if not all(map(torch.equal, results[number], found)):
+    for number, result in zip(call_order, results, strict=True):
+        if not all(map(torch.equal, results[number], result)):
             return f"call {number} returned different bits when repeated"
     return ""
 
 
-def poison(calls: Sequence[RankCall], wanted: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
+def poison(calls: Sequence[RankCall], references: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
     """Fill the memory that torch's allocator will reuse for the results of `calls` with NaN.
 
     Otherwise this memory may hold correct results of a rehearsal. Allocating it here also avoids allocations during the
     calls, which could deadlock: they may wait for a kernel of this rank, which waits for a peer.
     """
     nan = float("nan")
-    taken = [
+    poisoned = [
         torch.full_like(result, nan, dtype=torch.float32 if call.lse and number == 1 else dtype)
-        for call, results in zip(calls, wanted, strict=True)
+        for call, results in zip(calls, references, strict=True)
         for number, result in enumerate(results)
     ]
-    del taken
+    del poisoned
 
 
 def launch_only(case: KernelCase) -> None:
@@ -205,6 +207,6 @@ def _launch(rank: LocalRank, case: KernelCase) -> None:
             call.launch(workspace)
 
 
-def one_call(case: KernelCase) -> KernelCase:
+def keep_first_shape(case: KernelCase) -> KernelCase:
     """Return the case with its first shape only."""
     return replace(case, shapes=case.shapes[:1])

@@ -12,77 +12,88 @@ import torch
 
 from fused_tp.selftest import kernels
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 # Constants of cuda.h: device attributes (CUdevice_attribute), and kinds and flags of stream memory operations.
-ATTRIBUTES = {"multicast": 132, "64-bit memory operations": 122, "virtual memory": 102, "handles as files": 103}
+DRIVER_ATTRIBUTES = {"multicast": 132, "64-bit memory operations": 122, "virtual memory": 102, "handles as files": 103}
 _WAIT_64, _WRITE_64, _GEQ = 4, 5, 0
 _MAX_BATCH = 255
 
 
 def smoke(
-    device: torch.device, say: Say, keep: Callable[[dict[str, Any], list[str]], object] = lambda found, failed: None
+    device: torch.device,
+    print_line: PrintLine,
+    save_findings: Callable[[dict[str, Any], list[str]], object] = lambda findings, failures: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run all parts; return (measurements, a message per failure). Each part calls `say` and `keep` when it is done."""
-    found: dict[str, Any] = {}
-    failed: list[str] = []
-    parts: dict[str, Callable[[torch.device], Any]] = {
-        "bf16 matmul 8192^3 by cuBLAS, TFLOP/s": matmul_ceiling,
-        "copy on the device, GB/s read and written": copy_ceiling,
-        "driver": driver_attributes,
-        "device kernels of csrc/cuda": device_library,
-        **{f"one kernel: {op}": partial(one_kernel, op=op) for op in ("attention", "reduce_scatter", "direct", "ring")},
+    """Run all checks; return the measurements, and a message for each failed check.
+
+    After each check, call `print_line` with its result, and `save_findings` with all results so far.
+    """
+    findings: dict[str, Any] = {}
+    failures: list[str] = []
+    checks: dict[str, Callable[[torch.device], Any]] = {
+        "bf16 matmul 8192^3 by cuBLAS, TFLOP/s": measure_matmul_tflops,
+        "copy on the device, GB/s read and written": measure_copy_bandwidth,
+        "driver": read_driver_attributes,
+        "device kernels of csrc/cuda": check_device_library,
+        **{
+            f"one kernel: {op}": partial(check_one_kernel, op=op)
+            for op in ("attention", "reduce_scatter", "direct", "ring")
+        },
         # Near the end, because a stream wait has no timeout: if it hangs, the parts after it do not run.
-        "memory operations of a stream": partial(memory_operations, graph=False),
-        "memory operations in a CUDA graph": partial(memory_operations, graph=True),
-        "one kernel: copied": partial(one_kernel, op="copied"),
+        "memory operations of a stream": partial(check_memory_operations, graph=False),
+        "memory operations in a CUDA graph": partial(check_memory_operations, graph=True),
+        "one kernel: copied": partial(check_one_kernel, op="copied"),
     }
-    for name, part in parts.items():
+    for name, check in checks.items():
         try:
-            found[name] = part(device)
-            say(f"right  {name}: {found[name]}")
+            findings[name] = check(device)
+            print_line(f"right  {name}: {findings[name]}")
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {str(error)[:300]}"
-            failed.append(text)
-            say(f"WRONG  {text}")
-        keep(found, failed)
-    return found, failed
+            failures.append(text)
+            print_line(f"WRONG  {text}")
+        save_findings(findings, failures)
+    return findings, failures
 
 
 def _milliseconds(run: Callable[[], object], calls: int = 10) -> float:
     run()
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begun.record()
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start_event.record()
     for _ in range(calls):
         run()
-    ended.record()
-    ended.synchronize()
-    return begun.elapsed_time(ended) / calls
+    end_event.record()
+    end_event.synchronize()
+    return start_event.elapsed_time(end_event) / calls
 
 
-def matmul_ceiling(device: torch.device) -> float:
+def measure_matmul_tflops(device: torch.device) -> float:
     x, w = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     return round(2 * 8192**3 / _milliseconds(lambda: x @ w.t()) / 1e9, 1)
 
 
-def copy_ceiling(device: torch.device) -> float:
+def measure_copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(1 << 29, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     return round(2 * source.nbytes / _milliseconds(lambda: target.copy_(source)) / 1e6, 1)
 
 
-def driver_attributes(device: torch.device) -> dict[str, Any]:
+def read_driver_attributes(device: torch.device) -> dict[str, Any]:
     from fused_tp.backends.cuda.cuda_driver import cuda_version, device_attribute
 
     index = device.index or 0
-    return {"version": cuda_version(), **{name: device_attribute(one, index) for name, one in ATTRIBUTES.items()}}
+    return {
+        "version": cuda_version(),
+        **{name: device_attribute(attribute, index) for name, attribute in DRIVER_ATTRIBUTES.items()},
+    }
 
 
-def memory_operations(device: torch.device, *, graph: bool) -> str:
+def check_memory_operations(device: torch.device, *, graph: bool) -> str:
     """Let a stream write a word, wait for it, and write it again, in one batch; without `graph` also many times."""
     cuda = ctypes.CDLL("libcuda.so.1")
     word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
 
-    def operations(count: int) -> None:
+    def submit_operations(count: int) -> None:
         batch = (ctypes.c_uint64 * (6 * count))()  # 48 bytes each: kind, address, value, flags
         for number in range(count):
             kind, value = (_WRITE_64, 7) if number == 0 else (_WAIT_64, 7) if number == 1 else (_WRITE_64, 9)
@@ -93,21 +104,21 @@ def memory_operations(device: torch.device, *, graph: bool) -> str:
 
     torch.cuda.synchronize(device)
     if graph:
-        made = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(made, stream=stream):
-            operations(3)
-        made.replay()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=stream):
+            submit_operations(3)
+        captured.replay()
     else:
         with torch.cuda.stream(stream):
             for count in (3, _MAX_BATCH):
-                operations(count)
+                submit_operations(count)
     torch.cuda.synchronize(device)
     if int(word) != 9:
         raise RuntimeError(f"the last word written is {int(word)}, not 9")
     return "in one batch of 3" if graph else f"in batches of 3 and {_MAX_BATCH}"
 
 
-def device_library(device: torch.device) -> str:
+def check_device_library(device: torch.device) -> str:
     from fused_tp.backends.cuda import native_kernels
     from fused_tp.backends.cuda.device_collectives import sum_into
 
@@ -115,9 +126,9 @@ def device_library(device: torch.device) -> str:
     available = native_kernels.native_kernels_available(10 * major + minor)
     if not available:
         raise RuntimeError(available.reason)
-    begun = time.monotonic()
+    started = time.monotonic()
     native_kernels.native_kernels().preload()
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     terms = torch.randn(4, 1000, 77, dtype=torch.float32, device=device).bfloat16()
     out = torch.empty(1000, 77, device=device, dtype=torch.bfloat16)
     sum_into(out, terms)
@@ -127,9 +138,9 @@ def device_library(device: torch.device) -> str:
     return f"built for {native_kernels.read_kernel_targets()}, loaded in {seconds:.2f} s"
 
 
-def one_kernel(device: torch.device, op: str) -> str:
-    case = next(case for case in kernels.CASES if case.op == op and not case.late)
-    problem = kernels.check(kernels.one_call(case), device)
+def check_one_kernel(device: torch.device, op: str) -> str:
+    case = next(case for case in kernels.CASES if case.op == op and not case.late_ranks)
+    problem = kernels.check(kernels.keep_first_shape(case), device)
     if problem:
         raise RuntimeError(problem)
     return case.name

@@ -24,10 +24,18 @@ from torch.utils.data._utils import worker as data_worker
 
 from fused_tp.core.errors import RankMismatchError
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.parallelizing.checks.batch_check import of_all_ranks
+from fused_tp.parallelizing.checks.batch_check import gather_over_meshes
 
 DP_DIMS = ("dp_replicate", "dp_shard", "ep")  # dims of make_mesh along which batches differ
-_OWN_KEYWORDS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "persistent_workers"}
+_RESERVED_KEYWORDS = {
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "drop_last",
+    "generator",
+    "persistent_workers",
+}
 _ORDER_SETTINGS = ("length", "shuffle", "seed")  # these determine the order of samples
 
 
@@ -93,20 +101,20 @@ class DistributedBatches:
         check_int("seed", seed, 0)
         if epochs is not None:
             check_int("epochs", epochs, 0)
-        if taken := sorted(_OWN_KEYWORDS & set(loader)):
+        if reserved := sorted(_RESERVED_KEYWORDS & set(loader)):
             raise TypeError(
-                f"DistributedBatches does not support {taken[0]!r}: it selects the samples itself. Omit it."
+                f"DistributedBatches does not support {reserved[0]!r}: it selects the samples itself. Omit it."
             )
         self._is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if self._is_iterable and not hasattr(dataset, "__iter__"):
             raise TypeError(f"dataset must have __getitem__ or __iter__; {type(dataset).__name__} has neither.")
         if self._is_iterable and shuffle:
             raise ValueError("shuffle=True needs a map-style dataset; shuffle an iterable dataset itself, with a seed.")
-        known = self._is_iterable and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        if dataset_state and not known:
+        has_state = self._is_iterable and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        if dataset_state and not has_state:
             raise ValueError(
-                "dataset_state=True needs an iterable dataset with state_dict and load_state_dict, and "
-                f"{type(dataset).__name__} is not one. Omit it: earlier samples are then read and dropped."
+                "dataset_state=True needs an iterable dataset with state_dict and load_state_dict, got "
+                f"{type(dataset).__name__}. Omit dataset_state: earlier samples are then read and dropped."
             )
         self.dataset, self.global_batch_size, self.epochs = dataset, global_batch_size, epochs
         self.epoch, self.samples = 0, 0
@@ -116,15 +124,15 @@ class DistributedBatches:
         self._keeps_state = dataset_state
         self._dataset_state: Any = None
         self._iterator: object | None = None  # token of the latest __iter__; an older iterator raises when it continues
-        self._dp_rank, self._dp_size = data_parallel_place(mesh, dp_dims)
+        self._dp_rank, self._dp_size = data_parallel_rank_and_size(mesh, dp_dims)
         self._check_arguments_agree(mesh)
-        share, rest = divmod(global_batch_size, self._dp_size)
-        if rest:
+        batch_size, remainder = divmod(global_batch_size, self._dp_size)
+        if remainder:
             raise ValueError(
                 f"global_batch_size must be a multiple of the {self._dp_size} data parallel ranks, got "
                 f"{global_batch_size}."
             )
-        self.batch_size = share
+        self.batch_size = batch_size
         if self._length is not None:
             if drop_last and self._length < global_batch_size:
                 raise ValueError(
@@ -135,10 +143,10 @@ class DistributedBatches:
 
     def _check_arguments_agree(self, mesh: DeviceMesh | None) -> None:
         meshes = [] if mesh is None else [mesh[dim] for dim in mesh.mesh_dim_names or () if mesh[dim].size() > 1]
-        mine = [self._length, self.global_batch_size, self._shuffle, self._seed, self.epochs, self._drop_last]
+        arguments = [self._length, self.global_batch_size, self._shuffle, self._seed, self.epochs, self._drop_last]
         names = ("length of the dataset", "global_batch_size", "shuffle", "seed", "epochs", "drop_last")
-        every = of_all_ranks(meshes, "DistributedBatches", mine)
-        for name, values in zip(names, zip(*every, strict=True), strict=True):
+        rank_arguments = gather_over_meshes(meshes, "DistributedBatches", arguments)
+        for name, values in zip(names, zip(*rank_arguments, strict=True), strict=True):
             if len(set(values)) > 1:
                 raise RankMismatchError(
                     f"DistributedBatches: the ranks differ in {name}: {', '.join(map(str, values))}. Pass the full "
@@ -147,21 +155,21 @@ class DistributedBatches:
 
     def _check_last_batch(self, samples: int) -> None:
         """Raise ValueError if the last batch of an epoch with `samples` left cannot be split evenly over ranks."""
-        left = samples % self.global_batch_size
-        if not self._drop_last and left % self._dp_size:
-            raise ValueError(_uneven_batch_message(left, self._dp_size))
+        last_batch_size = samples % self.global_batch_size
+        if not self._drop_last and last_batch_size % self._dp_size:
+            raise ValueError(_uneven_batch_message(last_batch_size, self._dp_size))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: `epoch`, `samples` consumed in it, and the settings that determine the sample order."""
-        known = {"length": self._length, "shuffle": self._shuffle, "seed": self._seed}
-        return {"epoch": self.epoch, "samples": self.samples, "dataset": self._dataset_state, **known}
+        order_settings = {"length": self._length, "shuffle": self._shuffle, "seed": self._seed}
+        return {"epoch": self.epoch, "samples": self.samples, "dataset": self._dataset_state, **order_settings}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise the errors that `load_state_dict(state)` would raise, without changing anything."""
-        for name, mine in zip(_ORDER_SETTINGS, (self._length, self._shuffle, self._seed), strict=True):
-            if state[name] != mine:
+        for name, current in zip(_ORDER_SETTINGS, (self._length, self._shuffle, self._seed), strict=True):
+            if state[name] != current:
                 raise ValueError(
-                    f"The position was saved with {name}={state[name]}, got {name}={mine}: different samples would "
+                    f"The position was saved with {name}={state[name]}, got {name}={current}: different samples would "
                     "follow. Pass the dataset and the arguments of the saved run."
                 )
         if self._length is not None:
@@ -178,14 +186,14 @@ class DistributedBatches:
         self._iterator = None
 
     def __iter__(self) -> Iterator[Any]:
-        current = self._iterator = object()
+        token = self._iterator = object()
         while self.epochs is None or self.epoch < self.epochs:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
-            for batch, samples, state in self._rest_of_epoch():
+            for batch, samples, state in self._remaining_batches():
                 self.samples, self._dataset_state = self.samples + samples, state
                 yield batch
-                if self._iterator is not current:
+                if self._iterator is not token:
                     raise RuntimeError(
                         "load_state_dict or a newer iteration has moved the position; call iter() again."
                     )
@@ -193,25 +201,25 @@ class DistributedBatches:
                 raise ValueError(f"dataset yielded fewer than global_batch_size={self.global_batch_size} samples.")
             self.epoch, self.samples, self._dataset_state = self.epoch + 1, 0, None
 
-    def _rest_of_epoch(self) -> Iterator[tuple[Any, int, Any]]:
+    def _remaining_batches(self) -> Iterator[tuple[Any, int, Any]]:
         """Yield (batch of this rank, number of samples in the global batch, state of the dataset after it)."""
         # A DataLoader draws a seed from its generator. With the global one, a resumed run would draw one number more
         # than an uninterrupted run.
         loader = {**self._loader, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
         # That seed is drawn on the default device, where a CPU generator would raise if the default is a GPU.
-        on_host = torch.device("cpu")
+        cpu = torch.device("cpu")
         if self._is_iterable:
-            with on_host:
-                batches = iter(DataLoader(_BatchShare(self), batch_size=None, collate_fn=_identity, **loader))
+            with cpu:
+                batches = iter(DataLoader(_RankBatches(self), batch_size=None, collate_fn=_identity, **loader))
             yield from batches
             return
-        sizes, indices = self._indices()
-        with on_host:
+        sizes, indices = self._sample_indices()
+        with cpu:
             batches = iter(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **loader))
         for batch, size in zip(batches, sizes, strict=True):
             yield batch, size, None
 
-    def _indices(self) -> tuple[list[int], Iterator[list[int]]]:
+    def _sample_indices(self) -> tuple[list[int], Iterator[list[int]]]:
         """Return the sizes of the epoch's remaining global batches, and this rank's sample indices in each."""
         assert self._length is not None
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
@@ -222,11 +230,13 @@ class DistributedBatches:
         order = order[self.samples :]
         if self._drop_last:
             order = order[: len(order) // self.global_batch_size * self.global_batch_size]
-        parts = order.split(self.global_batch_size) if len(order) else ()
-        return [len(part) for part in parts], (part.chunk(self._dp_size)[self._dp_rank].tolist() for part in parts)
+        global_batches = order.split(self.global_batch_size) if len(order) else ()
+        return [len(global_batch) for global_batch in global_batches], (
+            global_batch.chunk(self._dp_size)[self._dp_rank].tolist() for global_batch in global_batches
+        )
 
 
-class _BatchShare(IterableDataset[Any]):
+class _RankBatches(IterableDataset[Any]):
     """Iterable dataset of this rank's share of each global batch.
 
     Each of W workers reads the full stream and yields every W-th batch: the DataLoader polls its workers in this order.
@@ -250,17 +260,17 @@ class _BatchShare(IterableDataset[Any]):
         if self._state is None:
             skipped = sum(1 for _ in islice(stream, self._skip))
             if skipped < self._skip:
-                raise ValueError(f"dataset yielded only {skipped} samples, and the position is after {self._skip}.")
+                raise ValueError(f"dataset yielded only {skipped} samples, but the position is after {self._skip}.")
         for number in count():
             samples = list(islice(stream, self._size))
             if not samples or (self._drop_last and len(samples) < self._size):
                 return
-            share, rest = divmod(len(samples), self._ranks)
-            if rest:
+            rank_samples, remainder = divmod(len(samples), self._ranks)
+            if remainder:
                 raise ValueError(_uneven_batch_message(len(samples), self._ranks))
             state = self._dataset.state_dict() if self._keeps_state else None
             if number % workers == worker:
-                yield self._collate(samples[share * self._rank :][:share]), len(samples), state
+                yield self._collate(samples[rank_samples * self._rank :][:rank_samples]), len(samples), state
 
 
 def _identity(batch: Any) -> Any:
@@ -274,7 +284,7 @@ def _uneven_batch_message(samples: int, ranks: int) -> str:
     )
 
 
-def data_parallel_place(mesh: DeviceMesh | None, dp_dims: Sequence[str] | None = None) -> tuple[int, int]:
+def data_parallel_rank_and_size(mesh: DeviceMesh | None, dp_dims: Sequence[str] | None = None) -> tuple[int, int]:
     """Return this rank's data parallel rank, and the number of data parallel ranks."""
     if mesh is None:
         return 0, 1
@@ -283,11 +293,11 @@ def data_parallel_place(mesh: DeviceMesh | None, dp_dims: Sequence[str] | None =
     names = mesh.mesh_dim_names
     if names is None or mesh.get_coordinate() is None:
         raise ValueError(f"mesh {'must have mesh_dim_names' if names is None else 'does not contain this rank'}.")
-    wanted = [name for name in DP_DIMS if name in names] if dp_dims is None else list(dp_dims)
-    if unknown := [name for name in wanted if name not in names]:
+    dp_names = [name for name in DP_DIMS if name in names] if dp_dims is None else list(dp_dims)
+    if unknown := [name for name in dp_names if name not in names]:
         raise ValueError(f"dp_dims must be dims of mesh, which has {names}, got {unknown[0]!r}.")
     rank, size = 0, 1
     for name in names:
-        if name in wanted:
+        if name in dp_names:
             rank, size = rank * mesh[name].size() + mesh[name].get_local_rank(), size * mesh[name].size()
     return rank, size

@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_tp.core.settings import override_environment
 from fused_tp.ops.arguments import check_int
 from fused_tp.ops.op import OPS
-from fused_tp.parallelizing.checks.batch_check import suspended
+from fused_tp.parallelizing.checks.batch_check import suspend_checks
 from fused_tp.parallelizing.checks.module_outputs import (
+    ModuleOutputs,
     OutputComparison,
-    Outputs,
-    RankPart,
-    enclosing,
+    RankShards,
+    enclosing_names,
     first_difference,
-    recorded,
+    record_outputs,
     relative_error,
 )
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
@@ -38,7 +38,7 @@ from fused_tp.parallelizing.mesh import make_mesh
 from fused_tp.pipelining.pipeline import Pipeline, count_targets
 from fused_tp.planning import build as planning
 from fused_tp.planning.config import ParallelConfig
-from fused_tp.training.batches import data_parallel_place
+from fused_tp.training.batches import data_parallel_rank_and_size
 from fused_tp.training.check_report import CheckReport
 
 Batch = Mapping[str, Any]
@@ -92,31 +92,42 @@ def check_model(
     """
     check_int("steps", steps, 1)
     torch.manual_seed(0)
-    whole = make_model().to(dtype)
-    given = (batch or random_batch)(whole, config)
-    parts = _split_batch(given, config.data_parallel * config.microbatches)
+    unsharded_model = make_model().to(dtype)
+    full_batch = (batch or random_batch)(unsharded_model, config)
+    microbatches = _split_batch(full_batch, config.data_parallel * config.microbatches)
     mesh = make_mesh("cpu", **config.mesh_sizes)
-    place, _ = data_parallel_place(mesh)
-    mine = range(place * config.microbatches, (place + 1) * config.microbatches)
+    dp_rank, _ = data_parallel_rank_and_size(mesh)
+    own_microbatches = range(dp_rank * config.microbatches, (dp_rank + 1) * config.microbatches)
     # Suspend the checks inside `parallelize` and the batch check: they would raise at the first difference.
-    with suspended(), override_environment({"FUSED_TP_CHECK_BATCH": "0"}):
-        parallel = build(copy.deepcopy(whole), config, mesh)
-        optimizers = [torch.optim.SGD(list(one.parameters()), lr, foreach=False) for one in (whole, parallel)]
+    with suspend_checks(), override_environment({"FUSED_TP_CHECK_BATCH": "0"}):
+        parallel = build(copy.deepcopy(unsharded_model), config, mesh)
+        optimizers = [
+            torch.optim.SGD(list(compared_model.parameters()), lr, foreach=False)
+            for compared_model in (unsharded_model, parallel)
+        ]
         losses = []
         for step in range(steps):
             if step:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            with recorded(whole) as recording:
-                expected = _step_unsharded(whole, parts, mine, recording.outputs)
-            comparison = OutputComparison(recording, RankPart(mesh["tp"], mesh["cp"], *_rows_of(given)))
-            with comparison.watching(_models(parallel)), _CommunicationCounter() as communicated:
-                loss = _step_parallel(parallel, parts, mine)
-            losses.append((sum(expected) / len(parts), loss, sum(expected[i] for i in mine) / len(mine)))
+            with record_outputs(unsharded_model) as recording:
+                expected = _step_unsharded(unsharded_model, microbatches, own_microbatches, recording.outputs)
+            comparison = OutputComparison(recording, RankShards(mesh["tp"], mesh["cp"], *_document_bounds(full_batch)))
+            with comparison.recording_outputs(_list_models(parallel)), _CommunicationCounter() as communication_counter:
+                loss = _step_parallel(parallel, microbatches, own_microbatches)
+            losses.append(
+                (
+                    sum(expected) / len(microbatches),
+                    loss,
+                    sum(expected[i] for i in own_microbatches) / len(own_microbatches),
+                )
+            )
             if not step:
-                first = comparison, _gradient_errors(parallel, whole), communicated.counts
-    return _report(config, whole, recording.outputs, losses, *first, tolerance=tolerance or TOLERANCE[dtype])
+                first_step = comparison, _gradient_errors(parallel, unsharded_model), communication_counter.counts
+    return _make_report(
+        config, unsharded_model, recording.outputs, losses, *first_step, tolerance=tolerance or TOLERANCE[dtype]
+    )
 
 
 def random_batch(
@@ -132,107 +143,115 @@ def random_batch(
         ValueError: forward has no parameter `labels`, or with `packed` no parameter `position_ids`.
     """
     parameters = inspect.signature(model.forward).parameters
-    hf = is_transformers_model(model)
+    is_hf = is_transformers_model(model)
     for name in ("labels", *(["position_ids"] if packed else [])):
         if name not in parameters:
             raise ValueError(f"{type(model).__name__}.forward has no parameter {name}; pass a batch of its parameters.")
-    config_of: Any = getattr(model, "config", None)
+    model_config: Any = getattr(model, "config", None)
     embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    vocabulary = config_of.get_text_config().vocab_size if hf else max(embeddings, default=0)
+    vocabulary = model_config.get_text_config().vocab_size if is_hf else max(embeddings, default=0)
     if not vocabulary:
         raise ValueError(f"{type(model).__name__} has no nn.Embedding, so its tokens are unknown; pass a batch.")
     rows = 2 * config.data_parallel * config.microbatches if rows is None else rows
     tokens = torch.randint(vocabulary, (rows, seq), generator=torch.Generator().manual_seed(1), device="cpu")
-    batch: dict[str, Any] = {"input_ids" if hf else next(iter(parameters)): tokens, "labels": tokens}
-    if hf:
+    batch: dict[str, Any] = {"input_ids" if is_hf else next(iter(parameters)): tokens, "labels": tokens}
+    if is_hf:
         batch["use_cache"] = False
     if packed:
-        first = seq // 3
-        counted = [torch.arange(length, device="cpu") for length in (first, seq - first)]
-        batch["position_ids"] = torch.cat(counted).expand(rows, seq)
+        first_length = seq // 3
+        document_positions = [torch.arange(length, device="cpu") for length in (first_length, seq - first_length)]
+        batch["position_ids"] = torch.cat(document_positions).expand(rows, seq)
     return batch
 
 
 def _split_batch(batch: Batch, count: int) -> list[dict[str, Any]]:
     """Split the batch into `count` equal microbatches, those of all data parallel ranks in rank order."""
-    rows = len(_tokens(batch))
+    rows = len(_find_tokens(batch))
     if rows % count:
         raise ValueError(f"The batch has {rows} rows; use a multiple of {count}, the microbatches of all ranks.")
-    share = rows // count
+    microbatch_rows = rows // count
 
-    def part(value: Any, index: int) -> Any:
-        cut = isinstance(value, Tensor) and value.ndim and len(value) == rows
-        return value[index * share :][:share] if cut else value
+    def slice_rows(value: Any, index: int) -> Any:
+        has_rows = isinstance(value, Tensor) and value.ndim and len(value) == rows
+        return value[index * microbatch_rows :][:microbatch_rows] if has_rows else value
 
-    parts = [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
-    if isinstance(batch.get("labels"), Tensor) and len({int(count_targets(one)) for one in parts}) > 1:
+    microbatches = [{name: slice_rows(value, index) for name, value in batch.items()} for index in range(count)]
+    if (
+        isinstance(batch.get("labels"), Tensor)
+        and len({int(count_targets(microbatch)) for microbatch in microbatches}) > 1
+    ):
         raise ValueError(
             "The microbatches have different numbers of targets, so the mean of their losses is not the loss of the "
-            "batch. Pass rows with equally many labels of -100."
+            "batch. Pass microbatches with equal numbers of labels that are -100."
         )
-    return parts
+    return microbatches
 
 
-def _tokens(batch: Batch) -> Tensor:
+def _find_tokens(batch: Batch) -> Tensor:
     for value in batch.values():
         if isinstance(value, Tensor) and value.ndim > 1:
             return value
-    raise ValueError(f"The batch needs a tensor [rows, seq, ...], and none of {[*batch]} is one.")
+    raise ValueError(f"The batch must contain a tensor [rows, seq, ...], got only {[*batch]}.")
 
 
-def _rows_of(batch: Batch) -> tuple[int, tuple[int, ...]]:
+def _document_bounds(batch: Batch) -> tuple[int, tuple[int, ...]]:
     """Return the number of tokens per row, and the document bounds in each row; () for one document."""
-    seq, positions = _tokens(batch).shape[1], batch.get("position_ids")
-    begins = [] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
-    return seq, (*begins, seq) if len(begins) > 1 else ()
+    seq, positions = _find_tokens(batch).shape[1], batch.get("position_ids")
+    document_starts = [] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
+    return seq, (*document_starts, seq) if len(document_starts) > 1 else ()
 
 
-def _models(parallel: nn.Module | Pipeline) -> list[nn.Module]:
+def _list_models(parallel: nn.Module | Pipeline) -> list[nn.Module]:
     return [stage.model for stage in parallel.stages.values()] if isinstance(parallel, Pipeline) else [parallel]
 
 
-def _step_unsharded(model: nn.Module, parts: list[dict[str, Any]], mine: range, outputs: Outputs) -> list[float]:
+def _step_unsharded(
+    model: nn.Module, microbatches: list[dict[str, Any]], own_microbatches: range, outputs: ModuleOutputs
+) -> list[float]:
     """Run all microbatches on the unsharded model and return their losses.
 
-    Gradients of the mean loss accumulate in the model. `outputs` keeps module outputs for the microbatches `mine`.
+    Gradients of the mean loss accumulate in the model. `outputs` keeps module outputs for the microbatches
+    `own_microbatches`.
     """
     losses: list[float] = []
-    own: Outputs = {}
-    for index, part in enumerate(parts):
+    own_outputs: ModuleOutputs = {}
+    for index, microbatch in enumerate(microbatches):
         outputs.clear()
         try:
-            losses.append(_forward_backward(model, part, index, len(parts)))
+            losses.append(_forward_backward(model, microbatch, index, len(microbatches)))
         except Exception as error:
             raise ValueError(
                 f"The unsharded model raised {type(error).__name__}: {error}. Pass a batch and dtype that it supports."
             ) from error
-        if index in mine:
+        if index in own_microbatches:
             for name, calls in outputs.items():
-                own.setdefault(name, []).extend(calls)
+                own_outputs.setdefault(name, []).extend(calls)
     outputs.clear()
-    outputs.update(own)
+    outputs.update(own_outputs)
     return losses
 
 
-def _step_parallel(model: nn.Module | Pipeline, parts: list[dict[str, Any]], mine: range) -> float:
-    """Run the microbatches `mine` of this rank on the parallel model and return their mean loss."""
+def _step_parallel(model: nn.Module | Pipeline, microbatches: list[dict[str, Any]], own_microbatches: range) -> float:
+    """Run `own_microbatches` on the parallel model and return their mean loss."""
     if isinstance(model, Pipeline):
-        own = [parts[i] for i in mine]
-        rows = len(_tokens(own[0]))
+        rank_microbatches = [microbatches[i] for i in own_microbatches]
+        rows = len(_find_tokens(rank_microbatches[0]))
 
-        def joined(name: str) -> Any:
-            value = own[0][name]
-            cut = isinstance(value, Tensor) and value.ndim and len(value) == rows
-            return torch.cat([part[name] for part in own]) if cut else value
+        def join(name: str) -> Any:
+            value = rank_microbatches[0][name]
+            has_rows = isinstance(value, Tensor) and value.ndim and len(value) == rows
+            return torch.cat([microbatch[name] for microbatch in rank_microbatches]) if has_rows else value
 
-        return float(model.step({name: joined(name) for name in own[0]}))
-    return sum(_forward_backward(model, parts[i], i, len(mine)) for i in mine) / len(mine)
+        return float(model.step({name: join(name) for name in rank_microbatches[0]}))
+    return sum(_forward_backward(model, microbatches[i], i, len(own_microbatches)) for i in own_microbatches) / len(
+        own_microbatches
+    )
 
 
-def _forward_backward(model: nn.Module, part: dict[str, Any], seed: int, parts: int) -> float:
+def _forward_backward(model: nn.Module, microbatch: dict[str, Any], seed: int, microbatch_count: int) -> float:
     torch.manual_seed(seed)  # dropout of replicated tensors must be equal on all ranks
-    loss = model(**part).loss
-    (loss / parts).backward()
+    loss = model(**microbatch).loss
+    (loss / microbatch_count).backward()
     return float(loss.detach())
 
 
@@ -250,26 +269,27 @@ class _CommunicationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # DTensor then calls this mode again, with ops on local shards
-        namespace, _, rest = func.name().partition("::")
-        name = rest.partition(".")[0].strip("_")
-        fused = namespace == "fused_tp" and name in OPS and OPS[name].key is not None
-        if fused or (namespace in _COLLECTIVES and name not in _SENDS_NOTHING):
+        namespace, _, qualified_name = func.name().partition("::")
+        name = qualified_name.partition(".")[0].strip("_")
+        is_fused_op = namespace == "fused_tp" and name in OPS and OPS[name].key is not None
+        if is_fused_op or (namespace in _COLLECTIVES and name not in _SENDS_NOTHING):
             self.counts[name] += 1
         return func(*args, **kwargs or {})
 
 
 @torch.no_grad()
-def _gradient_errors(parallel: nn.Module | Pipeline, whole: nn.Module) -> dict[str, float]:
+def _gradient_errors(parallel: nn.Module | Pipeline, unsharded_model: nn.Module) -> dict[str, float]:
     """Return the gradient errors of this rank's parameters, by name; a collective call of ranks that share them."""
-    expected = {name: _gradient(p) for name, p in whole.named_parameters(remove_duplicate=False)}
+    expected = {name: _gradient(p) for name, p in unsharded_model.named_parameters(remove_duplicate=False)}
     largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
     errors = {}
     for name, parameter in parallel.named_parameters():
         gradient = _gradient(parameter)
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        wanted = expected.get(name)
-        if wanted is not None and wanted.numel() == full.numel():  # packed parameters have another shape
-            errors[name] = relative_error(full.view_as(wanted), wanted, _GRADIENT_NOISE * largest)
+        expected_gradient = expected.get(name)
+        # Packed parameters have another shape.
+        if expected_gradient is not None and expected_gradient.numel() == full.numel():
+            errors[name] = relative_error(full.view_as(expected_gradient), expected_gradient, _GRADIENT_NOISE * largest)
         else:
             errors[name] = float("inf")
     return errors
@@ -279,10 +299,10 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _report(
+def _make_report(
     config: ParallelConfig,
-    whole: nn.Module,
-    outputs: Outputs,
+    unsharded_model: nn.Module,
+    outputs: ModuleOutputs,
     losses: list[tuple[float, float, float]],
     comparison: OutputComparison,
     gradients: dict[str, float],
@@ -291,42 +311,46 @@ def _report(
     tolerance: float,
 ) -> CheckReport:
     """Return a report on the findings of all ranks; a collective call."""
-    of_modules, not_compared = comparison.differences()
-    mine = {"losses": losses, "errors": of_modules, "skipped": not_compared}
+    module_errors, not_compared = comparison.differences()
+    rank_findings = {"losses": losses, "errors": module_errors, "skipped": not_compared}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, {**mine, "gradients": gradients, "counts": dict(communicated)})
+    dist.all_gather_object(ranks, {**rank_findings, "gradients": gradients, "counts": dict(communicated)})
     skipped: dict[str, str] = {}
     for rank in ranks:
         skipped |= rank["skipped"]
     errors = {
-        name: {rank: found["errors"][name] for rank, found in enumerate(ranks) if name in found["errors"]}
+        name: {rank: loss["errors"][name] for rank, loss in enumerate(ranks) if name in loss["errors"]}
         for name in outputs
-        if any(name in found["errors"] for found in ranks)
+        if any(name in loss["errors"] for loss in ranks)
     }
-    for name in first_difference({name: max(of_ranks.values()) for name, of_ranks in errors.items()}, tolerance)[1]:
-        around = next((one for one in enclosing(name) if one in errors), "")
-        skipped[name] = f"its output differs, but the output of {around or 'the model'}, which contains it, is right"
+    for name in first_difference({name: max(rank_errors.values()) for name, rank_errors in errors.items()}, tolerance)[
+        1
+    ]:
+        enclosing_module = next((one for one in enclosing_names(name) if one in errors), "")
+        skipped[name] = (
+            f"its output differs, but the output of {enclosing_module or 'the model'}, which contains it, is right"
+        )
         del errors[name]
-    worst = _max_by_key(rank["gradients"] for rank in ranks)
-    missing = {name: float("inf") for name, _ in whole.named_parameters() if name not in worst}
+    worst_gradients = _max_by_key(rank["gradients"] for rank in ranks)
+    missing = {name: float("inf") for name, _ in unsharded_model.named_parameters() if name not in worst_gradients}
     report = CheckReport(
         layout=f"{config.shown()}, {config.world_size} ranks",
         tolerance=tolerance,
         losses=[
-            (of_step[0][0], sum(one[1] for one in of_step) / len(ranks))
-            for of_step in zip(*(rank["losses"] for rank in ranks), strict=True)
+            (step_losses[0][0], sum(one[1] for one in step_losses) / len(ranks))
+            for step_losses in zip(*(rank["losses"] for rank in ranks), strict=True)
         ],
         loss_error=max(
-            abs(found - wanted) / max(abs(wanted), 1e-3) if found == found else float("inf")
+            abs(loss - expected_loss) / max(abs(expected_loss), 1e-3) if loss == loss else float("inf")
             for rank in ranks
-            for _, found, wanted in rank["losses"]
+            for _, loss, expected_loss in rank["losses"]
         ),
         outputs=errors,
         skipped=skipped,
-        gradients=dict(sorted((worst | missing).items(), key=lambda one: -one[1])),
+        gradients=dict(sorted((worst_gradients | missing).items(), key=lambda one: -one[1])),
         communicated=_max_by_key(rank["counts"] for rank in ranks),
     )
-    if report.suspect is not None and isinstance(whole.get_submodule(report.suspect), _DROPOUT_CLASSES):
+    if report.suspect is not None and isinstance(unsharded_model.get_submodule(report.suspect), _DROPOUT_CLASSES):
         return replace(report, advice=_DROPOUT_ADVICE)
     return report
 
@@ -339,8 +363,8 @@ _DROPOUT_ADVICE = (
 
 def _max_by_key(dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the largest value of each key."""
-    found: dict[str, Any] = {}
-    for one in dicts:
-        for name, value in one.items():
-            found[name] = max(value, found.get(name, value))
-    return found
+    largest: dict[str, Any] = {}
+    for values in dicts:
+        for name, value in values.items():
+            largest[name] = max(value, largest.get(name, value))
+    return largest

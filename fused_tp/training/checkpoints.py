@@ -54,7 +54,7 @@ from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.training.batches import DistributedBatches
 
 COMPLETE = "complete.pt"  # written last; a checkpoint without this file is incomplete
-_NAME = re.compile(r"step-(\d+)")
+_STEP_FOLDER = re.compile(r"step-(\d+)")
 _NOT_OPTIONS = ("params", "param_names")  # keys of a param group that are not optimizer options
 _EXITED_DURING_SAVE = "the run exited during the save; earlier checkpoints are intact."
 _logger = logging.getLogger(__name__)
@@ -128,17 +128,17 @@ class CheckpointManager:
             )
         check_bool(async_save=async_save, pickles=pickles)
         check_int("keep", keep, 1)
-        self._modules = _modules_of(model)
+        self._modules = _list_modules(model)
         self._optimizer, self._scheduler, self._data, self._extra = optimizer, scheduler, data, extra
         self._keep, self._async, self._pickles = keep, async_save, pickles
         self._thread: Thread | None = None
-        self._failed: FusedTPError | None = None  # error of the writing thread
-        self._closed = self._left = False
+        self._write_error: FusedTPError | None = None  # error of the writing thread
+        self._is_closed = self._is_exiting = False
         if optimizer is not None:
             self._check_optimizer(optimizer)
-        everyone = resolve_group(None)
-        self._rank, self._size = everyone.rank, everyone.size
-        self._group = None if everyone.process_group is None else dist.new_group(backend="gloo")
+        world_group = resolve_group(None)
+        self._rank, self._size = world_group.rank, world_group.size
+        self._group = None if world_group.process_group is None else dist.new_group(backend="gloo")
         self.folder = Path(folder).absolute()
         try:
             self._check_folder()
@@ -166,21 +166,21 @@ class CheckpointManager:
                 f"{folder} is already complete; save each step once. If this run did not save it, another run uses "
                 f"{self.folder}: pass a different folder for each run."
             )
-        if step < (newest := max(self._steps(), default=-1)):
+        if step < (newest := max(self._complete_steps(), default=-1)):
             raise ValueError(
                 f"step must be above {newest}, the newest step in {self.folder}, got {step}. Call restore() to resume "
                 "from the newest step, or pass another folder to start a new run."
             )
         shapes = OriginalShapes(*self._modules)
         model = {
-            name: _in_saved_form(value, shapes.parameters_by_name.get(name), shapes)
+            name: _to_saved_form(value, shapes.parameters_by_name.get(name), shapes)
             for name, value in self._model_state().items()
         }
-        state, rest = self._optimizer_state(shapes)
-        tensors = _on_cpu({"model": model, "optimizer": state} if state else {"model": model})
+        state, other_optimizer_state = self._optimizer_state(shapes)
+        tensors = _copy_to_cpu({"model": model, "optimizer": state} if state else {"model": model})
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        own = _RankState(step, _random_state(), copy.deepcopy(rest))
+        rank_state = _RankState(step, _random_state(), copy.deepcopy(other_optimizer_state))
         common = copy.deepcopy(
             {
                 "step": step,
@@ -192,17 +192,21 @@ class CheckpointManager:
         if not self._pickles:
             values = {f"{name!r} of the model": one for name, one in model.items() if not isinstance(one, Tensor)}
             values |= {"the state of the scheduler": common["scheduler"], "the state of the data": common["data"]}
-            for what, value in {"extra": self._extra, "the state of the optimizer": rest, **values}.items():
+            for description, value in {
+                "extra": self._extra,
+                "the state of the optimizer": other_optimizer_state,
+                **values,
+            }.items():
                 check_plain(
-                    what,
+                    description,
                     value,
                     "Or pass pickles=True to CheckpointManager if you trust the folder.",
                 )
         if not self._async:
-            self._write(folder, tensors, own, common)
+            self._write(folder, tensors, rank_state, common)
             return self.wait()
         # Not a daemon thread: if the process exits without close(), the interpreter waits for the save to finish.
-        thread = Thread(target=self._write, args=(folder, tensors, own, common), name="fused_tp checkpoint")
+        thread = Thread(target=self._write, args=(folder, tensors, rank_state, common), name="fused_tp checkpoint")
         start_thread(thread)
         self._thread = thread
 
@@ -213,23 +217,23 @@ class CheckpointManager:
             FusedTPError: the save failed; the message names the step and the reason. Later saves can still succeed, as
                 long as all ranks are alive.
         """
-        if self._closed:
+        if self._is_closed:
             raise ValueError("This CheckpointManager is closed; create a new one.")
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        error, self._write_error = self._write_error, None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait for the save in progress, then destroy the manager's process group. May be called twice."""
-        if self._closed:
+        if self._is_closed:
             return
         try:
             self.wait()
         finally:
-            self._closed = True
+            self._is_closed = True
             if self._group is not None:
                 dist.destroy_process_group(self._group)
 
@@ -238,45 +242,48 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error, peers may have exited. A save would then fail, and its error would hide the first one.
-        self._left = kind is not None
+        self._is_exiting = kind is not None
         if kind is None:
             self.close()
 
-    def _write(self, folder: Path, tensors: dict[str, Any], own: _RankState, common: dict[str, Any]) -> None:
+    def _write(self, folder: Path, tensors: dict[str, Any], rank_state: _RankState, common: dict[str, Any]) -> None:
         try:
-            ranks = self._gather(own)
-            self._on_rank_0(lambda: self._remove_unfinished(folder, ranks))
-            with _no_group_warning_suppressed(self._group):
+            ranks = self._gather_on_rank_0(rank_state)
+            self._run_on_rank_0(lambda: self._remove_unfinished(folder, ranks))
+            with _suppress_no_group_warning(self._group):
                 dcp.save(
-                    tensors, storage_writer=_Writer(folder), process_group=self._group, no_dist=self._group is None
+                    tensors,
+                    storage_writer=_OSErrorWriter(folder),
+                    process_group=self._group,
+                    no_dist=self._group is None,
                 )
-            sums = self._gather(self._own_checksums(folder))
-            common["checksums"] = {name: value for one in sums for name, value in one.items()}
-            self._on_rank_0(lambda: self._write_complete(folder, common, ranks))
+            rank_checksums = self._gather_on_rank_0(self._compute_checksums(folder))
+            common["checksums"] = {name: value for one in rank_checksums for name, value in one.items()}
+            self._run_on_rank_0(lambda: self._write_complete(folder, common, ranks))
         except BaseException as error:  # torch's CheckpointException is not an Exception
-            why = _EXITED_DURING_SAVE if self._left else _reason(error)
-            said = f"The checkpoint of step {common['step']} was not written to {folder}: {why}"
-            _logger.error(said)  # also logged, because a program may never call wait() after its last save
-            self._failed = FusedTPError(said)
-            self._failed.__cause__ = error
+            reason = _EXITED_DURING_SAVE if self._is_exiting else _describe_error(error)
+            message = f"The checkpoint of step {common['step']} was not written to {folder}: {reason}"
+            _logger.error(message)  # also logged, because a program may never call wait() after its last save
+            self._write_error = FusedTPError(message)
+            self._write_error.__cause__ = error
 
     def _remove_unfinished(self, folder: Path, ranks: list[_RankState]) -> None:
         if len(steps := {one.step for one in ranks}) > 1:
             raise ValueError(f"all ranks must save the same step, got {join_words(map(str, sorted(steps)))}.")
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _own_checksums(self, folder: Path) -> dict[str, int | None]:
+    def _compute_checksums(self, folder: Path) -> dict[str, int | None]:
         """Return the checksums of the files that this rank wrote; None for an unreadable file.
 
         Rank 0 raises for None after the gather. Raising here would leave the peers waiting in the gather.
         """
-        found: dict[str, int | None] = {}
+        checksums: dict[str, int | None] = {}
         for path in [*folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]:
             try:
-                found[path.name] = _checksum(path)
+                checksums[path.name] = _checksum(path)
             except OSError:
-                found[path.name] = None
-        return found
+                checksums[path.name] = None
+        return checksums
 
     def _write_complete(self, folder: Path, common: dict[str, Any], ranks: list[_RankState]) -> None:
         optimizer = {
@@ -284,17 +291,17 @@ class CheckpointManager:
             "groups": [group for one in ranks for group in one.optimizer["groups"]],
             "values": {name: values for one in ranks for name, values in one.optimizer["values"].items()},
         }
-        if unread := [name for name, value in common["checksums"].items() if value is None]:
-            raise OSError(f"{folder / unread[0]} was written but cannot be read.")
-        whole = {**common, "random": [one.random for one in ranks], "optimizer": optimizer}
+        if unreadable := [name for name, value in common["checksums"].items() if value is None]:
+            raise OSError(f"{folder / unreadable[0]} was written but cannot be read.")
+        content = {**common, "random": [one.random for one in ranks], "optimizer": optimizer}
         with open(folder / f"{COMPLETE}.part", "wb") as file:
-            torch.save(whole, file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(folder / f"{COMPLETE}.part", folder / COMPLETE)
-        steps = self._steps()
+        steps = self._complete_steps()
         for path in self.folder.iterdir():
-            step = _step_of(path)
+            step = _parse_step(path)
             if step is not None and step < steps[-1] and step not in steps[-self._keep :]:
                 # Remove COMPLETE first, so that a partly removed checkpoint does not count as complete. Failing to
                 # remove an old checkpoint must not fail this save.
@@ -312,27 +319,33 @@ class CheckpointManager:
                 is not visible to all ranks. All ranks raise, before anything is changed.
         """
         self.wait()
-        newest = self._exchange(max(self._steps(), default=None) if self._rank == 0 else None)[0]
+        newest = self._exchange(max(self._complete_steps(), default=None) if self._rank == 0 else None)[0]
         if newest is None:
             return None
         folder = self._folder_of(newest)
-        loading: _Loading | None = None
-        refused = ""
+        loading: _LoadedCheckpoint | None = None
+        error_message = ""
         try:
-            loading = self._prepare(folder)
+            loading = self._prepare_loading(folder)
         except Exception as error:
-            refused = str(error) or type(error).__name__
-        reports = self._gather((refused, [] if loading is None else [*loading.model]))
-        self._on_rank_0(lambda: _check_reports(folder, reports, loading))
+            error_message = str(error) or type(error).__name__
+        reports = self._gather_on_rank_0((error_message, [] if loading is None else [*loading.model]))
+        self._run_on_rank_0(lambda: _check_reports(folder, reports, loading))
         assert loading is not None
         # torch computes the offsets of DTensor shards on the default device and reads each back: slow if that is a GPU.
-        with _no_group_warning_suppressed(self._group), torch.device("cpu"):
-            how: dict[str, Any] = {} if self._pickles else {"planner": PlainPlanner()}
-            reader, alone = self._reader(folder), self._group is None
-            dcp.load(loading.seen, storage_reader=reader, process_group=self._group, no_dist=alone, **how)
+        with _suppress_no_group_warning(self._group), torch.device("cpu"):
+            planner_keywords: dict[str, Any] = {} if self._pickles else {"planner": PlainPlanner()}
+            reader, is_single_rank = self._make_reader(folder), self._group is None
+            dcp.load(
+                loading.load_targets,
+                storage_reader=reader,
+                process_group=self._group,
+                no_dist=is_single_rank,
+                **planner_keywords,
+            )
         for module in self._modules:
-            own = get_model_state_dict(module)
-            set_model_state_dict(module, {name: loading.model[name] for name in own})
+            rank_state = get_model_state_dict(module)
+            set_model_state_dict(module, {name: loading.model[name] for name in rank_state})
         if self._optimizer is not None:
             _load_optimizer(self._optimizer, loading.optimizer)
         common = loading.common
@@ -347,14 +360,16 @@ class CheckpointManager:
         _set_random_state(states[self._rank] if len(states) == self._size else states[0])
         return int(newest)
 
-    def _prepare(self, folder: Path) -> _Loading:
+    def _prepare_loading(self, folder: Path) -> _LoadedCheckpoint:
         """Check the checkpoint and prepare the targets to load it into, without changing model or optimizer.
 
         Raises:
             ValueError: the checkpoint is damaged, or does not match model, optimizer or data.
         """
         if not (folder / COMPLETE).exists():
-            raise ValueError(f"{folder / COMPLETE} exists on rank 0 but not here. Use a folder that all ranks share.")
+            raise ValueError(
+                f"{folder / COMPLETE} exists on rank 0 but not on rank {self._rank}. Use a folder that all ranks share."
+            )
         try:
             if self._pickles:
                 common = torch.load(folder / COMPLETE, map_location="cpu", weights_only=False)
@@ -366,7 +381,7 @@ class CheckpointManager:
                     f"{folder / COMPLETE} contains {kind}, and loading such objects can execute code from the file. "
                     "Pass pickles=True to CheckpointManager if you trust this folder."
                 ) from None
-            raise ValueError(_damaged_message(folder / COMPLETE, _reason(error))) from error
+            raise ValueError(_damaged_message(folder / COMPLETE, _describe_error(error))) from error
         for name in sorted(common["checksums"])[self._rank :: self._size]:
             if not (folder / name).exists() or _checksum(folder / name) != common["checksums"][name]:
                 raise ValueError(_damaged_message(folder / name, "it is missing, or its checksum differs"))
@@ -377,26 +392,28 @@ class CheckpointManager:
             )
         if self._data is not None:
             self._data.check_state(common["data"])
-        metadata = self._reader(folder).read_metadata()
+        metadata = self._make_reader(folder).read_metadata()
         shapes, model = OriginalShapes(*self._modules), self._model_state()
         seen = {
-            name: _in_saved_form(value, shapes.parameters_by_name.get(name), shapes) for name, value in model.items()
+            name: _to_saved_form(value, shapes.parameters_by_name.get(name), shapes) for name, value in model.items()
         }
         for name, value in seen.items():
             saved = getattr(metadata.state_dict_metadata.get(f"model.{name}"), "size", None)
             if isinstance(value, Tensor) and saved != value.shape:
                 has = "does not contain it" if saved is None else f"contains it with shape {tuple(saved)}"
-                raise ValueError(f"{name!r} has shape {tuple(value.shape)} in this model, but {folder} {has}.")
-        loading = _Loading(metadata, common, model, {"model": seen}, {})
+                raise ValueError(
+                    f"{name!r} has shape {tuple(value.shape)} in this model, but {folder} {has}. Pass the saved model."
+                )
+        loading = _LoadedCheckpoint(metadata, common, model, {"model": seen}, {})
         if self._optimizer is not None:
-            self._prepare_optimizer(self._optimizer, folder, shapes, loading)
+            self._prepare_optimizer_state(self._optimizer, folder, shapes, loading)
         return loading
 
-    def _prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, folder: Path, shapes: OriginalShapes, loading: _Loading
+    def _prepare_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, folder: Path, shapes: OriginalShapes, loading: _LoadedCheckpoint
     ) -> None:
-        """Fill `loading.optimizer` with a state dict of empty tensors, and `loading.seen` with its load targets."""
-        saved, kinds = loading.common["optimizer"], loading.metadata.state_dict_metadata
+        """Put empty optimizer tensors into `loading.optimizer`, and into `loading.load_targets` for the load."""
+        saved, saved_metadata = loading.common["optimizer"], loading.metadata.state_dict_metadata
         if saved["kind"] != type(optimizer).__name__:
             raise ValueError(
                 f"{folder} contains the state of {saved['kind'] or 'no optimizer'}, got {type(optimizer).__name__}. "
@@ -407,37 +424,41 @@ class CheckpointManager:
         for kind, *path in (loading.metadata.planner_data or {}).values():
             if kind == "optimizer":
                 keys[path[0]].append(path[1])
-        names, index = _names_of(shapes), 0
+        names, index = _names_by_parameter(shapes), 0
         states: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
-        seen: dict[str, dict[str, Tensor]] = {}
+        load_targets: dict[str, dict[str, Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
-            found: dict[str, Any] = {}  # options by parameter name
+            options_of_parameter: dict[str, Any] = {}  # options by parameter name
             first = index
             for index, parameter in enumerate(group["params"], first):
-                own = names[id(parameter)]
-                name = next((name for name in own if name in options), None)
+                parameter_names = names[id(parameter)]
+                name = next((name for name in parameter_names if name in options), None)
                 if name is None:
                     raise ValueError(
-                        f"{folder} has no optimizer state of {own[0]!r}, which is in param group {number}."
+                        f"{folder} has no optimizer state of {parameter_names[0]!r}, which is in param group {number}."
                     )
-                found[name] = options[name]
-                tensors = {key: _empty_like(parameter, kinds[f"optimizer.{name}.{key}"], shapes) for key in keys[name]}
+                options_of_parameter[name] = options[name]
+                tensors = {
+                    key: _empty_like(parameter, saved_metadata[f"optimizer.{name}.{key}"], shapes) for key in keys[name]
+                }
                 if tensors:
-                    seen[name] = {key: _in_saved_form(value, parameter, shapes) for key, value in tensors.items()}
+                    load_targets[name] = {
+                        key: _to_saved_form(value, parameter, shapes) for key, value in tensors.items()
+                    }
                 if state := {**saved["values"].get(name, {}), **tensors}:
                     states[index] = state
             index = first + len(group["params"])
-            shared: dict[str, Any] = next(iter(found.values()), {})
-            if different := [name for name, one in found.items() if repr(one) != repr(shared)]:
+            shared: dict[str, Any] = next(iter(options_of_parameter.values()), {})
+            if different := [name for name, one in options_of_parameter.items() if repr(one) != repr(shared)]:
                 raise ValueError(
-                    f"param group {number} contains {next(iter(found))!r} and {different[0]!r}, which {folder} has in "
-                    "groups with different options, such as lr. Put them into separate groups."
+                    f"param group {number} contains {next(iter(options_of_parameter))!r} and {different[0]!r}, which "
+                    f"{folder} has in groups with different options, such as lr. Put them into separate groups."
                 )
-            kept = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**kept, **shared, "params": [*range(first, index)]})
-        if seen:
-            loading.seen["optimizer"] = seen
+            group_options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**group_options, **shared, "params": [*range(first, index)]})
+        if load_targets:
+            loading.load_targets["optimizer"] = load_targets
         loading.optimizer.update(state=states, param_groups=groups)
 
     # -- model and optimizer ------------------------------------------------------------------------------------------
@@ -447,10 +468,10 @@ class CheckpointManager:
         return {name: value for module in self._modules for name, value in get_model_state_dict(module).items()}
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        known = {id(p) for module in self._modules for p in module.parameters()}
+        model_parameter_ids = {id(p) for module in self._modules for p in module.parameters()}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                if id(parameter) not in known:
+                if id(parameter) not in model_parameter_ids:
                     raise ValueError(
                         f"param group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
                         "is not in the model. Create the optimizer after parallelize, fully_shard and pipeline."
@@ -469,10 +490,10 @@ class CheckpointManager:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     _check_sharded(name, key, value, parameter, shapes)
-                    tensors.setdefault(name, {})[key] = _in_saved_form(value, parameter, shapes)
+                    tensors.setdefault(name, {})[key] = _to_saved_form(value, parameter, shapes)
                 else:
                     values.setdefault(name, {})[key] = value
-        names, groups = _names_of(shapes), []
+        names, groups = _names_by_parameter(shapes), []
         for group in self._optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
             groups.append(([name for p in group["params"] for name in names[id(p)]], options))
@@ -483,67 +504,66 @@ class CheckpointManager:
     def _folder_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def _reader(self, folder: Path) -> dcp.FileSystemReader:
+    def _make_reader(self, folder: Path) -> dcp.FileSystemReader:
         return dcp.FileSystemReader(folder) if self._pickles else PlainReader(folder)
 
-    def _steps(self) -> list[int]:
+    def _complete_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in ascending order."""
-        found = ((path, _step_of(path)) for path in self.folder.iterdir())
-        return sorted(step for path, step in found if step is not None and (path / COMPLETE).exists())
+        step_folders = ((path, _parse_step(path)) for path in self.folder.iterdir())
+        return sorted(step for path, step in step_folders if step is not None and (path / COMPLETE).exists())
 
     def _check_folder(self) -> None:
         """Raise ValueError on all ranks if some rank does not see the folder of rank 0."""
         probe = self.folder / f".{uuid.uuid4().hex}"
-        failed = ""
+        error_message = ""
         if self._rank == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 probe.touch()
             except OSError as error:
-                failed = str(error)
-        name, failed = self._exchange([probe.name, failed])[0]
-        if failed:
-            raise ValueError(f"rank 0 cannot write to {self.folder}: {failed}.")
-        blind = [str(rank) for rank, sees in enumerate(self._exchange((self.folder / name).exists())) if not sees]
+                error_message = str(error)
+        name, error_message = self._exchange([probe.name, error_message])[0]
+        if error_message:
+            raise ValueError(f"rank 0 cannot write to {self.folder}: {error_message}.")
+        blind_ranks = [str(rank) for rank, sees in enumerate(self._exchange((self.folder / name).exists())) if not sees]
         if self._rank == 0:
             probe.unlink(missing_ok=True)
-        if blind:
+        if blind_ranks:
             raise ValueError(
-                f"rank{'s' if len(blind) > 1 else ''} {join_words(blind)} of {self._size} cannot see a file that rank "
-                "0 "
-                f"created in its folder; the folder of this rank {self._rank} is {self.folder}. Pass the same folder "
-                "on all ranks, on a shared file system."
+                f"rank{'s' if len(blind_ranks) > 1 else ''} {join_words(blind_ranks)} of {self._size} cannot see a "
+                f"file that rank 0 created in its folder; the folder of this rank {self._rank} is {self.folder}. "
+                "Pass the same folder on all ranks, on a shared file system."
             )
 
-    def _exchange(self, mine: Any) -> list[Any]:
-        return [mine] if self._group is None else exchange(resolve_group(self._group), "CheckpointManager", mine)
+    def _exchange(self, value: Any) -> list[Any]:
+        return [value] if self._group is None else exchange(resolve_group(self._group), "CheckpointManager", value)
 
-    def _gather(self, mine: Any) -> list[Any]:
+    def _gather_on_rank_0(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, and [] on other ranks."""
         if self._group is None:
-            return [mine]
-        given: list[Any] | None = [None] * self._size if self._rank == 0 else None
-        dist.gather_object(mine, given, dst=0, group=self._group)
-        return given or []
+            return [value]
+        gathered: list[Any] | None = [None] * self._size if self._rank == 0 else None
+        dist.gather_object(value, gathered, dst=0, group=self._group)
+        return gathered or []
 
-    def _on_rank_0(self, act: Callable[[], None]) -> None:
-        """Run `act()` on rank 0. If it raises, rank 0 raises its error, and all other ranks a ValueError."""
-        raised: Exception | None = None
+    def _run_on_rank_0(self, action: Callable[[], None]) -> None:
+        """Run `action()` on rank 0. If it raises, rank 0 raises its error, and all other ranks a ValueError."""
+        caught: Exception | None = None
         if self._rank == 0:
             try:
-                act()
+                action()
             except Exception as error:
-                raised = error
-        said = [raised and (str(raised) or type(raised).__name__)]
+                caught = error
+        message = [caught and (str(caught) or type(caught).__name__)]
         if self._group is not None:
-            dist.broadcast_object_list(said, src=0, group=self._group)
-        if raised is not None:
-            raise raised
-        if said[0] is not None:
-            raise ValueError(said[0])
+            dist.broadcast_object_list(message, src=0, group=self._group)
+        if caught is not None:
+            raise caught
+        if message[0] is not None:
+            raise ValueError(message[0])
 
 
-class _Writer(dcp.FileSystemWriter):
+class _OSErrorWriter(dcp.FileSystemWriter):
     """Writer that raises the underlying OSError, such as for a full disk, instead of torch's RuntimeError."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -556,20 +576,21 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _RankState(NamedTuple):
-    """State of one rank that is not tensors."""
+    """State of one rank apart from tensors."""
 
     step: int
     random: dict[str, Any]
     optimizer: dict[str, Any]
 
 
-class _Loading(NamedTuple):
+class _LoadedCheckpoint(NamedTuple):
     """Data of a checkpoint that is being loaded."""
 
     metadata: Metadata
     common: dict[str, Any]  # contents of complete.pt
     model: dict[str, Any]  # state dict that shares the model's memory
-    seen: dict[str, Any]  # targets for torch.distributed.checkpoint, which share memory with `model` and `optimizer`
+    # Targets for torch.distributed.checkpoint, which share memory with `model` and `optimizer`.
+    load_targets: dict[str, Any]
     optimizer: dict[str, Any]  # state dict for optimizer.load_state_dict
 
 
@@ -582,15 +603,15 @@ def _checksum(path: Path) -> int:
     return value
 
 
-def _damaged_message(path: Path, why: str) -> str:
-    return f"{path} is damaged: {why}. Remove {path.parent}; restore() then uses the checkpoint before it."
+def _damaged_message(path: Path, reason: str) -> str:
+    return f"{path} is damaged: {reason}. Remove {path.parent}; restore() then uses the checkpoint before it."
 
 
-def _modules_of(model: nn.Module | Pipeline) -> list[nn.Module]:
+def _list_modules(model: nn.Module | Pipeline) -> list[nn.Module]:
     return [model] if isinstance(model, nn.Module) else [stage.model for _, stage in sorted(model.stages.items())]
 
 
-def _names_of(shapes: OriginalShapes) -> dict[int, list[str]]:
+def _names_by_parameter(shapes: OriginalShapes) -> dict[int, list[str]]:
     """Return the names of each parameter by its id; a tied parameter has several names."""
     names = defaultdict(list)
     for name, parameter in shapes.parameters_by_name.items():
@@ -598,10 +619,10 @@ def _names_of(shapes: OriginalShapes) -> dict[int, list[str]]:
     return names
 
 
-def _in_saved_form(value: Any, parameter: nn.Parameter | None, shapes: OriginalShapes) -> Any:
+def _to_saved_form(value: Any, parameter: nn.Parameter | None, shapes: OriginalShapes) -> Any:
     """Convert `value`, which belongs to `parameter`, to the form that torch.distributed.checkpoint saves."""
-    like = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
-    return shapes(value, parameter) if like and parameter is not None else value
+    is_shaped_like_parameter = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
+    return shapes(value, parameter) if is_shaped_like_parameter and parameter is not None else value
 
 
 def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> Tensor:
@@ -613,8 +634,8 @@ def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> 
 
 
 def _check_sharded(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
-    cut = isinstance(shapes(parameter.detach(), parameter), (DTensor, OriginalShapeTensor))
-    if cut and value.numel() > 1 and value.shape != parameter.shape:
+    is_sharded = isinstance(shapes(parameter.detach(), parameter), (DTensor, OriginalShapeTensor))
+    if is_sharded and value.numel() > 1 and value.shape != parameter.shape:
         raise ValueError(
             f"optimizer state {key!r} of the sharded parameter {name!r} has shape {tuple(value.shape)}, but the "
             f"parameter has {tuple(parameter.shape)}, so its sharding is unknown. Use an optimizer whose state has the "
@@ -632,25 +653,25 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
                 state[key] = value.to(state[key].device)
 
 
-def _check_reports(folder: Path, reports: list[tuple[str, list[str]]], loading: _Loading | None) -> None:
+def _check_reports(folder: Path, reports: list[tuple[str, list[str]]], loading: _LoadedCheckpoint | None) -> None:
     """Raise ValueError if a rank cannot restore, or if the checkpoint has a name that no rank's model has."""
-    for rank, (refused, _) in enumerate(reports):
-        if refused:
-            raise ValueError(f"rank {rank} cannot restore: {refused}")
+    for rank, (error_message, _) in enumerate(reports):
+        if error_message:
+            raise ValueError(f"rank {rank} cannot restore: {error_message}")
     assert loading is not None
-    known = {name for _, names in reports for name in names}
+    model_names = {name for _, names in reports for name in names}
     for kind, *path in (loading.metadata.planner_data or {}).values():
-        if kind == "model" and path[0] not in known:
+        if kind == "model" and path[0] not in model_names:
             raise ValueError(f"{folder} contains {path[0]!r}, which this model does not have. Pass the saved model.")
 
 
-def _on_cpu(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     """Copy tensors to the CPU, so that training does not change them.
 
     Copies from a GPU are asynchronous: synchronize before reading them.
     """
     if isinstance(value, Mapping):
-        return {key: _on_cpu(one) for key, one in value.items()}
+        return {key: _copy_to_cpu(item) for key, item in value.items()}
     if isinstance(value, DTensor):
         value = OriginalShapeTensor.from_dtensor(value)
     if isinstance(value, OriginalShapeTensor):
@@ -659,8 +680,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _cpu_copy(t: Tensor) -> Tensor:
-    held = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
-    return held.copy_(t.detach(), non_blocking=True)
+    copied = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
+    return copied.copy_(t.detach(), non_blocking=True)
 
 
 def _random_state() -> dict[str, Any]:
@@ -678,20 +699,20 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.get_device_module().set_rng_state(state["device"])
 
 
-def _step_of(path: Path) -> int | None:
-    found = _NAME.fullmatch(path.name)
-    return None if found is None or not path.is_dir() else int(found[1])
+def _parse_step(path: Path) -> int | None:
+    match = _STEP_FOLDER.fullmatch(path.name)
+    return None if match is None or not path.is_dir() else int(match[1])
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (inner, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_reason(inner)}"
+        return f"rank {rank}: {_describe_error(inner)}"
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip()  # drop the C++ stack that torch appends
 
 
 @contextmanager
-def _no_group_warning_suppressed(group: dist.ProcessGroup | None) -> Iterator[None]:
+def _suppress_no_group_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Suppress torch's warning about a save or load without a process group if `group` is None, which is intended."""
     if group is not None:
         yield

@@ -16,23 +16,23 @@ from fused_tp.parallelizing.state_dict import save_pretrained
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.training.settings import TrainSettings
 
-MARK = "fused_tp.json"  # step and settings of the run; only a folder with this file is replaced
+MARK_FILE = "fused_tp.json"  # step and settings of the run; only a folder with this file is replaced
 
 
 def check_folder(settings: TrainSettings) -> None:
     """Check that the folder of `settings.export` is new, empty, or an earlier export.
 
     Raises:
-        ValueError: it is none of these, or the folder that the run starts from.
+        ValueError: the folder has other files, or is the one that the run loads its model from.
     """
-    folder, first = settings.export, settings.model.pretrained
+    folder, pretrained = settings.export, settings.model.pretrained
     if folder is None:
         return
-    if first is not None and folder.resolve() == Path(first).resolve():
+    if pretrained is not None and folder.resolve() == Path(pretrained).resolve():
         raise ValueError(f"export: the run starts from the model in {folder}; give another folder.")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"export: {folder} is no folder; give another one.")
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
+        raise ValueError(f"export: {folder} is not a folder; give a folder.")
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARK_FILE).exists():
         raise ValueError(f"export: {folder} has files that no export has written; give another folder.")
 
 
@@ -44,33 +44,35 @@ def write_model(folder: Path, model: Any, tokenizer: Any, settings: TrainSetting
     Args:
         model: a transformers model or a Pipeline of one.
         tokenizer: a tokenizer of transformers, or Bytes.
-        settings: of the run; `fused_tp.json` holds them.
+        settings: settings of the run, which are written to `fused_tp.json`.
         step: number of steps done.
 
     Raises:
-        OSError: on rank 0; the folder cannot be written.
+        OSError: raised on rank 0 if the folder cannot be written.
     """
     from safetensors import SafetensorError
 
     folder = folder.resolve()
-    written = folder.with_name(f"{folder.name}.writing")
-    if first := dist.get_rank() == 0:
-        shutil.rmtree(written, ignore_errors=True)
-        written.mkdir(parents=True)
+    temporary = folder.with_name(f"{folder.name}.writing")
+    if is_writer := dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
     try:
         if isinstance(model, Pipeline):
-            model.save_pretrained(written)
+            model.save_pretrained(temporary)
         else:
-            save_pretrained(model, written)
-    except SafetensorError as error:  # also of a full disk
-        raise OSError(f"the model cannot be written to {written}: {error}") from error
-    if not first:
+            save_pretrained(model, temporary)
+    except SafetensorError as error:  # also raised for a full disk
+        raise OSError(f"the model cannot be written to {temporary}: {error}") from error
+    if not is_writer:
         return
-    tokenizer.save_pretrained(written)
-    (written / MARK).write_text(json.dumps({"step": step, "settings": settings.model_dump(mode="json")}, indent=1))
-    replaced = folder.with_name(f"{folder.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
+    tokenizer.save_pretrained(temporary)
+    (temporary / MARK_FILE).write_text(
+        json.dumps({"step": step, "settings": settings.model_dump(mode="json")}, indent=1)
+    )
+    previous = folder.with_name(f"{folder.name}.replaced")
+    shutil.rmtree(previous, ignore_errors=True)
     if folder.exists():
-        folder.rename(replaced)
-    written.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(previous)
+    temporary.rename(folder)
+    shutil.rmtree(previous, ignore_errors=True)

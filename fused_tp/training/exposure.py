@@ -19,7 +19,7 @@ from statistics import fmean, median
 
 from fused_tp.ops.op import all_ops
 from fused_tp.training.intervals import Intervals
-from fused_tp.training.traces import OUTSIDE, Communication, RankTrace
+from fused_tp.training.traces import OUTSIDE_MODULES, Communication, RankTrace
 
 FLAG = 0.3  # fraction of a step: if more is exposed, the report gives advice
 COLLECTIVES = {"all_gather", "all_reduce", "reduce_scatter"}
@@ -86,49 +86,57 @@ def analyze(traces: Sequence[RankTrace]) -> ExposureReport:
         >>> max(report.ranks, key=lambda rank: rank.waited_for).cause
         'model.layers.3.mlp'
     """
-    waits, notes = _waits(traces)
-    known = {trace.rank for trace in traces}
-    if missing := set(range(max(trace.world_size for trace in traces))) - known:
-        of = "rank" if len(missing) == 1 else "ranks"
-        notes.append(f"Traces of {of} {', '.join(map(str, sorted(missing)))} are missing; these ranks may be late.")
-    ranks = [_rank_time(trace, waits[trace.rank], traces) for trace in traces]
-    ops = _op_times(traces)
-    return ExposureReport(ranks, ops, _group_times(ops), notes, _advice(ranks, ops))
+    waits, notes = _waits_by_rank(traces)
+    known_ranks = {trace.rank for trace in traces}
+    if missing := set(range(max(trace.world_size for trace in traces))) - known_ranks:
+        noun = "rank" if len(missing) == 1 else "ranks"
+        notes.append(f"Traces of {noun} {', '.join(map(str, sorted(missing)))} are missing; these ranks may be late.")
+    ranks = [_make_rank_time(trace, waits[trace.rank], traces) for trace in traces]
+    ops = _sum_op_times(traces)
+    return ExposureReport(ranks, ops, _sum_group_times(ops), notes, _make_advice(ranks, ops))
 
 
-def _rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[RankTrace]) -> RankTime:
-    steps, compute, bare = trace.steps, trace.compute.length, trace.exposed.length
-    moved = Intervals(one[:2] for one in trace.communication).length
-    collectives = Intervals(one[:2] for one in trace.communication if not one.is_message).without(trace.compute).length
+def _make_rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[RankTrace]) -> RankTime:
+    steps, compute, unhidden_seconds = trace.steps, trace.compute.length, trace.exposed.length
+    communication_seconds = Intervals(communication[:2] for communication in trace.communication).length
+    collectives = (
+        Intervals(communication[:2] for communication in trace.communication if not communication.is_message)
+        .without(trace.compute)
+        .length
+    )
     waited_for = fmean(waits.values()) if waits else 0.0
-    cause, more = _cause(trace, [peer.spent for peer in traces if peer.rank in waits], waited_for)
+    cause, extra_seconds = _find_cause(
+        trace, [peer.seconds_by_module for peer in traces if peer.rank in waits], waited_for
+    )
     return RankTime(
         trace.rank,
         step=trace.seconds / steps,
         compute=compute / steps,
-        hidden=(moved - bare) / steps,
+        hidden=(communication_seconds - unhidden_seconds) / steps,
         exposed=collectives / steps,
-        bubble=(bare - collectives) / steps,
-        idle=(trace.seconds - compute - bare) / steps,
+        bubble=(unhidden_seconds - collectives) / steps,
+        idle=(trace.seconds - compute - unhidden_seconds) / steps,
         waited_for=waited_for / steps,
         cause=cause,
-        more=more,
+        more=extra_seconds,
     )
 
 
-def _cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_for: float) -> tuple[str, float]:
+def _find_cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_for: float) -> tuple[str, float]:
     """Return (module or op, additional time per step) that made this rank late; ("", 0) if no module explains it."""
     if waited_for <= LATE * trace.seconds:  # both may be zero
         return "", 0.0
-    labels = set(trace.spent) - {""}
+    labels = set(trace.seconds_by_module) - {""}
     if any(one.is_message for one in trace.communication):  # stages of a pipeline have other modules
-        labels = labels.intersection(*peers) - {OUTSIDE}
-    more = {label: trace.spent[label] - median(spent.get(label, 0.0) for spent in peers) for label in labels}
+        labels = labels.intersection(*peers) - {OUTSIDE_MODULES}
+    more = {
+        label: trace.seconds_by_module[label] - median(spent.get(label, 0.0) for spent in peers) for label in labels
+    }
     cause = max(more, key=more.__getitem__, default="")
     return (cause, more[cause] / trace.steps) if cause and more[cause] > waited_for / 4 else ("", 0.0)
 
 
-def _waits(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], list[str]]:
+def _waits_by_rank(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], list[str]]:
     """Return the time that peers waited in collectives, by late rank and peer; and notes on calls without a match."""
     calls: dict[tuple[tuple[int, ...], str], dict[int, list[Communication]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
@@ -149,27 +157,27 @@ def _waits(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], li
     exposed = {trace.rank: trace.exposed for trace in traces}
     for late, times in waits.items():
         for rank, own in times.items():  # overlapping calls count once
-            found[late][rank] = sum(exposed[rank].covered(*one) for one in Intervals(own))
+            found[late][rank] = sum(exposed[rank].covered_length(*one) for one in Intervals(own))
     notes = [
         f"Late ranks are unknown for these ops, whose calls cannot be matched between ranks: {'; '.join(unknown)}."
     ]
     return found, notes if unknown and len(traces) > 1 else []
 
 
-def _op_times(traces: Sequence[RankTrace]) -> list[OpTime]:
+def _sum_op_times(traces: Sequence[RankTrace]) -> list[OpTime]:
     """Return the times by op and group, in descending order of exposed time."""
     found: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     steps = sum(trace.steps for trace in traces)
     for trace in traces:
         for one in trace.communication:
-            exposed = trace.exposed.covered(one.start, one.stop)
+            exposed = trace.exposed.covered_length(one.start, one.stop)
             for at, value in enumerate((1, exposed, one.stop - one.start - exposed)):
                 found[one.op, one.group.name, one.is_message][at] += value / steps
     times = [OpTime(*key, *values) for key, values in found.items()]
     return sorted((one for one in times if one.exposed + one.hidden > 0), key=lambda one: -one.exposed)
 
 
-def _group_times(ops: Sequence[OpTime]) -> list[OpTime]:
+def _sum_group_times(ops: Sequence[OpTime]) -> list[OpTime]:
     found = []
     for group in dict.fromkeys(op.group for op in ops):
         own = [op for op in ops if op.group == group]
@@ -178,7 +186,7 @@ def _group_times(ops: Sequence[OpTime]) -> list[OpTime]:
     return found
 
 
-def _advice(ranks: Sequence[RankTime], ops: Sequence[OpTime]) -> list[str]:
+def _make_advice(ranks: Sequence[RankTime], ops: Sequence[OpTime]) -> list[str]:
     step, exposed, bubble = (fmean(getattr(rank, name) for rank in ranks) for name in ("step", "exposed", "bubble"))
     if exposed + bubble <= FLAG * step:
         return []
@@ -192,11 +200,11 @@ def _advice(ranks: Sequence[RankTime], ops: Sequence[OpTime]) -> list[str]:
             "(Interleaved1F1B, ZBVZeroBubble)."
         )
     else:
-        found.append(_advice_on_op(next(op for op in ops if not op.is_message)))
+        found.append(_advise_on_op(next(op for op in ops if not op.is_message)))
     return found
 
 
-def _advice_on_op(worst: OpTime) -> str:
+def _advise_on_op(worst: OpTime) -> str:
     """Return advice on the op with the longest exposed time."""
     where = f"{worst.op} over {worst.group}" if worst.group else worst.op
     if "(plain)" in worst.op:

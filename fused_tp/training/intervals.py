@@ -21,10 +21,10 @@ class Intervals:
         [(0, 1), (2, 3), (5, 6)]
     """
 
-    def __init__(self, given: Iterable[tuple[float, float]]) -> None:
+    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
         self._starts: list[float] = []
         self._stops: list[float] = []
-        for start, stop in sorted(given):
+        for start, stop in sorted(intervals):
             if self._stops and start <= self._stops[-1]:
                 self._stops[-1] = max(self._stops[-1], stop)
             elif start < stop:
@@ -36,22 +36,22 @@ class Intervals:
     def __iter__(self) -> Iterator[tuple[float, float]]:
         return zip(self._starts, self._stops, strict=True)
 
-    def covered(self, start: float, stop: float) -> float:
+    def covered_length(self, start: float, stop: float) -> float:
         """Return the length of the intersection of the set with [start, stop]."""
-        return self._before(stop) - self._before(start)
+        return self._length_before(stop) - self._length_before(start)
 
-    def _before(self, time: float) -> float:
+    def _length_before(self, time: float) -> float:
         count = bisect_right(self._starts, time)
         return self._lengths[count] - max(0.0, self._stops[count - 1] - time) if count else 0.0
 
     def without(self, other: Intervals) -> Intervals:
         """Return the set difference: times of this set that are not in `other`."""
-        left = []
+        difference = []
         for start, stop in self:
             for index in range(bisect_right(other._stops, start), len(other._starts)):
                 if other._starts[index] >= stop:
                     break
-                left.append((start, other._starts[index]))
+                difference.append((start, other._starts[index]))
                 start = other._stops[index]
-            left.append((start, stop))
-        return Intervals(left)
+            difference.append((start, stop))
+        return Intervals(difference)

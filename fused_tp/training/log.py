@@ -13,8 +13,9 @@ import torch
 from fused_tp.planning.hardware import Machine, find_machine, machine_of_gpu
 from fused_tp.training.run import TrainingRun, TrainingStep
 
-LINES = "train.jsonl"
-_PEAKS = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}  # names in Machine.peak_flops; fp16 is as fast as bf16
+LOG_FILE = "train.jsonl"
+# Names in Machine.peak_flops; fp16 is as fast as bf16.
+_PEAK_PRECISION = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
 
 
 class RunLog:
@@ -39,7 +40,7 @@ class RunLog:
         elif run.device.type == "cuda":
             self._machine = machine_of_gpu(torch.cuda.get_device_name())
         self._settings.out.mkdir(parents=True, exist_ok=True)
-        self._file = self._settings.out / LINES
+        self._file = self._settings.out / LOG_FILE
         if run.done == 0:
             self._file.unlink(missing_ok=True)
         if self._settings.tensorboard:
@@ -51,12 +52,16 @@ class RunLog:
         """Print the model, the parallel dims and the settings of the run."""
         run = self._run
         shape = run.shape
-        count = shape.parameters
-        parameters = f"{count / 1e6:.1f}M parameters" if count >= 1e6 else f"{count:,.0f} parameters"
+        parameter_count = shape.parameters
+        parameters = (
+            f"{parameter_count / 1e6:.1f}M parameters"
+            if parameter_count >= 1e6
+            else f"{parameter_count:,.0f} parameters"
+        )
         steps = self._settings.steps
-        place = f"step {run.done} of {steps}" if run.done <= steps else f"step {run.done}, beyond steps={steps}"
+        progress = f"step {run.done} of {steps}" if run.done <= steps else f"step {run.done}, beyond steps={steps}"
         self._print(
-            f"{shape.name}, {parameters}, {run.config.shown()}, {self._settings.precision}; {place}, "
+            f"{shape.name}, {parameters}, {run.config.shown()}, {self._settings.precision}; {progress}, "
             f"{self._settings.global_batch} rows of {self._settings.data.seq} tokens a step"
         )
         if run.has_dropout and run.config.world_size > 1:
@@ -72,21 +77,23 @@ class RunLog:
         if not self._writes:
             return
         flops = self._run.shape.flops(step.tokens, self._settings.data.seq)
-        share = step.waited / step.seconds
-        per_second = step.tokens / step.seconds
+        waited_share = step.waited / step.seconds
+        tokens_per_second = step.tokens / step.seconds
         tflops = flops / step.seconds / self._run.config.world_size / 1e12
-        peak = self._machine and self._machine.peak_flops.get(_PEAKS[self._settings.precision])
-        mfu = 1e12 * tflops / peak if peak else None
-        self._record("step", asdict(step) | {"tokens_per_second": per_second, "tflops_per_rank": tflops, "mfu": mfu})
+        peak_flops = self._machine and self._machine.peak_flops.get(_PEAK_PRECISION[self._settings.precision])
+        mfu = 1e12 * tflops / peak_flops if peak_flops else None
+        self._record(
+            "step", asdict(step) | {"tokens_per_second": tokens_per_second, "tflops_per_rank": tflops, "mfu": mfu}
+        )
         if self._events is not None:
             for name in ("loss", "norm", "learning_rate", "seconds", "waited"):
                 self._events.add_scalar(name, getattr(step, name), step.number)
         if step.number % self._settings.log_every == 0 or step.number == self._settings.steps:
             self._print(
                 f"step {step.number}: loss {step.loss:.4f}, norm {step.norm:.3f}, lr {step.learning_rate:.2e}, "
-                f"{per_second:,.0f} tokens/s, {tflops:.3f} TFLOP/s per rank, "
+                f"{tokens_per_second:,.0f} tokens/s, {tflops:.3f} TFLOP/s per rank, "
                 + ("" if mfu is None else f"{mfu:.1%} MFU, ")
-                + f"{share:.0%} waiting for peers, "
+                + f"{waited_share:.0%} waiting for peers, "
                 f"{step.memory / 2**30:.2f} GiB" + (", skipped: gradients overflowed" if step.skipped else "")
             )
 
@@ -130,11 +137,11 @@ class RunLog:
 
 def read_log(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the records of train.jsonl by kind, sorted by step. A step logged twice has its last record."""
-    found: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "evaluation": {}, "sample": {}}
-    for line in (folder / LINES).read_text().splitlines():
+    records: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "evaluation": {}, "sample": {}}
+    for line in (folder / LOG_FILE).read_text().splitlines():
         values = json.loads(line)
-        found[values["kind"]][values["number"]] = values
-    return {kind: [lines[number] for number in sorted(lines)] for kind, lines in found.items()}
+        records[values["kind"]][values["number"]] = values
+    return {kind: [lines[number] for number in sorted(lines)] for kind, lines in records.items()}
 
 
 def draw_report(folder: Path) -> None:
@@ -147,22 +154,22 @@ def draw_report(folder: Path) -> None:
         return
     numbers = [step["number"] for step in steps]
     figure = Figure(figsize=(8, 8), layout="constrained")
-    loss, speed, waiting = figure.subplots(3, 1, sharex=True)
-    loss.plot(numbers, [step["loss"] for step in steps], label="training")
+    loss_axes, speed_axes, waiting_axes = figure.subplots(3, 1, sharex=True)
+    loss_axes.plot(numbers, [step["loss"] for step in steps], label="training")
     if log["evaluation"]:
-        loss.plot(
-            [one["number"] for one in log["evaluation"]],
-            [one["loss"] for one in log["evaluation"]],
+        loss_axes.plot(
+            [evaluation["number"] for evaluation in log["evaluation"]],
+            [evaluation["loss"] for evaluation in log["evaluation"]],
             "o-",
             label="evaluation",
         )
-    loss.set_ylabel("loss per token")
-    loss.legend()
-    speed.plot(numbers, [step["tokens_per_second"] for step in steps])
-    speed.set_ylabel("tokens per second")
-    speed.set_ylim(bottom=0)
-    waiting.plot(numbers, [100 * step["waited"] / step["seconds"] for step in steps])
-    waiting.set_ylabel("waiting for peers, % of a step")
-    waiting.set_ylim(0, 100)
-    waiting.set_xlabel("step")
+    loss_axes.set_ylabel("loss per token")
+    loss_axes.legend()
+    speed_axes.plot(numbers, [step["tokens_per_second"] for step in steps])
+    speed_axes.set_ylabel("tokens per second")
+    speed_axes.set_ylim(bottom=0)
+    waiting_axes.plot(numbers, [100 * step["waited"] / step["seconds"] for step in steps])
+    waiting_axes.set_ylabel("waiting for peers, % of a step")
+    waiting_axes.set_ylim(0, 100)
+    waiting_axes.set_xlabel("step")
     figure.savefig(folder / "report.png", dpi=120)

@@ -16,7 +16,7 @@ from torch.profiler import profile, record_function
 
 from fused_tp.training.settings import TrainSettings
 
-_LOG = logging.getLogger("fused_tp")
+_logger = logging.getLogger("fused_tp")
 
 
 class StepProfiler:
@@ -29,7 +29,7 @@ class StepProfiler:
     Args:
         modules: the model, or the stages of a pipeline.
         mesh: mesh of the run.
-        behind: number of the step after which the run resumes. If fewer steps are left than the profile needs, nothing
+        done_steps: number of steps before the run resumes. If fewer steps are left than the profile needs, nothing
             is recorded, with a warning: a restart shortly before the end is not an error.
 
     Example:
@@ -40,36 +40,36 @@ class StepProfiler:
     """
 
     def __init__(
-        self, settings: TrainSettings, modules: Iterable[nn.Module], mesh: DeviceMesh, behind: int = 0
+        self, settings: TrainSettings, modules: Iterable[nn.Module], mesh: DeviceMesh, done_steps: int = 0
     ) -> None:
         assert settings.profile is not None
-        self._first, self._last = behind + settings.profile.first, behind + settings.profile.last
-        self._folder, self._most = settings.out / "traces", settings.steps
-        if self._last > settings.steps and dist.get_rank() == 0:
-            _LOG.warning(
+        self._first_step, self._last_step = done_steps + settings.profile.first, done_steps + settings.profile.last
+        self._folder, self._total_steps = settings.out / "traces", settings.steps
+        if self._last_step > settings.steps and dist.get_rank() == 0:
+            _logger.warning(
                 "No profile will be recorded: it needs steps %d to %d, and the run resumes after step %d and ends with "
                 "step %d; increase steps.",
-                self._first,
-                self._last,
-                behind,
+                self._first_step,
+                self._last_step,
+                done_steps,
                 settings.steps,
             )
         self._modules, self._mesh = list(modules), mesh
         self._profile: profile | None = None
         self._hooks: list[Any] = []
-        self._open: list[record_function] = []
+        self._open_ranges: list[record_function] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Context manager around step `number` (from 1), on every rank."""
-        if not self._first <= number <= self._last <= self._most:
+        if not self._first_step <= number <= self._last_step <= self._total_steps:
             yield
             return
         if self._profile is None:
             self._start()
         with record_function(f"step {number}"):
             yield
-        if number == self._last:
+        if number == self._last_step:
             self._write()
 
     def _start(self) -> None:
@@ -79,27 +79,27 @@ class StepProfiler:
             "coordinate": self._mesh.get_coordinate(),
             "groups": {self._mesh[name].get_group().group_name: name for name in names},
         }
-        for old in self._folder.glob("rank*.json.gz") if dist.get_rank() == 0 else ():
-            old.unlink()  # traces of an earlier run, which may have had more ranks
+        for old_trace in self._folder.glob("rank*.json.gz") if dist.get_rank() == 0 else ():
+            old_trace.unlink()  # traces of an earlier run, which may have had more ranks
         self._profile = profile(acc_events=True)
         self._profile.start()
         self._profile.add_metadata_json("mesh", json.dumps(mesh))
-        for part in self._modules:
-            for name, module in part.named_modules():
+        for model in self._modules:
+            for name, module in model.named_modules():
                 # prepend: the range includes other hooks. always_call: activation checkpointing stops recomputation
                 # early by an exception inside forward.
                 self._hooks.append(
-                    module.register_forward_pre_hook(partial(self._enter, name or "model"), prepend=True)
+                    module.register_forward_pre_hook(partial(self._open_range, name or "model"), prepend=True)
                 )
-                self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+                self._hooks.append(module.register_forward_hook(self._close_range, always_call=True))
         dist.barrier()  # the profiler's start takes a different time on each rank
 
-    def _enter(self, name: str, *_: Any) -> None:
-        self._open.append(record_function(name))
-        self._open[-1].__enter__()
+    def _open_range(self, name: str, *_: Any) -> None:
+        self._open_ranges.append(record_function(name))
+        self._open_ranges[-1].__enter__()
 
-    def _leave(self, *_: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
+    def _close_range(self, *_: Any) -> None:
+        self._open_ranges.pop().__exit__(None, None, None)
 
     def _write(self) -> None:
         assert self._profile is not None

@@ -36,7 +36,7 @@ from fused_tp.training.settings import OptimizerSettings, TrainSettings
 from fused_tp.training.text import Bytes, PackedText, load_text
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COUNT = "num_items_in_batch"
+_TARGET_COUNT = "num_items_in_batch"
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,10 @@ class LossScale:
 
     PATIENCE = 1000
 
-    def __init__(self, state: dict[str, Any], used: bool) -> None:
-        self._state, self._used = state, used  # `extra` of the checkpoint, which may be of a run with other precision
-        if not used:
+    def __init__(self, state: dict[str, Any], is_used: bool) -> None:
+        # `extra` of the checkpoint, which may be of a run with other precision.
+        self._state, self._is_used = (state, is_used)
+        if not is_used:
             for name in ("loss_scale", "good_steps"):
                 state.pop(name, None)
         elif "loss_scale" not in state:
@@ -81,22 +82,22 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        return float(self._state["loss_scale"]) if self._used else 1.0
+        return float(self._state["loss_scale"]) if self._is_used else 1.0
 
     @property
-    def can_fall(self) -> bool:
+    def can_decrease(self) -> bool:
         """True if gradients may have overflowed because of the scale, so that a lower scale may help."""
-        return self._used and self.value > 1
+        return self._is_used and self.value > 1
 
     def update(self, finite: bool) -> None:
-        if not self._used:
+        if not self._is_used:
             return
-        good = self._state["good_steps"] + 1 if finite else 0
+        good_steps = self._state["good_steps"] + 1 if finite else 0
         if not finite:
             self._state["loss_scale"] = max(1.0, self.value / 2)
-        elif good == self.PATIENCE:
-            self._state["loss_scale"], good = self.value * 2, 0
-        self._state["good_steps"] = good
+        elif good_steps == self.PATIENCE:
+            self._state["loss_scale"], good_steps = self.value * 2, 0
+        self._state["good_steps"] = good_steps
 
 
 class TrainingRun:
@@ -128,7 +129,7 @@ class TrainingRun:
         self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self._autocast_dtype = _DTYPES[settings.precision]
         check_folder(settings)
-        self.tokenizer = _tokenizer(settings.data.tokenizer)
+        self.tokenizer = _load_tokenizer(settings.data.tokenizer)
         model = make_model(settings)
         self.shape = count_config(model.config)
         config.check(self.shape, seq=settings.data.seq, global_batch=settings.global_batch)
@@ -136,11 +137,12 @@ class TrainingRun:
         self.has_dropout = _has_dropout(model)
         self.rows, self.evaluation_rows = self._load_rows(model.config.get_text_config().vocab_size)
         self.mesh = make_mesh(self.device.type, **config.mesh_sizes)
-        counts = takes_target_count(model, is_hf=True)
-        if not counts and config.data_parallel * config.microbatches > 1:
+        takes_count = takes_target_count(model, is_hf=True)
+        if not takes_count and config.data_parallel * config.microbatches > 1:
             raise ValueError(
                 f"{self.shape.name} does not accept num_items_in_batch, so its loss over {config.data_parallel} data "
-                f"parallel ranks and {config.microbatches} microbatches would be a mean of means; use one of each."
+                f"parallel ranks and {config.microbatches} microbatches would be a mean of means; use one data "
+                "parallel rank and one microbatch."
             )
         with self._autocast():
             self.model: Any = build(model, config, self.mesh)
@@ -169,25 +171,25 @@ class TrainingRun:
         self._scale = LossScale(self._state, settings.precision == "fp16")
         self._profiler: StepProfiler | None = None
         if settings.profile is not None:
-            parts = self.model.stages.values() if isinstance(self.model, Pipeline) else [self.model]
-            self._profiler = StepProfiler(settings, parts, self.mesh, behind=self.done)
+            profiled_modules = self.model.stages.values() if isinstance(self.model, Pipeline) else [self.model]
+            self._profiler = StepProfiler(settings, profiled_modules, self.mesh, done_steps=self.done)
 
     def _restore(self, checkpoints: CheckpointManager) -> None:
         """Resume from the newest checkpoint; the current optimizer settings override the saved ones."""
         options = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
-        mine = self._state["shape"]
+        own_shape = self._state["shape"]
         self.done = checkpoints.restore() or 0
         # restore() compares parameter shapes, which are equal for other numbers of heads and for untied weights.
-        for name, value in self._state.setdefault("shape", mine).items():
-            if name != "name" and value != mine.get(name, value):
+        for name, value in self._state.setdefault("shape", own_shape).items():
+            if name != "name" and value != own_shape.get(name, value):
                 raise ValueError(
-                    f"{checkpoints.folder} has a model with {name}={value}, got {name}={mine[name]}. Train the model "
-                    "that was saved, or use another folder for checkpoints."
+                    f"{checkpoints.folder} has a model with {name}={value}, got {name}={own_shape[name]}. Train the "
+                    "model that was saved, or use another folder for checkpoints."
                 )
-        self.scheduler.base_lrs = [own["initial_lr"] for own in options]
-        share = learning_rate_share(self.settings.optimizer, self.done, self.settings.steps)
-        for group, own in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(own, lr=own["initial_lr"] * share)
+        self.scheduler.base_lrs = [group_options["initial_lr"] for group_options in options]
+        rate_share = learning_rate_share(self.settings.optimizer, self.done, self.settings.steps)
+        for group, group_options in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(group_options, lr=group_options["initial_lr"] * rate_share)
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -200,13 +202,15 @@ class TrainingRun:
 
     def steps(self) -> Iterator[TrainingStep]:
         """Train until `settings.steps` steps are done; yield each step after it ran and its checkpoint was started."""
-        saving = self.settings.checkpoints
+        checkpoint_settings = self.settings.checkpoints
         if self.done >= self.settings.steps:
             return
         for batch in self.batches:
             with nullcontext() if self._profiler is None else self._profiler.step(self.done + 1):
                 step = self._step(batch)
-            if saving is not None and (step.number % saving.every == 0 or step.number == self.settings.steps):
+            if checkpoint_settings is not None and (
+                step.number % checkpoint_settings.every == 0 or step.number == self.settings.steps
+            ):
                 assert self.checkpoints is not None
                 self.checkpoints.save(step.number)
             yield step
@@ -214,12 +218,12 @@ class TrainingRun:
                 return
 
     def _step(self, batch: dict[str, Tensor]) -> TrainingStep:
-        waited, started = tracing.waited_seconds(), time.perf_counter()
-        rate = self.optimizer.param_groups[0]["lr"]
+        waited_seconds, started = tracing.waited_seconds(), time.perf_counter()
+        learning_rate = self.optimizer.param_groups[0]["lr"]
         loss = self._forward_backward(batch)
         norm = self._clip()
         skipped = not math.isfinite(norm)
-        if skipped and not self._scale.can_fall:
+        if skipped and not self._scale.can_decrease:
             raise FloatingPointError(
                 f"the gradients of step {self.done + 1} are not finite (loss {loss}, norm {norm}), and fp16 overflow "
                 "is not the cause; lower the learning rate, or check the rows of this step. The model was not changed."
@@ -232,34 +236,36 @@ class TrainingRun:
         self.done += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        waited = tracing.waited_seconds() - waited
-        seconds, memory, mean_waited = self._over_ranks(time.perf_counter() - started, memory_peak(self.device), waited)
+        waited_seconds = tracing.waited_seconds() - waited_seconds
+        seconds, memory, mean_waited = self._reduce_statistics(
+            time.perf_counter() - started, memory_peak(self.device), waited_seconds
+        )
         tokens = self.settings.global_batch * self.settings.data.seq
-        return TrainingStep(self.done, loss, norm, rate, tokens, seconds, mean_waited, skipped, int(memory))
+        return TrainingStep(self.done, loss, norm, learning_rate, tokens, seconds, mean_waited, skipped, int(memory))
 
     def _forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """Run forward and backward, and return the loss. Gradients are reduced over ranks, times the loss scale."""
-        batch = self._on_device(batch)
-        targets = self._targets(batch)
+        batch = self._move_to_device(batch)
+        targets = self._count_targets(batch)
         # Data parallel ranks average gradients, so dividing by targets / ranks divides the sum by all targets.
-        batch[_COUNT] = targets / self.config.data_parallel / self._scale.value
+        batch[_TARGET_COUNT] = targets / self.config.data_parallel / self._scale.value
         with self._autocast():
-            total = self.model.step(batch) if isinstance(self.model, Pipeline) else self._accumulate(batch)
-        return self._mean(total) / self._scale.value
+            total_loss = self.model.step(batch) if isinstance(self.model, Pipeline) else self._accumulate(batch)
+        return self._mean_over_ranks(total_loss) / self._scale.value
 
     def _accumulate(self, batch: dict[str, Tensor]) -> Tensor:
-        count = batch.pop(_COUNT)
-        parts = [t.chunk(self.config.microbatches) for t in batch.values()]
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        synced = self.config.world_size == self.config.tp
-        for index, values in enumerate(zip(*parts, strict=True), 1):
-            last = index == self.config.microbatches
-            with nullcontext() if last or synced else no_sync(self.model):
-                given = dict(zip(batch, values, strict=True))
-                loss = self.model(**given, use_cache=False, num_items_in_batch=count).loss
+        count = batch.pop(_TARGET_COUNT)
+        microbatches = [t.chunk(self.config.microbatches) for t in batch.values()]
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        needs_no_sync = self.config.world_size == self.config.tp
+        for index, values in enumerate(zip(*microbatches, strict=True), 1):
+            is_last = index == self.config.microbatches
+            with nullcontext() if is_last or needs_no_sync else no_sync(self.model):
+                arguments = dict(zip(batch, values, strict=True))
+                loss = self.model(**arguments, use_cache=False, num_items_in_batch=count).loss
                 loss.backward()
-            total += loss.detach().double()
-        return total
+            total_loss += loss.detach().double()
+        return total_loss
 
     def _clip(self) -> float:
         """Divide gradients by the loss scale, clip them, and return their norm before clipping."""
@@ -287,36 +293,36 @@ class TrainingRun:
         """
         if self.evaluation_rows is None:
             return None
-        total, count = 0.0, 0
+        total_loss, count = 0.0, 0
         for batch in DistributedBatches(self.evaluation_rows, self.mesh, self.settings.global_batch):
-            given = self._on_device(batch)
-            targets = self._targets(given)
-            given[_COUNT] = targets / self.config.data_parallel
+            arguments = self._move_to_device(batch)
+            targets = self._count_targets(arguments)
+            arguments[_TARGET_COUNT] = targets / self.config.data_parallel
             with self._autocast():
                 if isinstance(self.model, Pipeline):
-                    loss = self.model.eval(given)
+                    loss = self.model.eval(arguments)
                 else:
                     self.model.eval()
-                    loss = self.model(**given, use_cache=False).loss
+                    loss = self.model(**arguments, use_cache=False).loss
                     self.model.train()
-            total, count = total + self._mean(loss) * int(targets), count + int(targets)
-        return total / count
+            total_loss, count = total_loss + self._mean_over_ranks(loss) * int(targets), count + int(targets)
+        return total_loss / count
 
     @torch.no_grad()
     def sample(self) -> str | None:
         """Return the prompt with the model's continuation, equal on all ranks; None without `settings.sample`."""
-        wanted = self.settings.sample
-        if wanted is None:
+        sample_settings = self.settings.sample
+        if sample_settings is None:
             return None
         generator = torch.Generator().manual_seed(self.settings.seed)
-        tokens = list(self.tokenizer.encode(wanted.prompt))
-        for _ in range(wanted.tokens):
+        tokens = list(self.tokenizer.encode(sample_settings.prompt))
+        for _ in range(sample_settings.tokens):
             logits = self._next_logits(tokens[-self.settings.data.seq :]).double().cpu()
-            if wanted.temperature == 0:
+            if sample_settings.temperature == 0:
                 tokens.append(int(logits.argmax()))
             else:
-                shares = (logits / wanted.temperature).softmax(0)
-                tokens.append(int(torch.multinomial(shares, 1, generator=generator)))
+                probabilities = (logits / sample_settings.temperature).softmax(0)
+                tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return str(self.tokenizer.decode(tokens))
 
     def _next_logits(self, tokens: list[int]) -> Tensor:
@@ -324,35 +330,37 @@ class TrainingRun:
 
         Uses no KV cache, because pipelines do not support it.
         """
-        place = len(tokens) - 1
-        several = 2 * self.config.cp * self.config.tp
-        padded = tokens + [0] * (-len(tokens) % several)
+        position = len(tokens) - 1
+        length_multiple = 2 * self.config.cp * self.config.tp
+        padded = tokens + [0] * (-len(tokens) % length_multiple)
         rows = self.config.microbatches if self.config.pp > 1 else 1
-        given = torch.tensor(padded, dtype=torch.int64, device=self.device).expand(rows, -1)
+        input_ids = torch.tensor(padded, dtype=torch.int64, device=self.device).expand(rows, -1)
         with self._autocast():
             if not isinstance(self.model, Pipeline):
                 self.model.eval()
-                logits = self.model(input_ids=given, use_cache=False).logits[0, place].float()
+                logits = self.model(input_ids=input_ids, use_cache=False).logits[0, position].float()
                 self.model.train()
                 return logits
-            found = self.model.eval({"input_ids": given})
+            stage_logits = self.model.eval({"input_ids": input_ids})
         vocab = self.shape.vocab
         logits = (
-            torch.zeros(vocab, dtype=torch.float32, device=self.device) if found is None else found[0, place].float()
+            torch.zeros(vocab, dtype=torch.float32, device=self.device)
+            if stage_logits is None
+            else stage_logits[0, position].float()
         )
         dist.all_reduce(logits, group=self.mesh["pp"].get_group())  # only one rank along pp has nonzero logits
         return logits
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
-    def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _move_to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Move the batch to the device. With context parallelism, join the rows of each microbatch."""
         placed = {name: t.to(self.device) for name, t in batch.items()}
         if self.config.cp == 1:
             return placed
         return {name: t.reshape(self.config.microbatches, -1) for name, t in placed.items()}
 
-    def _targets(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _count_targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of targets over all data parallel ranks, an int64 scalar."""
         targets = count_targets(batch)
         for name in ("dp_replicate", "dp_shard", "ep"):
@@ -360,13 +368,13 @@ class TrainingRun:
                 dist.all_reduce(targets, group=self.mesh[name].get_group())
         return targets
 
-    def _mean(self, loss: Tensor) -> float:
+    def _mean_over_ranks(self, loss: Tensor) -> float:
         """Return the mean loss over all ranks; ranks that share a batch have equal losses."""
         mean = loss.detach().double().reshape(()).clone()
         dist.all_reduce(mean)
         return float(mean) / self.config.world_size
 
-    def _over_ranks(self, seconds: float, memory: int, waited: float) -> tuple[float, float, float]:
+    def _reduce_statistics(self, seconds: float, memory: int, waited: float) -> tuple[float, float, float]:
         most = torch.tensor([seconds, float(memory)], dtype=torch.float64, device=self.device)
         mean = torch.tensor(waited, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -411,7 +419,7 @@ def make_config(settings: TrainSettings) -> Any:
     from transformers import AutoConfig
 
     wanted = settings.model
-    with _errors_as_value_errors("the configuration of the model", wanted.config):
+    with _raise_as_value_error("the configuration of the model", wanted.config):
         if wanted.pretrained is not None:
             return AutoConfig.from_pretrained(wanted.pretrained, **wanted.config)
         _check_config_keys(str(wanted.type), wanted.config)
@@ -429,26 +437,26 @@ def make_model(settings: TrainSettings) -> Any:
 
     torch.manual_seed(settings.seed)
     config, folder = make_config(settings), settings.model.pretrained
-    with _errors_as_value_errors("the model", settings.model.config):
+    with _raise_as_value_error("the model", settings.model.config):
         if folder is not None:
             return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 @contextmanager
-def _errors_as_value_errors(what: str, given: dict[str, Any]) -> Iterator[None]:
-    """Re-raise errors of transformers as ValueError; the message names the type of an unexpected error."""
+def _raise_as_value_error(description: str, settings: dict[str, Any]) -> Iterator[None]:
+    """Re-raise errors of transformers as ValueError. The message has the type of an unexpected error."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise ValueError(f"{what} cannot be created: {error}") from error
+        raise ValueError(f"{description} cannot be created: {error}") from error
     except (KeyError, ZeroDivisionError) as error:  # these errors do not name the config key: find it by its value
-        wrong = error.args[0] if isinstance(error, KeyError) else 0
-        keys = [name for name, value in given.items() if value == wrong and not isinstance(value, bool)]
-        why = f"{' or '.join(keys)} cannot be {wrong!r}" if keys else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{what} cannot be created: {why}.") from error
+        bad_value = error.args[0] if isinstance(error, KeyError) else 0
+        keys = [name for name, value in settings.items() if value == bad_value and not isinstance(value, bool)]
+        reason = f"{' or '.join(keys)} cannot be {bad_value!r}" if keys else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{description} cannot be created: {reason}.") from error
     except Exception as error:
-        raise ValueError(f"{what} cannot be created: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{description} cannot be created: {type(error).__name__}: {error}") from error
 
 
 def _check_config_keys(model_type: str, config: dict[str, Any]) -> None:
@@ -456,11 +464,11 @@ def _check_config_keys(model_type: str, config: dict[str, Any]) -> None:
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1)
-        meant = f"did you mean {near[0]!r}?" if near else "transformers.CONFIG_MAPPING lists all model types."
-        raise ValueError(f"model.type {model_type!r} is not a model type of transformers; {meant}")
-    known = CONFIG_MAPPING[model_type]
-    names = {*known().to_dict(), *getattr(known, "attribute_map", {})}
+        similar = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1)
+        hint = f"did you mean {similar[0]!r}?" if similar else "transformers.CONFIG_MAPPING lists all model types."
+        raise ValueError(f"model.type {model_type!r} is not a model type of transformers; {hint}")
+    config_class = CONFIG_MAPPING[model_type]
+    names = {*config_class().to_dict(), *getattr(config_class, "attribute_map", {})}
     if unknown := sorted(set(config) - names):
         raise ValueError(f"model.config has {unknown[0]!r}, which is not a key of the configuration of {model_type}.")
 
@@ -468,8 +476,8 @@ def _check_config_keys(model_type: str, config: dict[str, Any]) -> None:
 def _check_positions(model: Any, seq: int) -> None:
     """Raise ValueError if rows are longer than the model's table of positions; rotary embeddings have no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    tables = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
-    names = [name.rpartition(".")[2] for name in (*tables, *dict(model.named_buffers()))]
+    embedding_names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
+    names = [name.rpartition(".")[2] for name in (*embedding_names, *dict(model.named_buffers()))]
     if limit is not None and seq > limit and any("position" in name or name == "wpe" for name in names):
         raise ValueError(
             f"data.seq must be at most {limit}, the number of positions of the model, got {seq}. Use shorter rows, or "
@@ -484,10 +492,10 @@ def _has_dropout(model: Any) -> bool:
 
 def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW:
     """Create AdamW over the parameters of a module or a Pipeline; 1-D parameters have no weight decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -503,9 +511,9 @@ def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> f
         return (step + 1) / (settings.warmup + 1)
     if settings.decay == "constant":
         return 1.0
-    done = min(1.0, (step - settings.warmup) / max(1, steps - 1 - settings.warmup))
-    left = 1 - done if settings.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return settings.final_share + (1 - settings.final_share) * left
+    progress = min(1.0, (step - settings.warmup) / max(1, steps - 1 - settings.warmup))
+    decayed_share = 1 - progress if settings.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return settings.final_share + (1 - settings.final_share) * decayed_share
 
 
 def memory_peak(device: torch.device) -> int:
@@ -517,7 +525,7 @@ def memory_peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
 
 
-def _tokenizer(name: str) -> Any:
+def _load_tokenizer(name: str) -> Any:
     if name == "bytes":
         return Bytes()
     from transformers import AutoTokenizer
@@ -547,7 +555,7 @@ def check_sizes(settings: TrainSettings, ranks: int) -> None:
     """
     check_folder(settings)
     config = make_config(settings)
-    with _errors_as_value_errors("the model", settings.model.config):
+    with _raise_as_value_error("the model", settings.model.config):
         model = make_on_meta(config)
     shape = count_model(model)
     settings.parallel_config(ranks).check(shape, seq=settings.data.seq, global_batch=settings.global_batch)

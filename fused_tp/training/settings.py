@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fused_tp.planning.config import ParallelConfig, read_mapping
 from fused_tp.planning.hardware import find_machine
 
-Whole = Annotated[int, Field(ge=0, strict=True)]  # strict: rejects `true`, which would otherwise become 1
-Count = Annotated[int, Field(ge=1, strict=True)]
-Finite = Field(allow_inf_nan=False)
-Beta = Annotated[float, Field(ge=0, lt=1)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]  # strict: rejects `true`, which would otherwise become 1
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+FINITE = Field(allow_inf_nan=False)
+BetaFloat = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _SettingsPart(BaseModel):
@@ -37,7 +37,7 @@ class ModelSettings(_SettingsPart):
     config: dict[str, Any] = {}  # overrides of the model's configuration
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> ModelSettings:
+    def _check_model_source(self) -> ModelSettings:
         if (self.pretrained is None) == (self.type is None):
             raise ValueError("model must have either 'pretrained' or 'type'")
         return self
@@ -50,19 +50,19 @@ class DataSettings(_SettingsPart):
     seq: Annotated[int, Field(ge=2)] = 512  # at least 2: a token and the target after it
     tokenizer: str = "bytes"  # "bytes", or the folder or name of a transformers tokenizer
     evaluation: Path | None = None  # None: the last `evaluation_rows` of `path`
-    evaluation_rows: Whole = 0
+    evaluation_rows: NonNegativeInt = 0
 
 
 class OptimizerSettings(_SettingsPart):
     """AdamW (arXiv:1711.05101), no weight decay of 1-D parameters; linear warmup over `warmup` steps, then decay."""
 
-    learning_rate: Annotated[float, Field(gt=0), Finite] = 3e-4
-    warmup: Whole = 0
+    learning_rate: Annotated[float, Field(gt=0), FINITE] = 3e-4
+    warmup: NonNegativeInt = 0
     decay: Literal["constant", "linear", "cosine"] = "cosine"
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.1  # fraction of the learning rate at the last step
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0), Finite] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0), Finite] = 0.1
+    betas: tuple[BetaFloat, BetaFloat] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0), FINITE] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0), FINITE] = 0.1
     clip: Annotated[float, Field(gt=0)] = 1.0  # maximum norm of all gradients
 
 
@@ -70,24 +70,26 @@ class CheckpointSettings(_SettingsPart):
     """Checkpoints, saved in the background; a run resumes from the newest, with any parallel sizes."""
 
     folder: Path
-    every: Count = 100
-    keep: Count = 3
+    every: PositiveInt = 100
+    keep: PositiveInt = 3
 
 
 class SampleSettings(_SettingsPart):
     """Text that the model generates after `prompt`, with every evaluation and at the end."""
 
     prompt: Annotated[str, Field(min_length=1)] = "The "
-    tokens: Count = 100
+    tokens: PositiveInt = 100
     temperature: Annotated[float, Field(ge=0)] = 0.7  # 0: greedy
 
 
 class ProfileSettings(_SettingsPart):
-    """Steps that every rank records for `fused-tp report`: `steps` of them from number `first`, counted from where the
-    run starts or resumes."""
+    """Steps that every rank records for `fused-tp report`: `steps` steps, the first of which is number `first`.
 
-    first: Count = 3  # steps 1 and 2 are slower: they allocate memory, connect ranks and select kernels
-    steps: Count = 3
+    Steps are counted from the start of the run, or from where it resumes.
+    """
+
+    first: PositiveInt = 3  # steps 1 and 2 are slower: they allocate memory, connect ranks and select kernels
+    steps: PositiveInt = 3
 
     @property
     def last(self) -> int:
@@ -116,32 +118,34 @@ class TrainSettings(_SettingsPart):
     model: ModelSettings
     data: DataSettings = DataSettings()
     parallel: dict[str, Any] = {}
-    steps: Count
-    global_batch: Count
+    steps: PositiveInt
+    global_batch: PositiveInt
     optimizer: OptimizerSettings = OptimizerSettings()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     checkpoints: CheckpointSettings | None = None
-    evaluate_every: Count | None = None
+    evaluate_every: PositiveInt | None = None
     sample: SampleSettings | None = None
-    log_every: Count = 1
+    log_every: PositiveInt = 1
     machine: str | None = None
-    seed: Annotated[Whole, Field(lt=2**63)] = 0  # epochs are added to the seed, and the sum must be below 2**64
+    seed: Annotated[NonNegativeInt, Field(lt=2**63)] = (
+        0  # epochs are added to the seed, and the sum must be below 2**64
+    )
     profile: ProfileSettings | None = None
     export: Path | None = None
     out: Path = Path("out/train")
     tensorboard: bool = False
 
     @model_validator(mode="after")
-    def _profiled_steps_exist(self) -> TrainSettings:
+    def _check_profiled_steps(self) -> TrainSettings:
         if self.profile is not None and self.profile.last > self.steps:
             raise ValueError(
-                f"profile records steps {self.profile.first} to {self.profile.last}, and the run ends with step "
-                f"{self.steps}; take fewer of them, or a smaller profile.first"
+                f"profile records steps {self.profile.first} to {self.profile.last}, but the run ends with step "
+                f"{self.steps}; reduce profile.steps or profile.first"
             )
         return self
 
     @model_validator(mode="after")
-    def _something_is_evaluated(self) -> TrainSettings:
+    def _check_evaluation(self) -> TrainSettings:
         if self.evaluate_every and not (self.data.evaluation or self.data.evaluation_rows or self.sample):
             raise ValueError(
                 f"evaluate_every={self.evaluate_every} needs data.evaluation, data.evaluation_rows or sample; set one "
@@ -151,7 +155,7 @@ class TrainSettings(_SettingsPart):
 
     @field_validator("machine")
     @classmethod
-    def _is_a_machine(cls, name: str | None) -> str | None:
+    def _check_machine(cls, name: str | None) -> str | None:
         if name is not None:
             find_machine(name)
         return name
@@ -163,7 +167,7 @@ class TrainSettings(_SettingsPart):
         Raises:
             ValueError: a key is unknown or a value is invalid; the message names it.
         """
-        return cls.of(changed(read_mapping(Path(path)), changes))
+        return cls.of(apply_changes(read_mapping(Path(path)), changes))
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> TrainSettings:
@@ -174,50 +178,50 @@ class TrainSettings(_SettingsPart):
             raise ValueError("; ".join(_error_text(one).rstrip(".") for one in error.errors()) + ".") from None
 
     def least_ranks(self) -> int:
-        """Return the least number of ranks: the product of the sizes in `parallel`."""
-        return _parallel(self.parallel).world_size
+        """Return the minimum number of ranks: the product of the sizes in `parallel`."""
+        return _make_parallel_config(self.parallel).world_size
 
     def parallel_config(self, ranks: int) -> ParallelConfig:
         """Create the `ParallelConfig` for `ranks` ranks.
 
         Raises:
-            ValueError: `parallel` does not fit that number of ranks.
+            ValueError: `parallel` does not support that number of ranks.
         """
         given = dict(self.parallel)
-        return _parallel({"world_size": ranks} | given)
+        return _make_parallel_config({"world_size": ranks} | given)
 
 
-def _parallel(given: dict[str, Any]) -> ParallelConfig:
+def _make_parallel_config(given: dict[str, Any]) -> ParallelConfig:
     try:
         return ParallelConfig.from_dict(given)
     except TypeError as error:
         raise ValueError(f"parallel: {error}") from error
 
 
-def changed(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of `given` with changes such as "optimizer.learning_rate=1e-4" applied.
+def apply_changes(settings: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of `settings` with changes such as "optimizer.learning_rate=1e-4" applied.
 
     Raises:
         ValueError: a change is malformed.
     """
     import yaml
 
-    given = copy.deepcopy(given)
+    settings = copy.deepcopy(settings)
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:
             raise ValueError(f"{change!r} has no '='; write KEY=VALUE, such as optimizer.learning_rate=1e-4.")
-        *parents, leaf = name.split(".")
-        part = given
+        *parents, key = name.split(".")
+        section = settings
         for parent in parents:
-            part = part.setdefault(parent, {})
-            if not isinstance(part, dict):
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
                 raise ValueError(f"{change!r}: {parent!r} is not a mapping.")
         try:
-            part[leaf] = yaml.safe_load(value)
+            section[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ValueError(f"The value of {change!r} is not valid YAML: {error}.") from None
-    return given
+    return settings
 
 
 def _error_text(error: Any) -> str:

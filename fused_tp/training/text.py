@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-IGNORED = -100  # label of tokens that are not targets, transformers' convention
+IGNORED_LABEL = -100  # label of tokens that are not targets, transformers' convention
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
 
 
@@ -78,17 +78,17 @@ class PackedText(Dataset[dict[str, Tensor]]):
         return len(self.tokens) // self.seq
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        first = index * self.seq
-        places = np.arange(first, first + self.seq)
+        row_start = index * self.seq
+        token_indices = np.arange(row_start, row_start + self.seq)
         # Positions restart at the row, to stay below `seq`. Tokens before the row are not attended to, and rotary
         # embeddings depend only on differences of positions.
-        begins = self.starts[np.searchsorted(self.starts, places, side="right") - 1]
-        tokens = torch.from_numpy(np.array(self.tokens[first : first + self.seq], dtype=np.int64))
-        labels = torch.where(torch.from_numpy(begins == places), IGNORED, tokens)
-        labels[0] = IGNORED  # rows may be concatenated, and the previous row must not predict this token
+        document_starts = self.starts[np.searchsorted(self.starts, token_indices, side="right") - 1]
+        tokens = torch.from_numpy(np.array(self.tokens[row_start : row_start + self.seq], dtype=np.int64))
+        labels = torch.where(torch.from_numpy(document_starts == token_indices), IGNORED_LABEL, tokens)
+        labels[0] = IGNORED_LABEL  # rows may be concatenated, and the previous row must not predict this token
         return {
             "input_ids": tokens,
-            "position_ids": torch.from_numpy(places - np.maximum(begins, first)),
+            "position_ids": torch.from_numpy(token_indices - np.maximum(document_starts, row_start)),
             "labels": labels,
         }
 
@@ -110,7 +110,7 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
     if path is not None and path.suffix == ".npy":
         return PackedText(_mapped_tokens(path), np.zeros(1, np.int64), seq)
     parts, lengths = [], []
-    for document in _reference() if path is None else _documents(path):
+    for document in _language_reference() if path is None else _read_documents(path):
         ids = tokenizer.encode(document) if isinstance(document, str) else document
         if len(ids):
             parts.append(np.asarray(ids, np.int32))
@@ -121,7 +121,7 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
     return PackedText(np.concatenate(parts), starts, seq)
 
 
-def _reference() -> Iterable[str]:
+def _language_reference() -> Iterable[str]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -166,14 +166,14 @@ def _are_tokens(row: Any) -> bool:
     return isinstance(row, list) and all(isinstance(token, int) and 0 <= token < 2**31 for token in row)
 
 
-def _text_of(line: bytes) -> str:
+def _parse_text(line: bytes) -> str:
     text = json.loads(line)["text"]
     if not isinstance(text, str):
-        raise TypeError(f"is a {type(text).__name__}, no string")
+        raise TypeError(f"is a {type(text).__name__}, not a string")
     return text
 
 
-def _documents(path: Path) -> Iterator[str | list[int]]:
+def _read_documents(path: Path) -> Iterator[str | list[int]]:
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         yield from _saved_rows(path)
         return
@@ -184,7 +184,7 @@ def _documents(path: Path) -> Iterator[str | list[int]]:
                 for number, line in enumerate(lines, 1):
                     try:
                         if line.strip():
-                            yield _text_of(line)
+                            yield _parse_text(line)
                     except (ValueError, KeyError, TypeError) as error:
                         needed = 'it must be a JSON object in UTF-8 whose "text" is a string'
                         raise ValueError(f"Line {number} of {file} is {reprlib.repr(line)}; {needed}.") from error

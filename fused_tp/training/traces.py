@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 from fused_tp.ops.op import all_ops
 from fused_tp.training.intervals import Intervals
 
-OUTSIDE = "outside of modules"
+OUTSIDE_MODULES = "outside of modules"
 _GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 # Names of kernels that only communicate: of NCCL, RCCL, torch and fused_tp, and copies between GPUs.
-_COMMUNICATES = re.compile(
+_COMMUNICATION_NAME = re.compile(
     r"nccl|rccl|nvshmem|Memcpy PtoP|multimem|(one|two)_shot|"
     r"\b(all_gather|reduce_scatter|all_to_all|barrier|sum_terms|stage|relay|begin)_kernel"
 )
 # Names of ops of torch and other libraries, without ranges that contain ops (autograd nodes, torch.distributed calls).
-_COMPUTES = re.compile(r"(?!autograd::|torch::|fused_tp::|FSDP::|_?c10d)\w+::|## Call CompiledFxGraph")
-_STEP = re.compile(r"step \d+|ProfilerStep#\d+")
+_COMPUTE_NAME = re.compile(r"(?!autograd::|torch::|fused_tp::|FSDP::|_?c10d)\w+::|## Call CompiledFxGraph")
+_STEP_NAME = re.compile(r"step \d+|ProfilerStep#\d+")
 # Names of the ranges that fused_tp.core.tracing records.
-_WAIT = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchange of .*, group (.*)|.*)")
+_WAIT_NAME = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchange of .*, group (.*)|.*)")
 _AUTOGRAD_PREFIX = "autograd::engine::evaluate_function: "
 
 
@@ -61,7 +61,7 @@ class RankTrace:
         groups: groups of the rank, by torch's group names.
         steps: number of steps that the trace covers; 1 if it has no step ranges.
         exposed: communication that is not overlapped by compute.
-        spent: time that is not exposed communication, by module, or by op outside of modules.
+        seconds_by_module: time that is not exposed communication, by module, or by op outside of modules.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class RankTrace:
     compute: Intervals
     communication: list[Communication]
     exposed: Intervals
-    spent: Mapping[str, float]
+    seconds_by_module: Mapping[str, float]
 
 
 class _Event(NamedTuple):
@@ -84,13 +84,13 @@ class _Event(NamedTuple):
     args: Mapping[str, Any]
 
 
-class _Work(NamedTuple):
-    """Time range of the module or op `label`, which is subtracted from the enclosing one, `around`."""
+class _WorkRange(NamedTuple):
+    """Time range of the module or op `label`; its time is subtracted from that of `enclosing_label`."""
 
     start: float
     stop: float
     label: str
-    around: str = ""
+    enclosing_label: str = ""
 
 
 def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
@@ -112,160 +112,173 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
         if not files:
             raise ValueError(f"{folder} has no trace; pass a folder with *.json or *.json.gz files of torch.profiler.")
         for file in files:
-            trace = _read(file)
+            trace = _read_trace(file)
             if trace.rank in traces:
                 raise ValueError(f"{file} is a second trace of rank {trace.rank}; pass one trace per rank, of one run.")
             traces[trace.rank] = trace
     return [traces[rank] for rank in sorted(traces)]
 
 
-def _read(file: Path) -> RankTrace:
+def _read_trace(file: Path) -> RankTrace:
     try:
-        found = json.loads(gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes())
-        events = [_event(event) for event in found["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+        content = json.loads(gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes())
+        events = [_parse_event(event) for event in content["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} cannot be read as a trace of torch.profiler ({type(error).__name__}: {error}); record it again, "
             "and wait until the program has exited."
         ) from error
     events.sort(key=lambda event: (event.start, -event.stop))
-    info = found.get("distributedInfo") or {}
+    info = content.get("distributedInfo") or {}
     rank = info.get("rank", next(iter(re.findall(r"rank\D?(\d+)", file.name)), None))
     if rank is None:
         raise ValueError(f"The rank of {file} is unknown; rename the file to, for example, rank0.json.")
-    groups = _groups(info, (found.get("mesh") or {}).get("groups") or {})
-    steps = [event for event in events if event.category == "user_annotation" and _STEP.fullmatch(event.name)]
-    on_device = [event for event in events if event.category in _GPU_CATEGORIES]
-    window = on_device or steps or events
-    if not window:
+    groups = _parse_groups(info, (content.get("mesh") or {}).get("groups") or {})
+    steps = [event for event in events if event.category == "user_annotation" and _STEP_NAME.fullmatch(event.name)]
+    device_events = [event for event in events if event.category in _GPU_CATEGORIES]
+    covered_events = device_events or steps or events
+    if not covered_events:
         raise ValueError(f"{file} has no events; record at least one step, on a CPU or a GPU.")
-    start, stop = window[0].start, max(event.stop for event in window)
-    if on_device:
+    start, stop = covered_events[0].start, max(event.stop for event in covered_events)
+    if device_events:
         compute, communication, work = _split_gpu_events(events, groups)
     else:
         compute, communication, work = _split_cpu_events(
             [e for e in events if start <= e.start and e.stop <= stop], groups
         )
-        work.append(_Work(start, stop, OUTSIDE))
-    exposed = Intervals(one[:2] for one in communication).without(compute)
-    spent: dict[str, float] = defaultdict(float)
-    for one in work:
-        busy = one.stop - one.start - exposed.covered(one.start, one.stop)
-        spent[one.label] += busy
-        spent[one.around] -= busy
-    count, world_size = len({step.name for step in steps}) or 1, int(info.get("world_size", 1))
-    return RankTrace(int(rank), world_size, groups, count, stop - start, compute, communication, exposed, spent)
+        work.append(_WorkRange(start, stop, OUTSIDE_MODULES))
+    exposed = Intervals(span[:2] for span in communication).without(compute)
+    seconds_by_module: dict[str, float] = defaultdict(float)
+    for span in work:
+        busy_seconds = span.stop - span.start - exposed.covered_length(span.start, span.stop)
+        seconds_by_module[span.label] += busy_seconds
+        seconds_by_module[span.enclosing_label] -= busy_seconds
+    step_count, world_size = len({step.name for step in steps}) or 1, int(info.get("world_size", 1))
+    return RankTrace(
+        int(rank), world_size, groups, step_count, stop - start, compute, communication, exposed, seconds_by_module
+    )
 
 
-def _event(event: Mapping[str, Any]) -> _Event:
+def _parse_event(event: Mapping[str, Any]) -> _Event:
     start, thread = event["ts"] * 1e-6, (event.get("pid"), event.get("tid"))
     stop = start + event["dur"] * 1e-6
     return _Event(start, stop, event["name"], event.get("cat", ""), thread, event.get("args") or {})
 
 
-def _groups(info: Mapping[str, Any], dims: Mapping[str, str]) -> dict[str, TraceGroup]:
+def _parse_groups(info: Mapping[str, Any], dims: Mapping[str, str]) -> dict[str, TraceGroup]:
     """Map torch's group names to groups, named after their mesh dim, or else by torch's description."""
-    found = {}
+    groups = {}
     for group in info.get("pg_config") or ():
         name, ranks = str(group["pg_name"]), tuple(group.get("ranks") or ())
-        described = str(group.get("pg_desc") or "undefined").removeprefix("mesh_")
-        described = {"default_pg": "world", "undefined": f"ranks {ranks}"}.get(described, described)
-        found[name] = TraceGroup(dims.get(name, described), ranks)
-    return found
+        description = str(group.get("pg_desc") or "undefined").removeprefix("mesh_")
+        description = {"default_pg": "world", "undefined": f"ranks {ranks}"}.get(description, description)
+        groups[name] = TraceGroup(dims.get(name, description), ranks)
+    return groups
 
 
-_Split = tuple[Intervals, list[Communication], list[_Work]]
+_SplitEvents = tuple[Intervals, list[Communication], list[_WorkRange]]
 
 
-def _split_gpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Split:
+def _split_gpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _SplitEvents:
     """Split kernels and copies into compute and communication, attributed to the op and module that launched them."""
-    computing, communication, work = list[tuple[float, float]](), list[Communication](), list[_Work]()
-    on_cpu = (event for event in events if event.category not in _GPU_CATEGORIES)
-    launches = {event.args.get("correlation"): (op, module.label) for event, op, module in _with_op_and_module(on_cpu)}
+    computing, communication, work = list[tuple[float, float]](), list[Communication](), list[_WorkRange]()
+    cpu_events = (event for event in events if event.category not in _GPU_CATEGORIES)
+    launches = {
+        event.args.get("correlation"): (op, module.label) for event, op, module in _attribute_events(cpu_events)
+    }
     for event in events:
         if event.category not in _GPU_CATEGORIES:
             continue
         op, module = launches.get(event.args.get("correlation", -1), (None, event.name))
-        if "Collective name" not in event.args and not _COMMUNICATES.search(event.name):
+        if "Collective name" not in event.args and not _COMMUNICATION_NAME.search(event.name):
             computing.append((event.start, event.stop))
-            begun = work[-1].stop if work else event.start
-            work.append(_Work(min(begun, event.stop), max(begun, event.stop), module))
+            start = work[-1].stop if work else event.start
+            work.append(_WorkRange(min(start, event.stop), max(start, event.stop), module))
             continue
         name = str(event.args.get("Collective name") or event.name.removeprefix("void ").split("(")[0])
-        unknown = TraceGroup(str(event.args.get("Process Group Description") or ""))
-        group = groups.get(str(event.args.get("Process Group Name")), unknown)
+        default_group = TraceGroup(str(event.args.get("Process Group Description") or ""))
+        group = groups.get(str(event.args.get("Process Group Name")), default_group)
         is_message = op is None and "SendRecv" in event.name and "all_to_all" not in name
         communication.append(Communication(event.start, event.stop, _op_name(op) if op else name, group, is_message))
     return Intervals(computing), communication, work
 
 
-def _split_cpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Split:
+def _split_cpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _SplitEvents:
     """Split events of the computing thread and of gloo's threads into compute and communication, including waits."""
     busiest = Counter(event.thread for event in events if not event.name.startswith("gloo:")).most_common(1)
-    main = busiest[0][0] if busiest else None
-    several = {group.ranks: group for group in groups.values() if len(group.ranks) > 1}
-    only = several.popitem()[1] if len(several) == 1 else TraceGroup()  # gloo's ranges do not name their group
-    seen = (event._replace(thread=main) if event.name.startswith("gloo:") else event for event in events)
+    main_thread = busiest[0][0] if busiest else None
+    groups_by_ranks = {group.ranks: group for group in groups.values() if len(group.ranks) > 1}
+    # Gloo's ranges do not name their group.
+    only_group = groups_by_ranks.popitem()[1] if len(groups_by_ranks) == 1 else TraceGroup()
+    thread_events = (
+        event._replace(thread=main_thread) if event.name.startswith("gloo:") else event for event in events
+    )
     computing, waits = list[tuple[float, float]](), list[tuple[float, float]]()
-    communication, work = list[Communication](), list[_Work]()
+    communication, work = list[Communication](), list[_WorkRange]()
     # By start of an op; the last "waited" range inside an op has its total.
-    waited: dict[float, tuple[_Event, float, TraceGroup]] = {}
-    over_gloo: set[float] = set()  # starts of ops whose communication appears in gloo's ranges
-    for event, op, module in _with_op_and_module(event for event in seen if event.thread == main):
+    waited_ops: dict[float, tuple[_Event, float, TraceGroup]] = {}
+    gloo_op_starts: set[float] = set()  # starts of ops whose communication appears in gloo's ranges
+    for event, op, module in _attribute_events(event for event in thread_events if event.thread == main_thread):
         span = event.start, event.stop
         if event.name.startswith("gloo:"):
             name = event.name.removeprefix("gloo:")
             is_message = op is None and name in ("send", "recv", "recvAnySource")
-            communication.append(Communication(*span, _op_name(op) if op else name, only, is_message))
-            over_gloo |= {op.start} if op else set()
+            communication.append(Communication(*span, _op_name(op) if op else name, only_group, is_message))
+            gloo_op_starts |= {op.start} if op else set()
             continue
         work.append(module)
-        mark = _WAIT.fullmatch(event.name)
-        if mark and mark["seconds"]:
+        wait_match = _WAIT_NAME.fullmatch(event.name)
+        if wait_match and wait_match["seconds"]:
             if op is not None:
-                waited[op.start] = op, float(mark["seconds"]), groups.get(mark[2], TraceGroup())
-        elif mark:
+                waited_ops[op.start] = op, float(wait_match["seconds"]), groups.get(wait_match[2], TraceGroup())
+        elif wait_match:
             waits.append(span)
-            if mark[3]:
-                communication.append(Communication(*span, "exchange", groups.get(mark[3], TraceGroup())))
-        elif op is event or (event.category != "user_annotation" and _COMPUTES.match(event.name)):
+            if wait_match[3]:
+                communication.append(Communication(*span, "exchange", groups.get(wait_match[3], TraceGroup())))
+        elif op is event or (event.category != "user_annotation" and _COMPUTE_NAME.match(event.name)):
             computing.append(span)
     # The trace has only the length of a wait in native code, not its start: assume that it ends with the op.
-    for op, seconds, group in (waited[start] for start in waited.keys() - over_gloo):
-        begun = max(op.start, op.stop - seconds)
-        waits.append((begun, op.stop))
-        communication.append(Communication(begun, op.stop, _op_name(op), group))
+    for op, seconds, group in (waited_ops[start] for start in waited_ops.keys() - gloo_op_starts):
+        wait_start = max(op.start, op.stop - seconds)
+        waits.append((wait_start, op.stop))
+        communication.append(Communication(wait_start, op.stop, _op_name(op), group))
     return Intervals(computing).without(Intervals(waits)), communication, work
 
 
-def _with_op_and_module(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | None, _Work]]:
+def _attribute_events(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | None, _WorkRange]]:
     """Yield (event, op, work): `op` is the outermost op of fused_tp around it, `work.label` its module.
 
     The module is the innermost range named by the program, FSDP or `with_stack`. In backward it is the module whose
     forward created the autograd node; outside modules, the op itself. Ranges of a thread are nested, except gloo's.
     """
     stacks: dict[Any, list[tuple[_Event, _Event | None, str]]] = defaultdict(list)
-    forward: dict[int, str] = {}  # module by sequence number of an op; the op's autograd node has the same number
+    forward_modules: dict[
+        int, str
+    ] = {}  # module by sequence number of an op; the op's autograd node has the same number
     for event in events:
         stack = stacks[event.thread]
         while stack and stack[-1][0].stop <= event.start:
             stack.pop()
-        op, around = stack[-1][1:] if stack else (None, OUTSIDE)
-        label, number = around, event.args.get("Sequence number", -1)
+        op, enclosing_label = stack[-1][1:] if stack else (None, OUTSIDE_MODULES)
+        label, number = enclosing_label, event.args.get("Sequence number", -1)
         is_range = event.category == "user_annotation" and not event.name.startswith(("gloo:", "fused_tp::"))
-        if op is not None or _STEP.fullmatch(event.name) or _WAIT.fullmatch(event.name):
+        if op is not None or _STEP_NAME.fullmatch(event.name) or _WAIT_NAME.fullmatch(event.name):
             pass
         elif is_range and event.name.split(" ")[0] in all_ops():
-            op, label = event, _op_name(event) if around == OUTSIDE else around
+            op, label = event, _op_name(event) if enclosing_label == OUTSIDE_MODULES else enclosing_label
         elif event.name.startswith(_AUTOGRAD_PREFIX):
-            label = f"backward of {forward[number]}" if number in forward else event.name.removeprefix(_AUTOGRAD_PREFIX)
+            label = (
+                f"backward of {forward_modules[number]}"
+                if number in forward_modules
+                else event.name.removeprefix(_AUTOGRAD_PREFIX)
+            )
         elif is_range or event.name.startswith("nn.Module: "):
             label = event.name.removeprefix("nn.Module: ")
-        elif around == OUTSIDE and _COMPUTES.match(event.name):
+        elif enclosing_label == OUTSIDE_MODULES and _COMPUTE_NAME.match(event.name):
             label = event.name
         elif event.category == "cpu_op" and number >= 0:
-            forward.setdefault(number, around)
-        yield event, op, _Work(event.start, event.stop, label, around)
+            forward_modules.setdefault(number, enclosing_label)
+        yield event, op, _WorkRange(event.start, event.stop, label, enclosing_label)
         if event.category in ("user_annotation", "cpu_op", "python_function") and not event.name.startswith("gloo:"):
             stack.append((event, op, label))
 

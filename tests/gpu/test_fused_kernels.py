@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.gpu_ranks import normal, set_flags
+from benchmarks.gpu_ranks import random_normal, set_all_flags
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.selftest.kernel_calls import DIRECT, RINGS, SUMS, RankCall, error_of, make_call, matmul64, prepared
 from fused_tp.selftest.kernels import CASES, GROUPS
@@ -134,10 +134,10 @@ def test_every_config_and_layout(kind: str) -> None:
         launch = Launch(config.pointers.programs_per_sm * rank.sms, config.pointers, precision, tma_config=config.tma)
         for m, n, k in ((520, 776, 1040), (520, 776, 1037), (1, 8, 8), (129, 257, 131)):  # TMA and pointer loads
             for x_swapped, w_swapped in itertools.product((False, True), repeat=2):
-                x = normal(*((k, m) if x_swapped else (m, k)), dtype=dtype, device=rank.device, seed=1)
-                w = normal(*((k, n) if w_swapped else (n, k)), dtype=dtype, device=rank.device, seed=2)
+                x = random_normal(*((k, m) if x_swapped else (m, k)), dtype=dtype, device=rank.device, seed=1)
+                w = random_normal(*((k, n) if w_swapped else (n, k)), dtype=dtype, device=rank.device, seed=2)
                 x, w = x.t() if x_swapped else x, w.t() if w_swapped else w
-                bias = normal(n, dtype=dtype, device=rank.device, seed=4)
+                bias = random_normal(n, dtype=dtype, device=rank.device, seed=4)
                 (y,), _ = gathers.all_gather_gemm(x, [w], workspace=shards, launch=launch, rows=m, biases=[bias])
                 z = gemm_sum.gemm_reduce_scatter([(x, w)], workspace=sums, launch=launch, bias=bias)
                 wanted = matmul64(x, w, bias)
@@ -153,8 +153,8 @@ def test_more_than_2_to_the_31_elements() -> None:
     m, n, k = 70_000, 64, 32_768
     if torch.cuda.mem_get_info(rank.device)[0] < 12 * m * k:  # x twice in fp32, once in bf16, and some room
         pytest.skip("needs 28 GB of free GPU memory")
-    x = normal(m, k, dtype=torch.bfloat16, device=rank.device, seed=1)
-    w = normal(n, k, dtype=torch.bfloat16, device=rank.device, seed=2)
+    x = random_normal(m, k, dtype=torch.bfloat16, device=rank.device, seed=1)
+    w = random_normal(n, k, dtype=torch.bfloat16, device=rank.device, seed=2)
     workspace = GatherWorkspace(*rank.allocate(gathers.workspace_bytes(m, k, torch.bfloat16, 1)), timeout_seconds=20)
     launch = launch_for(torch.bfloat16, m, n, 1, arch=arch_of(rank.device), sms=rank.sms)
     (y,), _ = gathers.all_gather_gemm(x, [w], workspace=workspace, launch=launch, rows=m)
@@ -166,7 +166,7 @@ def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> Non
     call = make_call(rank, op, shape, torch.bfloat16, 1)
     workspace = prepared(rank, op, [call])
     if rank.rank == 0:
-        set_flags(workspace)
+        set_all_flags(workspace)
         for _ in range(5):
             results = call.launch(workspace)
             assert not any(bool(result.isnan().any()) for result in results), "something did not arrive"

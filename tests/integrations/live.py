@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_tp.planning.small_config import VOCABULARY, small_config
+from fused_tp.planning.small_config import VOCAB_SIZE, small_config
 from tests.integrations.sweep import TOKENS, all_kinds, make_model
 
 CHANGE = 1e-3  # of the largest logit; an error below that could pass as rounding
@@ -283,7 +283,7 @@ def inert(kind: str, names: list[str] | None = None, **changes: Any) -> dict[str
     """Fields (all, or those in `names`) and parameters that do nothing in the small model of that type, with `changes`
     applied to its config."""
     torch.manual_seed(2)
-    tokens = torch.randint(3, VOCABULARY, TOKENS)
+    tokens = torch.randint(3, VOCAB_SIZE, TOKENS)
     try:
         whole = make_model(kind, **changes)
         whole(input_ids=tokens, labels=tokens)

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
 from fused_tp.parallelizing.parallelize import parallelize
-from fused_tp.planning.small_config import VOCABULARY, draw_values, small_config
+from fused_tp.planning.small_config import VOCAB_SIZE, draw_values, small_config
 from tests.integrations.models import full
 from tests.workers import RanksFailed, run_ranks
 
@@ -209,7 +209,7 @@ def sweep_rank(
             found |= sweep_rank(group, kind, [mode], changed)
         return found
     torch.manual_seed(2)
-    tokens = torch.randint(3, VOCABULARY, TOKENS)
+    tokens = torch.randint(3, VOCAB_SIZE, TOKENS)
     try:
         whole = make_model(kind, **changes)
         model = copy.deepcopy(whole)

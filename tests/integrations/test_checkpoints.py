@@ -28,7 +28,7 @@ import fused_tp
 from fused_tp import CheckpointManager, DistributedBatches
 from fused_tp.nn.sharding import as_dtensors, packed_dims
 from fused_tp.pipelining import Pipeline
-from fused_tp.training.checkpoints import _checksum, _reason
+from fused_tp.training.checkpoints import _checksum, _describe_error
 from tests.integrations.models import make, make_tokens, mesh_of
 from tests.workers import REPOSITORY, error_of, run_fresh, run_ranks
 
@@ -318,7 +318,7 @@ def test_errors_of_saves_are_raised_by_the_next_call(tmp_path: Path) -> None:
     (tmp_path / "step-00000005").unlink()
     waits.checkpoints.save(5)
     assert "another run uses" in str(error_of(waits.checkpoints.save, 5))
-    assert _reason(RuntimeError("Connection closed. \nframe #0: of C++")) == "RuntimeError: Connection closed."
+    assert _describe_error(RuntimeError("Connection closed. \nframe #0: of C++")) == "RuntimeError: Connection closed."
 
 
 def test_state_of_other_dtypes_and_values(tmp_path: Path) -> None:

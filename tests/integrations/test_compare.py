@@ -23,7 +23,7 @@ def test_ways_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     own = ["--set", "sample.tokens=20", "--set", "profile={first: 1, steps: 9}"]  # compared runs are not profiled
     assert main(["compare", *TINY, *own, "--steps", "4", "--tp", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "All train alike" in printed and "What the last of them writes: " in printed and "The " in printed
+    assert "All train alike" in printed and "Sample of the last configuration: " in printed and "The " in printed
     written = json.loads((tmp_path / "compare.json").read_text())
     by_name = {one["name"]: one for one in written["results"]}
     assert {"one process", "tp2", "tp2, plain collectives"} <= set(by_name)

@@ -186,12 +186,12 @@ def test_chunks_are_told_from_windows_and_refused() -> None:
         sliding_window_causal_mask_function,
     )
 
-    from fused_tp.parallelizing.hf.hf_attention import Window, _as_window
+    from fused_tp.parallelizing.hf.hf_attention import MaskWindow, _convert_window
 
     with pytest.raises(ValueError, match="chunks of 4 tokens"):
-        _as_window(chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int)), 4)
-    assert _as_window(sliding_window_causal_mask_function(4), 4) == Window((3, 0))
-    assert _as_window(sliding_window_bidirectional_mask_function(4), 4) == Window((4, 4))
+        _convert_window(chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int)), 4)
+    assert _convert_window(sliding_window_causal_mask_function(4), 4) == MaskWindow((3, 0))
+    assert _convert_window(sliding_window_bidirectional_mask_function(4), 4) == MaskWindow((4, 4))
 
 
 def _alone(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> tuple[Tensor, None]:

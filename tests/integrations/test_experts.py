@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_tp.nn import gather_state_dict, original_shapes
 from fused_tp.parallelizing.parallelize import parallelize
-from fused_tp.parallelizing.shard_plan import _own_plan, resolve_plan
+from fused_tp.parallelizing.shard_plan import _model_plan, resolve_plan
 from fused_tp.parallelizing.state_dict import load_full_state_dict
 from fused_tp.parallelizing.whole_blocks import find_blocks
 from tests.integrations.models import (
@@ -196,7 +196,7 @@ def test_plans_that_deal_experts_out(group: dist.ProcessGroup) -> None:
     for family in ("qwen3_moe", "gpt_oss"):
         whole = make(family)
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
-        parallel = parallelize(copy_of(whole), mesh, ep_dim="ep", plan=dict(_own_plan(whole)))
+        parallel = parallelize(copy_of(whole), mesh, ep_dim="ep", plan=dict(_model_plan(whole)))
         assert_same_calls(parallel, whole, tokens, tokens)
 
 
@@ -400,7 +400,7 @@ def test_which_blocks_run_on_own_tokens() -> None:
         model = make(family)
         if change is not None:
             change(model.model.layers[0].mlp)
-        found = find_blocks(model, resolve_plan(model, "auto"), **{"rows_travel": False, **how})
+        found = find_blocks(model, resolve_plan(model, "auto"), **{"exchanges_expert_rows": False, **how})
         return [[name for name in names if name.endswith("mlp")] for names in found]
 
     first, second = "model.layers.0.mlp", "model.layers.1.mlp"
@@ -421,8 +421,8 @@ def test_which_blocks_run_on_own_tokens() -> None:
     recorded = make("mixtral")
     recorded(input_ids=make_tokens(1, 3), output_router_logits=True)  # hooks that only keep what routers return
     assert recorded.model.layers[0].mlp.gate._forward_hooks
-    assert find_blocks(recorded, resolve_plan(recorded, "auto"), rows_travel=False) == ([], [first, second])
-    assert blocks(rows_travel=True) == [[first, second], []]
+    assert find_blocks(recorded, resolve_plan(recorded, "auto"), exchanges_expert_rows=False) == ([], [first, second])
+    assert blocks(exchanges_expert_rows=True) == [[first, second], []]
     assert blocks(family="llama4_text")[1] == []
 
 

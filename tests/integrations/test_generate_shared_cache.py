@@ -32,11 +32,11 @@ def blocks_of(tokens: int) -> Iterator[None]:
     """Set a small block size, so that short texts are sharded over several ranks."""
     from fused_tp.parallelizing.hf import hf_cache
 
-    before, hf_cache.BLOCK = hf_cache.BLOCK, tokens
+    before, hf_cache.CACHE_BLOCK = hf_cache.CACHE_BLOCK, tokens
     try:
         yield
     finally:
-        hf_cache.BLOCK = before
+        hf_cache.CACHE_BLOCK = before
 
 
 def generated(model: Any, tokens: Tensor, **keywords: Any) -> Any:

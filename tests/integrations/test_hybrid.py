@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from fused_tp.parallelizing.hf.state_layers import CONVOLUTION, STATE_LAYERS, called_by, find_state_layers, runs_of
+from fused_tp.parallelizing.hf.state_layers import (
+    CONVOLUTION,
+    STATE_LAYERS,
+    find_called_functions,
+    find_runs,
+    find_state_layers,
+)
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
     LAYOUTS,
@@ -224,13 +230,13 @@ def test_the_table_is_that_of_this_version_of_transformers() -> None:
     for kind, (name, calls) in STATE_LAYERS.items():
         family = kind.removesuffix("_text")
         layer = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
-        assert called_by(inspect.unwrap(layer.forward)).keys() == {CONVOLUTION, *calls}, kind
+        assert find_called_functions(inspect.unwrap(layer.forward)).keys() == {CONVOLUTION, *calls}, kind
 
 
 def test_runs_cover_the_sequence() -> None:
     for ranks in (1, 2, 3, 5):
         for length in range(ranks, 4 * ranks + 2):
-            all_runs = [runs_of(length, ranks, rank, "zigzag") for rank in range(ranks)]
+            all_runs = [find_runs(length, ranks, rank, "zigzag") for rank in range(ranks)]
             assert sum(sum(runs.own) for runs in all_runs) == sum(all_runs[0].lengths) == length
             assert sorted(n for runs in all_runs for n in runs.before) == list(range(len(all_runs[0].lengths)))
             for rank, runs in enumerate(all_runs):

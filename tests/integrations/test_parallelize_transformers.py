@@ -24,7 +24,7 @@ from fused_tp import RankMismatchError
 from fused_tp.core import settings
 from fused_tp.nn import gather_state_dict
 from fused_tp.parallelizing.parallelize import parallelize
-from fused_tp.parallelizing.state_dict import load_full_state_dict, save_whole
+from fused_tp.parallelizing.state_dict import load_full_state_dict, save_full_model_in_save_pretrained
 from tests.integrations.models import (
     LAYOUTS,
     assert_equal_states,
@@ -203,7 +203,7 @@ def test_save_pretrained_writes_the_whole_model(group: dist.ProcessGroup, tmp_pa
 
 def test_what_saves_the_whole_model_is_pickled_with_it() -> None:
     model = torch.nn.Linear(2, 2)
-    save_whole(model)  # type: ignore[arg-type]
+    save_full_model_in_save_pretrained(model)  # type: ignore[arg-type]
     again = pickle.loads(pickle.dumps(model))
     assert again.save_pretrained.args[0] is again and copy.deepcopy(model).save_pretrained.args[0] is not model
 

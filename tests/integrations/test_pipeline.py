@@ -341,7 +341,7 @@ def test_save_pretrained_of_a_weight_by_columns(group: dist.ProcessGroup, tmp_pa
 @on_ranks(4)
 def test_save_pretrained_refuses_a_plain_model(group: dist.ProcessGroup, tmp_path: Path) -> None:
     pipe = fused_tp.pipeline(make("plain", num_hidden_layers=4), mesh_of(pp=4), microbatches=4, loss_fn=mean_loss)
-    assert "is no transformers model" in str(error_of(pipe.save_pretrained, tmp_path))
+    assert "is not a transformers model" in str(error_of(pipe.save_pretrained, tmp_path))
 
 
 @on_ranks(4)
@@ -422,9 +422,9 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.Pr
         "has 1 stage on each rank": {"virtual_stages": 2, "microbatches": 4},
         "needs two or more on each rank": {"schedule": "interleaved", "virtual_stages": 1, "microbatches": 4},
         "costs has 3 numbers for the 4 layers": {"costs": [1, 1, 1], "microbatches": 4},
-        "pp_dim='stage' is none of them": {"pp_dim": "stage", "microbatches": 4},
+        "not pp_dim='stage'": {"pp_dim": "stage", "microbatches": 4},
         "microbatches is 0; it must be at least 1": {"microbatches": 0},
-        "4 layers cannot be shared out over 6": {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 4},
+        "4 layers cannot be divided over 6": {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 4},
         "no nn.ModuleList 'blocks'": {"layers": "blocks", "microbatches": 4},
     }.items():
         refused(ValueError, says, model, mesh, **keywords)
@@ -438,9 +438,9 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.Pr
     tokens = make_tokens(8, 16)
     for says, batch in {
         "batch has no 'labels'": {"input_ids": tokens},
-        "batch has 6 rows, which 4 microbatches": {"input_ids": tokens[:6], "labels": tokens[:6]},
-        "needs a multiple of 4. Pad it": {"input_ids": tokens[:, :14], "labels": tokens[:, :14]},
-        "where 8 rows are needed": {"input_ids": tokens, "labels": tokens, "cu_seq_lens_q": torch.tensor([0, 4, 16])},
+        "batch has 6 rows, but 4 microbatches": {"input_ids": tokens[:6], "labels": tokens[:6]},
+        "needs a multiple of 4. Pad the rows": {"input_ids": tokens[:, :14], "labels": tokens[:, :14]},
+        "needs 8 rows": {"input_ids": tokens, "labels": tokens, "cu_seq_lens_q": torch.tensor([0, 4, 16])},
     }.items():
         error = error_of(pipe.step, batch)
         assert isinstance(error, ValueError) and says in str(error), (says, error)

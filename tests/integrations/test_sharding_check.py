@@ -28,7 +28,7 @@ WRONG = "does not match the unsharded model"
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
     """Collect the log lines of this package, once-only ones too, even if logging is disabled (by a sweep of types)."""
-    model_check._warned.clear()
+    model_check._warned_keys.clear()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

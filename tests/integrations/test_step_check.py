@@ -27,7 +27,7 @@ GRADIENT = "the gradient of .* does not match the unsharded model"
 def compared(model: nn.Module) -> bool:
     """True if the last call of `model` was compared."""
     (check,) = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, StepCheck))
-    return check.compared
+    return check.is_compared
 
 
 def mean_of_tokens(output: Tensor) -> Tensor:

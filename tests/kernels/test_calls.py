@@ -160,7 +160,7 @@ def alone(_group: Any) -> list[str]:
     from fused_tp.selftest.kernel_calls import attention_call, error_of
 
     cpu = torch.device("cpu")
-    cases = [kernels.KernelCase(kernels.ALONE, op, 1, BF16, ((48, 8, 8),)) for op in ("attention", "ring")]
+    cases = [kernels.KernelCase(kernels.ONE_RANK_GROUP, op, 1, BF16, ((48, 8, 8),)) for op in ("attention", "ring")]
     rank = SimpleNamespace(rank=0, world_size=1, device=cpu, sms=5)
     call = attention_call(rank, (48, 8, 128), BF16, 0)
     right = [x.bfloat16() if number != 1 else x.float() for number, x in enumerate(call.reference())]

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from benchmarks import cpu, gpu, plot
 from benchmarks.case import (
     EFFICIENCY,
+    FUSED_TP,
     MEASURES,
-    OURS,
     SPEEDUP,
     TIME_RATIO,
     BenchCase,
@@ -27,12 +27,20 @@ from benchmarks.case import (
     Quartiles,
     Rival,
     Unavailable,
-    checked,
-    paired,
-    slowest,
+    checked_contestant,
+    ratio_quartiles,
+    slowest_rank_seconds,
 )
 from benchmarks.ranks import RankContext, RankFailure, Ranks
-from benchmarks.results import MeasuredMachine, Record, RivalTimes, merge, read, records_of, write_whole
+from benchmarks.results import (
+    MeasuredMachine,
+    Record,
+    RivalTimes,
+    merge_records,
+    read_records,
+    records_of,
+    write_atomically,
+)
 from benchmarks.runner import Times, take_turns
 from benchmarks.table import markdown
 from fused_tp.cli.main import main as command
@@ -60,15 +68,15 @@ RECORD = Record(
 def test_statistics() -> None:
     # A machine that becomes three times slower halfway through: the medians' ratio would be 2/3 or worse.
     ours, rival = [1.0, 1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 6.0, 6.0, 6.0]
-    assert paired(ours, rival) == Quartiles(0.5, 0.5, 0.5)
-    assert paired([1.0, 50.0, 1.0], [1.0, 1.0, 1.0]).median == 1.0  # one disturbed round does not move it
-    assert Quartiles.of([4.0, 1.0, 3.0, 2.0]) == Quartiles(2.5, 1.75, 3.25)
-    assert Quartiles.of([7.0]) == Quartiles(7.0, 7.0, 7.0)
+    assert ratio_quartiles(ours, rival) == Quartiles(0.5, 0.5, 0.5)
+    assert ratio_quartiles([1.0, 50.0, 1.0], [1.0, 1.0, 1.0]).median == 1.0  # one disturbed round does not move it
+    assert Quartiles.from_values([4.0, 1.0, 3.0, 2.0]) == Quartiles(2.5, 1.75, 3.25)
+    assert Quartiles.from_values([7.0]) == Quartiles(7.0, 7.0, 7.0)
     with pytest.raises(ValueError, match="at least one round"):
-        Quartiles.of([])
-    assert slowest([[1.0, 5.0], [2.0, 4.0]]) == [2.0, 5.0]
+        Quartiles.from_values([])
+    assert slowest_rank_seconds([[1.0, 5.0], [2.0, 4.0]]) == [2.0, 5.0]
     with pytest.raises(ValueError, match="shorter"):
-        slowest([[1.0, 5.0], [2.0]])
+        slowest_rank_seconds([[1.0, 5.0], [2.0]])
     for measure, expected, bar, met in ((TIME_RATIO, 0.25, 0.3, True), (SPEEDUP, 4.0, 5.0, False)):
         assert measure is MEASURES[measure.name]
         assert measure.of([1.0, 2.0], [4.0, 8.0], 2).median == expected and measure.meets(expected, bar) is met
@@ -98,12 +106,12 @@ def test_records_and_their_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "cpu.jsonl"
     elsewhere = replace(RECORD, machine=replace(MACHINE, cpu="another"))
     other_case, newer = replace(RECORD, case="op/fp32/M=1"), replace(RECORD, rounds=11)
-    merge(path, [RECORD, elsewhere, other_case])
+    merge_records(path, [RECORD, elsewhere, other_case])
     # A case replaces its lines of the same machine, and no others.
-    assert merge(path, [newer]) == read(path) == [elsewhere, other_case, newer]
+    assert merge_records(path, [newer]) == read_records(path) == [elsewhere, other_case, newer]
     path.write_text(f"{RECORD.to_json()}\n\nnonsense\n")
     with pytest.raises(ValueError, match=r"cpu\.jsonl, line 3"):
-        read(path)
+        read_records(path)
 
 
 def test_a_file_is_written_whole_beside_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,17 +120,17 @@ def test_a_file_is_written_whole_beside_other_writers(tmp_path: Path, monkeypatc
 
     def late(part: Path, target: Path) -> Path:
         monkeypatch.setattr(Path, "replace", replace_by)
-        write_whole(path, "of another writer")  # it writes between our two steps
+        write_atomically(path, "of another writer")  # it writes between our two steps
         return replace_by(part, target)
 
     monkeypatch.setattr(Path, "replace", late)
-    write_whole(path, "ours")
+    write_atomically(path, "ours")
     assert path.read_text() == "ours"
     plain.touch()
     assert path.stat().st_mode == plain.stat().st_mode
     folder.mkdir()
     with pytest.raises(OSError):
-        write_whole(folder, "text")
+        write_atomically(folder, "text")
     assert sorted(tmp_path.iterdir()) == [path, folder, plain]
 
 
@@ -132,7 +140,7 @@ def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
     )
 
     def of_rank(ours: list[float]) -> Times:
-        seconds = {OURS: ours, "floor": [1.0, 1.0], "whole": [4.0, 4.0], "unranked": [9.0, 9.0]}
+        seconds = {FUSED_TP: ours, "floor": [1.0, 1.0], "whole": [4.0, 4.0], "unranked": [9.0, 9.0]}
         return Times(seconds, dict.fromkeys(seconds, 1), dict.fromkeys(seconds, ""), {})
 
     times = [of_rank([1.0, 2.0]), of_rank([2.0, 1.0])]
@@ -142,13 +150,15 @@ def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
     assert floor.comparison == RivalTimes("time ratio", Quartiles(2.0, 2.0, 2.0), 1.1, None)
     assert whole.comparison is not None and whole.comparison.value.median == 1.0
     assert unranked.comparison is None
-    without_ours = Times({"floor": [1.0]}, {"floor": 1}, {"floor": ""}, {OURS: "absent"})
+    without_ours = Times({"floor": [1.0]}, {"floor": 1}, {"floor": ""}, {FUSED_TP: "absent"})
     assert records_of(case, [without_ours], 1, MACHINE, {})[0].comparison is None
 
 
 def test_table() -> None:
     missed = replace(RECORD, contestant="other", comparison=RivalTimes("speedup", Quartiles(1.2, 1.1, 1.3), 1.3, 1.6))
-    text = markdown([replace(RECORD, contestant=OURS, comparison=None), RECORD, missed], ["fp8: no time left."], 7.5)
+    text = markdown(
+        [replace(RECORD, contestant=FUSED_TP, comparison=None), RECORD, missed], ["fp8: no time left."], 7.5
+    )
     assert text.count("op/fp32/M=16") == 1  # a case is named once
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     assert len({len(row) for row in rows}) == 1
@@ -160,19 +170,19 @@ def test_table() -> None:
 
 def test_picture_of_a_stored_file(tmp_path: Path) -> None:
     path = tmp_path / "cpu.jsonl"
-    merge(path, [RECORD])
+    merge_records(path, [RECORD])
     assert plot.main([str(path)]) == 0
     assert (tmp_path / "cpu.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to draw"):
         plot.plot([replace(RECORD, comparison=None)], tmp_path / "empty.png")
     cases = ["op/fp32/M=16", "op/fp32/M=1", "op/fp32/M=128", "sum/bf16/1 MiB", "sum/bf16/64 KiB"]
-    figure = plot.drawn([replace(RECORD, case=case) for case in cases])
+    figure = plot.draw_figure([replace(RECORD, case=case) for case in cases])
     labels = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes]
     assert labels == [["M=1", "M=16", "M=128"], ["64 KiB", "1 MiB"]]  # in any order of measurement
 
 
 def test_the_picture_of_the_stored_results_is_readable() -> None:
-    figure = plot.drawn(read(RESULTS / "cpu.jsonl"))
+    figure = plot.draw_figure(read_records(RESULTS / "cpu.jsonl"))
     figure.canvas.draw()
     width, height = figure.get_size_inches() * plot.DPI
     assert width <= 1600 and height <= 1400
@@ -188,7 +198,7 @@ def test_case_names(capsys: pytest.CaptureFixture[str]) -> None:
     """Names include those of the stored results; cases of a family, whose ranks start once, are adjacent."""
     names = [case.name for case in cpu.cpu_cases()]
     assert len(set(names)) == len(names)
-    assert {record.case for record in read(RESULTS / "cpu.jsonl")} <= set(names)
+    assert {record.case for record in read_records(RESULTS / "cpu.jsonl")} <= set(names)
     families = [case.family for case in cpu.cpu_cases()]
     assert len(list(itertools.groupby(families))) == len(set(families))
     assert command(["bench", "--list"]) == 0
@@ -242,22 +252,22 @@ def small_case(context: RankContext, elements: int) -> Makers:
     def absent() -> Contestant:
         if context.rank == 1:  # missing on one rank, so that no rank may run it
             raise Unavailable("Rank 1 lacks it.")
-        return checked(summed, ones)
+        return checked_contestant(summed, ones)
 
     def broken() -> Contestant:
         raise RuntimeError("no config fits\nsecond line")
 
     return {
         "broken": broken,
-        OURS: lambda: checked(summed, ones * context.world_size, note="as noted"),
+        FUSED_TP: lambda: checked_contestant(summed, ones * context.world_size, note="as noted"),
         "late": lambda: Contestant(late),
         "absent": absent,
-        "wrong": lambda: checked(lambda: ones * (1 + context.rank), ones),
+        "wrong": lambda: checked_contestant(lambda: ones * (1 + context.rank), ones),
     }
 
 
 def wrong_case(context: RankContext) -> Makers:
-    return {OURS: lambda: checked(lambda: torch.zeros(3) + context.rank, torch.ones(3))}
+    return {FUSED_TP: lambda: checked_contestant(lambda: torch.zeros(3) + context.rank, torch.ones(3))}
 
 
 def cores_of_rank(context: RankContext) -> list[int]:
@@ -283,7 +293,7 @@ def test_a_case_from_end_to_end() -> None:
     (ran, records), (failed, none) = cpu.run([case, wrong], rounds=3, say=said.append)
     assert (ran, failed) == (case, wrong)
     ours, late = records
-    assert (ours.contestant, late.contestant) == (OURS, "late")
+    assert (ours.contestant, late.contestant) == (FUSED_TP, "late")
     assert ours.note == "as noted"
     assert ours.rounds == late.rounds == 3
     assert late.ms.q1 >= 6.0
@@ -294,8 +304,8 @@ def test_a_case_from_end_to_end() -> None:
         "small/fp32: broken failed. RuntimeError: no config fits",
         "small/fp32: absent is left out: Rank 1 lacks it.",
     ]
-    assert said[2].startswith("small/fp32: wrong failed. AssertionError: small/fp32: wrong computes something else")
-    assert len(said) == 4 and "small/wrong: fused_tp computes something else: off by up to 1" in said[3]
+    assert said[2].startswith("small/fp32: wrong failed. AssertionError: small/fp32: wrong computes a wrong result")
+    assert len(said) == 4 and "small/wrong: fused_tp computes a wrong result: off by up to 1" in said[3]
 
 
 def test_ranks_are_pinned_and_a_failing_one_ends_all() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from fused_tp.cli.compare import SMALL, add_arguments, make_jobs, ways_of
+from fused_tp.cli.compare import SMALL_LLAMA, add_arguments, make_jobs, parse_ways
 from fused_tp.cli.compare_report import Comparison
 from fused_tp.cli.compare_result import Result
 from fused_tp.cli.main import main
@@ -20,7 +20,7 @@ from fused_tp.cli.main import main
 def ways(line: str) -> dict[str, dict[str, int]]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return ways_of(parser.parse_args(line.split()))
+    return parse_ways(parser.parse_args(line.split()))
 
 
 def test_ways_become_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,8 @@ def test_ways_become_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ways('--tp 2 --pp 2 --fsdp 4 --parallel {"tp":2,"cp":2}')
     assert asked["pp2"] == {"pp": 2, "microbatches": 4} and asked["tp2 x cp2"] == {"tp": 2, "cp": 2}
     found = [
-        (job.ranks, [(v.name, v.plain, v.threads) for v in job.settings]) for job in make_jobs(SMALL, asked, "cpu")
+        (job.ranks, [(v.name, v.plain, v.threads) for v in job.settings])
+        for job in make_jobs(SMALL_LLAMA, asked, "cpu")
     ]
     assert found == [
         (1, [("one process", False, 1), ("one process, 3 threads", False, 3)]),
@@ -37,7 +38,7 @@ def test_ways_become_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, [("fsdp4", False, 1)]),
         (4, [("tp2 x cp2", False, 1), ("tp2 x cp2, plain collectives", True, 1)]),
     ]
-    assert len(make_jobs(SMALL, asked, "cuda")[0].settings) == 1
+    assert len(make_jobs(SMALL_LLAMA, asked, "cuda")[0].settings) == 1
 
 
 BAD_ARGUMENTS = {
@@ -83,7 +84,7 @@ def results(off: float) -> list[list[Result]]:
 
 def test_table_json_and_picture(tmp_path: Path) -> None:
     found = Comparison(results(1e-6), "fp32")
-    found.write(tmp_path, SMALL)
+    found.write(tmp_path, SMALL_LLAMA)
     written = json.loads((tmp_path / "compare.json").read_text())
     assert written["alike"] and written["speedup_over_plain"] == {"tp2": pytest.approx(1.2)}
     assert [one["step_seconds"] for one in written["results"]] == [0.9, 0.5, 0.6]

@@ -162,7 +162,7 @@ class Machine:
         monkeypatch.setattr(cuda_driver, "device_attribute", lambda attribute, device: self.attributes.get(attribute))
         version = tmp_path / "version"
         version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2026\n")
-        monkeypatch.setattr(doctor, "_MODULE_VERSION", version)
+        monkeypatch.setattr(doctor, "_DRIVER_VERSION_FILE", version)
         self.library = tmp_path / "_cuda.so"
         monkeypatch.setattr(native_kernels, "KERNEL_LIBRARY", self.library)
         monkeypatch.setattr(native_kernels, "read_kernel_targets", lambda path=self.library: self.built)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu, gpu_attention, gpu_collectives, gpu_timing
-from benchmarks.case import MICROSECONDS, OURS, BenchCase, Makers, Rival
-from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows
+from benchmarks.case import FUSED_TP, MICROSECONDS, BenchCase, Makers, Rival
+from benchmarks.gpu_timing import GpuContext, TimeBudget, assert_near, checked_rows
 from benchmarks.local_ranks import run_local
 from benchmarks.results import MeasuredMachine, Record, records_of
 from benchmarks.runner import Times, run_case
@@ -42,13 +42,13 @@ class Clock:
 
 def test_budget() -> None:
     clock = Clock()
-    budget = Budget(60, clock)
+    budget = TimeBudget(60, clock)
     assert budget.fits(60) and not budget.fits(61)
     clock.seconds += 20
     assert (budget.spent(), budget.left()) == (20, 40)
-    budget.learn(planned=10, taken=20)
+    budget.record(planned=10, taken=20)
     assert budget.fits(20) and not budget.fits(21)  # everything takes twice the planned time
-    budget.learn(planned=40, taken=5)
+    budget.record(planned=40, taken=5)
     assert budget.fits(40)  # faster than planned is luck
 
 
@@ -69,15 +69,15 @@ def test_cases_that_fail_or_do_not_fit_do_not_end_a_run(monkeypatch: pytest.Monk
         ran.append(one.name)
         clock.seconds += 10
         if one.name == "bad":
-            raise AssertionError("bad: fused_tp computes something else\nsecond line")
+            raise AssertionError("bad: fused_tp computes a wrong result\nsecond line")
         return {"torch.mm": "failed. RuntimeError: no"} if one.name == "one" else {}
 
     cases = [case("one"), case("bad"), case("long", 100.0), case("two"), case("three")]
-    measured, skipped = gpu.run_all(cases, Budget(35, clock), measure, said.append)
+    measured, skipped = gpu.run_all(cases, TimeBudget(35, clock), measure, said.append)
     assert ran == ["one", "bad", "two"] and measured == 2
     assert skipped == [
         "one: torch.mm failed. RuntimeError: no",
-        "bad failed. AssertionError: bad: fused_tp computes something else",
+        "bad failed. AssertionError: bad: fused_tp computes a wrong result",
         "long: no time left (15 s).",
         "three: no time left (5 s).",
     ]
@@ -103,8 +103,8 @@ def test_wrong_answers_are_noticed() -> None:
 
 
 def test_records_and_table_of_a_gpu() -> None:
-    seconds = {OURS: [1.0e-5, 1.1e-5, 1.3e-5], "copy": [2e-6] * 3}
-    times = Times(seconds, dict.fromkeys(seconds, 20), {OURS: "a config", "copy": ""}, {})
+    seconds = {FUSED_TP: [1.0e-5, 1.1e-5, 1.3e-5], "copy": [2e-6] * 3}
+    times = Times(seconds, dict.fromkeys(seconds, 20), {FUSED_TP: "a config", "copy": ""}, {})
     notes = {}
     for what in ({}, {"flops": 1e7}, {"nbytes": 1e6}):
         found = {"torch": "2", "driver": "580.0", "SM clock": "900 MHz"}
@@ -123,10 +123,10 @@ def test_records_and_table_of_a_gpu() -> None:
 
 
 def test_summary_for_a_report() -> None:
-    seconds = {OURS: [1.0e-5] * 3, "copy": [2e-6] * 3}
+    seconds = {FUSED_TP: [1.0e-5] * 3, "copy": [2e-6] * 3}
     times = Times(seconds, dict.fromkeys(seconds, 20), dict.fromkeys(seconds, ""), {})
     records = records_of(case("one"), [times], 2, MACHINE, {"driver": "580.0"})
-    found = gpu.summary(records, ["two failed. AssertionError: two: fused_tp computes something else"])
+    found = gpu.summary(records, ["two failed. AssertionError: two: fused_tp computes a wrong result"])
     assert found["note"].startswith("1 cases timed, 1 of 1 bars met; 1 failed: two failed. AssertionError")
     assert found["versions"] == {"driver": "580.0"} and found["machine"]["gpu"] == MACHINE.gpu
     ours, copy = found["records"]
@@ -150,7 +150,10 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert capsys.readouterr().err == "benchmarks.gpu needs an NVIDIA GPU, and torch finds none on this machine.\n"
     assert not (tmp_path / "out").exists()
     assert gpu.from_command_line(["--list", "--quick", "--only", "^alone"]) == 0
-    assert capsys.readouterr().out.split() == ["alone/bf16/4096x4096x4096", "alone/bf16/8192x8192x8192"]
+    assert capsys.readouterr().out.split() == [
+        "alone/bf16/4096x4096x4096",
+        "alone/bf16/8192x8192x8192",
+    ]
 
 
 # -- the cases themselves, on one rank, interpreted, with streams and events that do nothing ---------------------------
@@ -198,36 +201,36 @@ def pretended_gpu() -> Iterator[GpuContext]:
         patch.undo()
 
 
-FUSED, ALONE, MOVED = OURS, "its matmul alone", "matmul, then movement"
+FUSED, ALONE, MOVED = FUSED_TP, "its matmul alone", "matmul, then movement"
 TINY = {"dtype": "bf16", "m": 40, "n": 48, "k": 32}
 SHORT = {"seq": 24, "head_dim": 16}
 # (module, maker, parameters, contestants). One rank: attention cannot be interpreted on several threads at once.
 INTERPRETED: list[tuple[str, str, dict[str, Any], list[str]]] = [
     *(
-        ("gpu_matmul", "rank_contestants", {**TINY, "op": op, "world_size": 1}, [OURS, ALONE, MOVED])
+        ("gpu_matmul", "rank_contestants", {**TINY, "op": op, "world_size": 1}, [FUSED_TP, ALONE, MOVED])
         for op in ("two-shot", "two-shot+norm", "one-shot", "reduce-scatter", "gather", "gather-direct")
     ),
     *(  # also with a peer: it never runs, and no rank waits for it
-        ("gpu_matmul", "flag_contestants", {**TINY, "op": op, "peers": peers}, [OURS, "torch.mm", ALONE])
+        ("gpu_matmul", "flag_contestants", {**TINY, "op": op, "peers": peers}, [FUSED_TP, "torch.mm", ALONE])
         for op, peers in (("two-shot", 0), ("two-shot", 1), ("reduce-scatter", 1), ("gather", 0), ("gather-direct", 1))
     ),
     *(
-        ("gpu_matmul", "alone_contestants", {**TINY, "dtype": dtype}, [OURS, "torch.mm", "config 32x32x32"])
+        ("gpu_matmul", "matmul_only_contestants", {**TINY, "dtype": dtype}, [FUSED_TP, "torch.mm", "config 32x32x32"])
         for dtype in ("bf16", "fp16")
     ),
     *(
         ("gpu_attention", maker, {**SHORT, "backward": backward, **more}, names)
         for backward in (False, True)
         for maker, more, names in (
-            ("alone", {"causal": backward}, [OURS, "torch's FlashAttention"]),
-            ("ring", {"ranks": 3}, [OURS, "the whole at once"]),
+            ("one_rank_contestants", {"causal": backward}, [FUSED_TP, "torch's FlashAttention"]),
+            ("ring_contestants", {"ranks": 3}, [FUSED_TP, "the whole at once"]),
         )
     ),
     (
         "gpu_attention",
         "rank_contestants",
         {**SHORT, "world_size": 1},
-        [OURS, "a launch for each step", "the whole at once"],
+        [FUSED_TP, "a launch for each step", "the whole at once"],
     ),
 ]
 
@@ -258,7 +261,7 @@ def test_cases_of_kernels() -> None:
         assert len(names) == len(expected), (module, maker, parameters, names)
         assert all(name.startswith(start) for name, start in zip(names, expected, strict=True))
         assert set(rounds) == {2}
-    assert wrong.startswith(f"tiny: {OURS} computes something else: the result of rank 0 is off by")
+    assert wrong.startswith(f"tiny: {FUSED_TP} computes a wrong result: the result of rank 0 is off by")
 
 
 # -- the kernels of csrc/cuda, in their CPU build, on one rank ---------------------------------------------------------
@@ -301,21 +304,21 @@ def test_cases_of_collectives(native: GpuContext) -> None:
     for op in gpu_collectives.EXCHANGES:
         for nbytes in (1 << 10, 24 << 10):
             times = run(gpu_collectives.exchange_contestants, op=op, nbytes=nbytes)
-            assert list(times.seconds) == [OURS, "device copy"] and not times.skipped
+            assert list(times.seconds) == [FUSED_TP, "device copy"] and not times.skipped
             assert all(len(of_one) == 2 for of_one in times.seconds.values())
     times = run(latency_without_check, op="one-shot", nbytes=8 << 10)
-    assert times.seconds[OURS] == [1e-3 / times.calls[OURS]] * 2  # the pretended events are 1 ms apart
-    assert times.calls[OURS] % gpu_collectives.LATENCY_CALLS == 0
+    assert times.seconds[FUSED_TP] == [1e-3 / times.calls[FUSED_TP]] * 2  # the pretended events are 1 ms apart
+    assert times.calls[FUSED_TP] % gpu_collectives.LATENCY_CALLS == 0
     for rows, algorithm in ((3, "one_shot"), (40, "two_shot")):
         times = run(gpu_collectives.norm_contestants, rows=rows, columns=8192)
-        assert list(times.seconds) == [OURS, "steps apart"] and times.notes[OURS] == algorithm
+        assert list(times.seconds) == [FUSED_TP, "steps apart"] and times.notes[FUSED_TP] == algorithm
     op_case, collective = gpu_collectives.overhead_cases()
     times = run_case(native, op_case, 2)
-    assert list(times.seconds) == [OURS, "torch's linear"] and times.calls[OURS] % 100 == 0
-    assert all(1e-7 < second < 1e-2 for second in times.seconds[OURS])
+    assert list(times.seconds) == [FUSED_TP, "torch's linear"] and times.calls[FUSED_TP] % 100 == 0
+    assert all(1e-7 < second < 1e-2 for second in times.seconds[FUSED_TP])
     times = run(collective.make, nbytes=collective.parameters["nbytes"])
-    assert list(times.seconds) == [OURS, "torch.add", "in a graph"]
-    assert min(times.seconds["in a graph"]) < min(times.seconds[OURS])
+    assert list(times.seconds) == [FUSED_TP, "torch.add", "in a graph"]
+    assert min(times.seconds["in a graph"]) < min(times.seconds[FUSED_TP])
 
 
 @pytest.mark.parametrize("op", gpu_collectives.EXCHANGES)
@@ -356,12 +359,12 @@ def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu_collectives, "native_kernels_available", lambda arch: unavailable("they were not built"))
     one = BenchCase("exchange/two-shot", gpu_collectives.exchange_contestants, parameters)
     with pretended_gpu() as context:
-        _, skipped = gpu.run_all([one], Budget(1000), lambda case: run_case(context, case, 2).skipped)
+        _, skipped = gpu.run_all([one], TimeBudget(1000), lambda case: run_case(context, case, 2).skipped)
     assert len(skipped) == 1 and "library of device kernels, and they were not built" in skipped[0]
     assert " failed" not in skipped[0] and "build_ext --inplace" in skipped[0]
 
 
-def alone(_group: dist.ProcessGroup, op: str) -> None:
+def one_rank_contestants(_group: dist.ProcessGroup, op: str) -> None:
     """Run a GPU test as far as possible here, so that on a GPU it fails for the kernels' reasons."""
     from tests.gpu.test_fused_kernels import one_rank_alone
 
@@ -370,7 +373,7 @@ def alone(_group: dist.ProcessGroup, op: str) -> None:
 
 @pytest.mark.parametrize("op", ["two_shot", "direct", "ring"])
 def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
-    interpreted_ranks(1, alone, op)
+    interpreted_ranks(1, one_rank_contestants, op)
 
 
 def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_ranks_that_do_not_come_are_named_and_nobody_waits_on(monkeypatch: pytes
             run_local(2, lambda rank: rank.rank == 1 and stay.wait(10), timeout=0.1)
     finally:
         stay.set()
-    with pytest.raises(PeerLostError, match="rank 0 waited for rank 1, which returned without coming"):
+    with pytest.raises(PeerLostError, match="rank 0 waited for rank 1, which returned without it"):
         run_local(2, lambda rank: rank.barrier() if rank.rank == 0 else None)
     assert time.monotonic() - begun < 10
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
 from benchmarks import planner
-from fused_tp.cli.plan import measured
+from fused_tp.cli.plan import measure_this_machine
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
 from fused_tp.planning.hardware import MACHINES, Machine
-from fused_tp.planning.measure import FEW, LAYERS, MANY, LlamaSizes, machine_of
+from fused_tp.planning.measure import LARGE_SIZES, LAYER_COUNT, SMALL_SIZES, LlamaSizes, machine_of
 from fused_tp.training.run import TrainingRun
 from fused_tp.training.settings import TrainSettings
 from tests.workers import run_fresh
@@ -45,7 +45,7 @@ SECONDS = {
 
 def machine(ranks: int) -> Machine:
     like = replace(MACHINES["h100"], peak_flops={"fp32": 1.0}, matmul_flops={"fp32": 1.0}, overlaps=False)
-    return machine_of(SECONDS, MANY["cpu"], ranks, like)
+    return machine_of(SECONDS, LARGE_SIZES["cpu"], ranks, like)
 
 
 def layers(machine: Machine, sizes: LlamaSizes, **spread: int) -> float:
@@ -58,14 +58,14 @@ def layers(machine: Machine, sizes: LlamaSizes, **spread: int) -> float:
         global_batch=sizes.rows,
         precision="fp32",
     ).layer
-    return LAYERS * (forward + backward).total
+    return LAYER_COUNT * (forward + backward).total
 
 
 def test_numbers_give_back_the_seconds() -> None:
     found = machine(2)
-    assert layers(found, FEW) == pytest.approx(SECONDS["few"], rel=0.01)
-    assert layers(found, MANY["cpu"]) == pytest.approx(SECONDS["many"], rel=0.01)
-    assert layers(found, MANY["cpu"], tp=2) == pytest.approx(SECONDS["many, tp"], rel=0.01)
+    assert layers(found, SMALL_SIZES) == pytest.approx(SECONDS["few"], rel=0.01)
+    assert layers(found, LARGE_SIZES["cpu"]) == pytest.approx(SECONDS["many"], rel=0.01)
+    assert layers(found, LARGE_SIZES["cpu"], tp=2) == pytest.approx(SECONDS["many, tp"], rel=0.01)
     assert found.constants.fused_matmul == 1.25 and found.constants.ring_attention == pytest.approx(0.4)
     assert found.message_latency == pytest.approx(2e-3)
     assert Machine(**vars(found)) == found  # in the bounds of all fields
@@ -90,9 +90,11 @@ def fastest_step(group: dist.ProcessGroup, settings: dict[str, Any]) -> float:
 
 @pytest.mark.long
 def test_steps_are_predicted() -> None:
-    here = measured()
+    here = measure_this_machine()
     model, *_ = planner.MODELS.values()
     for ranks, way in ((1, "one process"), (2, "tp2, sequence parallel")):
-        settings = {**planner.settings_of(model, 6), "parallel": planner.WAYS[way]}
+        settings = {**planner.train_settings(model, 6), "parallel": planner.CONFIGURATIONS[way]}
         found = max(run_fresh(ranks, fastest_step, settings, timeout=200))
-        assert planner.predict(here, model, planner.WAYS[way]).time.total == pytest.approx(found, rel=0.4), way
+        assert planner.predict(here, model, planner.CONFIGURATIONS[way]).time.total == pytest.approx(found, rel=0.4), (
+            way
+        )

@@ -158,4 +158,4 @@ def test_what_a_model_allows() -> None:
     ):
         assert says in str(error_of(config.check, SHAPE, **how)), says
     dense = decoder("d", layers=2, hidden=8, heads=2, intermediate=8, vocab=8)
-    assert "ep=2 needs a model with experts" in str(error_of(ParallelConfig(ep=2).check, dense))
+    assert "ep=2 needs experts, but the model has none" in str(error_of(ParallelConfig(ep=2).check, dense))

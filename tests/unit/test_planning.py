@@ -17,7 +17,7 @@ from fused_tp.planning import published
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Software
 from fused_tp.planning.find_shape import find_shape
-from fused_tp.planning.hardware import FITTED, GIB, MACHINES, Machine, find_machine
+from fused_tp.planning.hardware import FITTED_CONSTANTS, GIB, MACHINES, Machine, find_machine
 from fused_tp.planning.model_shape import SHAPES, ModelShape, decoder
 from fused_tp.planning.recommend import USABLE_MEMORY, configurations, recommend
 from tests.workers import error_of
@@ -72,7 +72,7 @@ def test_fitted_constants_are_the_best(change: dict[str, float]) -> None:
         models = [(replace(one, machine=replace(one.machine, constants=constants)), mfu) for one, mfu in found]
         return sum((100 * model.mfu / mfu - 1) ** 2 for model, mfu in models)
 
-    assert error(FITTED) < error(replace(FITTED, **change))
+    assert error(FITTED_CONSTANTS) < error(replace(FITTED_CONSTANTS, **change))
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,14 @@ def check_count(kind: str) -> ModelShape:
     assert shape.parameters == wanted, kind
     rank = CostModel(shape=shape, config=ParallelConfig(), machine=MACHINES["h100"], seq=512, global_batch=1)
     assert rank.memory.weights == 2 * wanted and rank.memory.optimizer == 12 * wanted, kind
-    used = sum(one.wide + one.narrow + one.whole for layer in shape.stack for one in layer.blocks) * shape.hidden
+    used = (
+        sum(
+            one.column_features + one.row_features + one.replicated_features
+            for layer in shape.stack
+            for one in layer.blocks
+        )
+        * shape.hidden
+    )
     assert shape.flops(1, 1) >= 6 * (used + shape.output.count) and rank.time.total > 0, kind
     return shape
 
@@ -414,7 +421,7 @@ def test_command_writes_the_best_plan_that_another_library_expresses(
     assert "Wrote plan 4 to" in said and "4. " in said and "slower" in said
     found = ParallelConfig.from_file(path)
     assert json.loads(path.read_text())["tensor_parallel"]["autotp_size"] == found.tp > 1
-    assert main(arguments) == 2 and "give --write FILE" in capsys.readouterr().err
+    assert main(arguments) == 2 and "add --write FILE" in capsys.readouterr().err
     alone = recommend("llama-3-8b", 8, seq=4096, global_batch=32, words="megatron", top=2)
     assert len(alone) == 2
     assert "it must be one of" in str(error_of(recommend, "llama-3-8b", 8, seq=64, global_batch=8, words="latin"))
@@ -429,14 +436,14 @@ def test_speed_is_a_range_where_one_is_published(capsys: pytest.CaptureFixture[s
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert f"{best.low_tokens_per_second / 8:,.0f} - {best.tokens_per_second / 8:,.0f}" in said
-    assert "as torchtitan publishes for Llama 3 8B in bf16" in said
+    assert "that torchtitan publishes for Llama 3 8B in bf16" in said
     assert main([*arguments, "--gpu", "b200"]) == 0
-    assert "Others are slower." in capsys.readouterr().out
+    assert "Other stacks are slower." in capsys.readouterr().out
 
 
 def test_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = replace(MACHINES["a100"], name="here", peak_flops={"fp32": 1e11}, matmul_flops={"fp32": 9e10})
-    monkeypatch.setattr("fused_tp.cli.plan.measured", lambda: found)
+    monkeypatch.setattr("fused_tp.cli.plan.measure_this_machine", lambda: found)
     path = tmp_path / "here.json"
     assert main(["plan", "--measure", str(path)]) == 0 and find_machine(path) == found
     arguments = ["plan", "--model", "llama-3-8b", "--gpus", "8", "--seq", "4096", "--batch", "32"]
@@ -473,7 +480,10 @@ def test_guide_has_the_tables_and_the_figures_of_the_code() -> None:
 
     guide = (Path(tables.__file__).parent / "guides" / "planning.md").read_text()
     assert "{{ predictions }}" in guide and "{{ machines }}" in guide
-    assert f"({FITTED.links:.0%})".replace("%", " %") in guide and f"({FITTED.kernel * 1e6:.0f} µs)" in guide
+    assert (
+        f"({FITTED_CONSTANTS.links:.0%})".replace("%", " %") in guide
+        and f"({FITTED_CONSTANTS.kernel * 1e6:.0f} µs)" in guide
+    )
     scaling = published.weak_scaling_rows() + published.strong_scaling_rows()
     assert f"{published.mean_error(published.nemo_rows()):.1f} points of MFU off" in guide
     assert f"{published.mean_error(scaling):.1f} points off" in guide

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fused_tp.cli.main import main
-from fused_tp.cli.report import late_ranks
+from fused_tp.cli.report import late_rank_sentences
 from fused_tp.training.exposure import ExposureReport, RankTime, analyze
 from fused_tp.training.intervals import Intervals
 from fused_tp.training.traces import read_traces
@@ -54,7 +54,10 @@ def microseconds(thing: Any, *names: str) -> list[float]:
 def test_intervals() -> None:
     times = Intervals([(5, 6), (0, 2), (1, 3), (3, 4), (8, 8)])
     assert list(times) == [(0, 4), (5, 6)] and times.length == 5
-    assert times.covered(1, 5.5) == 3.5 and times.covered(4, 5) == times.covered(6, 9) == times.covered(-2, 0) == 0
+    assert (
+        times.covered_length(1, 5.5) == 3.5
+        and times.covered_length(4, 5) == times.covered_length(6, 9) == times.covered_length(-2, 0) == 0
+    )
     assert list(times.without(Intervals([(1, 2), (3, 5.5)]))) == [(0, 1), (2, 3), (5.5, 6)]
     assert list(times.without(Intervals([(-1, 9)]))) == [] and list(times.without(Intervals([]))) == list(times)
 
@@ -300,7 +303,7 @@ def test_the_rank_that_others_wait_for_longest_is_named_first() -> None:
     """A rank without a module that explains its lateness was not named, however long others waited for it."""
     times = [(0, 0.1, ""), (1, 0.3, "layers.0.mlp"), (2, 0.5, "")]
     ranks = [RankTime(rank, 1.0, 0.5, 0.0, 0.5, 0.0, 0.0, waited, cause, 0.2) for rank, waited, cause in times]
-    first, second = late_ranks(ExposureReport(ranks, [], [], [], []))
+    first, second = late_rank_sentences(ExposureReport(ranks, [], [], [], []))
     assert first.startswith("Rank 2 is late: others wait 0.5000 s") and "No module explains it" in first
     assert second.startswith("Rank 1 is late") and second.endswith("in layers.0.mlp.")
 

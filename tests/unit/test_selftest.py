@@ -22,13 +22,13 @@ from fused_tp.cli import selftest
 from fused_tp.cli.main import main
 from fused_tp.selftest import steps as step_module
 from fused_tp.selftest.steps import (
-    INTERRUPTED,
-    LATE,
-    LEFT_OUT,
-    RESULT,
-    RIGHT,
-    UNABLE,
-    WRONG,
+    RESULT_PLACEHOLDER,
+    STATE_INTERRUPTED,
+    STATE_LATE,
+    STATE_LEFT_OUT,
+    STATE_RIGHT,
+    STATE_WRONG,
+    UNABLE_EXIT_CODE,
     Outcome,
     SelftestStep,
     affordable,
@@ -41,7 +41,7 @@ YES, NO = ("true",), ("false",)
 def step(
     name: str, code: str, *, least: float = 0.1, limit: float = 20.0, rank: int = 0, gpu: bool = True
 ) -> SelftestStep:
-    return SelftestStep(name, [sys.executable, "-c", code, RESULT], least, limit, rank, needs_gpu=gpu)
+    return SelftestStep(name, [sys.executable, "-c", code, RESULT_PLACEHOLDER], least, limit, rank, needs_gpu=gpu)
 
 
 # The step starts a child process, which must not outlive it.
@@ -56,7 +56,7 @@ FINDS = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'note': '3 a
 
 def run(steps: list[SelftestStep], out: Path, seconds: float = 60.0, **how: object) -> tuple[list[Outcome], list[str]]:
     lines: list[str] = []
-    return list(run_steps(steps, out, seconds, lines.append, alive=how.pop("alive", YES), **how)), lines  # type: ignore[arg-type]
+    return list(run_steps(steps, out, seconds, lines.append, probe=how.pop("alive", YES), **how)), lines  # type: ignore[arg-type]
 
 
 def test_a_step_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_step_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path) -> None
     begun = time.monotonic()
     outcomes, lines = run(steps, tmp_path)
     assert time.monotonic() - begun < 30
-    assert [one.state for one in outcomes] == [RIGHT, LATE, WRONG, WRONG, RIGHT]
+    assert [one.state for one in outcomes] == [STATE_RIGHT, STATE_LATE, STATE_WRONG, STATE_WRONG, STATE_RIGHT]
     assert outcomes[0].note == "3 are right" and outcomes[0].found == {"note": "3 are right"}
     assert "SIGSEGV" in outcomes[2].note and outcomes[3].note == "exit code 1: 5 of 7"
     (child,) = [int(line.split()[-1]) for line in lines if "child" in line]
@@ -104,7 +104,7 @@ time.sleep(60)
 def test_an_interruption_keeps_what_was_found(
     number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "_gpus", lambda: selftest.Gpus("", 90, 1, "H100"))
+    monkeypatch.setattr(selftest, "_find_gpus", lambda: selftest.Gpus("", 90, 1, "H100"))
     chosen = [step("first", FINDS), step("hangs", WRITES_AND_HANGS), step("never", "")]
     monkeypatch.setattr(selftest, "steps", lambda *_: chosen)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in background jobs
@@ -124,7 +124,10 @@ def test_an_interruption_keeps_what_was_found(
     thread.join()
     assert found == status
     report = json.loads((tmp_path / "selftest.json").read_text())
-    assert [(one["name"], one["state"]) for one in report["steps"]] == [("first", RIGHT), ("hangs", INTERRUPTED)]
+    assert [(one["name"], one["state"]) for one in report["steps"]] == [
+        ("first", STATE_RIGHT),
+        ("hangs", STATE_INTERRUPTED),
+    ]
     assert report["steps"][1]["note"] == "2 of 2 cases are right" and gone(report["steps"][1]["found"]["pid"])
 
 
@@ -135,7 +138,8 @@ from pathlib import Path
 spec = importlib.util.spec_from_file_location("steps", sys.argv[1])
 steps = sys.modules["steps"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(steps)
-hangs = steps.SelftestStep("hangs", [sys.executable, "-c", sys.argv[3], steps.RESULT], 1, 60, 0, needs_gpu=False)
+command = [sys.executable, "-c", sys.argv[3], steps.RESULT_PLACEHOLDER]
+hangs = steps.SelftestStep("hangs", command, 1, 60, 0, needs_gpu=False)
 list(steps.run_steps([hangs], Path(sys.argv[2]), 60, print))
 """
     process = subprocess.Popen(
@@ -150,7 +154,7 @@ list(steps.run_steps([hangs], Path(sys.argv[2]), 60, print))
 
 def test_a_gpu_is_asked_for_no_longer_than_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline holds even if the probe leaves a child process that keeps its output open."""
-    monkeypatch.setattr(step_module, "ALIVE_SECONDS", 0.5)
+    monkeypatch.setattr(step_module, "PROBE_SECONDS", 0.5)
     begun = time.monotonic()
     outcomes, _ = run([step("hangs", HANGS, limit=0.5)], tmp_path, alive=("sh", "-c", "sleep 50 & sleep 50"))
     assert outcomes[0].note.endswith("the GPU does not answer") and time.monotonic() - begun < 12
@@ -162,13 +166,22 @@ def test_notes_of_steps(tmp_path: Path) -> None:
     steps = [
         step("wrong", writes + "sys.exit(1)"),
         step("crashes", writes + "sys.exit(9)"),
-        step("cannot", writes + f"sys.exit({UNABLE})"),
-        SelftestStep("late", ["sh", "-c", f"echo '{note}' > \"$0\"; echo right; sleep 60", RESULT], 0.1, 1.5, 0),
+        step("cannot", writes + f"sys.exit({UNABLE_EXIT_CODE})"),
+        SelftestStep(
+            "late", ["sh", "-c", f"echo '{note}' > \"$0\"; echo right; sleep 60", RESULT_PLACEHOLDER], 0.1, 1.5, 0
+        ),
         SelftestStep("no program", [str(tmp_path / "none")], 0.1, 5, 0),
         step("says much", "print('x' * 1000000); print('end')"),
     ]
     outcomes, _ = run(steps, tmp_path)
-    assert [one.state for one in outcomes] == [WRONG, WRONG, LEFT_OUT, LATE, WRONG, RIGHT]
+    assert [one.state for one in outcomes] == [
+        STATE_WRONG,
+        STATE_WRONG,
+        STATE_LEFT_OUT,
+        STATE_LATE,
+        STATE_WRONG,
+        STATE_RIGHT,
+    ]
     notes = [one.note for one in outcomes]
     assert notes[:2] == ["exit code 1: 5 of 7 | right", "exit code 9: right  the last"]
     assert notes[2:4] == ["5 of 7 | right", "ended after 2 s: 5 of 7 | right"] and "it did not run" in notes[4]
@@ -201,7 +214,7 @@ def test_no_step_runs_before_one_that_is_worth_more() -> None:
         ranks = [one.rank for one in steps]
         assert ranks == sorted(ranks)
         # All mandatory steps fit into the default time.
-        assert sum(one.least for one in steps if one.rank < 8) < 60 * selftest.MINUTES - 60 * (gpus > 1)
+        assert sum(one.least for one in steps if one.rank < 8) < 60 * selftest.DEFAULT_MINUTES - 60 * (gpus > 1)
 
 
 def body(monkeypatch: pytest.MonkeyPatch, result: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -296,13 +309,13 @@ def test_programs_of_the_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, says in (("counters", "==ERROR== ERR_NVGPUCTRPERM"), ("memory", "========= Error: Device not supported")):
         program.write_text(f"#!/bin/sh\necho '{says}'\nexit 1\n")
         code, found = body(monkeypatch, tmp_path / "found.json", name, str(program))
-        assert code == UNABLE and "does not work here" in found["note"]
+        assert code == UNABLE_EXIT_CODE and "does not work here" in found["note"]
 
 
 def test_a_gpu_that_does_not_answer_is_left_alone(tmp_path: Path) -> None:
     steps = [step("hangs", HANGS, limit=1.0), step("on the GPU", ""), step("elsewhere", "", gpu=False)]
     outcomes, _ = run(steps, tmp_path, alive=NO)
-    assert [one.state for one in outcomes] == [LATE, LEFT_OUT, RIGHT]
+    assert [one.state for one in outcomes] == [STATE_LATE, STATE_LEFT_OUT, STATE_RIGHT]
     assert outcomes[1].note == "the GPU did not answer after hangs"
 
 
@@ -310,12 +323,12 @@ def test_the_most_valuable_steps_fit_first(tmp_path: Path) -> None:
     steps = [step("c", "", least=15, rank=3), step("a", "", least=10, rank=1), step("b", "", least=50, rank=2)]
     assert affordable(steps, 30) == {"a", "c"}
     outcomes, _ = run(steps, tmp_path, 30)
-    assert {one.name: one.state for one in outcomes} == {"a": RIGHT, "b": LEFT_OUT, "c": RIGHT}
+    assert {one.name: one.state for one in outcomes} == {"a": STATE_RIGHT, "b": STATE_LEFT_OUT, "c": STATE_RIGHT}
     # A step that takes all the time leaves none for the next.
     steps = [step("long", "import time; time.sleep(30)", limit=100), step("next", "", least=0.5, rank=1)]
     begun = time.monotonic()
     outcomes, _ = run(steps, tmp_path, 2.0)
-    assert [one.state for one in outcomes] == [LATE, LEFT_OUT] and time.monotonic() - begun < 10
+    assert [one.state for one in outcomes] == [STATE_LATE, STATE_LEFT_OUT] and time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(
@@ -330,7 +343,7 @@ def test_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     obstacle = "no GPU" if gpu is None else ""
-    monkeypatch.setattr(selftest, "_gpus", lambda: selftest.Gpus(obstacle, 90, 1, "H100"))
+    monkeypatch.setattr(selftest, "_find_gpus", lambda: selftest.Gpus(obstacle, 90, 1, "H100"))
     monkeypatch.setattr(selftest, "steps", lambda *_: [step("only", code, gpu=gpu is not False)])
     (tmp_path / "of the user").write_text("kept")
     assert main(["selftest", "--out", str(tmp_path)]) == status
@@ -360,7 +373,7 @@ def test_environment_without_a_gpu(tmp_path: Path) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        assert done.returncode == 2 and report["steps"][1]["state"] == LEFT_OUT
+        assert done.returncode == 2 and report["steps"][1]["state"] == STATE_LEFT_OUT
 
 
 def test_tune_checks_with_threads_where_there_is_one_gpu(
@@ -445,9 +458,9 @@ def test_kernels_that_are_timed_or_wait_for_copies_are_compiled_ahead() -> None:
     from fused_tp.selftest import kernel_cache, kernels
 
     copied = next(case for case in kernels.CASES if case.op == "copied")
-    assert copied.compiled_ahead
+    assert copied.is_compiled_ahead
     with kernel_cache.recorded(90) as launches:
-        kernels.launch_only(kernels.one_call(copied))
+        kernels.launch_only(kernels.keep_first_shape(copied))
         assert [key for key in launches.keys if "all_gather_gemm_kernel" in key]
         before = len(launches.keys)
         runs = {run.args[0].name: run for run in kernel_cache.timed_calls(90)}  # type: ignore[attr-defined]
@@ -471,8 +484,8 @@ from fused_tp.triton_kernels import archive
 from unittest import mock
 
 archive.SHIPPED = Path(sys.argv[1]).parent / "shipped"
-few = [case for case in kernels.CASES if case.op in ("attention", "direct") and case.world < 3 and not case.late]
-few = [kernels.one_call(case) for case in few if case.dtype.itemsize == 2]
+few = [case for case in kernels.CASES if case.op in ("attention", "direct") and case.world < 3 and not case.late_ranks]
+few = [kernels.keep_first_shape(case) for case in few if case.dtype.itemsize == 2]
 if sys.argv[2] == "unpack":
     few.reverse()
     assert archive.unpack(Path(sys.argv[1]), archive.cache_folder()) > 3

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_tp.training.text import IGNORED, Bytes, PackedText, load_text
+from fused_tp.training.text import IGNORED_LABEL, Bytes, PackedText, load_text
 from tests.workers import error_of
 
 
@@ -30,7 +30,7 @@ def test_rows_are_the_documents_one_after_the_other(lengths: list[int], seq: int
         for at, (position, label) in enumerate(zip(row["position_ids"].tolist(), row["labels"].tolist(), strict=True)):
             begins = max(start for start in starts if start <= first + at)
             assert position == first + at - max(begins, first)
-            assert label == (IGNORED if position == 0 else first + at)
+            assert label == (IGNORED_LABEL if position == 0 else first + at)
 
 
 def test_forms_of_text(tmp_path: Path) -> None:

@@ -21,52 +21,52 @@ from fused_tp.core.group import resolve_group
 from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
 
-_suspended = threading.local()
+_thread_state = threading.local()
 
 
 @contextmanager
-def suspended() -> Iterator[None]:
+def suspend_checks() -> Iterator[None]:
     """Disable all checks in this thread, both at forward passes and after sharding."""
-    before = getattr(_suspended, "now", False)
-    _suspended.now = True
+    previous = getattr(_thread_state, "is_suspended", False)
+    _thread_state.is_suspended = True
     try:
         yield
     finally:
-        _suspended.now = before
+        _thread_state.is_suspended = previous
 
 
 def is_suspended() -> bool:
-    """True inside `suspended` and while torch.compile traces: checks then neither run nor count the call."""
-    return torch.compiler.is_compiling() or getattr(_suspended, "now", False)
+    """True inside `suspend_checks` and while torch.compile traces: checks then neither run nor count the call."""
+    return torch.compiler.is_compiling() or getattr(_thread_state, "is_suspended", False)
 
 
-def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any]:
-    """Gather `mine` from every rank of the product of `meshes`, in the same order on all ranks. A collective call.
+def gather_over_meshes(meshes: Sequence[DeviceMesh], description: str, value: Any) -> list[Any]:
+    """Gather `value` from every rank of the product of `meshes`, in the same order on all ranks. A collective call.
 
     Each mesh in turn exchanges the lists that the mesh before it gathered, so all ranks obtain the same list.
     """
-    found = [mine]
+    values = [value]
     for mesh in meshes:
-        found = [one for theirs in exchange(resolve_group(mesh), what, found) for one in theirs]
-    return found
+        values = [one for rank_values in exchange(resolve_group(mesh), description, values) for one in rank_values]
+    return values
 
 
-def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _comparable_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, comparable description) for `value`, or for each tensor in it if it is a list or a dict."""
     if isinstance(value, Tensor):
-        numbers = value.layout == torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
-        if numbers and not (value.is_floating_point() or value.is_complex()):
-            contents = checksum(value.detach().cpu().contiguous().numpy().tobytes())
-            yield name, [list(value.shape), str(value.dtype), contents]
+        is_dense = value.layout == torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
+        if is_dense and not (value.is_floating_point() or value.is_complex()):
+            content_checksum = checksum(value.detach().cpu().contiguous().numpy().tobytes())
+            yield name, [list(value.shape), str(value.dtype), content_checksum]
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _described(f"{name}[{key!r}]", one)
+        for key, item in value.items():
+            yield from _comparable_values(f"{name}[{key!r}]", item)
     elif isinstance(value, (list, tuple)):
-        if any(isinstance(one, int) for one in value):
+        if any(isinstance(item, int) for item in value):
             yield name, checksum(repr(value).encode())
         else:
-            for i, one in enumerate(value):
-                yield from _described(f"{name}[{i}]", one)
+            for i, item in enumerate(value):
+                yield from _comparable_values(f"{name}[{i}]", item)
 
 
 class BatchCheck:
@@ -95,8 +95,14 @@ class BatchCheck:
             self._compare(sum(self.calls.values()), arguments, training=model.training)
 
     def _compare(self, call: int, arguments: dict[str, Any], *, training: bool) -> None:
-        described = {name: one for key, value in sorted(arguments.items()) for name, one in _described(key, value)}
-        found, modes = zip(*of_all_ranks(self.meshes, "the batch", (described, training)), strict=True)
+        descriptions = {
+            name: content
+            for key, value in sorted(arguments.items())
+            for name, content in _comparable_values(key, value)
+        }
+        rank_descriptions, modes = zip(
+            *gather_over_meshes(self.meshes, "the batch", (descriptions, training)), strict=True
+        )
         dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
         if len(set(modes)) > 1:
             raise RankMismatchError(
@@ -104,16 +110,18 @@ class BatchCheck:
                 f"{modes.index(True)} is, and rank {modes.index(False)} is not. These ranks compute one forward pass "
                 "together. Call model.train() on all of them, or model.eval() on all of them."
             )
-        differ = [i for i, theirs in enumerate(found) if theirs != found[0]]
-        if not differ:
+        different_ranks = [i for i, description in enumerate(rank_descriptions) if description != rank_descriptions[0]]
+        if not different_ranks:
             return
-        names = {*found[0], *found[differ[0]]}
-        names = {name for name in names if found[0].get(name) != found[differ[0]].get(name)}
+        names = {*rank_descriptions[0], *rank_descriptions[different_ranks[0]]}
+        names = {
+            name for name in names if rank_descriptions[0].get(name) != rank_descriptions[different_ranks[0]].get(name)
+        }
         raise RankMismatchError(
             f"the ranks of {dims} received different batches in call {call} of the model: {join_words(sorted(names))} "
-            f"differ between the first rank and rank {differ[0]} of {len(found)}. These ranks compute one forward pass "
-            "together, so each must receive the same batch. Shard the data over data parallel ranks only: "
-            "DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()), or "
-            "num_replicas=1, rank=0 without data parallelism, with the same seed. "
-            "Ranks that sample tokens need equal random states (torch.manual_seed)."
+            f"differ between the first rank and rank {different_ranks[0]} of {len(rank_descriptions)}. These ranks "
+            "compute one forward pass together, so each must receive the same batch. Shard the data over data parallel "
+            "ranks only: DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
+            "rank=mesh['dp'].get_local_rank()), or num_replicas=1, rank=0 without data parallelism, with the same "
+            "seed. Ranks that sample tokens need equal random states (torch.manual_seed)."
         )

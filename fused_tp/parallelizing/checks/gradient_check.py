@@ -24,15 +24,15 @@ from fused_tp.core.errors import join_words
 from fused_tp.core.group import resolve_group
 from fused_tp.core.store import exchange
 from fused_tp.parallelizing.checks.batch_check import is_suspended
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 
-# `sketch` folds a gradient into rows of this length and adds the rows. A prime: 1024 would add up the columns of a
-# weight of that width.
-_WIDTH = 1021
+# `norm_and_projection` folds a gradient into rows of this length and adds the rows. A prime: 1024 would add up the
+# columns of a weight of that width.
+_SKETCH_WIDTH = 1021
 # A difference between ranks is an error if it exceeds both bounds: the first relative to the norm of this gradient, the
 # second relative to the norm of all gradients. Rounding alone stays below the first, except in a gradient that should
 # be 0, where it stays below the second.
-_OWN_NORM_BOUND, _TOTAL_NORM_BOUND = 0.05, 1e-3
+_PARAMETER_NORM_BOUND, _TOTAL_NORM_BOUND = 0.05, 1e-3
 
 
 class GradientCheck:
@@ -48,47 +48,51 @@ class GradientCheck:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.calls = 0
-        self._queued = False
+        self._is_queued = False
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         if is_suspended() or not torch.is_grad_enabled():
             return
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        outputs = [t for t in find_tensors(output) if t.requires_grad]
         self.calls += bool(outputs)
         if outputs and is_check_due(self.calls):
-            self._queued = False  # an earlier backward pass that raised an error has left it True
+            self._is_queued = False  # an earlier backward pass that raised an error has left it True
             for t in outputs:
                 t.register_hook(partial(self._queue, model))
 
     def _queue(self, model: nn.Module, grad: Tensor) -> None:
-        if not self._queued:
-            self._queued = True
+        if not self._is_queued:
+            self._is_queued = True
             Variable._execution_engine.queue_callback(partial(self._compare, model))
 
     @torch.no_grad()
     def _compare(self, model: nn.Module) -> None:
-        self._queued = False
-        found = {name: sketch(gradient) for name, gradient in self._replicated_gradients(model)}
-        mine = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
-        ranks = exchange(resolve_group(self.mesh), "gradients of replicated parameters", mine)
+        self._is_queued = False
+        sketches = {name: norm_and_projection(gradient) for name, gradient in self._replicated_gradients(model)}
+        local_sketches = (
+            dict(zip(sketches, torch.stack(list(sketches.values())).tolist(), strict=True)) if sketches else {}
+        )
+        ranks = exchange(resolve_group(self.mesh), "gradients of replicated parameters", local_sketches)
         # All ranks compute this from the same values, so they take the same decision. A missing gradient counts as 0.
-        of_all = max(sum(norm**2 for norm, _ in theirs.values() if isfinite(norm)) for theirs in ranks) ** 0.5
-        worst: dict[str, float] = {}
-        for name in dict.fromkeys(name for theirs in ranks for name in theirs):
-            norms, projections = zip(*(theirs.get(name, (0.0, 0.0)) for theirs in ranks), strict=True)
+        total_norm = (
+            max(sum(norm**2 for norm, _ in rank_sketches.values() if isfinite(norm)) for rank_sketches in ranks) ** 0.5
+        )
+        errors: dict[str, float] = {}
+        for name in dict.fromkeys(name for rank_sketches in ranks for name in rank_sketches):
+            norms, projections = zip(*(rank_sketches.get(name, (0.0, 0.0)) for rank_sketches in ranks), strict=True)
             if not all(map(isfinite, norms)):
-                worst |= {name: inf} if any(map(isfinite, norms)) else {}
+                errors |= {name: inf} if any(map(isfinite, norms)) else {}
                 continue
             difference = max(projections) - min(projections)
-            if difference > max(_OWN_NORM_BOUND * max(norms), _TOTAL_NORM_BOUND * of_all):
-                worst[name] = difference / max(norms)
-        if worst:
-            first = sorted(worst, key=lambda name: -worst[name])[:4]
-            more = f" and {len(worst) - len(first)} more" if len(worst) > len(first) else ""
+            if difference > max(_PARAMETER_NORM_BOUND * max(norms), _TOTAL_NORM_BOUND * total_norm):
+                errors[name] = difference / max(norms)
+        if errors:
+            first = sorted(errors, key=lambda name: -errors[name])[:4]
+            more_text = f" and {len(errors) - len(first)} more" if len(errors) > len(first) else ""
             raise ValueError(
                 f"after backward the ranks of {(self.mesh.mesh_dim_names or ('tp',))[0]!r} hold different gradients of "
-                f"{join_words(map(repr, first))}{more}, which are replicated on these ranks. Either the ranks drew "
-                "different dropout masks: set equal random states (torch.manual_seed). Or the parameter is used "
+                f"{join_words(map(repr, first))}{more_text}, which are replicated on these ranks. Either the ranks "
+                "drew different dropout masks: set equal random states (torch.manual_seed). Or the parameter is used "
                 "between sharded layers, where each rank has only its own features and so only one term of the "
                 "gradient: remove these layers from the plan, or give the parameter's module the style "
                 "'replicated_with_grad_allreduce'."
@@ -101,21 +105,21 @@ class GradientCheck:
                 yield name, gradient
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 continue
-            replicated = all(placement.is_replicate() for placement in (*parameter.placements, *gradient.placements))
-            if replicated and parameter.device_mesh == self.mesh:
+            is_replicated = all(placement.is_replicate() for placement in (*parameter.placements, *gradient.placements))
+            if is_replicated and parameter.device_mesh == self.mesh:
                 yield name, gradient.to_local()
 
 
-def sketch(gradient: Tensor) -> Tensor:
+def norm_and_projection(gradient: Tensor) -> Tensor:
     """Return the tensor [norm, projection] of `gradient`.
 
     The projection is the dot product with a fixed random vector. The projections of two gradients differ by about the
     norm of their difference.
     """
     flat = gradient.flatten().float()
-    whole = flat.numel() // _WIDTH * _WIDTH
-    folded = flat[:whole].view(-1, _WIDTH).sum(0)
-    folded[: flat.numel() - whole] += flat[whole:]
-    seeded = torch.Generator().manual_seed(0)
-    weights = torch.randn(_WIDTH, generator=seeded, dtype=flat.dtype, device="cpu").to(flat.device)
+    full_rows_numel = flat.numel() // _SKETCH_WIDTH * _SKETCH_WIDTH
+    folded = flat[:full_rows_numel].view(-1, _SKETCH_WIDTH).sum(0)
+    folded[: flat.numel() - full_rows_numel] += flat[full_rows_numel:]
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(_SKETCH_WIDTH, generator=generator, dtype=flat.dtype, device="cpu").to(flat.device)
     return torch.stack([flat.norm(), folded @ weights])

@@ -24,23 +24,23 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
-from fused_tp.parallelizing.checks.gradient_check import sketch
+from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
+from fused_tp.parallelizing.checks.gradient_check import norm_and_projection
 from fused_tp.parallelizing.checks.model_check import warn_once
 from fused_tp.parallelizing.checks.step_check import (
     StepCheck,
-    as_sharded,
-    copies_of,
+    copy_arguments,
     gradient_errors,
-    norm_of,
-    outputs_in,
-    own_parts,
+    gradient_shards,
+    isolated_passes,
+    output_tensors,
     run_on_copies,
+    two_norm,
 )
-from fused_tp.parallelizing.checks.undisturbed import Mode, random_states_now
-from fused_tp.parallelizing.grad_sync import syncs_of
-from fused_tp.parallelizing.graph import REENTRANT, nodes_of
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.checks.undisturbed import Mode, current_random_states
+from fused_tp.parallelizing.grad_sync import find_gradient_syncs
+from fused_tp.parallelizing.graph import REENTRANT_NODE, reachable_nodes
+from fused_tp.parallelizing.outputs import find_tensors
 from fused_tp.parallelizing.sequence_sharding import Parallelism
 
 # Bounds of relative errors. In 112 correct steps of 20 model types, in fp32 and bf16, gradients of parameters stayed
@@ -51,39 +51,44 @@ _MAX_OUTPUTS = 8  # calls with more outputs that require gradients are not check
 
 
 class LossCheck:
-    """Hooks before and after forward that check the backward pass of each call that `step` has compared."""
+    """Hooks before and after forward that check the backward pass of each call that `step_check` has compared."""
 
-    def __init__(self, step: StepCheck) -> None:
-        self.step = step
+    def __init__(self, step_check: StepCheck) -> None:
+        self.step_check = step_check
         self._call: _LossCall | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_suspended() or not torch.is_grad_enabled():
             return
         if self._call is not None:
-            self._call.finished = True  # the next backward pass may belong to both calls
+            self._call.is_finished = True  # the next backward pass may belong to both calls
             self._call = None
-        if self.step.compared and not any(
-            of_all_ranks(self.step.meshes, "gradients of outputs", _has_other_gradients(model, (args, kwargs)))
+        if self.step_check.is_compared and not any(
+            gather_over_meshes(
+                self.step_check.meshes, "gradients of outputs", _has_other_gradients(model, (args, kwargs))
+            )
         ):
-            self._call = _LossCall(model, self.step, args, kwargs)
+            self._call = _LossCall(model, self.step_check, args, kwargs)
 
-    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._call is not None and not is_suspended():
-            self._call.watch(output)
+            self._call.watch_outputs(output)
 
 
 def _has_other_gradients(model: nn.Module, arguments: object) -> bool:
     """True if, after backward, `grad` may contain more than the gradients of this call."""
     parameters = [*model.parameters()]
     return (
-        any(t.requires_grad for t in tensors_in(arguments))
+        any(t.requires_grad for t in find_tensors(arguments))
         or any(p.grad is not None or getattr(p, "main_grad", None) is not None for p in parameters)
         or any(p._post_accumulate_grad_hooks for p in parameters)  # hooks may clip or step
-        or any(sync.partly or sync.defers or sync.deferring for sync in syncs_of(model))
+        or any(
+            sync.has_partly_used or sync.has_pending_reduction or sync.is_deferring
+            for sync in find_gradient_syncs(model)
+        )
         or DistributedDataParallel._get_active_ddp_module() is not None
     )
 
@@ -91,10 +96,12 @@ def _has_other_gradients(model: nn.Module, arguments: object) -> bool:
 class _LossCall:
     """One call of `model`, from its forward to the end of its backward."""
 
-    def __init__(self, model: nn.Module, step: StepCheck, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.model, self.parallelism, self.meshes = model, step.parallelism, step.meshes
-        self.args, self.kwargs = copies_of((args, kwargs))  # the model may write into its arguments
-        self.random_states = random_states_now()
+    def __init__(
+        self, model: nn.Module, step_check: StepCheck, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.model, self.parallelism, self.meshes = model, step_check.parallelism, step_check.meshes
+        self.args, self.kwargs = copy_arguments((args, kwargs))  # the model may write into its arguments
+        self.random_states = current_random_states()
         device = next(model.parameters()).device.type
         self.autocast = partial(
             torch.autocast,
@@ -103,50 +110,56 @@ class _LossCall:
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
-        self._replicated = step.replicated
-        self.finished = False
+        self._replicated = step_check.replicated
+        self.is_finished = False
         self._output_gradients: dict[int, Tensor] = {}  # by index of the output
-        self._queued = False
+        self._is_queued = False
 
-    def watch(self, output: object) -> None:
+    def watch_outputs(self, output: object) -> None:
         """Register hooks that store the gradients of the tensors in `output`, the result of the call."""
-        outputs = {i: t for i, t in enumerate(outputs_in(output)) if t.requires_grad}
-        self.finished = not 0 < len(outputs) <= _MAX_OUTPUTS
-        for i, t in {}.items() if self.finished else outputs.items():
+        outputs = {i: t for i, t in enumerate(output_tensors(output)) if t.requires_grad}
+        self.is_finished = not 0 < len(outputs) <= _MAX_OUTPUTS
+        for i, t in {}.items() if self.is_finished else outputs.items():
             t.register_hook(partial(self._store_gradient, i))
 
     def _store_gradient(self, index: int, grad: Tensor) -> None:
-        if self.finished:
+        if self.is_finished:
             return
         self._output_gradients[index] = grad.detach()
-        if not self._queued:
-            self._queued = True
+        if not self._is_queued:
+            self._is_queued = True
             Variable._execution_engine.queue_callback(self._compare)
 
     def _compare(self) -> None:
-        if self.finished:
+        if self.is_finished:
             return
-        self.finished = True
-        found, self._output_gradients = self._output_gradients, {}
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if all(p.grad is None for p in named.values()):
+        self.is_finished = True
+        output_gradients, self._output_gradients = self._output_gradients, {}
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if all(p.grad is None for p in trainable.values()):
             return  # the caller has used torch.autograd.grad, which leaves `grad` unset
-        with as_sharded(self.model, Mode.AS_IT_IS, self.random_states):
+        with isolated_passes(self.model, Mode.AS_IT_IS, self.random_states):
             with self.autocast():  # the caller's modes at forward; this code runs in backward, outside autocast
                 outputs = run_on_copies(self.model, self.args, self.kwargs)
-            if any(node.name() == REENTRANT for i in found for node in nodes_of(outputs[i])):
+            if any(node.name() == REENTRANT_NODE for i in output_gradients for node in reachable_nodes(outputs[i])):
                 return  # torch.autograd.grad does not support reentrant checkpoints
-            gradients = _parameter_gradients(outputs, found, list(named.values()))
-        expected = own_parts(self.model, self.parallelism, dict(zip(named, gradients, strict=True)), summed=False)
-        there = own_parts(self.model, self.parallelism, {name: p.grad for name, p in named.items()}, summed=True)
-        errors = gradient_errors(expected, {name: (t, norm_of(t)) for name, t in there.items()})
+            gradients = _parameter_gradients(outputs, output_gradients, list(trainable.values()))
+        expected = gradient_shards(
+            self.model, self.parallelism, dict(zip(trainable, gradients, strict=True)), is_summed=False
+        )
+        actual = gradient_shards(
+            self.model, self.parallelism, {name: p.grad for name, p in trainable.items()}, is_summed=True
+        )
+        errors = gradient_errors(expected, {name: (t, two_norm(t)) for name, t in actual.items()})
         name = max(errors, key=lambda name: errors[name], default="")
-        replicated = {i: grad for i, grad in found.items() if i in self._replicated}
-        sketches = {str(i): [*sketch(grad).tolist(), grad.element_size()] for i, grad in replicated.items()}
-        ranks = of_all_ranks(self.meshes, "gradients of outputs", [errors.get(name, 0.0), name, sketches])
-        for index in {index: None for *_, theirs in ranks for index in theirs}:
-            self._raise_if_different([theirs.get(index, (0.0, 0.0, 8)) for *_, theirs in ranks])
-        error, name = max((one[0], one[1]) for one in ranks)
+        replicated = {i: grad for i, grad in output_gradients.items() if i in self._replicated}
+        sketches = {
+            str(i): [*norm_and_projection(grad).tolist(), grad.element_size()] for i, grad in replicated.items()
+        }
+        ranks = gather_over_meshes(self.meshes, "gradients of outputs", [errors.get(name, 0.0), name, sketches])
+        for index in {index: None for *_, rank_sketches in ranks for index in rank_sketches}:
+            self._raise_if_different([rank_sketches.get(index, (0.0, 0.0, 8)) for *_, rank_sketches in ranks])
+        error, name = max((report[0], report[1]) for report in ranks)
         if _PARAMETER_BOUND < error < inf:
             warn_once(
                 self.meshes,
@@ -189,12 +202,14 @@ def _parameter_gradients(
     nodes: dict[int, Any] = {i: outputs[i].grad_fn for i in total}
     order = sorted(total, key=lambda i: 0 if nodes[i] is None else -nodes[i]._sequence_nr())
     roots: list[Tensor] = []
-    own: list[Tensor] = []
+    root_gradients: list[Tensor] = []
     for i in order:
-        direct = total[i]
+        direct_gradient = total[i]
         if roots:
-            (by_others,) = torch.autograd.grad(roots, [outputs[i]], own, retain_graph=True, allow_unused=True)
-            direct = direct if by_others is None else direct - by_others
+            (indirect_gradient,) = torch.autograd.grad(
+                roots, [outputs[i]], root_gradients, retain_graph=True, allow_unused=True
+            )
+            direct_gradient = direct_gradient if indirect_gradient is None else direct_gradient - indirect_gradient
         roots.append(outputs[i])
-        own.append(direct)
-    return torch.autograd.grad(roots, list(parameters), own, allow_unused=True)
+        root_gradients.append(direct_gradient)
+    return torch.autograd.grad(roots, list(parameters), root_gradients, allow_unused=True)

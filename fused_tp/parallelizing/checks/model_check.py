@@ -19,14 +19,14 @@ from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.core.pending import checksum
 from fused_tp.nn.sharding import PLAIN_SHARDINGS
-from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
+from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
 from fused_tp.parallelizing.marks import MARK
 
 _LOG = logging.getLogger("fused_tp")
 # Number of elements of each tensor that are compared. Few suffice, because independently initialized weights differ
 # everywhere. But up to _MAX_ROWS rows the sample includes every row, because ranks may differ in a few rows only, such
 # as those that were added to a vocabulary.
-_SAMPLE, _MAX_ROWS = 1021, 1 << 20
+_SAMPLE_SIZE, _MAX_ROWS = 1021, 1 << 20
 
 
 def is_parallelized(model: nn.Module) -> bool:
@@ -63,16 +63,16 @@ class ModuleCheck:
         self.from_meta = from_meta
         self.calls, self._is_due = 0, False
         self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the unsharded model
-        self.memory = _memory_of(model)
+        self.storages = _parameter_storages(model)
 
-    def remember(self, model: nn.Module) -> None:
+    def record_code(self, model: nn.Module) -> None:
         """Record that the current code of `model` has been compared with the unsharded model."""
-        self._code = {name: code_of(module) for name, module in model.named_modules()}
+        self._code = {name: callers_code(module) for name, module in model.named_modules()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "memory": {}, "_code": {}}  # a copy has other parameters and modules
 
-    def refuse(self, model: nn.Module, args: Any) -> None:
+    def check_parameters(self, model: nn.Module, args: Any) -> None:
         """Raise ValueError for changed parameters. This hook runs before the hooks that restore the unsharded model."""
         if is_suspended():
             return
@@ -81,56 +81,60 @@ class ModuleCheck:
         if not self._is_due:
             return
         for name, module in model.named_modules():
-            own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-            own = own if self.parallelism.tp_mesh is not None else {}
-            if own and getattr(module, MARK, None) is not self.parallelism:
+            local_parameters = {
+                key: parameter for key, parameter in module._parameters.items() if parameter is not None
+            }
+            local_parameters = local_parameters if self.parallelism.tp_mesh is not None else {}
+            if local_parameters and getattr(module, MARK, None) is not self.parallelism:
                 raise ValueError(
                     f"{name!r} ({type(module).__name__}) was added to the model after parallelize, so it is not "
                     "sharded. Add it before parallelize. LoRA adapters can also be added afterwards, with "
                     "fused_tp.parallelizing.peft.parallel_config."
                 )
-            for key, parameter in own.items():
+            for key, parameter in local_parameters.items():
                 path = f"{name}.{key}".lstrip(".")
-                plain = key in vars(module).get(PLAIN_SHARDINGS, {}) and not is_traceable_wrapper_subclass(parameter)
-                if not (plain or isinstance(parameter, DTensor)):
+                is_plain_shard = key in vars(module).get(PLAIN_SHARDINGS, {}) and not is_traceable_wrapper_subclass(
+                    parameter
+                )
+                if not (is_plain_shard or isinstance(parameter, DTensor)):
                     raise ValueError(
                         f"{path!r} is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that replaced the "
                         "rank's shard after parallelize (a quantizer may do so). Quantize layers before parallelize, "
                         "and remove them from the plan. To load other values, use load_full_state_dict."
                     )
-        self._check_memory(model)
+        self._check_storages(model)
         if self.from_meta and self.parallelism.tp_mesh is not None:
             self.from_meta = False
             _check_values(model)
 
-    def name_changes(self, model: nn.Module, args: Any) -> None:
+    def log_changes(self, model: nn.Module, args: Any) -> None:
         """Log changed code. This hook runs last, after a comparison has recorded the code that it covers."""
         if is_suspended() or not self._is_due:
             return
         for name, module in model.named_modules():
-            code = code_of(module)
+            code = callers_code(module)
             before, self._code[name] = self._code.get(name, {}), code
-            changed = [part for part, what in code.items() if self._code and before.get(part) != what]
-            if changed and is_first_rank(self.parallelism):
+            changed_parts = [part for part, value in code.items() if self._code and before.get(part) != value]
+            if changed_parts and is_first_rank(self.parallelism):
                 _LOG.warning(
                     "%r (%s) was changed after parallelize: %s. Its outputs were not compared with the unsharded "
                     "model, and its tensors may be this rank's shards. Change it before parallelize, which compares.",
                     name,
                     type(module).__name__,
-                    ", ".join(changed),
+                    ", ".join(changed_parts),
                 )
 
-    def _check_memory(self, model: nn.Module) -> None:
-        memory = _memory_of(model)
+    def _check_storages(self, model: nn.Module) -> None:
+        memory = _parameter_storages(model)
         for name, parameter in model.named_parameters():
-            before, now = self.memory.get(id(parameter)), memory.get(id(parameter))
-            if before and now and before[0] != now[0] and before[1] == now[1]:
+            before, after = self.storages.get(id(parameter)), memory.get(id(parameter))
+            if before and after and before[0] != after[0] and before[1] == after[1]:
                 raise ValueError(
                     f"{name}.data was assigned, which has no effect on a DTensor: the rank's shard is unchanged. "
                     "Write in place, for example parameter.mul_(0.5) under torch.no_grad(), or load full tensors with "
                     "load_full_state_dict."
                 )
-        self.memory = memory
+        self.storages = memory
 
 
 def remember_code(model: nn.Module) -> None:
@@ -138,10 +142,10 @@ def remember_code(model: nn.Module) -> None:
     for hook in model._forward_pre_hooks.values():
         check = getattr(hook, "__self__", None)
         if isinstance(check, ModuleCheck):
-            check.remember(model)
+            check.record_code(model)
 
 
-def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
+def _parameter_storages(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
     """Map the id of each DTensor parameter to the storages of the DTensor itself (empty) and of its shard.
 
     An assignment to `data` replaces only the first. The storages are referenced weakly, not the tensors, because
@@ -149,25 +153,29 @@ def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakR
     """
     dtensors = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
     return {
-        id(one): (StorageWeakRef(one.untyped_storage()), StorageWeakRef(one._local_tensor.untyped_storage()))
-        for one in dtensors
+        id(parameter): (
+            StorageWeakRef(parameter.untyped_storage()),
+            StorageWeakRef(parameter._local_tensor.untyped_storage()),
+        )
+        for parameter in dtensors
     }
 
 
 def _check_values(model: nn.Module) -> None:
     """Raise ValueError if parameters still hold NaN, with which `parallelize` fills a model from the meta device."""
-    locals_of = {name: p._local_tensor if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
-    firsts = {name: t.detach().view(-1)[:1].float() for name, t in locals_of.items() if t.is_floating_point()}
-    known = {name: first for name, first in firsts.items() if first.numel()}
-    unset = torch.cat([*known.values()]).isnan().tolist() if known else []
+    local_tensors = {name: p._local_tensor if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    first_elements = {
+        name: t.detach().view(-1)[:1].float() for name, t in local_tensors.items() if t.is_floating_point()
+    }
+    nonempty = {name: first for name, first in first_elements.items() if first.numel()}
+    unset = torch.cat([*nonempty.values()]).isnan().tolist() if nonempty else []
     if any(unset):
-        names = [name for name, one in zip(known, unset, strict=True) if one]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        names = [name for name, is_nan in zip(nonempty, unset, strict=True) if is_nan]
+        more_text = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ValueError(
-            f"the model was built on the meta device, and {join_words(map(repr, names[:4]))}{more} have no values "
-            "(NaN). "
-            "Load values with load_full_state_dict or torch.distributed.checkpoint, or initialize the model with "
-            "init_weights() or apply(), with equal random states on all ranks."
+            f"the model was built on the meta device, and {join_words(map(repr, names[:4]))}{more_text} have no values "
+            "(NaN). Load values with load_full_state_dict or torch.distributed.checkpoint, or initialize the model "
+            "with init_weights() or apply(), with equal random states on all ranks."
         )
 
 
@@ -182,31 +190,31 @@ _LIBRARIES = (
 )
 
 
-def code_of(module: nn.Module) -> dict[str, object]:
+def callers_code(module: nn.Module) -> dict[str, object]:
     """Return the callers' code that runs in `module`: its class, methods, callable attributes and hooks, by name.
 
     Functions of `_LIBRARIES` are omitted, because libraries may register hooks at any time.
     """
     code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
-    own = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
+    callables = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     hooks = [hook for table in tables for hook in table.values()]
     for parameter in module._parameters.values():
         hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
-    for what, function in [*own.items(), *((f"hook {_name(hook)}", hook) for hook in hooks)]:
-        if not isinstance(function, (nn.Module, Tensor, type)) and not is_of_library(function):
-            code[what] = function
+    for label, function in [*callables.items(), *((f"hook {_hook_name(hook)}", hook) for hook in hooks)]:
+        if not isinstance(function, (nn.Module, Tensor, type)) and not is_library_function(function):
+            code[label] = function
     return code
 
 
-def is_of_library(function: Any) -> bool:
+def is_library_function(function: Any) -> bool:
     """True if `function`, or the function that a partial wraps, is defined in one of `_LIBRARIES`."""
     inner = getattr(function, "func", function)
-    home = getattr(inner, "__module__", None) or type(inner).__module__
-    return f"{home}.".startswith(_LIBRARIES)
+    module_name = getattr(inner, "__module__", None) or type(inner).__module__
+    return f"{module_name}.".startswith(_LIBRARIES)
 
 
-def _name(hook: Any) -> str:
+def _hook_name(hook: Any) -> str:
     return getattr(getattr(hook, "func", hook), "__qualname__", type(hook).__name__)
 
 
@@ -215,13 +223,13 @@ def is_first_rank(parallelism: Any) -> bool:
     return all(mesh is None or mesh.get_local_rank() == 0 for mesh in (parallelism.tp_mesh, parallelism.cp_mesh))
 
 
-_warned: set[str] = set()
+_warned_keys: set[str] = set()
 
 
 def warn_once(meshes: Sequence[DeviceMesh], key: str, message: str, *values: object) -> None:
     """Log a warning on the first of the ranks of `meshes`, once for each `key`."""
-    if key not in _warned and all(mesh.get_local_rank() == 0 for mesh in meshes):
-        _warned.add(key)
+    if key not in _warned_keys and all(mesh.get_local_rank() == 0 for mesh in meshes):
+        _warned_keys.add(key)
         _LOG.warning(message, *values)
 
 
@@ -235,29 +243,35 @@ def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
         RankMismatchError: raised on all ranks. It names the tensors that differ, and the remedy.
     """
     named = chain(model.named_parameters(), _persistent_buffers(model))
-    mine = {name: [list(t.shape), str(t.dtype), t.requires_grad, _sample(t)] for name, t in named if _is_plain(t)}
-    sums = of_all_ranks(meshes, "a checksum of the model", checksum(repr(mine)))
-    if len(set(sums)) == 1:
+    local_descriptions = {
+        name: [list(t.shape), str(t.dtype), t.requires_grad, _sample_checksum(t)] for name, t in named if _is_dense(t)
+    }
+    checksums = gather_over_meshes(meshes, "a checksum of the model", checksum(repr(local_descriptions)))
+    if len(set(checksums)) == 1:
         return
-    ranks = of_all_ranks(meshes, "the model", mine)
-    first: dict[str, list[object]] = {}  # each entry from the first rank that has values for it
-    for theirs in ranks:
-        first |= {name: one for name, one in theirs.items() if first.get(name, [None])[-1] is None}
-    for i, theirs in enumerate(ranks):
-        differ = [name for name in first if not _alike(first[name], theirs.get(name))]
-        if differ:
+    ranks = gather_over_meshes(meshes, "the model", local_descriptions)
+    reference: dict[str, list[object]] = {}  # each entry from the first rank that has values for it
+    for descriptions in ranks:
+        reference |= {
+            name: description for name, description in descriptions.items() if reference.get(name, [None])[-1] is None
+        }
+    for i, descriptions in enumerate(ranks):
+        different_names = [
+            name for name in reference if not _have_equal_descriptions(reference[name], descriptions.get(name))
+        ]
+        if different_names:
             dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
-            more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
+            more_text = f" and {len(different_names) - 4} more" if len(different_names) > 4 else ""
             raise RankMismatchError(
-                f"the ranks of {dims} have built different models: {join_words(map(repr, differ[:4]))}{more} of rank "
-                f"{i} "
-                f"of {len(ranks)} differ from another rank's in shape, dtype, requires_grad or values. All ranks must "
-                "build the same model, since each keeps a shard of it. Set the same random state on all ranks before "
-                "they build it (torch.manual_seed(0)), or load the same checkpoint on all of them."
+                f"the ranks of {dims} have built different models: "
+                f"{join_words(map(repr, different_names[:4]))}{more_text} of rank {i} of {len(ranks)} differ from "
+                "another rank's in shape, dtype, requires_grad or values. All "
+                "ranks must build the same model, since each keeps a shard of it. Set the same random state on all "
+                "ranks before they build it (torch.manual_seed(0)), or load the same checkpoint on all of them."
             )
 
 
-def _alike(one: list[object], other: list[object] | None) -> bool:
+def _have_equal_descriptions(one: list[object], other: list[object] | None) -> bool:
     return other is not None and one[:-1] == other[:-1] and (None in (one[-1], other[-1]) or one[-1] == other[-1])
 
 
@@ -268,14 +282,14 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _is_plain(t: Tensor) -> bool:
+def _is_dense(t: Tensor) -> bool:
     """True if `t` is dense and stores its own values, unlike a DTensor or another class with __torch_dispatch__."""
     if is_lazy(t) or type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
     return t.layout == torch.strided and not (t.is_nested or t.is_quantized)
 
 
-def _sample(t: Tensor) -> int | None:
+def _sample_checksum(t: Tensor) -> int | None:
     """Checksum of a sample of `t`; None on the meta device, or if elements are smaller than a byte."""
     if t.is_meta:
         return None
@@ -295,7 +309,9 @@ def _sample_indices(shape: torch.Size) -> Tensor:
     """Flat indices of a sample of each row, or of _MAX_ROWS rows if there are more. Columns vary between rows."""
     rows, columns = shape[0], shape[1:].numel()
     sampled = min(rows, _MAX_ROWS)
-    each = min(columns, -(-_SAMPLE // sampled))
+    columns_per_row = min(columns, -(-_SAMPLE_SIZE // sampled))
     row = (torch.arange(sampled, device="cpu") * rows // sampled).unsqueeze(1)
-    column = torch.arange(each, device="cpu") * columns // each + row * 7919 % (columns // each)
+    column = torch.arange(columns_per_row, device="cpu") * columns // columns_per_row + row * 7919 % (
+        columns // columns_per_row
+    )
     return (row * columns + column).flatten()

@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.core.partition import shard_range
 from fused_tp.parallelizing.forward_shard import CpContext, running_node
-from fused_tp.parallelizing.outputs import tensors_in
+from fused_tp.parallelizing.outputs import find_tensors
 
-Outputs = dict[str, list[list[Tensor]]]
+ModuleOutputs = dict[str, list[list[Tensor]]]
 """Lists of returned tensors, one for each call, by module name in the order in which modules return."""
-_PACKED = (1, 2, 3)  # equal blocks of a dim, each of which is sharded by itself: 2 for gate and up; 3 for q, k and v
-_SMALLEST = 1e-6  # smallest denominator of a relative error
+# Numbers of equal blocks of a dim, each of which is sharded separately: 2 for gate and up; 3 for q, k and v.
+_PACKED_BLOCK_COUNTS = (1, 2, 3)
+_MIN_DENOMINATOR = 1e-6  # smallest denominator of a relative error
 
 
 def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
@@ -38,7 +39,7 @@ def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float
     difference = torch.where(found == expected, 0.0, (found - expected).abs()).max().item()  # inf - inf is nan
     finite = expected.abs()[expected.isfinite()]
     largest = finite.max().item() if finite.numel() else 0.0
-    return difference / max(largest, scale, _SMALLEST) if difference == difference else inf
+    return difference / max(largest, scale, _MIN_DENOMINATOR) if difference == difference else inf
 
 
 @dataclass
@@ -51,22 +52,22 @@ class Recording:
     """
 
     parameters: dict[str, set[str]]
-    outputs: Outputs = field(default_factory=dict)
+    outputs: ModuleOutputs = field(default_factory=dict)
 
 
 @contextmanager
-def recorded(model: nn.Module, before_each: Callable[[], object] = lambda: None) -> Iterator[Recording]:
+def record_outputs(model: nn.Module, before_each: Callable[[], object] = lambda: None) -> Iterator[Recording]:
     """Record the outputs of all modules of `model` in this context, as copies on the CPU.
 
     Args:
         before_each: called whenever a module returns; an exception that it raises stops the forward pass.
     """
-    recording = Recording(_parameters_in(model))
+    recording = Recording(_parameter_names(model))
 
     def record(name: str, module: nn.Module, args: object, output: Any) -> None:
         before_each()
         # Copy, because later modules may write into these tensors in place.
-        copies = [t.detach().to("cpu", copy=True) for t in tensors_in(output)]
+        copies = [t.detach().to("cpu", copy=True) for t in find_tensors(output)]
         recording.outputs.setdefault(name, []).append(copies)
 
     handles = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
@@ -83,23 +84,23 @@ def first_difference(errors: Mapping[str, float], bound: float) -> tuple[str | N
     An output is wrong if its error exceeds `bound`. A module is exempt if the module that encloses it has a correct
     output: inside, a sharded model may compute other values, such as terms of a sum or tokens in another order.
     """
-    wrong = {name for name, error in errors.items() if not error <= bound}
-    others = set()
-    for name in filter(None, wrong):
-        around = next((one for one in enclosing(name) if one in errors), name)
-        if around not in wrong:
-            others.add(name)
-    return next((name for name in errors if name in wrong - others), None), others
+    wrong_names = {name for name, error in errors.items() if not error <= bound}
+    exempt_names = set()
+    for name in filter(None, wrong_names):
+        enclosing_name = next((one for one in enclosing_names(name) if one in errors), name)
+        if enclosing_name not in wrong_names:
+            exempt_names.add(name)
+    return next((name for name in errors if name in wrong_names - exempt_names), None), exempt_names
 
 
-def enclosing(name: str) -> Iterator[str]:
+def enclosing_names(name: str) -> Iterator[str]:
     """Yield the names of the modules that contain the module `name`, the innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-class RankPart:
+class RankShards:
     """The shards of a tensor that this rank may hold; `error` compares an output with the one that fits.
 
     Args:
@@ -114,13 +115,13 @@ class RankPart:
         self._tokens = tokens
         self._tp_ranks, self._tp_rank = (1, 0) if tp is None else (tp.size(), tp.get_local_rank())
         cpu = torch.device("cpu")
-        own = (
+        positions = (
             torch.arange(tokens, device=cpu)
             if cp is None
             else CpContext(cp, tokens, documents=documents).positions(cpu)
         )
-        start, stop = shard_range(len(own), self._tp_ranks, self._tp_rank)
-        self._positions = [own, own[start:stop]]  # without and with sequence parallelism
+        start, stop = shard_range(len(positions), self._tp_ranks, self._tp_rank)
+        self._positions = [positions, positions[start:stop]]  # without and with sequence parallelism
 
     def error(
         self, found: Tensor, expected: Tensor, measure: Callable[[Tensor, Tensor], float] = relative_error
@@ -129,44 +130,46 @@ class RankPart:
         if found.ndim != expected.ndim:
             return None
         errors = []
-        for choices in product(*(self._choices(*sizes) for sizes in zip(expected.shape, found.shape, strict=True))):
-            part = expected
+        for choices in product(
+            *(self._index_choices(*sizes) for sizes in zip(expected.shape, found.shape, strict=True))
+        ):
+            shard = expected
             for dim, indices in enumerate(choices):
-                part = part if indices is None else part.index_select(dim, indices)
-            errors.append(measure(found, part))
+                shard = shard if indices is None else shard.index_select(dim, indices)
+            errors.append(measure(found, shard))
         # Several shards may have that shape. The right one has the smallest error: the others differ everywhere.
         return min(errors, default=None)
 
-    def _choices(self, whole: int, own: int) -> list[Tensor | None]:
-        """Return the sets of `own` indices of a dim of size `whole` that this rank may hold; None means all indices."""
-        if own == whole:
+    def _index_choices(self, full_size: int, local_size: int) -> list[Tensor | None]:
+        """Return the sets of `local_size` indices, out of `full_size`, that this rank may hold; None means all."""
+        if local_size == full_size:
             return [None]
         choices: list[Tensor] = []
-        rows, rest = divmod(whole, self._tokens)
+        rows, rest = divmod(full_size, self._tokens)
         if rows and not rest:  # the dim may hold the tokens of one row, or of all rows
-            begins = torch.arange(rows, device="cpu").unsqueeze(1) * self._tokens
-            choices += [(begins + positions).flatten() for positions in self._positions]
-        for parts in _PACKED:
-            if whole % parts == 0:
-                start, stop = shard_range(whole // parts, self._tp_ranks, self._tp_rank)
-                begins = torch.arange(parts, device="cpu").unsqueeze(1) * (whole // parts)
-                choices.append((begins + torch.arange(start, stop, device="cpu")).flatten())
-        return [indices for indices in choices if len(indices) == own]
+            offsets = torch.arange(rows, device="cpu").unsqueeze(1) * self._tokens
+            choices += [(offsets + positions).flatten() for positions in self._positions]
+        for blocks in _PACKED_BLOCK_COUNTS:
+            if full_size % blocks == 0:
+                start, stop = shard_range(full_size // blocks, self._tp_ranks, self._tp_rank)
+                offsets = torch.arange(blocks, device="cpu").unsqueeze(1) * (full_size // blocks)
+                choices.append((offsets + torch.arange(start, stop, device="cpu")).flatten())
+        return [indices for indices in choices if len(indices) == local_size]
 
 
 class OutputComparison:
     """Recorder of the module outputs of a parallel model; `differences` compares them with `expected`."""
 
-    def __init__(self, expected: Recording, part: RankPart) -> None:
-        self._expected, self._part = expected, part
-        self._found: list[tuple[str, list[Tensor]]] = []  # copies, because models may write into tensors in place
+    def __init__(self, expected: Recording, rank_shards: RankShards) -> None:
+        self._expected, self._rank_shards = expected, rank_shards
+        self._recorded: list[tuple[str, list[Tensor]]] = []  # copies, because models may write into tensors in place
 
     @contextmanager
-    def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
+    def recording_outputs(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Record the module outputs of `models` in this context: the whole model, or this rank's pipeline stages."""
         handles = []
         for model in models:
-            parameters = _parameters_in(model)
+            parameters = _parameter_names(model)
             for name, module in model.named_modules():
                 # A module with fewer parameters lacks layers of other pipeline stages: its output is not comparable.
                 if self._expected.parameters.get(name) == parameters[name]:
@@ -180,7 +183,7 @@ class OutputComparison:
     def _record(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         if running_node() is not None:
             return  # recomputed by activation checkpointing
-        self._found.append((name, [t.detach().clone() for t in tensors_in(output)]))
+        self._recorded.append((name, [t.detach().clone() for t in find_tensors(output)]))
 
     @torch.no_grad()
     def differences(self) -> tuple[dict[str, float], dict[str, str]]:
@@ -188,31 +191,33 @@ class OutputComparison:
         errors: dict[str, float] = {}
         skipped: dict[str, str] = {}
         counts: dict[str, int] = {}
-        for name, found in self._found:
+        for name, outputs in self._recorded:
             call = counts[name] = counts.get(name, 0) + 1
             calls = self._expected.outputs.get(name, [])
-            if call > len(calls) or len(found) != len(calls[call - 1]):
+            if call > len(calls) or len(outputs) != len(calls[call - 1]):
                 skipped[name] = f"it returns a different number of tensors, or is called more than {len(calls)} times"
                 continue
-            for t, whole in zip(found, calls[call - 1], strict=True):
-                if not whole.ndim:
+            for t, expected in zip(outputs, calls[call - 1], strict=True):
+                if not expected.ndim:
                     continue  # losses
                 if isinstance(t, DTensor) and any(placement.is_partial() for placement in t.placements):
                     skipped[name] = "it returns a term of a sum over ranks"
                     continue
-                own = t.to_local() if isinstance(t, DTensor) else t
-                error = self._part.error(own, whole)
+                local = t.to_local() if isinstance(t, DTensor) else t
+                error = self._rank_shards.error(local, expected)
                 if error is None:
-                    skipped[name] = f"it returns {tuple(own.shape)}, which is not a known shard of {tuple(whole.shape)}"
+                    skipped[name] = (
+                        f"it returns {tuple(local.shape)}, which is not a known shard of {tuple(expected.shape)}"
+                    )
                 else:
                     errors[name] = max(errors.get(name, 0.0), error)
         return errors, skipped
 
 
-def _parameters_in(model: nn.Module) -> dict[str, set[str]]:
+def _parameter_names(model: nn.Module) -> dict[str, set[str]]:
     """Map each module name to the names of its parameters, relative to the module and including submodules."""
     names: dict[str, set[str]] = {name: set() for name, _ in model.named_modules(remove_duplicate=False)}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        for around in enclosing(name):
-            names[around].add(name.removeprefix(f"{around}."))
+        for enclosing_name in enclosing_names(name):
+            names[enclosing_name].add(name.removeprefix(f"{enclosing_name}."))
     return names

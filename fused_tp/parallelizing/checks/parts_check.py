@@ -29,12 +29,12 @@ from fused_tp.nn.optimizers import (
     rewatch_model,
     sample_checksum,
 )
-from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
+from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
 
-_OVER_DATA_PARALLEL = "DistributedDataParallel(model, process_group=mesh['dp'].get_group())"
+_DATA_PARALLEL_EXAMPLE = "DistributedDataParallel(model, process_group=mesh['dp'].get_group())"
 
 
-class PartsCheck:
+class ShardCheck:
     """Forward pre-hook that compares samples of weight shards, and numbers of optimizer steps, over ranks.
 
     It runs at calls that `is_check_due` selects. Each run copies 61 elements of each sharded parameter, transfers them
@@ -53,7 +53,7 @@ class PartsCheck:
     def __init__(self, meshes: Sequence[DeviceMesh], tp_mesh: DeviceMesh | None) -> None:
         self.meshes, self.tp_mesh = tuple(meshes), tp_mesh
         self.calls = {True: 0, False: 0}  # per mode: weights may be loaded between training and evaluation
-        self._accepted = 0  # id of the DistributedDataParallel that has passed the check
+        self._accepted_ddp_id = 0  # id of the DistributedDataParallel that has passed the check
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if is_suspended():
@@ -63,73 +63,86 @@ class PartsCheck:
         call = self.calls[model.training] = self.calls[model.training] + 1
         if not is_check_due(call):
             return
-        place, parts = 0, None
+        tp_rank, checksum = 0, None
         if self.tp_mesh is not None:
-            place, parts = self.tp_mesh.get_local_rank(), sample_checksum(self._parts(model))
-        found = of_all_ranks(
-            self.meshes, STEP_EXCHANGE_NAME, [FORWARD_MOMENT, place, parts, optimizer_step_counts(model)]
+            tp_rank, checksum = self.tp_mesh.get_local_rank(), sample_checksum(self._weight_shards(model))
+        states = gather_over_meshes(
+            self.meshes, STEP_EXCHANGE_NAME, [FORWARD_MOMENT, tp_rank, checksum, optimizer_step_counts(model)]
         )
-        refuse_different_moments(self.meshes[0], [one[0] for one in found])
-        places: dict[int, int] = {}
-        for _, theirs, part, _ in found:
-            if part is not None and places.setdefault(part, theirs) != theirs:
-                self._refuse(f"ranks {places[part]} and {theirs} hold the same values in all weight shards")
-        check_equal_steps(self.meshes, [steps for *_, steps in found])
+        refuse_different_moments(self.meshes[0], [state[0] for state in states])
+        rank_by_checksum: dict[int, int] = {}
+        for _, other_rank, other_checksum, _ in states:
+            if other_checksum is not None and rank_by_checksum.setdefault(other_checksum, other_rank) != other_rank:
+                self._raise_for_shards(
+                    f"ranks {rank_by_checksum[other_checksum]} and {other_rank} hold the same values in all weight "
+                    "shards"
+                )
+        check_equal_steps(self.meshes, [steps for *_, steps in states])
 
     def _check_data_parallel(self, model: nn.Module) -> None:
         wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is None or self.tp_mesh is None or id(wrapper) == self._accepted:
+        if wrapper is None or self.tp_mesh is None or id(wrapper) == self._accepted_ddp_id:
             return
-        shared = self._shared_with(dist.get_process_group_ranks(wrapper.process_group))
-        if shared and any(True for _ in _plain_shards(model)):
-            self._refuse(f"DistributedDataParallel is over global ranks {join_words(map(str, shared))}, which hold")
-        self._accepted = id(wrapper)
+        shared_ranks = self._tp_ranks_among(dist.get_process_group_ranks(wrapper.process_group))
+        if shared_ranks and any(True for _ in _plain_shards(model)):
+            self._raise_for_shards(
+                f"DistributedDataParallel is over global ranks {join_words(map(str, shared_ranks))}, which hold"
+            )
+        self._accepted_ddp_id = id(wrapper)
 
-    def _shared_with(self, ranks: Sequence[int]) -> list[int]:
+    def _tp_ranks_among(self, ranks: Sequence[int]) -> list[int]:
         """Return the tensor parallel ranks among the global `ranks`; [] if there is only one."""
         assert self.tp_mesh is not None
-        ours = set(self.tp_mesh.mesh.flatten().tolist()) & set(ranks)
-        return sorted(ours) if len(ours) > 1 else []
+        tp_ranks = set(self.tp_mesh.mesh.flatten().tolist()) & set(ranks)
+        return sorted(tp_ranks) if len(tp_ranks) > 1 else []
 
-    def _parts(self, model: nn.Module) -> Iterator[Tensor]:
+    def _weight_shards(self, model: nn.Module) -> Iterator[Tensor]:
         """Yield this rank's shards of weights over `tp_mesh`, except experts, which may start with equal values."""
         assert self.tp_mesh is not None
         for name, parameter, sharding in _plain_shards(model):
             if not isinstance(parameter, DTensor):
                 if not _is_distributed(parameter, sharding.placement):
                     yield parameter
-            elif shared := self._shared_with(parameter.device_mesh.mesh.flatten().tolist()):
-                self._refuse(f"{name!r} is sharded over global ranks {join_words(map(str, shared))}, which hold")
+            elif shared_ranks := self._tp_ranks_among(parameter.device_mesh.mesh.flatten().tolist()):
+                self._raise_for_shards(
+                    f"{name!r} is sharded over global ranks {join_words(map(str, shared_ranks))}, which hold"
+                )
         for parameter in model.parameters():
             if isinstance(parameter, DTensor):
-                placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-                over = dict(placed).get((self.tp_mesh.mesh_dim_names or ("",))[0])
-                if over is not None and over.is_shard() and not _is_distributed(parameter, over):
+                placements = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+                tp_placement = dict(placements).get((self.tp_mesh.mesh_dim_names or ("",))[0])
+                if (
+                    tp_placement is not None
+                    and tp_placement.is_shard()
+                    and not _is_distributed(parameter, tp_placement)
+                ):
                     yield parameter.to_local()
 
-    def _refuse(self, what: str) -> None:
+    def _raise_for_shards(self, problem: str) -> None:
         assert self.tp_mesh is not None
         dim = repr((self.tp_mesh.mesh_dim_names or ("tp",))[0])
         raise ValueError(
-            f"{what}{' different shards of the model' if what.endswith('hold') else ''}, along the tensor parallel dim "
-            f"{dim}. Their shards were, or would be, overwritten: a broadcast or an average over these ranks treats "
-            "each shard as a copy. Build or load the model again, and replicate or shard it over its data parallel "
-            f"ranks only: {_OVER_DATA_PARALLEL}, fully_shard(model, mesh=mesh['dp']). Accelerator.prepare(model) uses "
-            "all ranks: do not pass the model to it, or use parallel_trainer with parameters='dtensor'."
+            f"{problem}{' different shards of the model' if problem.endswith('hold') else ''}, along the tensor "
+            f"parallel dim {dim}. Their shards were, or would be, overwritten: a broadcast or an average over these "
+            "ranks treats each shard as a copy. Build or load the model again, and replicate or shard it over its data "
+            f"parallel ranks only: {_DATA_PARALLEL_EXAMPLE}, fully_shard(model, mesh=mesh['dp']). "
+            "Accelerator.prepare(model) uses all ranks: do not pass the model to it, or use parallel_trainer with "
+            "parameters='dtensor'."
         )
 
 
 def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> None:
     """Raise RankMismatchError if ranks have taken different numbers of optimizer steps."""
-    other = next((rank for rank, theirs in enumerate(steps) if theirs != steps[0]), None)
-    if other is None:
+    other_rank = next((rank for rank, rank_steps in enumerate(steps) if rank_steps != steps[0]), None)
+    if other_rank is None:
         return
     dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
     raise RankMismatchError(
         f"the {len(steps)} ranks of {dims} share a model, but have taken different numbers of optimizer steps with its "
-        f"parameters: {steps[0]} on rank 0, {steps[other]} on rank {other}. Their weights differ from the first such "
-        "step on: resume from a checkpoint. Most likely a rank has skipped a step because of its own gradients. Use "
-        "torch.amp.GradScaler and fused_tp.nn.clip_grad_norm_, which take the same decision on all ranks."
+        f"parameters: {steps[0]} on rank 0, {steps[other_rank]} on rank {other_rank}. Their weights differ from the "
+        "first such step on: resume from a checkpoint. Most likely a rank has skipped a step because of its own "
+        "gradients. Use torch.amp.GradScaler and fused_tp.nn.clip_grad_norm_, which take the same decision on all "
+        "ranks."
     )
 
 

@@ -12,7 +12,7 @@ compared before:
 | unsharded | if an error is large: outputs and gradients with rounding errors added, to measure their effect; all |
 |           | ranks raise if the error is larger than that                                                         |
 
-Then the call itself runs, with random states, modes, buffers and gradients as before (`undisturbed`).
+Then the call itself runs, with random states, modes, buffers and gradients as before (`preserve_state`).
 
 Unlike the comparison after sharding (`sharding_check`), this one uses the caller's batch, lengths, labels and mode,
 runs backward, and includes later changes of the model. `loss_check` checks the backward pass of the call itself.
@@ -41,39 +41,40 @@ from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors
 from fused_tp.ops.collectives import all_reduce
-from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
-from fused_tp.parallelizing.checks.model_check import code_of, remember_code, warn_once
-from fused_tp.parallelizing.checks.module_outputs import OutputComparison, RankPart, first_difference, recorded
+from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
+from fused_tp.parallelizing.checks.model_check import callers_code, remember_code, warn_once
+from fused_tp.parallelizing.checks.module_outputs import OutputComparison, RankShards, first_difference, record_outputs
 from fused_tp.parallelizing.checks.sharding_check import (
-    BOUNDS,
-    LARGEST_BOUND,
+    MAX_BOUND,
+    OUTPUT_BOUNDS,
     ROUNDING_FACTOR,
     TooLongError,
+    add_rounding_errors,
     advice,
-    dtype_of,
-    rounding_errors,
+    least_precise_dtype,
     token_errors,
 )
-from fused_tp.parallelizing.checks.undisturbed import Mode, undisturbed
+from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node
-from fused_tp.parallelizing.grad_sync import is_distributed, syncs_of
-from fused_tp.parallelizing.graph import REENTRANT, nodes_of
+from fused_tp.parallelizing.grad_sync import find_gradient_syncs, is_distributed
+from fused_tp.parallelizing.graph import REENTRANT_NODE, reachable_nodes
 from fused_tp.parallelizing.hf.hf_model import TransformersSequence
-from fused_tp.parallelizing.outputs import tensors_in
-from fused_tp.parallelizing.plain_model import CACHES as PLAIN_CACHES
+from fused_tp.parallelizing.outputs import find_tensors
+from fused_tp.parallelizing.plain_model import CACHE_NAMES as PLAIN_CACHE_NAMES
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding
 
-SECONDS = 5.0  # time limit for the forward pass of the unsharded model
+TIME_LIMIT_SECONDS = 5.0  # time limit for the forward pass of the unsharded model
 _MEMORY_SHARE = 0.25  # largest share of the free memory for full parameters and their gradients
 # Gradient errors below these bounds are accepted without measuring the effect of rounding. An error is relative to the
-# norm of the parameter's gradient, or to SHARE_OF_ALL times the norm of all gradients if that is larger, because
+# norm of the parameter's gradient, or to TOTAL_NORM_SHARE times the norm of all gradients if that is larger, because
 # rounding leaves a residue in a gradient that should be 0. In 361 correct fp32 steps of 189 model types the largest
 # error was 3e-4; in wrong steps, errors were 5e-2 or more.
-_GRADIENTS = {torch.float64: 1e-4, torch.float32: 5e-3}
-_GRADIENTS_16_BIT = 0.1
-SHARE_OF_ALL = 1e-3
-CACHES = frozenset({*PLAIN_CACHES, *TransformersSequence.caches})  # names of arguments and outputs that are caches
+_GRADIENT_BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3}
+_GRADIENT_BOUND_16_BIT = 0.1
+TOTAL_NORM_SHARE = 1e-3
+# Names of arguments and outputs that are caches.
+CACHE_NAMES = frozenset({*PLAIN_CACHE_NAMES, *TransformersSequence.cache_names})
 _OUT_OF_MEMORY = "a step of the unsharded model does not fit in the memory"
 
 
@@ -97,10 +98,10 @@ class StepCheck:
             unsharded,
         )
         self.calls = 0
-        self.compared = False  # True if the running call has been compared
+        self.is_compared = False  # True if the running call has been compared
         # Indices of the running call's outputs that every rank has in full and that require gradients.
         self.replicated: frozenset[int] = frozenset()
-        self._seen: set[object] = set()  # `_kind` of each call that has been compared
+        self._compared_keys: set[object] = set()  # `_call_key` of each call that has been compared
         self._code: Any = None  # the callers' code in the model at the last comparison
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class StepCheck:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_suspended():
             return
-        self.compared = False
+        self.is_compared = False
         if not torch.is_grad_enabled() or running_node() is not None:
             return
         if not any(p.requires_grad for p in model.parameters()):
@@ -117,18 +118,21 @@ class StepCheck:
         self.calls += 1
         if not is_check_due(self.calls):
             return
-        code = {name: code_of(module) for name, module in model.named_modules()}
-        arguments = self._by_name(args, kwargs)
-        kind = _kind(model, arguments)
-        wants = kind not in self._seen or code != self._code
-        ranks = of_all_ranks(self.meshes, "a training step", [wants, self._obstacle(model, arguments)])
-        if not any(wanted for wanted, _ in ranks):
+        code = {name: callers_code(module) for name, module in model.named_modules()}
+        arguments = self._named_arguments(args, kwargs)
+        key = _call_key(model, arguments)
+        needs_comparison = key not in self._compared_keys or code != self._code
+        ranks = gather_over_meshes(self.meshes, "a training step", [needs_comparison, self._obstacle(model, arguments)])
+        if not any(is_needed for is_needed, _ in ranks):
             return
-        self._seen.add(kind)
+        self._compared_keys.add(key)
         self._code = code
-        reason = next((why for _, why in ranks if why), "") or _Steps(self, model, args, kwargs, arguments).compare()
+        reason = (
+            next((rank_reason for _, rank_reason in ranks if rank_reason), "")
+            or _StepComparison(self, model, args, kwargs, arguments).compare()
+        )
         if not reason:
-            self.compared = True
+            self.is_compared = True
             remember_code(model)
             return
         warn_once(
@@ -139,17 +143,17 @@ class StepCheck:
             reason,
         )
 
-    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name; positional arguments by their index if nothing is sharded by name."""
         if self.parallelism.shards_sequence or self.parallelism.computes_loss:
             return self.sequence.by_name(args, kwargs)
         return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
 
-    def tokens_of(self, arguments: dict[str, Any]) -> Tensor | None:
+    def call_tokens(self, arguments: dict[str, Any]) -> Tensor | None:
         """Return the tokens [batch, seq, ...], or the first tensor of several dims if no sequence is sharded."""
         if self.parallelism.shards_sequence:
             return self.sequence.find_tokens(arguments)[1]
-        return next((t for t in tensors_in(arguments) if t.ndim > 1), None)
+        return next((t for t in find_tensors(arguments) if t.ndim > 1), None)
 
     def _obstacle(self, model: nn.Module, arguments: dict[str, Any]) -> str:
         """Return the reason why this rank cannot compare, or ""."""
@@ -158,13 +162,13 @@ class StepCheck:
             return "fully_shard manages its parameters"
         if not all(p.is_leaf for p in parameters):
             return "its parameters are computed from others"
-        if any(_is_cache(value) or (name in CACHES and value is not None) for name, value in arguments.items()):
+        if any(_is_cache(value) or (name in CACHE_NAMES and value is not None) for name, value in arguments.items()):
             return "its arguments include a cache"
-        tokens = self.tokens_of(arguments)
+        tokens = self.call_tokens(arguments)
         if tokens is not None and self.sequence.is_too_short(tokens.shape[1]):
             return "its sequence has fewer tokens than there are ranks"
-        if why := self.unsharded.obstacle(model):
-            return why
+        if reason := self.unsharded.obstacle(model):
+            return reason
         try:
             as_dtensors(model)
         except ValueError:
@@ -172,21 +176,21 @@ class StepCheck:
         ranks = 1
         for mesh in self.meshes:
             ranks *= mesh.size()
-        need = 2 * sum(p.numel() * p.element_size() for p in parameters)
-        room = _free_memory(parameters[0].device, ranks)
-        if need > _MEMORY_SHARE * room:
+        needed_bytes = 2 * sum(p.numel() * p.element_size() for p in parameters)
+        free_bytes = _free_memory(parameters[0].device, ranks)
+        if needed_bytes > _MEMORY_SHARE * free_bytes:
             return (
-                f"full parameters and gradients take {need / 1e9:.3g} GB, more than {_MEMORY_SHARE:.0%} of the "
-                f"{room / 1e9:.3g} GB of free memory"
+                f"full parameters and gradients take {needed_bytes / 1e9:.3g} GB, more than {_MEMORY_SHARE:.0%} of the "
+                f"{free_bytes / 1e9:.3g} GB of free memory"
             )
         return ""
 
 
-def _kind(model: nn.Module, arguments: dict[str, Any]) -> object:
+def _call_key(model: nn.Module, arguments: dict[str, Any]) -> object:
     """Return a key that is equal for similar calls: the mode, the names of arguments, and the magnitude of the size."""
-    given = frozenset(name for name, value in arguments.items() if value is not None)
-    sizes = [t.numel().bit_length() for t in tensors_in(arguments)[:1]]
-    return model.training, given, *sizes
+    names = frozenset(name for name, value in arguments.items() if value is not None)
+    sizes = [t.numel().bit_length() for t in find_tensors(arguments)[:1]]
+    return model.training, names, *sizes
 
 
 def _is_cache(value: object) -> bool:
@@ -205,12 +209,12 @@ def _free_memory(device: torch.device, ranks: int) -> float:
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / ranks
 
 
-class _Steps:
+class _StepComparison:
     """One step of the unsharded and of the sharded model, on the arguments of one call.
 
     Args:
         args, kwargs: arguments of the call.
-        arguments: the same arguments by name, from `StepCheck._by_name`.
+        arguments: the same arguments by name, from `StepCheck._named_arguments`.
     """
 
     def __init__(
@@ -223,65 +227,75 @@ class _Steps:
     ) -> None:
         self.check, self.model, self.args, self.kwargs = check, model, args, kwargs
         self.tp, self.cp = check.parallelism.tp_mesh, check.parallelism.cp_mesh
-        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.mode = Mode.AS_IT_IS
-        self.dtype = dtype_of(model)
+        self.dtype = least_precise_dtype(model)
         device = next(model.parameters()).device.type
         if torch.is_autocast_enabled(device):
             self.dtype = torch.get_autocast_dtype(device)
-        self.routed = self.dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
+        self.is_routed = self.dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
         # A weight with a `main_grad` would accumulate into it in backward, but it belongs to the caller.
-        self.with_gradients = all(getattr(p, "main_grad", None) is None for p in self.named.values())
-        self.whole_parameters: dict[str, Tensor] = {}
-        self.tokens = check.tokens_of(arguments)
-        self.part = RankPart(self.tp, self.cp, 1 if self.tokens is None else self.tokens.shape[1])
+        self.has_gradients = all(getattr(p, "main_grad", None) is None for p in self.trainable.values())
+        self.full_parameters: dict[str, Tensor] = {}
+        self.tokens = check.call_tokens(arguments)
+        self.rank_shards = RankShards(self.tp, self.cp, 1 if self.tokens is None else self.tokens.shape[1])
         # Over context parallel ranks a padding mask is dropped, because causal tokens do not see padding on their
         # right. Only the outputs at the padding itself then differ from the unsharded model, so they are not compared.
         mask = arguments.get("attention_mask")
-        self.counts: Tensor | None = None
+        self.token_mask: Tensor | None = None
         if self.cp is not None and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().all()):
-            self.counts = mask.bool()
+            self.token_mask = mask.bool()
 
     def compare(self) -> str:
         """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
         meshes = self.check.meshes
-        with as_sharded(self.model, self.mode):
+        with isolated_passes(self.model, self.mode):
             shapes = [t.shape for t in self._run()]
-        expected, weights, wanted = list[Tensor](), dict[int, Tensor](), None
-        reason = self._gather()
+        expected, weights, expected_gradients = list[Tensor](), dict[int, Tensor](), None
+        reason = self._gather_parameters()
         if not reason:
-            expected, reason = self._whole_outputs()
+            expected, reason = self._unsharded_outputs()
         if not reason:
-            weights = _weights(shapes, expected, self.counts)
-            self.with_gradients &= bool(weights)
-            wanted, reason = self._whole_gradients(expected, weights)
+            weights = _output_weights(shapes, expected, self.token_mask)
+            self.has_gradients &= bool(weights)
+            expected_gradients, reason = self._unsharded_gradients(expected, weights)
         expected = [t.detach() for t in expected]
-        self.whole_parameters = {}  # free the memory before the sharded model runs
-        if reasons := [why for why in of_all_ranks(meshes, "a step of the unsharded model", reason) if why]:
+        self.full_parameters = {}  # free the memory before the sharded model runs
+        if reasons := [
+            rank_reason
+            for rank_reason in gather_over_meshes(meshes, "a step of the unsharded model", reason)
+            if rank_reason
+        ]:
             return str(reasons[0])
         self.check.replicated = frozenset(weights)
-        with as_sharded(self.model, self.mode):
-            found = self._run()
+        with isolated_passes(self.model, self.mode):
+            outputs = self._run()
         if documents := self.check.sequence.documents:
-            self.part = RankPart(self.tp, self.cp, documents[-1], documents)
-        output_error = self._output_error(found, expected)
-        own = self._sharded_gradients(found, weights)
-        del found
-        errors = {} if wanted is None or own is None else gradient_errors(own, wanted)
-        worst = None if wanted is None or own is None else max(errors.values(), default=0.0)
-        bound = BOUNDS.get(self.dtype, BOUNDS[torch.bfloat16])
-        most = inf if self.routed else _GRADIENTS.get(self.dtype, _GRADIENTS_16_BIT)
-        ranks = of_all_ranks(meshes, "errors of a training step", [output_error, worst])
-        if any(one is None for _, one in ranks):  # gradients are compared on all ranks or on none
-            errors, wanted = {}, None
-        if max(one for one, _ in ranks) <= bound and max(one or 0.0 for _, one in ranks) <= most:
+            self.rank_shards = RankShards(self.tp, self.cp, documents[-1], documents)
+        output_error = self._output_error(outputs, expected)
+        sharded_gradients = self._sharded_gradients(outputs, weights)
+        del outputs
+        errors: dict[str, float] = {}
+        gradient_error: float | None = None
+        if expected_gradients is not None and sharded_gradients is not None:
+            errors = gradient_errors(sharded_gradients, expected_gradients)
+            gradient_error = max(errors.values(), default=0.0)
+        bound = OUTPUT_BOUNDS.get(self.dtype, OUTPUT_BOUNDS[torch.bfloat16])
+        gradient_bound = inf if self.is_routed else _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
+        ranks = gather_over_meshes(meshes, "errors of a training step", [output_error, gradient_error])
+        if any(error is None for _, error in ranks):  # gradients are compared on all ranks or on none
+            errors, expected_gradients = {}, None
+        if max(error for error, _ in ranks) <= bound and max(error or 0.0 for _, error in ranks) <= gradient_bound:
             return ""
-        self._gather()
-        if any(of_all_ranks(meshes, "packed documents", self._joins_documents())):
+        self._gather_parameters()
+        if any(gather_over_meshes(meshes, "packed documents", self._mixes_documents())):
             return "in the unsharded model, tokens attend to other packed documents"
-        rounding, of_gradients = self._rounding(expected, weights, wanted)
+        rounding, gradient_rounding = self._rounding_errors(expected, weights, expected_gradients)
         bound = max(bound, ROUNDING_FACTOR * rounding)
-        excess = {name: one / max(most, ROUNDING_FACTOR * of_gradients.get(name, 0.0)) for name, one in errors.items()}
+        excess = {
+            name: error / max(gradient_bound, ROUNDING_FACTOR * gradient_rounding.get(name, 0.0))
+            for name, error in errors.items()
+        }
         return self._raise_if_wrong(output_error, bound, errors, excess)
 
     def _raise_if_wrong(
@@ -296,43 +310,45 @@ class _Steps:
             excess: `errors` divided by their bounds.
         """
         name = max(excess, key=lambda name: excess[name], default="")
-        mine = [output_error / bound, output_error, excess.get(name, 0.0), name, errors.get(name, 0.0), bound]
+        local_report = [output_error / bound, output_error, excess.get(name, 0.0), name, errors.get(name, 0.0), bound]
         # Ranks may measure different effects of rounding: all use the largest excess of any rank, to decide alike.
-        ranks = of_all_ranks(self.check.meshes, "errors that rounding explains", mine)
-        kind, bound = type(self.model).__name__, max(one[-1] for one in ranks)
-        if bound > LARGEST_BOUND:
+        ranks = gather_over_meshes(self.check.meshes, "errors that rounding explains", local_report)
+        class_name, bound = type(self.model).__name__, max(report[-1] for report in ranks)
+        if bound > MAX_BOUND:
             return f"rounding alone changes its outputs by {bound / ROUNDING_FACTOR:.2g}"
-        if max(one[0] for one in ranks) > 1:
+        if max(report[0] for report in ranks) > 1:
             raise ValueError(
-                f"the parallel {kind} does not match the unsharded model: on the batch of this step its relative "
-                f"output error is {max(one[1] for one in ranks):.2g}, above the rounding bound {bound:.2g}. "
-                f"{self._first_module(bound)}{advice(self.tp, self.cp)} "
+                f"the parallel {class_name} does not match the unsharded model: on the batch of this step its relative "
+                f"output error is {max(report[1] for report in ranks):.2g}, above the rounding bound {bound:.2g}. "
+                f"{self._describe_first_difference(bound)}{advice(self.tp, self.cp)} "
                 "Pass verify=False to parallelize to skip this check."
             )
-        if max(one[2] for one in ranks) > 1:
-            _, _, _, name, error, _ = max(ranks, key=lambda one: one[2])
+        if max(report[2] for report in ranks) > 1:
+            _, _, _, name, error, _ = max(ranks, key=lambda report: report[2])
             raise ValueError(
-                f"the gradient of {name!r} in the parallel {kind} does not match the unsharded model: on the batch of "
-                f"this step its relative error is {error:.2g}. {self._first_module(bound)}"
+                f"the gradient of {name!r} in the parallel {class_name} does not match the unsharded model: on the "
+                f"batch of this step its relative error is {error:.2g}. {self._describe_first_difference(bound)}"
                 f"{advice(self.tp, self.cp)} The same rules hold in backward: hooks on gradients see this rank's "
                 "shards. Pass verify=False to parallelize to skip this check."
             )
         return ""
 
-    def _run(self, others: Mapping[int, Tensor] | None = None) -> list[Tensor]:
-        """Return the outputs for the call's arguments; `others` replaces some of them, by id."""
+    def _run(self, replacements: Mapping[int, Tensor] | None = None) -> list[Tensor]:
+        """Return the outputs for the call's arguments; `replacements` replaces some of them, by id."""
 
-        def given(value: Any) -> Any:
-            return (others or {}).get(id(value), value)
+        def replace_argument(value: Any) -> Any:
+            return (replacements or {}).get(id(value), value)
 
-        args, kwargs = tree_map(given, (self.args, self.kwargs))
+        args, kwargs = tree_map(replace_argument, (self.args, self.kwargs))
         return run_on_copies(self.model, args, kwargs)
 
-    def _gather(self) -> str:
+    def _gather_parameters(self) -> str:
         """Gather full parameters; return the reason if that fails, or "". A collective call."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         try:
-            self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, keep_result=True, device=None))
+            self.full_parameters = _hooked_parameters(
+                named, gather_tensors(named, self.model, keep_result=True, device=None)
+            )
         except FusedTPError:
             raise
         except Exception as error:
@@ -342,44 +358,44 @@ class _Steps:
     # -- the two models ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _as_whole(self) -> Iterator[Callable[[], bool]]:
+    def _unsharded(self) -> Iterator[Callable[[], bool]]:
         with (
-            self.check.unsharded.restored(self.model, self.whole_parameters),
-            undisturbed([self.model], self.mode, gradients=True) as drew,
+            self.check.unsharded.restore(self.model, self.full_parameters),
+            preserve_state([self.model], self.mode, gradients=True) as drew_random,
         ):
-            yield drew
+            yield drew_random
 
-    def _whole_outputs(self) -> tuple[list[Tensor], str]:
-        kind = type(self.model).__name__
+    def _unsharded_outputs(self) -> tuple[list[Tensor], str]:
+        class_name = type(self.model).__name__
         for mode in Mode if self.model.training else (Mode.EVAL,):
             self.mode = mode
             try:
-                with self._as_whole() as drew, _stopped_after(self.model, SECONDS):
+                with self._unsharded() as drew_random, _time_limit(self.model, TIME_LIMIT_SECONDS):
                     outputs = self._run()
             except TooLongError:
-                return [], f"the unsharded {kind} takes longer than {SECONDS:g} s on this batch"
+                return [], f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this batch"
             except torch.OutOfMemoryError:
                 return [], _OUT_OF_MEMORY
             except Exception as error:
-                return [], f"the unsharded {kind} fails: {type(error).__name__}: {error}"
-            if not drew():
+                return [], f"the unsharded {class_name} fails: {type(error).__name__}: {error}"
+            if not drew_random():
                 break
         if not outputs:
-            return [], f"{kind}.forward returns no tensors"
+            return [], f"{class_name}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in outputs):
-            return [], f"the unsharded {kind} returns NaN"
+            return [], f"the unsharded {class_name} returns NaN"
         return outputs, ""
 
-    def _whole_gradients(
+    def _unsharded_gradients(
         self, outputs: list[Tensor], weights: Mapping[int, Tensor]
     ) -> tuple[dict[str, Any] | None, str]:
         """Return ({parameter name: (this rank's shard of the gradient, norm of the full gradient)}, "").
 
         If the gradients cannot be compared, return (None, reason). The reason is "" if backward is not allowed here.
         """
-        parameters = {name: self.whole_parameters[name] for name in self.named}
+        parameters = {name: self.full_parameters[name] for name in self.trainable}
         try:
-            with self._as_whole():
+            with self._unsharded():
                 gradients = self._gradients(outputs, weights, parameters)
         except torch.OutOfMemoryError:
             return None, _OUT_OF_MEMORY
@@ -388,40 +404,44 @@ class _Steps:
         if gradients is None:
             return None, ""
         dtensors = as_dtensors(self.model)
-        made = {}
-        for name, p in self.named.items():
+        shards = {}
+        for name, p in self.trainable.items():
             gradient = gradients[name]
             if gradient is None:
                 gradient = torch.zeros_like(parameters[name])
             sharded: Any = dtensors.get(id(p), p)
-            norm = norm_of(gradient)
-            part = gradient.reshape(sharded.shape)
+            norm = two_norm(gradient)
+            shard = gradient.reshape(sharded.shape)
             if isinstance(sharded, DTensor):
-                part = distribute_tensor(part, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
-            made[name] = part.clone(), norm
-        return made, ""
+                shard = distribute_tensor(shard, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+            shards[name] = shard.clone(), norm
+        return shards, ""
 
     def _sharded_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
         """Return this rank's shards of gradients, by parameter name."""
-        with as_sharded(self.model, self.mode):
-            gradients = self._gradients(outputs, weights, self.named)
-        return None if gradients is None else own_parts(self.model, self.check.parallelism, gradients, summed=False)
+        with isolated_passes(self.model, self.mode):
+            gradients = self._gradients(outputs, weights, self.trainable)
+        return (
+            None
+            if gradients is None
+            else gradient_shards(self.model, self.check.parallelism, gradients, is_summed=False)
+        )
 
     def _gradients(
         self, outputs: Sequence[Tensor], weights: Mapping[int, Tensor], parameters: Mapping[str, Tensor]
     ) -> dict[str, Tensor | None] | None:
         """Return gradients of the weighted sum of outputs; None if a backward would change the caller's gradients."""
-        if not self.with_gradients:
+        if not self.has_gradients:
             return None
         total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
         if not total.requires_grad:
             return dict.fromkeys(parameters)
-        if any(node.name() == REENTRANT for node in nodes_of(total)):
+        if any(node.name() == REENTRANT_NODE for node in reachable_nodes(total)):
             if DistributedDataParallel._get_active_ddp_module() is not None:  # DDP would reduce these gradients
                 return None
-            return dict(zip(parameters, _by_backward(total, [*parameters.values()]), strict=True))
-        found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
-        return dict(zip(parameters, found, strict=True))
+            return dict(zip(parameters, _gradients_by_backward(total, [*parameters.values()]), strict=True))
+        gradients = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
+        return dict(zip(parameters, gradients, strict=True))
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
@@ -431,193 +451,195 @@ class _Steps:
         count = len(expected) if len(found) == len(expected) else 1
         has_loss = any(not t.ndim for t in expected)
         worst = 0.0
-        for one, other in zip(found[:count], expected, strict=False):
-            if one.shape != other.shape and not has_loss:
+        for actual, reference in zip(found[:count], expected, strict=False):
+            if actual.shape != reference.shape and not has_loss:
                 return inf
-            if one.shape != other.shape and self.counts is not None:
+            if actual.shape != reference.shape and self.token_mask is not None:
                 continue  # some of this rank's tokens are padding
-            one, other = _counted(one, self.counts), _counted(other, self.counts)
-            worst = max(worst, self.part.error(one.detach(), other.detach(), self._error_of_tokens) or 0.0)
+            actual, reference = _mask_tokens(actual, self.token_mask), _mask_tokens(reference, self.token_mask)
+            worst = max(worst, self.rank_shards.error(actual.detach(), reference.detach(), self._token_error) or 0.0)
         return worst
 
-    def _error_of_tokens(self, found: Tensor, expected: Tensor) -> float:
-        """Return the largest error of a token, or the median error over tokens if they are `routed`."""
+    def _token_error(self, found: Tensor, expected: Tensor) -> float:
+        """Return the largest error of a token, or the median error over tokens if `is_routed`."""
         errors = token_errors(found, expected)
-        return float(errors.median() if self.routed else errors.max()) if errors.numel() else 0.0
+        return float(errors.median() if self.is_routed else errors.max()) if errors.numel() else 0.0
 
-    def _joins_documents(self) -> bool:
+    def _mixes_documents(self) -> bool:
         """True if tokens of the first packed document change outputs of later documents in the unsharded model."""
         documents, tokens = self.check.sequence.documents, self.tokens
         if len(documents) < 3 or tokens is None:
             return False
-        first, seq = documents[1], tokens.shape[1]
+        first_length, seq = documents[1], tokens.shape[1]
 
-        def behind_first(now: Tensor) -> list[Tensor]:
-            with self._as_whole(), torch.no_grad():
-                outputs = self._run({id(tokens): now})
-            return [t[:, first:] for t in outputs if t.ndim > 1 and t.shape[1] == seq]
+        def later_outputs(changed: Tensor) -> list[Tensor]:
+            with self._unsharded(), torch.no_grad():
+                outputs = self._run({id(tokens): changed})
+            return [t[:, first_length:] for t in outputs if t.ndim > 1 and t.shape[1] == seq]
 
-        other = tokens.detach().clone()
-        other[:, :first] = tokens[:, -1:].detach()
-        pairs = zip(behind_first(tokens), behind_first(other), strict=True)
+        changed_tokens = tokens.detach().clone()
+        changed_tokens[:, :first_length] = tokens[:, -1:].detach()
+        pairs = zip(later_outputs(tokens), later_outputs(changed_tokens), strict=True)
         return any(not torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in pairs)
 
-    def _rounding(
-        self, expected: list[Tensor], weights: Mapping[int, Tensor], wanted: dict[str, Any] | None
+    def _rounding_errors(
+        self, expected: list[Tensor], weights: Mapping[int, Tensor], expected_gradients: dict[str, Any] | None
     ) -> tuple[float, dict[str, float]]:
         """Return the errors that added rounding causes in the unsharded model: of outputs, and of gradients by name."""
-        with self._as_whole(), rounding_errors(self.model, self.dtype):
+        with self._unsharded(), add_rounding_errors(self.model, self.dtype):
             outputs = self._run()
         error = self._output_error(outputs, expected)
-        gradients = None if wanted is None else self._whole_gradients(outputs, weights)[0]
-        if wanted is None or gradients is None:
+        gradients = None if expected_gradients is None else self._unsharded_gradients(outputs, weights)[0]
+        if expected_gradients is None or gradients is None:
             return error, {}
-        return error, gradient_errors({name: part for name, (part, _) in gradients.items()}, wanted)
+        return error, gradient_errors({name: shard for name, (shard, _) in gradients.items()}, expected_gradients)
 
-    def _first_module(self, bound: float) -> str:
+    def _describe_first_difference(self, bound: float) -> str:
         """Return a sentence that names the first module whose output differs. A collective call."""
-        with self._as_whole(), torch.no_grad(), recorded(self.model) as recording:
+        with self._unsharded(), torch.no_grad(), record_outputs(self.model) as recording:
             self._run()
-        comparison = OutputComparison(recording, self.part)
-        with as_sharded(self.model, self.mode), comparison.watching([self.model]):  # with gradients
+        comparison = OutputComparison(recording, self.rank_shards)
+        with isolated_passes(self.model, self.mode), comparison.recording_outputs([self.model]):  # with gradients
             self._run()
         first = first_difference(comparison.differences()[0], bound)[0]
-        names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")
+        names = gather_over_meshes(self.check.meshes, "the first module that differs", first or "")
         name = next(filter(None, names), "")
         kind = type(self.model.get_submodule(name)).__name__
         return f"The first module whose output differs is {name!r} ({kind}). " if name else "All outputs agree. "
 
 
 @contextmanager
-def as_sharded(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
+def isolated_passes(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
     """Context in which passes of the sharded model have no side effects, and do not sum gradients over ranks."""
     with ExitStack() as stack:
-        for sync in syncs_of(model):
-            stack.enter_context(sync.off())
-        stack.enter_context(undisturbed([model], mode, gradients=True, random_states=random_states))
+        for sync in find_gradient_syncs(model):
+            stack.enter_context(sync.disable())
+        stack.enter_context(preserve_state([model], mode, gradients=True, random_states=random_states))
         yield
 
 
 def run_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Run `model` on copies of its arguments, into which it may write, and return its output tensors."""
-    args, kwargs = copies_of((args, dict(kwargs)))
-    return outputs_in(model(*args, **kwargs))
+    args, kwargs = copy_arguments((args, dict(kwargs)))
+    return output_tensors(model(*args, **kwargs))
 
 
-def outputs_in(output: Any) -> list[Tensor]:
+def output_tensors(output: Any) -> list[Tensor]:
     """Return the tensors in `output`, the result of forward, except KV caches, which may be sharded."""
     if isinstance(output, Mapping):
-        output = {name: value for name, value in dict(output).items() if name not in CACHES}
+        output = {name: value for name, value in dict(output).items() if name not in CACHE_NAMES}
     elif isinstance(output, tuple):
         output = [value for value in output if not _is_cache(value)]
-    return tensors_in(output)
+    return find_tensors(output)
 
 
-def copies_of(arguments: Any) -> Any:
+def copy_arguments(arguments: Any) -> Any:
     """Copy nested containers, with their tensors cloned and detached."""
     return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, arguments)
 
 
 @torch.no_grad()
-def own_parts(
-    model: nn.Module, parallelism: Parallelism, gradients: Mapping[str, Tensor | None], *, summed: bool
+def gradient_shards(
+    model: nn.Module, parallelism: Parallelism, gradients: Mapping[str, Tensor | None], *, is_summed: bool
 ) -> dict[str, Tensor]:
     """Return this rank's shards of gradients, by parameter name. A collective call over context parallel ranks.
 
     Args:
         gradients: gradients by parameter name; None means 0.
-        summed: True if backward has run with its gradient synchronization (`grad_sync`) enabled, so that gradients
+        is_summed: True if backward has run with its gradient synchronization (`grad_sync`) enabled, so that gradients
             are summed over context parallel ranks already.
     """
-    dtensors, cp, made = as_dtensors(model), parallelism.cp_mesh, {}
+    dtensors, cp, shards = as_dtensors(model), parallelism.cp_mesh, {}
     for name, p in model.named_parameters():
         if name not in gradients:
             continue
         sharded: Any = dtensors.get(id(p), p)
-        own: Any = gradients[name]
-        if isinstance(own, DTensor):  # with torch's own styles, it may be a partial sum
-            own = own.redistribute(placements=sharded.placements).to_local()
-        if own is None:
-            own = torch.zeros_like(sharded.to_local() if isinstance(sharded, DTensor) else sharded)
-        if cp is not None and not is_distributed(sharded, cp) and not (summed and parallelism.grad_sync):
-            own = all_reduce(own.contiguous(), group=cp)
-            own = own if parallelism.grad_sync else own / cp.size()
-        made[name] = own
-    return made
+        shard: Any = gradients[name]
+        if isinstance(shard, DTensor):  # with torch's own styles, it may be a partial sum
+            shard = shard.redistribute(placements=sharded.placements).to_local()
+        if shard is None:
+            shard = torch.zeros_like(sharded.to_local() if isinstance(sharded, DTensor) else sharded)
+        if cp is not None and not is_distributed(sharded, cp) and not (is_summed and parallelism.grad_sync):
+            shard = all_reduce(shard.contiguous(), group=cp)
+            shard = shard if parallelism.grad_sync else shard / cp.size()
+        shards[name] = shard
+    return shards
 
 
-def _by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None]:
+def _gradients_by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None]:
     """Return the gradients of leaf `parameters` by `total.backward()`, and leave their `grad` unchanged.
 
     For reentrant checkpoints, which do not support torch.autograd.grad.
     """
-    held = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
+    saved = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     try:
         for p in parameters:
             p.grad = p._post_accumulate_grad_hooks = None
         total.backward()
         return [p.grad for p in parameters]
     finally:
-        for p, grad, hooks in held:
+        for p, grad, hooks in saved:
             p.grad, p._post_accumulate_grad_hooks = grad, hooks
 
 
-def norm_of(t: Tensor) -> float:
+def two_norm(t: Tensor) -> float:
     """Return the 2-norm of all elements of `t`, computed in fp32 or fp64."""
     return float(torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)))
 
 
-def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, float]:
+def gradient_errors(found: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, float]:
     """Return the errors of this rank's gradient shards, relative to the norm of the full gradient, by name."""
-    of_all = sum(norm**2 for _, norm in wanted.values() if norm < inf) ** 0.5
+    total_norm = sum(norm**2 for _, norm in expected.values() if norm < inf) ** 0.5
     errors = {}
-    for name, (part, norm) in wanted.items():
-        error = norm_of(found[name].to(part.device) - part) / max(norm, SHARE_OF_ALL * of_all, 1e-30)
+    for name, (shard, norm) in expected.items():
+        error = two_norm(found[name].to(shard.device) - shard) / max(norm, TOTAL_NORM_SHARE * total_norm, 1e-30)
         errors[name] = error if error == error else inf
     return errors
 
 
-def _weights(shapes: Sequence[torch.Size], expected: Sequence[Tensor], counts: Tensor | None) -> dict[int, Tensor]:
+def _output_weights(
+    shapes: Sequence[torch.Size], expected: Sequence[Tensor], token_mask: Tensor | None
+) -> dict[int, Tensor]:
     """Return random weights, by index, of the outputs that every rank has in full and that require gradients.
 
     The weight of a loss is 1.
 
     Args:
         shapes: shapes of the sharded model's outputs.
-        counts: mask [batch, seq] of the tokens to compare; None for all.
+        token_mask: mask [batch, seq] of the tokens to compare; None for all.
     """
     generator = torch.Generator().manual_seed(3)
-    made: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
     for i, (shape, t) in enumerate(zip(shapes, expected, strict=False)):
         if shape == t.shape and t.requires_grad and t.is_floating_point():
             weight = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-            weight = _counted(weight, counts)
-            made[i] = (weight / max(t.numel(), 1) ** 0.5 if t.ndim else torch.ones_like(weight)).to(t.device)
-    return made
+            weight = _mask_tokens(weight, token_mask)
+            weights[i] = (weight / max(t.numel(), 1) ** 0.5 if t.ndim else torch.ones_like(weight)).to(t.device)
+    return weights
 
 
-def _counted(t: Tensor, counts: Tensor | None) -> Tensor:
-    """Return `t` [batch, seq, ...] with zeros for the tokens that `counts` excludes from the comparison."""
-    if counts is None or t.shape[:2] != counts.shape:
+def _mask_tokens(t: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Return `t` [batch, seq, ...] with zeros for the tokens that `token_mask` excludes from the comparison."""
+    if token_mask is None or t.shape[:2] != token_mask.shape:
         return t
-    return t.masked_fill(~counts.to(t.device).view(*counts.shape, *[1] * (t.ndim - 2)), 0)
+    return t.masked_fill(~token_mask.to(t.device).view(*token_mask.shape, *[1] * (t.ndim - 2)), 0)
 
 
-def _stand_ins(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _hooked_parameters(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return full parameters by name, with the callers' gradient hooks of the sharded parameters."""
-    made: dict[int, nn.Parameter] = {}
+    parameters_by_id: dict[int, nn.Parameter] = {}
     for name, parameter in parameters.items():
-        if id(parameter) not in made:
-            whole = nn.Parameter(full[name], requires_grad=parameter.requires_grad)
-            made[id(parameter)] = whole
+        if id(parameter) not in parameters_by_id:
+            full_parameter = nn.Parameter(full[name], requires_grad=parameter.requires_grad)
+            parameters_by_id[id(parameter)] = full_parameter
             for hook in (parameter._backward_hooks or {}).values():
                 if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("fused_tp."):
-                    whole.register_hook(hook)
-    return {name: made[id(parameter)] for name, parameter in parameters.items()}
+                    full_parameter.register_hook(hook)
+    return {name: parameters_by_id[id(parameter)] for name, parameter in parameters.items()}
 
 
 @contextmanager
-def _stopped_after(model: nn.Module, seconds: float) -> Iterator[None]:
+def _time_limit(model: nn.Module, seconds: float) -> Iterator[None]:
     """Context in which a forward pass of `model` raises `TooLongError` after `seconds`."""
     end = time.monotonic() + seconds
 

@@ -23,16 +23,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fused_tp.parallelizing.checks.batch_check import suspended
-from fused_tp.parallelizing.checks.model_check import code_of, is_of_library
-from fused_tp.parallelizing.checks.unsharded import TABLES, ModuleState
-from fused_tp.parallelizing.forward_shard import version_of
+from fused_tp.parallelizing.checks.batch_check import suspend_checks
+from fused_tp.parallelizing.checks.model_check import callers_code, is_library_function
+from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS, ModuleState
+from fused_tp.parallelizing.forward_shard import tensor_version
 
-_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # exact types only: iterating a subclass may run user code
-_COMPILED = "_compiled_call_impl"  # attribute set by `module.compile()`
-_NOT_FOLLOWED = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
+# Exact types only: iterating a subclass may run user code.
+_CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict)
+_COMPILED_ATTRIBUTE = "_compiled_call_impl"  # attribute set by `module.compile()`
+_LEAF_TYPES = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
 _MAX_DEPTH, _MAX_ENTRIES = 5, 1000  # limits of the search: nesting of containers, and entries of one container
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_INSTALL_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Mode(Enum):
@@ -48,7 +49,7 @@ class Mode(Enum):
 
 
 @contextmanager
-def undisturbed(
+def preserve_state(
     models: Sequence[nn.Module], mode: Mode, *, gradients: bool = False, random_states: Sequence[torch.Tensor] = ()
 ) -> Iterator[Callable[[], bool]]:
     """Context for forward passes that leaves `models` unchanged.
@@ -59,50 +60,50 @@ def undisturbed(
         models: models to restore. Layers of this package keep their new attributes, which may hold results that ranks
             have agreed on.
         gradients: enable gradients.
-        random_states: initial states, from `random_states_now`; by default those of seed 0.
+        random_states: initial states, from `current_random_states`; by default those of seed 0.
     """
     modules = [module for model in models for module in model.modules()]
-    held = [ModuleState.of(module) for module in modules]
-    buffers = [(b, b.detach().clone(), version_of(b)) for model in models for b in model.buffers() if not b.is_meta]
+    module_states = [ModuleState.from_module(module) for module in modules]
+    buffers = [(b, b.detach().clone(), tensor_version(b)) for model in models for b in model.buffers() if not b.is_meta]
     try:
         with (
-            _kept(_callers_state(modules)),
-            torch.random.fork_rng(_devices()),
+            _restore_on_exit(_reachable_state(modules)),
+            torch.random.fork_rng(_initialized_gpus()),
             torch.set_grad_enabled(gradients),
-            suspended(),
-            _saved_plainly(),
+            suspend_checks(),
+            _hide_saved_tensors(),
         ):
             torch.manual_seed(0)
-            for device, state in zip((None, *_devices()), random_states, strict=False):
+            for device, state in zip((None, *_initialized_gpus()), random_states, strict=False):
                 torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
-            states = random_states_now()
+            states = current_random_states()
             for module in modules:
                 module.training &= mode is not Mode.EVAL
-                if _COMPILED in vars(module):
-                    vars(module)[_COMPILED] = None  # run eagerly: it would be recompiled for other parameters
+                if _COMPILED_ATTRIBUTE in vars(module):
+                    vars(module)[_COMPILED_ATTRIBUTE] = None  # run eagerly: it would be recompiled for other parameters
                 if mode is Mode.WITHOUT_DROPOUT:
                     vars(module).update(dict.fromkeys(_dropout_names(module), 0.0))
-            drew = False
+            drew_random = False
             try:
-                yield lambda: drew
+                yield lambda: drew_random
             finally:
-                drew = not all(map(torch.equal, states, random_states_now()))
+                drew_random = not all(map(torch.equal, states, current_random_states()))
     finally:
-        for before in held:
-            module, attributes = before.module, before.attributes
+        for saved in module_states:
+            module, attributes = saved.module, saved.attributes
             if type(module).__module__.startswith("fused_tp."):
-                names = ("training", _COMPILED, *_dropout_names(module))
+                names = ("training", _COMPILED_ATTRIBUTE, *_dropout_names(module))
                 vars(module).update({name: attributes[name] for name in names if name in attributes})
             else:
-                before.apply()
+                saved.apply()
         with torch.no_grad():
             for buffer, value, version in buffers:
-                if version_of(buffer) != version:
+                if tensor_version(buffer) != version:
                     buffer.copy_(value)
 
 
 @contextmanager
-def _saved_plainly() -> Iterator[None]:
+def _hide_saved_tensors() -> Iterator[None]:
     """Hide saved tensors from the caller's hooks: an activation checkpoint around the context counts its tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         yield
@@ -114,33 +115,33 @@ def _saved_plainly() -> Iterator[None]:
 
 def _dropout_names(module: nn.Module) -> list[str]:
     """Return the names of the attributes of `module` that are dropout probabilities."""
-    own = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ()
-    return [n for n, v in vars(module).items() if isinstance(v, float) and (n in own or "drop" in n)]
+    known_names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ()
+    return [n for n, v in vars(module).items() if isinstance(v, float) and (n in known_names or "drop" in n)]
 
 
-def _devices() -> list[int]:
+def _initialized_gpus() -> list[int]:
     return [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
 
-def random_states_now() -> list[torch.Tensor]:
+def current_random_states() -> list[torch.Tensor]:
     """Return the random states of the CPU and of the current GPU, if there is one."""
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _devices())]
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _initialized_gpus())]
 
 
 # -- variables that callers' hooks and forwards write to ---------------------------------------------------------------
 
 
-def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
+def _reachable_state(modules: Sequence[nn.Module]) -> list[Any]:
     """Return the containers, closure cells and assigned globals that the callers' code in `modules` can reach."""
     found: dict[object, Any] = {}
     seen: set[int] = set()
 
     def add(value: Any, depth: int) -> None:
-        if depth > _MAX_DEPTH or isinstance(value, _NOT_FOLLOWED) or id(value) in seen:
+        if depth > _MAX_DEPTH or isinstance(value, _LEAF_TYPES) or id(value) in seen:
             return
         seen.add(id(value))
         parts: Iterable[Any] = ()
-        if type(value) in _CONTAINERS:
+        if type(value) in _CONTAINER_TYPES:
             found[id(value)] = value
             parts = islice(value.values() if isinstance(value, dict) else value, _MAX_ENTRIES)
         elif isinstance(value, partial):
@@ -148,33 +149,33 @@ def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
         elif isinstance(value, MethodType):
             parts = (value.__func__, value.__self__)
         elif isinstance(value, FunctionType):
-            parts = () if is_of_library(value) else _reached_by(value, found)
+            parts = () if is_library_function(value) else _reachable_values(value, found)
         elif _is_of_callers_class(value):
             parts = (vars(value),)
         for part in parts:
             add(part, depth + 1)
 
     for module in modules:
-        for value in code_of(module).values():
+        for value in callers_code(module).values():
             add(value, 0)
-        for kind in type(module).__mro__:
-            for value in () if is_of_library(kind) else vars(kind).values():
+        for base in type(module).__mro__:
+            for value in () if is_library_function(base) else vars(base).values():
                 if isinstance(value, FunctionType):
                     add(value, 0)
         for name, value in vars(module).items():
-            if name not in TABLES:
+            if name not in MODULE_DICTS:
                 add(value, 0)
     return [*found.values()]
 
 
-def _reached_by(function: FunctionType, found: dict[object, Any]) -> Iterator[Any]:
+def _reachable_values(function: FunctionType, found: dict[object, Any]) -> Iterator[Any]:
     """Yield the values in the closure of `function` and of the globals that it names.
 
     The cells of the closure, and the globals that the function assigns to, are added to `found`.
     """
     for cell in function.__closure__ or ():
         found[id(cell)] = cell
-        yield _contents(cell)
+        yield _cell_contents(cell)
     for code in _nested_codes(function.__code__):
         for name in code.co_names:
             yield function.__globals__.get(name)
@@ -198,12 +199,12 @@ def _is_of_callers_class(value: object) -> bool:
     Objects of installed packages are not restored, because threads of those packages may be using them.
     """
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    main = type(value).__module__ == "__main__"
-    own = main or (file is not None and not file.startswith(_INSTALLED))
-    return own and not is_of_library(type(value)) and hasattr(value, "__dict__")
+    is_main = type(value).__module__ == "__main__"
+    is_outside = is_main or (file is not None and not file.startswith(_INSTALL_PATHS))
+    return is_outside and not is_library_function(type(value)) and hasattr(value, "__dict__")
 
 
-def _contents(cell: CellType) -> Any:
+def _cell_contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
@@ -211,29 +212,31 @@ def _contents(cell: CellType) -> Any:
 
 
 @contextmanager
-def _kept(state: Sequence[Any]) -> Iterator[None]:
-    """Restore the contents of `state` on exit; `state` is a result of `_callers_state`."""
-    held = [_contents(one) if isinstance(one, CellType) else copy.copy(one) for one in state]
+def _restore_on_exit(state: Sequence[Any]) -> Iterator[None]:
+    """Restore the contents of `state` on exit; `state` is a result of `_reachable_state`."""
+    saved = [
+        _cell_contents(container) if isinstance(container, CellType) else copy.copy(container) for container in state
+    ]
     try:
         yield
     finally:
-        for one, value in zip(state, held, strict=True):
-            if isinstance(one, CellType):
-                if _contents(one) is not value:
-                    one.cell_contents = value
-            elif isinstance(one, tuple):
-                names, name, before = one
-                names[name] = before
-            elif _entries(one) == _entries(value):
+        for container, value in zip(state, saved, strict=True):
+            if isinstance(container, CellType):
+                if _cell_contents(container) is not value:
+                    container.cell_contents = value
+            elif isinstance(container, tuple):
+                names, name, previous = container
+                names[name] = previous
+            elif _entry_ids(container) == _entry_ids(value):
                 pass  # unchanged: do not write, because another thread of the caller may be writing
-            elif isinstance(one, list):
-                one[:] = value
+            elif isinstance(container, list):
+                container[:] = value
             else:
-                one.clear()
-                one.update(value)
+                container.clear()
+                container.update(value)
 
 
-def _entries(container: Any) -> list[Any]:
+def _entry_ids(container: Any) -> list[Any]:
     """Return the identities of the entries of a list, set or dict."""
     if isinstance(container, dict):
         return [(id(key), id(value)) for key, value in container.items()]

@@ -26,23 +26,23 @@ from torch import Tensor, nn
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 
 # Dicts of every module: parameters, buffers, modules, hooks.
-TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
-_BY_NAME = {"_parameters", "_buffers"}  # `restored` fills these itself
+MODULE_DICTS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+_RESTORED_SEPARATELY = {"_parameters", "_buffers"}  # `restore` fills these itself
 
 
 @dataclass(frozen=True)
-class _Id:
+class _ObjectId:
     """Identity of a module or tensor, without a reference that would keep its memory alive."""
 
     number: int
 
 
-def _noted(value: object) -> object:
-    return _Id(id(value)) if isinstance(value, (nn.Module, Tensor)) else value
+def _identity(value: object) -> object:
+    return _ObjectId(id(value)) if isinstance(value, (nn.Module, Tensor)) else value
 
 
-def _is(value: object, noted: object) -> bool:
-    return noted == _Id(id(value)) if isinstance(noted, _Id) else noted is value
+def _is_same(value: object, identity: object) -> bool:
+    return identity == _ObjectId(id(value)) if isinstance(identity, _ObjectId) else identity is value
 
 
 @dataclass
@@ -51,55 +51,57 @@ class ModuleState:
 
     Attributes:
         module: the object.
-        kind: its class.
+        module_class: its class.
         attributes: its other attributes.
-        tables: entries of its dicts of parameters, buffers, submodules and hooks, by the attribute's name.
+        dicts: entries of its dicts of parameters, buffers, submodules and hooks, by the attribute's name.
     """
 
     module: Any
-    kind: type
+    module_class: type
     attributes: dict[str, Any]
-    tables: dict[str, dict[Any, Any]]
+    dicts: dict[str, dict[Any, Any]]
 
     @staticmethod
-    def of(module: Any) -> ModuleState:
-        held = dict(vars(module))
-        tables = {name: dict(held[name]) for name in TABLES if isinstance(held.get(name), dict)}
-        return ModuleState(module, type(module), {k: v for k, v in held.items() if k not in tables}, tables)
+    def from_module(module: Any) -> ModuleState:
+        attributes = dict(vars(module))
+        dicts = {name: dict(attributes[name]) for name in MODULE_DICTS if isinstance(attributes.get(name), dict)}
+        return ModuleState(module, type(module), {k: v for k, v in attributes.items() if k not in dicts}, dicts)
 
     def apply(self) -> None:
         """Restore `module` to this state. Its dicts are changed in place, because handles of hooks refer to them."""
-        module, held = self.module, vars(self.module)
-        own = {name: held[name] for name in self.tables}
-        held.clear()
-        for name, entries in self.tables.items():
-            own[name].clear()
-            own[name].update(entries)
-        held.update(self.attributes)
-        held.update(own)
-        if type(module) is not self.kind:
-            module.__class__ = self.kind
+        module, attributes = self.module, vars(self.module)
+        live_dicts = {name: attributes[name] for name in self.dicts}
+        attributes.clear()
+        for name, entries in self.dicts.items():
+            live_dicts[name].clear()
+            live_dicts[name].update(entries)
+        attributes.update(self.attributes)
+        attributes.update(live_dicts)
+        if type(module) is not self.module_class:
+            module.__class__ = self.module_class
 
     def without_tensors(self) -> ModuleState:
         """Return a copy for comparisons, with identities in place of tensors and modules."""
-        tables = {name: {k: _noted(v) for k, v in held.items()} for name, held in self.tables.items()}
-        return ModuleState(None, self.kind, {k: _noted(v) for k, v in self.attributes.items()}, tables)
+        dicts = {name: {k: _identity(v) for k, v in entries.items()} for name, entries in self.dicts.items()}
+        return ModuleState(None, self.module_class, {k: _identity(v) for k, v in self.attributes.items()}, dicts)
 
-    def changed(self, sharded: ModuleState, now: ModuleState) -> ModuleState:
+    def with_changes(self, sharded: ModuleState, now: ModuleState) -> ModuleState:
         """Return this state, from before sharding, with the changes between `sharded` and `now` applied."""
-        kind = self.kind if now.kind is sharded.kind else now.kind
-        attributes = _merged(self.attributes, sharded.attributes, now.attributes)
-        tables = {
-            name: _merged(entries, sharded.tables.get(name, {}), now.tables.get(name, {}))
-            for name, entries in self.tables.items()
-            if name not in _BY_NAME
+        module_class = self.module_class if now.module_class is sharded.module_class else now.module_class
+        attributes = _merge_changes(self.attributes, sharded.attributes, now.attributes)
+        dicts = {
+            name: _merge_changes(entries, sharded.dicts.get(name, {}), now.dicts.get(name, {}))
+            for name, entries in self.dicts.items()
+            if name not in _RESTORED_SEPARATELY
         }
-        return ModuleState(self.module, kind, attributes, tables)
+        return ModuleState(self.module, module_class, attributes, dicts)
 
 
-def _merged(before: Mapping[Any, Any], sharded: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
-    kept = {key: value for key, value in before.items() if key in now or key not in sharded}
-    return kept | {key: value for key, value in now.items() if key not in sharded or not _is(value, sharded[key])}
+def _merge_changes(before: Mapping[Any, Any], sharded: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
+    unchanged = {key: value for key, value in before.items() if key in now or key not in sharded}
+    return unchanged | {
+        key: value for key, value in now.items() if key not in sharded or not _is_same(value, sharded[key])
+    }
 
 
 class UnshardedModel:
@@ -108,72 +110,76 @@ class UnshardedModel:
     Example:
         >>> unsharded = UnshardedModel(model)
         >>> sharded(model)
-        >>> unsharded.note_sharded(model)
-        >>> with unsharded.restored(model, whole_parameters):
+        >>> unsharded.record_sharded(model)
+        >>> with unsharded.restore(model, full_parameters):
         ...     model(tokens)                          # on this rank alone
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._before = {name: ModuleState.of(module) for name, module in model.named_modules()}
-        for state in self._before.values():
-            state.tables["_parameters"] = dict.fromkeys(state.tables["_parameters"])
-        self._configs = {id(config): ModuleState.of(config) for config in _configs(model)}
+        self._states = {name: ModuleState.from_module(module) for name, module in model.named_modules()}
+        for state in self._states.values():
+            state.dicts["_parameters"] = dict.fromkeys(state.dicts["_parameters"])
+        self._configs = {id(config): ModuleState.from_module(config) for config in _configs(model)}
         self._sharded: dict[str, ModuleState] = {}
         self._sharded_configs: dict[int, ModuleState] = {}
 
     def __reduce__(self) -> Any:
         return UnshardedModel, (nn.Module(),)  # a copy of the model has other modules
 
-    def note_sharded(self, model: nn.Module) -> None:
+    def record_sharded(self, model: nn.Module) -> None:
         """Record the state of `model` after sharding."""
-        self._sharded = {name: ModuleState.of(module).without_tensors() for name, module in model.named_modules()}
-        for name, before in self._before.items():  # keep only buffers that the replacing layer lacks
-            own = self._sharded[name].tables["_buffers"] if name in self._sharded else {}
-            before.tables["_buffers"] = {k: None if k in own else v for k, v in before.tables["_buffers"].items()}
-        self._sharded_configs = {id(config): ModuleState.of(config).without_tensors() for config in _configs(model)}
+        self._sharded = {
+            name: ModuleState.from_module(module).without_tensors() for name, module in model.named_modules()
+        }
+        for name, before in self._states.items():  # keep only buffers that the replacing layer lacks
+            new_buffers = self._sharded[name].dicts["_buffers"] if name in self._sharded else {}
+            before.dicts["_buffers"] = {k: None if k in new_buffers else v for k, v in before.dicts["_buffers"].items()}
+        self._sharded_configs = {
+            id(config): ModuleState.from_module(config).without_tensors() for config in _configs(model)
+        }
 
     def obstacle(self, model: nn.Module) -> str:
         """Return the reason why `model` cannot be restored to its unsharded state, or ""."""
         if not self._sharded:
             return "it is a copy of the model that parallelize returned"
         names = {name for name, _ in model.named_modules()}
-        other = sorted(names.symmetric_difference(self._sharded) or names.symmetric_difference(self._before))
-        return f"the modules {other[:3]} were added or removed after parallelize" if other else ""
+        changed_names = sorted(names.symmetric_difference(self._sharded) or names.symmetric_difference(self._states))
+        return f"the modules {changed_names[:3]} were added or removed after parallelize" if changed_names else ""
 
     @contextmanager
-    def restored(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    def restore(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """Context in which `model` is unsharded.
 
         Args:
             parameters: full tensors by name; tied parameters under each of their names.
         """
-        now = {name: ModuleState.of(module) for name, module in model.named_modules()}
+        current = {name: ModuleState.from_module(module) for name, module in model.named_modules()}
         device = next(iter(parameters.values())).device
-        whole: list[ModuleState] = []
-        for name, before in self._before.items():
-            state = before.changed(self._sharded[name], now[name])
+        unsharded_states: list[ModuleState] = []
+        for name, before in self._states.items():
+            state = before.with_changes(self._sharded[name], current[name])
             prefix = f"{name}." if name else ""
-            own = before.tables["_parameters"]
-            state.tables["_parameters"] = {key: parameters.get(f"{prefix}{key}") for key in own}
-            here = {key: _on(device, b) for key, b in before.tables["_buffers"].items()}
-            state.tables["_buffers"] = here | now[name].tables["_buffers"]
-            whole.append(state)
+            parameter_names = before.dicts["_parameters"]
+            state.dicts["_parameters"] = {key: parameters.get(f"{prefix}{key}") for key in parameter_names}
+            replaced_buffers = {key: _to_device(device, b) for key, b in before.dicts["_buffers"].items()}
+            state.dicts["_buffers"] = replaced_buffers | current[name].dicts["_buffers"]
+            unsharded_states.append(state)
         for one, config in zip(_configs(model), self._configs.values(), strict=False):
             if (sharded := self._sharded_configs.get(id(one))) is not None:
-                whole.append(config.changed(sharded, ModuleState.of(one)))
-        held = [ModuleState.of(state.module) for state in whole]
-        seen = {id(state.module) for state in whole}
-        held += [state for state in now.values() if id(state.module) not in seen]
+                unsharded_states.append(config.with_changes(sharded, ModuleState.from_module(one)))
+        saved_states = [ModuleState.from_module(state.module) for state in unsharded_states]
+        seen = {id(state.module) for state in unsharded_states}
+        saved_states += [state for state in current.values() if id(state.module) not in seen]
         try:
-            for state in whole:
+            for state in unsharded_states:
                 state.apply()
             yield
         finally:
-            for state in held:
+            for state in saved_states:
                 state.apply()
 
 
-def _on(device: torch.device, buffer: Tensor | None) -> Tensor | None:
+def _to_device(device: torch.device, buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else buffer.to(device)
 
 

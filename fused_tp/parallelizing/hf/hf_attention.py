@@ -1,7 +1,7 @@
 """Attention and mask functions for transformers that run over the context parallel ranks of a forward pass.
 
 transformers looks up both by name (`AttentionInterface`, `AttentionMaskInterface`). A mask would have seq x seq
-elements, so the mask function returns a `Window` instead, which models pass on to attention without reading it.
+elements, so the mask function returns a `MaskWindow` instead, which models pass on to attention without reading it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fused_tp.nn.sharding import shard_rows
 from fused_tp.parallelizing.forward_shard import CpContext, running_forward
 from fused_tp.parallelizing.layers import holds_sharded_heads
-from fused_tp.parallelizing.own_attention import OwnAttention
+from fused_tp.parallelizing.own_attention import CustomAttention
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
 
 if TYPE_CHECKING:
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
     from fused_tp.parallelizing.hf.hf_cache import CachedPass
 
-PREFIX = "fused_tp_"
-SEQUENCE = "_fused_tp_sequence"  # attribute of modules: the SequenceSharding of their model
-EAGER = "eager_attention_forward"  # name of the eager attention in transformers' modeling files
+NAME_PREFIX = "fused_tp_"
+SEQUENCE_ATTRIBUTE = "_fused_tp_sequence"  # attribute of modules: the SequenceSharding of their model
+EAGER_FUNCTION = "eager_attention_forward"  # name of the eager attention in transformers' modeling files
 # Keyword arguments of attention functions that change the result, and are not supported over context parallel ranks.
-UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cache")
+UNSUPPORTED_KEYWORDS = ("sinks", "position_bias", "head_mask", "cache")
 # Keyword arguments that may be tensors: they do not change the result, are supported, or were read at the start of the
 # forward pass. Other tensors (indices of selected tokens, a bias) may change the result, and raise an error.
-SUPPORTED = {
+SUPPORTED_KEYWORDS = {
     *("s_aux", "alibi_slopes", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
-    *("labels", *SequenceSharding.known),  # some models pass these on with all other keywords
+    *("labels", *SequenceSharding.unsharded_names),  # some models pass these on with all other keywords
 }
 
 
 @dataclass(frozen=True)
-class Window:
+class MaskWindow:
     """Replacement for a mask: the numbers of keys that a token sees, as (before itself, after itself)."""
 
     sides: tuple[int, int]
@@ -58,13 +58,13 @@ def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> st
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for module in model.modules():
-        setattr(module, SEQUENCE, sequence)
+        setattr(module, SEQUENCE_ATTRIBUTE, sequence)
     implementation: str = model.config._attn_implementation
-    if implementation.startswith(PREFIX):  # the config of a parallel model, reused for another model
+    if implementation.startswith(NAME_PREFIX):  # the config of a parallel model, reused for another model
         return implementation
-    name = PREFIX + implementation
-    own = _eager if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, own))
+    name = NAME_PREFIX + implementation
+    original = _run_eager if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_run_attention, original))
     register_mask(model.config)
     if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
@@ -74,107 +74,113 @@ def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> st
 def register_mask(config: Any) -> None:
     """Make the mask function of the config's attention build masks for the full sequence if a rank holds a shard of it.
 
-    `_mask` is registered under the existing name. It checks the running forward pass, and falls back to the previous
-    function. Rejected: a new name in the config, as for attention over context parallel ranks. Some models depend on
-    the name: sparse latent attention selects tokens only for "eager" and "sdpa".
+    `_build_mask` is registered under the existing name. It checks the running forward pass, and falls back to the
+    previous function. Rejected: a new name in the config, as for attention over context parallel ranks. Some models
+    depend on the name: sparse latent attention selects tokens only for "eager" and "sdpa".
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    if str(config._attn_implementation).startswith(PREFIX):  # from a parallel model, reused for another
-        config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
-    own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    if own is not None and getattr(own, "func", None) is not _mask:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(config._attn_implementation, partial(_mask, own))
+    if str(config._attn_implementation).startswith(NAME_PREFIX):  # from a parallel model, reused for another
+        config._attn_implementation = config._attn_implementation.removeprefix(NAME_PREFIX)
+    original = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    if original is not None and getattr(original, "func", None) is not _build_mask:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(config._attn_implementation, partial(_build_mask, original))
 
 
-def has_eager(module: nn.Module) -> bool:
+def has_eager_attention(module: nn.Module) -> bool:
     """True if a file that defines the class of `module`, or one of its base classes, has an eager attention."""
-    return any(hasattr(sys.modules.get(kind.__module__), EAGER) for kind in type(module).__mro__)
+    return any(hasattr(sys.modules.get(kind.__module__), EAGER_FUNCTION) for kind in type(module).__mro__)
 
 
-def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def _run_eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Run the eager attention of the model's own file, because AttentionInterface has no entry for it."""
     for kind in type(module).__mro__:
-        own = getattr(sys.modules.get(kind.__module__), EAGER, None)
-        if own is not None:
-            result: tuple[Tensor, Tensor | None] = own(module, *args, **kwargs)
+        function = getattr(sys.modules.get(kind.__module__), EAGER_FUNCTION, None)
+        if function is not None:
+            result: tuple[Tensor, Tensor | None] = function(module, *args, **kwargs)
             return result
     raise ValueError(
-        f"attn_implementation='eager' is not supported: the file that defines {type(module).__name__} has no {EAGER}. "
-        "Load the model with another attn_implementation, such as 'sdpa'."
+        f"attn_implementation='eager' is not supported: the file that defines {type(module).__name__} has no "
+        f"{EAGER_FUNCTION}. Load the model with another attn_implementation, such as 'sdpa'."
     )
 
 
-def _attention(
-    own: Callable[..., tuple[Tensor, Tensor | None]],
+def _run_attention(
+    original: Callable[..., tuple[Tensor, Tensor | None]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Window | None,
+    attention_mask: Tensor | MaskWindow | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend like a transformers attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim],
     weights or None)."""
-    sequence: SequenceSharding | None = getattr(module, SEQUENCE, None)  # None in another model with the same config
-    over = None if sequence is None else _attends_over(sequence)
-    if over is None:
-        return own(module, query, key, value, attention_mask, **kwargs)
-    return _attention_over(over, module, query, key, value, attention_mask, **kwargs), None
+    # None in another model with the same config.
+    sequence: SequenceSharding | None = getattr(module, SEQUENCE_ATTRIBUTE, None)
+    distributor = None if sequence is None else _find_distributor(sequence)
+    if distributor is None:
+        return original(module, query, key, value, attention_mask, **kwargs)
+    return _attend_over_ranks(distributor, module, query, key, value, attention_mask, **kwargs), None
 
 
-def _attention_over(
-    over: CpContext | CachedPass,
+def _attend_over_ranks(
+    distributor: CpContext | CachedPass,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Window | None,
+    attention_mask: Tensor | MaskWindow | None,
     **kwargs: Any,
 ) -> Tensor:
     """Attend over ranks: [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
 
     `kwargs` are those of transformers' attention functions.
     """
-    kind = type(module).__name__
-    for name in UNSUPPORTED:
+    class_name = type(module).__name__
+    for name in UNSUPPORTED_KEYWORDS:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{kind} passes {name} to its attention; a cp_dim does not support that. Omit cp_dim.")
+            raise ValueError(
+                f"{class_name} passes {name} to its attention; a cp_dim does not support that. Omit cp_dim."
+            )
     tensors = (name for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim)
-    unknown = next((name for name in tensors if name not in SUPPORTED), None)
+    unknown = next((name for name in tensors if name not in SUPPORTED_KEYWORDS), None)
     if unknown is not None:
         raise ValueError(
-            f"{kind} passes the tensor {unknown!r} to its attention, which is not supported with a cp_dim. Omit cp_dim."
+            f"{class_name} passes the tensor {unknown!r} to its attention, which is not supported with a cp_dim. Omit "
+            "cp_dim."
         )
     if isinstance(attention_mask, Tensor):
         raise ValueError(
-            f"{kind} builds a custom attention mask of shape {tuple(attention_mask.shape)}; with a cp_dim only causal "
-            "masks, sliding windows and packed documents are supported. Omit cp_dim."
+            f"{class_name} builds a custom attention mask of shape {tuple(attention_mask.shape)}; with a cp_dim only "
+            "causal masks, sliding windows and packed documents are supported. Omit cp_dim."
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "causal": causal,
         "scale": kwargs.get("scaling"),
-        "window": _window(attention_mask, kwargs.get("sliding_window"), causal),
+        "window": _mask_window(attention_mask, kwargs.get("sliding_window"), causal),
         "softcap": kwargs.get("softcap") or 0.0,
         "sinks": kwargs.get("s_aux"),
         "alibi_slopes": kwargs.get("alibi_slopes"),
     }
-    if not isinstance(over, CpContext):
-        return over.attention(module, query, key, value, **how).contiguous()
-    if over.padded and not causal:
+    if not isinstance(distributor, CpContext):
+        return distributor.attention(module, query, key, value, **options).contiguous()
+    if distributor.padded and not causal:
         raise ValueError(
-            f"{kind} is not causal, so its tokens would attend to the padding in attention_mask, which is not masked "
-            "with a cp_dim. Use rows of equal length, or omit cp_dim."
+            f"{class_name} is not causal, so its tokens would attend to the padding in attention_mask, which is not "
+            "masked with a cp_dim. Use rows of equal length, or omit cp_dim."
         )
-    query = _scaled_by_position(module, query, over)
+    query = _rescale_query(module, query, distributor)
     dropout = kwargs.get("dropout", 0.0)
-    out = over.attention(query, key, value, dropout_p=dropout, heads_sharded=holds_sharded_heads(module), **how)
+    out = distributor.attention(
+        query, key, value, dropout_p=dropout, heads_sharded=holds_sharded_heads(module), **options
+    )
     return out.transpose(1, 2).contiguous()
 
 
-def replace_own_attention(modules: Sequence[nn.Module], own: OwnAttention) -> None:
+def replace_custom_attention(modules: Sequence[nn.Module], custom: CustomAttention) -> None:
     """Make `modules`, which compute attention by their own code, attend over ranks like all other modules.
 
     They do so in the forward passes that are sharded over context parallel ranks.
@@ -184,27 +190,29 @@ def replace_own_attention(modules: Sequence[nn.Module], own: OwnAttention) -> No
             # In unsharded passes the module's own code runs, and needs the attention name that the model was loaded
             # with. The shared config gets another name.
             module.config = copy.copy(module.config)
-        setattr(module, own.method, partial(_own_attention, own, module, getattr(module, own.method)))
+        setattr(module, custom.method, partial(_run_custom_attention, custom, module, getattr(module, custom.method)))
 
 
-def _own_attention(own: OwnAttention, module: nn.Module, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    sequence: SequenceSharding = getattr(module, SEQUENCE)
-    over, mesh = _attends_over(sequence), sequence.parallelism.tp_mesh
-    if over is None:
-        return theirs(*args, **kwargs)
+def _run_custom_attention(
+    custom: CustomAttention, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    sequence: SequenceSharding = getattr(module, SEQUENCE_ATTRIBUTE)
+    distributor, mesh = _find_distributor(sequence), sequence.parallelism.tp_mesh
+    if distributor is None:
+        return original(*args, **kwargs)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, **how: Any) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, **options: Any) -> Tensor:
         query, key = query.to(value.dtype), key.to(value.dtype)  # CodeGen returns q and k in fp32
         if alibi_slopes is not None and mesh is not None and holds_sharded_heads(module):
             start, stop = shard_rows(len(alibi_slopes), mesh)
             alibi_slopes = alibi_slopes[start:stop]
-        how |= {"alibi_slopes": alibi_slopes, "dropout": own.dropped(module)}
-        return _attention_over(over, module, query, key, value, None, **how)
+        options |= {"alibi_slopes": alibi_slopes, "dropout": custom.dropout_probability(module)}
+        return _attend_over_ranks(distributor, module, query, key, value, None, **options)
 
-    return own.ours(module, attend, *args, **kwargs)
+    return custom.replacement(module, attend, *args, **kwargs)
 
 
-def _attends_over(sequence: SequenceSharding) -> CpContext | CachedPass | None:
+def _find_distributor(sequence: SequenceSharding) -> CpContext | CachedPass | None:
     """Return the object that distributes attention in the running pass; None if each rank computes all of it."""
     cp = sequence.state_now().cp
     frame = running_forward()
@@ -213,7 +221,7 @@ def _attends_over(sequence: SequenceSharding) -> CpContext | CachedPass | None:
     return cast("CachedPass | None", frame.cache)
 
 
-def _scaled_by_position(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
+def _rescale_query(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
     """Correct the scale of `query` [batch, heads, seq, head_dim] to the positions of its tokens in the full sequence.
 
     Llama 4's layers without rotary embeddings (Llama4TextAttention of transformers) multiply queries by
@@ -225,12 +233,12 @@ def _scaled_by_position(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
     def scales(positions: Tensor) -> Tensor:
         return torch.log1p(torch.floor((positions.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
 
-    given = torch.arange(query.shape[2], device=query.device)
-    change = scales(cp.positions(query.device)) / scales(given)
-    return (query * change.unsqueeze(-1)).to(query.dtype)
+    local_positions = torch.arange(query.shape[2], device=query.device)
+    ratio = scales(cp.positions(query.device)) / scales(local_positions)
+    return (query * ratio.unsqueeze(-1)).to(query.dtype)
 
 
-def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
+def _mask_window(mask: MaskWindow | None, sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
     """Return the window of `mask`, or else the window that `sliding_window` specifies.
 
     `sliding_window` counts the token itself. Some models pass only the mask, and some only `sliding_window`.
@@ -242,19 +250,20 @@ def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tu
     return sliding_window - 1, 0 if causal else sliding_window - 1
 
 
-def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _build_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build a mask for transformers, which passes keywords.
 
-    If our attention computes the pass, return a Window or None. Else return the mask of `own` for the full sequence.
+    If our attention computes the pass, return a MaskWindow or None. Else return the mask of `original` for the full
+    sequence.
     """
     frame = running_forward()
     shard, cache = (None, None) if frame is None else (frame.shard, cast("CachedPass | None", frame.cache))
     # Not None if our attention computes this pass: over sharded tokens, or over a sharded cache.
-    ours = cache if cache is not None else None if shard is None else shard.cp
-    if frame is not None and ours is not None and getattr(frame.owner, "own_attention", None):
+    distributor = cache if cache is not None else None if shard is None else shard.cp
+    if frame is not None and distributor is not None and getattr(frame.owner, "custom_attention", None):
         # Our attention does not read this tensor, but MPT's model code converts the mask, so None would fail.
         return torch.zeros((1, 1, 1, 1), dtype=torch.float32, device="cpu")
-    if ours is not None:
+    if distributor is not None:
         # transformers sets one of these flags if the mask is plain causal or bidirectional, which needs no tensor.
         if kwargs.get("use_vmap") or not (
             kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip")
@@ -264,9 +273,9 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             )
         size = kwargs.get("local_size")
         # A config with a window of 0 means no window. No layer uses the mask for it, which would hide all keys.
-        return None if not size or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
+        return None if not size or size >= distributor.seq_len else _convert_window(kwargs["mask_function"], size)
     if shard is None:
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2 and mask.shape[1] != shard.seq_len:
         if not bool(mask.all()):
@@ -278,10 +287,10 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs["attention_mask"] = None  # the model has derived this mask from the sharded embeddings
     # transformers reads the length from the embeddings, which are sharded on a sequence parallel rank.
     kwargs["q_length"] = kwargs["kv_length"] = shard.seq_len
-    return own(*args, **kwargs)
+    return original(*args, **kwargs)
 
 
-def _as_window(sees: Callable[..., Tensor], size: int) -> Window:
+def _convert_window(mask_function: Callable[..., Tensor], size: int) -> MaskWindow:
     """Convert the mask function sees(batch, head, query, key) of a window of `size` tokens to a Window.
 
     Raises:
@@ -289,7 +298,7 @@ def _as_window(sees: Callable[..., Tensor], size: int) -> Window:
     """
 
     def token_sees(query: int, key: int) -> bool:
-        return bool(sees(*torch.tensor([0, 0, query, key], dtype=torch.int64, device="cpu").unbind()))
+        return bool(mask_function(*torch.tensor([0, 0, query, key], dtype=torch.int64, device="cpu").unbind()))
 
     if not token_sees(size, 1):  # in a window it would see this token: a new chunk begins at `size`
         raise ValueError(
@@ -297,5 +306,5 @@ def _as_window(sees: Callable[..., Tensor], size: int) -> Window:
             "longer than a chunk. Use sequences that fit into a chunk, or omit cp_dim."
         )
     if token_sees(0, 1):
-        return Window((size, size))  # transformers' bidirectional windows do not count the token itself
-    return Window((size - 1, 0))
+        return MaskWindow((size, size))  # transformers' bidirectional windows do not count the token itself
+    return MaskWindow((size - 1, 0))

@@ -20,7 +20,7 @@ from fused_tp.nn.kv_cache import ContextKVCache
 from fused_tp.ops.context_parallel_decode import DEFAULT_BLOCK
 from fused_tp.parallelizing.forward_shard import running_forward
 
-BLOCK = DEFAULT_BLOCK
+CACHE_BLOCK = DEFAULT_BLOCK
 
 
 class ContextLayer:
@@ -38,9 +38,9 @@ class ContextLayer:
         super().__init__()  # calls CacheLayerMixin.__init__ in the subclass of `_layer_class`
         self.window = window  # size of the replaced layer's sliding window, outside which it would drop tokens
         self.is_initialized = False
-        self.cache = ContextKVCache(mesh, block=BLOCK)
-        self._newest: tuple[torch.Size, ...] = ()  # shapes of new keys and values, until attention has used them
-        self.columns = 0  # columns of the batch: the longest sequence with its padding
+        self.cache = ContextKVCache(mesh, block=CACHE_BLOCK)
+        self._new_shapes: tuple[torch.Size, ...] = ()  # shapes of new keys and values, until attention has used them
+        self.column_count = 0  # columns of the batch: the longest sequence with its padding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -55,7 +55,7 @@ class ContextLayer:
                 "A key/value cache that is sharded over context parallel ranks was passed to another module than the "
                 "model that filled it, and only that model can read it. Call the model that parallelize returned."
             )
-        if self._newest:
+        if self._new_shapes:
             raise ValueError(
                 "The model stores keys and values in its cache, but does not use transformers' AttentionInterface to "
                 "attend to them, so the cache cannot be sharded over context parallel ranks. Pass use_cache=False, or "
@@ -64,8 +64,8 @@ class ContextLayer:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cache.append(key_states.transpose(1, 2), value_states.transpose(1, 2), running.new_lengths)
-        self.columns += key_states.shape[2]
-        self._newest = key_states.shape, value_states.shape
+        self.column_count += key_states.shape[2]
+        self._new_shapes = key_states.shape, value_states.shape
         return key_states, value_states
 
     def check_keys(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
@@ -73,21 +73,21 @@ class ContextLayer:
 
         The module has then computed them from cached tensors, of which this rank has a shard only.
         """
-        if (key.shape, value.shape) != self._newest:
+        if (key.shape, value.shape) != self._new_shapes:
             raise ValueError(
                 f"{type(module).__name__} passes keys {tuple(key.shape)} and values {tuple(value.shape)} to attention, "
-                f"but {tuple(map(tuple, self._newest))} to its cache, so the cache cannot be sharded over context "
+                f"but {tuple(map(tuple, self._new_shapes))} to its cache, so the cache cannot be sharded over context "
                 "parallel ranks. Pass use_cache=False, or a cache of another class than DynamicCache."
             )
-        self._newest = ()
+        self._new_shapes = ()
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         # Before transformers 5 the argument holds the positions of the new tokens.
-        new = query_length if isinstance(query_length, int) else len(query_length)
-        return self.columns + new, 0
+        new_tokens = query_length if isinstance(query_length, int) else len(query_length)
+        return self.column_count + new_tokens, 0
 
     def get_seq_length(self) -> int:
-        return self.columns
+        return self.column_count
 
     def get_max_length(self) -> int:
         return -1
@@ -96,7 +96,7 @@ class ContextLayer:
 
     def reset(self) -> None:
         self.cache.reset()
-        self.columns, self._newest = 0, ()
+        self.column_count, self._new_shapes = 0, ()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens, such as rejected drafts.
@@ -105,21 +105,21 @@ class ContextLayer:
             tokens_to_remove: minus the number of tokens to drop; or, as before transformers 5, a positive number of
                 tokens to keep.
         """
-        if tokens_to_remove == 0 or self.columns == 0:
+        if tokens_to_remove == 0 or self.column_count == 0:
             return
         if tokens_to_remove > 0:
-            tokens_to_remove = min(tokens_to_remove - self.columns, 0)
+            tokens_to_remove = min(tokens_to_remove - self.column_count, 0)
         if len(set(self.cache.lengths)) > 1:
             raise ValueError(
                 "crop of a cache that is sharded over context parallel ranks needs sequences of equal length, got "
                 f"{self.cache.lengths}."
             )
-        removed = min(abs(tokens_to_remove), self.columns)
+        removed = min(abs(tokens_to_remove), self.column_count)
         self.cache.crop(max(0, self.cache.length - removed))
-        self.columns -= removed
+        self.column_count -= removed
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.columns:
+        if self.column_count:
             self.cache.reorder(beam_idx)
 
     batch_select_indices = reorder_cache
@@ -144,14 +144,14 @@ class CachedPass:
         layers: layers of the cache.
         seq_len: number of columns of the batch after the pass.
         new_lengths: number of new tokens that are not padding, per sequence; None if no token is padding.
-        tokens: checksum of the new tokens, which the ranks compare, because ranks with unequal random states would
-            sample different tokens for the same cache. 0 if reading the tokens would synchronize with the device.
+        token_checksum: checksum of the new tokens, which the ranks compare, because ranks with unequal random states
+            would sample different tokens for the same cache. 0 if reading the tokens would synchronize with the device.
     """
 
     layers: tuple[ContextLayer, ...]
     seq_len: int
     new_lengths: list[int] | None
-    tokens: int = 0
+    token_checksum: int = 0
 
     def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
         """Attend to new and cached tokens: [batch, heads, new, head_dim] -> [batch, new, heads, head_dim].
@@ -166,11 +166,11 @@ class CachedPass:
                 f"config would hold the last {layer.window} of {self.seq_len} tokens, but a cache that is sharded over "
                 "context parallel ranks holds all. Pass DynamicCache() without a config, or a cache of another class."
             )
-        out: Tensor = layer.cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
+        out: Tensor = layer.cache.attend(q.transpose(1, 2), token_checksum=self.token_checksum, **keywords)
         return out
 
 
-def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
+def make_cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
     """Describe a pass of `new` tokens over the cache in `arguments`; return None if each rank holds the full cache.
 
     An empty cache becomes a sharded one if its class allows it. The caller must have checked that the model does.
@@ -183,9 +183,9 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
     cache = arguments.get("past_key_values")
     if cache is None:
         cache = DynamicCache(config=config)
-    if not is_shared(cache):
+    if not is_sharded(cache):
         mask = arguments.get("attention_mask")
-        if not _can_be_shared(cache) or not (mask is None or _pads_left(mask)):
+        if not _can_be_sharded(cache) or not (mask is None or _has_only_left_padding(mask)):
             return None
         text = config.get_text_config(decoder=True)
         windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
@@ -193,19 +193,19 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
         cache.layer_class_to_replicate = None
         arguments["past_key_values"] = cache
     layers = tuple(cache.layers)
-    new_lengths = _new_lengths(arguments.get("attention_mask"), layers[0], new)
-    tokens, number = arguments.get("input_ids"), 0
+    new_lengths = _count_new_tokens(arguments.get("attention_mask"), layers[0], new)
+    tokens, token_checksum = arguments.get("input_ids"), 0
     if tokens is not None and (tokens.is_cpu or settings.check_ranks()):
-        number = checksum(tokens.cpu().numpy().tobytes())
-    return CachedPass(layers, layers[0].columns + new, new_lengths, number)
+        token_checksum = checksum(tokens.cpu().numpy().tobytes())
+    return CachedPass(layers, layers[0].column_count + new, new_lengths, token_checksum)
 
 
-def is_shared(cache: Any) -> bool:
+def is_sharded(cache: Any) -> bool:
     """True if `cache` is already sharded over the ranks."""
     return any(isinstance(layer, ContextLayer) for layer in getattr(cache, "layers", ()))
 
 
-def _can_be_shared(cache: Any) -> bool:
+def _can_be_sharded(cache: Any) -> bool:
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     return (
@@ -217,7 +217,7 @@ def _can_be_shared(cache: Any) -> bool:
     )
 
 
-def _pads_left(mask: Any) -> bool:
+def _has_only_left_padding(mask: Any) -> bool:
     """True if `mask` [batch, columns] has padding only on the left of each sequence."""
     if (
         not isinstance(mask, Tensor) or mask.ndim != 2
@@ -227,22 +227,26 @@ def _pads_left(mask: Any) -> bool:
     return bool(keep[:, -1:].all()) and not bool((keep[:, :-1] & ~keep[:, 1:]).any())
 
 
-def _new_lengths(mask: Tensor | None, layer: ContextLayer, new: int) -> list[int] | None:
-    held, columns = layer.cache.lengths, layer.columns
+def _count_new_tokens(mask: Tensor | None, layer: ContextLayer, new: int) -> list[int] | None:
+    cached_lengths, cached_columns = layer.cache.lengths, layer.column_count
     if mask is None:
-        shown, counted = [columns] * len(held), None
+        unmasked_lengths, new_lengths = [cached_columns] * len(cached_lengths), None
     else:
-        if not _pads_left(mask) or mask.shape[1] != columns + new:
+        if not _has_only_left_padding(mask) or mask.shape[1] != cached_columns + new:
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}; with a cache of {columns} tokens that is sharded over "
-                f"context parallel ranks it must be [batch, {columns + new}], with padding only on the left."
+                f"attention_mask has shape {tuple(mask.shape)}; with a cache of {cached_columns} tokens that is "
+                f"sharded over context parallel ranks it must be [batch, {cached_columns + new}], with padding only on "
+                "the left."
             )
         keep = mask.bool()
-        shown, counted = keep[:, :columns].sum(1).tolist(), keep[:, columns:].sum(1).tolist()
-    if held and shown != held:
-        raise ValueError(
-            f"attention_mask is True for {shown} earlier tokens of the sequences, but the cache holds {held}. A cache "
-            "that is sharded over context parallel ranks does not store padding, so pass the same mask as in earlier "
-            "calls for earlier tokens."
+        unmasked_lengths, new_lengths = (
+            keep[:, :cached_columns].sum(1).tolist(),
+            keep[:, cached_columns:].sum(1).tolist(),
         )
-    return counted
+    if cached_lengths and unmasked_lengths != cached_lengths:
+        raise ValueError(
+            f"attention_mask is True for {unmasked_lengths} earlier tokens of the sequences, but the cache holds "
+            f"{cached_lengths}. A cache that is sharded over context parallel ranks does not store padding, so pass "
+            "the same mask as in earlier calls for earlier tokens."
+        )
+    return new_lengths

@@ -17,11 +17,11 @@ def adapt_later_calls(model: nn.Module) -> None:
     This includes the transformers models inside `model`.
     """
     for module in model.modules():
-        own: Any = module  # gets partials, which can be pickled, and refer to the copy in a copied model
+        instance: Any = module  # gets partials, which can be pickled, and refer to the copy in a copied model
         if hasattr(module, "_init_weights"):
-            own._init_weights = partial(_init_weights, module)
+            instance._init_weights = partial(_init_weights, module)
         if hasattr(module, "resize_token_embeddings"):
-            own.resize_token_embeddings = partial(_resize_token_embeddings, module)
+            instance.resize_token_embeddings = partial(_resize_token_embeddings, module)
 
 
 def _init_weights(model: Any, module: nn.Module) -> None:
@@ -35,12 +35,12 @@ def _resize_token_embeddings(
 ) -> nn.Module:
     embeddings: nn.Module = model.get_input_embeddings()
     size: Any = embeddings.num_embeddings
-    wanted = size if new_num_tokens is None else new_num_tokens
+    new_size = size if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None:
-        wanted += -wanted % pad_to_multiple_of
-    if wanted != size:
+        new_size += -new_size % pad_to_multiple_of
+    if new_size != size:
         raise ValueError(
-            f"resize_token_embeddings to {wanted} tokens is not supported, because the {size} rows of the embedding "
+            f"resize_token_embeddings to {new_size} tokens is not supported, because the {size} rows of the embedding "
             "and of the output layer are sharded over tensor parallel ranks. Resize the model before parallelize."
         )
     return embeddings

@@ -21,18 +21,29 @@ from torch import Tensor, nn
 from fused_tp.attention.spec import read_bounds
 from fused_tp.core.partition import shard_range
 from fused_tp.ops.collectives import gather
-from fused_tp.parallelizing.families import family_of
+from fused_tp.parallelizing.families import find_family
 from fused_tp.parallelizing.forward_shard import ForwardShard
 from fused_tp.parallelizing.hf import scored_tokens
-from fused_tp.parallelizing.hf.hf_attention import has_eager, register_attention, register_mask, replace_own_attention
-from fused_tp.parallelizing.hf.hf_cache import CachedPass, cached_pass, is_shared
+from fused_tp.parallelizing.hf.hf_attention import (
+    has_eager_attention,
+    register_attention,
+    register_mask,
+    replace_custom_attention,
+)
+from fused_tp.parallelizing.hf.hf_cache import CachedPass, is_sharded, make_cached_pass
 from fused_tp.parallelizing.hf.hf_later_calls import adapt_later_calls
-from fused_tp.parallelizing.hf.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
+from fused_tp.parallelizing.hf.state_layers import STATE_LAYERS, connect_states, find_state_layers
 from fused_tp.parallelizing.outputs import map_tensors
-from fused_tp.parallelizing.readers import attentions_named, forward_mentions
-from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, RowMasks, SequenceSharding, sharded_head
+from fused_tp.parallelizing.readers import compared_attention_names, forward_source_contains
+from fused_tp.parallelizing.sequence_sharding import (
+    INNER_STAGE_ATTRIBUTE,
+    Parallelism,
+    RowMasks,
+    SequenceSharding,
+    sharded_head,
+)
 from fused_tp.parallelizing.shard_plan import Style, spec_of
-from fused_tp.parallelizing.state_dict import save_whole
+from fused_tp.parallelizing.state_dict import save_full_model_in_save_pretrained
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,14 +51,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Optional outputs of a model that depend on the tokens, so that a rank has them for its own tokens only.
-EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+PER_TOKEN_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 # Name of the registry in which a model looks up the attention that its config names.
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Source text in the forward of models that change their mask: it makes transformers build one in any case.
-OWN_MASK = "allow_is_causal_skip=False"
+CUSTOM_MASK_SOURCE = "allow_is_causal_skip=False"
 # Classes whose code for specific attention names never runs in a forward pass over context parallel ranks.
-NEVER_SPECIAL = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
-PADDED_DOCUMENTS = (
+CLASSES_WITHOUT_SPECIAL_CODE = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
+PADDED_DOCUMENTS_ERROR = (
     "attention_mask has padding in rows of packed documents, which is not supported. Make the padding a separate "
     "document and omit attention_mask."
 )
@@ -62,15 +73,15 @@ def is_transformers_model(model: nn.Module) -> bool:
 @contextmanager
 def without_input_hooks(model: nn.Module) -> Iterator[None]:
     """Remove the hooks that gradient_checkpointing_enable has set on embeddings; on exit, set them on the new ones."""
-    users: Any = model
+    untyped_model: Any = model
     if not getattr(model, "_require_grads_hooks", None):
         yield
         return
-    users.disable_input_require_grads()
+    untyped_model.disable_input_require_grads()
     try:
         yield
     finally:
-        users.enable_input_require_grads()
+        untyped_model.enable_input_require_grads()
 
 
 def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
@@ -81,106 +92,122 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    kind = type(model).__name__
-    is_base = _is_base(model)
-    asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
+    class_name = type(model).__name__
+    is_base = _is_base_model(model)
+    requested = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
     if parallelism.shards_sequence:
-        _check_token_mixing(model, parallelism, asked)
-        _check_no_layers_dropped(model, asked)
-        makes_masks = parallelism.cp_mesh is not None and not _own_attention(model)
+        _check_token_mixing(model, parallelism, requested)
+        _check_no_layers_dropped(model, requested)
+        makes_masks = parallelism.cp_mesh is not None and not _custom_attention_modules(model)
         if makes_masks and any(
-            forward_mentions(m, OWN_MASK, unknown=False) for m in model.modules() if is_transformers_model(m)
+            forward_source_contains(m, CUSTOM_MASK_SOURCE, default=False)
+            for m in model.modules()
+            if is_transformers_model(m)
         ):
-            raise ValueError(f"{kind} uses a custom attention mask, which a cp_dim does not support. Omit cp_dim.")
-        # transformers finds no loss type for classes whose names do not end in ForCausalLM, and uses ForCausalLMLoss.
-        own_name = model.loss_type is None and model.get_output_embeddings() is not None
-        if not (is_base or own_name or model.loss_type == "ForCausalLM"):
             raise ValueError(
-                f"{kind} is neither a causal language model nor a base model; {asked} supports only these. Omit it."
+                f"{class_name} uses a custom attention mask, which a cp_dim does not support. Omit cp_dim."
+            )
+        # transformers finds no loss type for classes whose names do not end in ForCausalLM, and uses ForCausalLMLoss.
+        has_unknown_loss = model.loss_type is None and model.get_output_embeddings() is not None
+        if not (is_base or has_unknown_loss or model.loss_type == "ForCausalLM"):
+            raise ValueError(
+                f"{class_name} is neither a causal language model nor a base model; {requested} supports only these. "
+                "Omit it."
             )
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            f"{kind} has the loss function {model.loss_function}; loss_parallel and cp_dim support only the mean cross "
-            "entropy of ForCausalLMLoss. To use another loss, call the model without labels and compute the loss from "
-            "the logits."
+            f"{class_name} has the loss function {model.loss_function}; loss_parallel and cp_dim support only the mean "
+            "cross entropy of ForCausalLMLoss. To use another loss, call the model without labels and compute the loss "
+            "from the logits."
         )
-    if parallelism.computes_loss and not is_base and not forward_mentions(model, "loss_function", unknown=True):
+    if parallelism.computes_loss and not is_base and not forward_source_contains(model, "loss_function", default=True):
         raise ValueError(
-            f"{kind}.forward does not compute its loss by self.loss_function, which loss_parallel and cp_dim replace "
-            "by the loss over all ranks. Omit both, or change the forward so that it calls self.loss_function."
+            f"{class_name}.forward does not compute its loss by self.loss_function, which loss_parallel and cp_dim "
+            "replace by the loss over all ranks. Omit both, or change the forward so that it calls self.loss_function."
         )
-    has_head = not (is_base or hasattr(model, PASSES_ON))
+    has_head = not (is_base or hasattr(model, INNER_STAGE_ATTRIBUTE))
     if has_head and (parallelism.sequence_parallel or parallelism.loss_parallel):
         head = model.get_output_embeddings()
         name = next((name for name, module in model.named_modules() if module is head), None)
         spec = spec_of(None if name is None else plan.get(name))
         if spec.shard_dim != 0 or spec.parts > 1 or spec.shares_keys:
-            asked = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
+            requested = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
             raise ValueError(
-                f"{asked}=True needs the output layer of {kind} ({name!r}) sharded by columns; add "
+                f"{requested}=True needs the output layer of {class_name} ({name!r}) sharded by columns; add "
                 f"{{{name or 'lm_head'!r}: 'colwise_gather_output'}} to the plan."
             )
 
 
-def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked: str) -> None:
+def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, requested: str) -> None:
     """Raise ValueError for attention that cannot be replaced and, with a cp_dim, for unknown layers with a state."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kind, over_cp = type(model).__name__, parallelism.cp_mesh is not None
-    family, own = family_of(model.config), over_cp and bool(_own_attention(model))
-    states = over_cp and bool(find_state_layers(model))
-    others = _other_layers(model)
-    if over_cp and others and not states:
+    class_name, over_cp = type(model).__name__, parallelism.cp_mesh is not None
+    family, has_custom_attention = find_family(model.config), over_cp and bool(_custom_attention_modules(model))
+    has_state_layers = over_cp and bool(find_state_layers(model))
+    other_layers = _other_mixing_layers(model)
+    if over_cp and other_layers and not has_state_layers:
         raise ValueError(
-            f"{kind} has layers that mix tokens by other means than attention ({', '.join(others)}); {asked} supports "
-            f"such layers only in {', '.join(sorted(STATE_LAYERS))}, and only if no kernel from the hub has replaced "
-            "their forward. Omit cp_dim."
+            f"{class_name} has layers that mix tokens by other means than attention ({', '.join(other_layers)}); "
+            f"{requested} supports such layers only in {', '.join(sorted(STATE_LAYERS))}, and only if no kernel from "
+            "the hub has replaced their forward. Omit cp_dim."
         )
-    if states and not has_eager(model):
+    if has_state_layers and not has_eager_attention(model):
         return  # no attention at all
     implementation = model.config._attn_implementation
-    is_eager, by_itself = implementation == "eager", own or (not over_cp and family.eager_sequences)
+    is_eager, runs_unreplaced = (
+        implementation == "eager",
+        has_custom_attention or (not over_cp and family.supports_eager_sequences),
+    )
     # Models with a state: transformers sets `_supports_attention_backend` to False for all of them, even if their
-    # attention can be replaced. modeling_utils is skipped because it contains INTERFACE for all models.
-    kinds = (one for one in type(model).__mro__ if one.__module__ != "transformers.modeling_utils")
-    files = (sys.modules.get(one.__module__) for one in kinds)
-    replaceable = model._supports_attention_backend or states
-    named = not over_cp or family.names_attention  # False if only some modules of the file use the interface
-    replaceable = replaceable or own or (named and any(hasattr(file, INTERFACE) for file in files))
-    if not (replaceable or (by_itself and is_eager)):
-        found = ((name, type(m).__name__) for name, m in model.named_modules() if "Attention" in type(m).__name__)
-        name, attention = next(found, ("", kind))
-        eager = not is_eager and (family.attention is not None if over_cp else by_itself)
-        raise ValueError(
-            f"the attention of {kind} cannot be replaced: {name!r} ({attention}) is not known to use "
-            f"transformers' AttentionInterface, which {asked} needs. "
-            + ("Omit cp_dim" if over_cp else "Pass sequence_parallel=False")
-            + (", or load it with attn_implementation='eager'." if eager else ".")
+    # attention can be replaced. modeling_utils is skipped because it contains ATTENTION_REGISTRY for all models.
+    bases = (base for base in type(model).__mro__ if base.__module__ != "transformers.modeling_utils")
+    files = (sys.modules.get(base.__module__) for base in bases)
+    is_replaceable = model._supports_attention_backend or has_state_layers
+    # False if only some modules of the file use the interface.
+    can_use_interface = not over_cp or family.uses_configured_attention
+    is_replaceable = (
+        is_replaceable
+        or has_custom_attention
+        or (can_use_interface and any(hasattr(file, ATTENTION_REGISTRY) for file in files))
+    )
+    if not (is_replaceable or (runs_unreplaced and is_eager)):
+        attention_modules = (
+            (name, type(m).__name__) for name, m in model.named_modules() if "Attention" in type(m).__name__
         )
-    known = by_itself or has_eager(model) if is_eager else implementation in ALL_ATTENTION_FUNCTIONS
-    if not known:
+        name, attention = next(attention_modules, ("", class_name))
+        helps_eager = not is_eager and (family.attention is not None if over_cp else runs_unreplaced)
         raise ValueError(
-            f"{kind} uses attn_implementation={implementation!r}, which is not in transformers' AttentionInterface, "
-            f"as {asked} needs. Load the model with one that is, such as attn_implementation='sdpa'."
+            f"the attention of {class_name} cannot be replaced: {name!r} ({attention}) is not known to use "
+            f"transformers' AttentionInterface, which {requested} needs. "
+            + ("Omit cp_dim" if over_cp else "Pass sequence_parallel=False")
+            + (", or load it with attn_implementation='eager'." if helps_eager else ".")
+        )
+    is_known = runs_unreplaced or has_eager_attention(model) if is_eager else implementation in ALL_ATTENTION_FUNCTIONS
+    if not is_known:
+        raise ValueError(
+            f"{class_name} uses attn_implementation={implementation!r}, which is not in transformers' "
+            f"AttentionInterface, as {requested} needs. Load the model with one that is, such as "
+            "attn_implementation='sdpa'."
         )
     if over_cp:
-        _check_attention_named(model, implementation)
+        _check_special_attention_code(model, implementation)
 
 
-def _check_attention_named(model: PreTrainedModel, implementation: str) -> None:
+def _check_special_attention_code(model: PreTrainedModel, implementation: str) -> None:
     """Raise ValueError for modules with special code for the configured attention, which ours will replace."""
-    own = {id(module) for module in _own_attention(model)}
+    custom_ids = {id(module) for module in _custom_attention_modules(model)}
     for name, module in model.named_modules():
-        if id(module) in own or type(module).__name__ in NEVER_SPECIAL:
+        if id(module) in custom_ids or type(module).__name__ in CLASSES_WITHOUT_SPECIAL_CODE:
             continue
-        if implementation in attentions_named(module):
+        if implementation in compared_attention_names(module):
             raise ValueError(
                 f"{name!r} ({type(module).__name__}) runs special code if the config's attention is "
                 f"{implementation!r}, for example to select tokens, which a cp_dim does not support. Omit cp_dim."
             )
 
 
-def _check_no_layers_dropped(model: PreTrainedModel, asked: str) -> None:
+def _check_no_layers_dropped(model: PreTrainedModel, requested: str) -> None:
     """Raise ValueError if training drops layers at random.
 
     Ranks could drop different layers even with equal seeds, because dropout on shards of different length draws
@@ -191,27 +218,27 @@ def _check_no_layers_dropped(model: PreTrainedModel, asked: str) -> None:
     if dropping is not None:
         raise ValueError(
             f"{type(model).__name__} drops layers at random in training ({dropping!r} has "
-            f"layerdrop={chances[dropping]}), which {asked} does not support, because ranks with different tokens "
-            f"could drop different layers. Set model.get_submodule({dropping!r}).layerdrop = 0.0, or omit {asked}."
+            f"layerdrop={chances[dropping]}), which {requested} does not support, because ranks with different tokens "
+            f"could drop different layers. Set model.get_submodule({dropping!r}).layerdrop = 0.0, or omit {requested}."
         )
 
 
-def _own_attention(model: PreTrainedModel) -> list[nn.Module]:
+def _custom_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that compute attention by their own code, if we can replace it over context parallel ranks."""
-    own = family_of(model.config).attention
-    causal = getattr(model.config, "is_causal", True)  # our replacement is always causal
-    return [] if own is None or not causal else own.modules_of(model)
+    custom = find_family(model.config).attention
+    is_causal = getattr(model.config, "is_causal", True)  # our replacement is always causal
+    return [] if custom is None or not is_causal else custom.find_modules(model)
 
 
-def _other_layers(model: PreTrainedModel) -> list[str]:
+def _other_mixing_layers(model: PreTrainedModel) -> list[str]:
     """Return the kinds of layers that mix tokens by other means than attention."""
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
+    other_types = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
     # transformers' flag for models with a state; some such models lack it.
-    return others or ["a state"] * bool(getattr(model, "_is_stateful", False))
+    return other_types or ["a state"] * bool(getattr(model, "_is_stateful", False))
 
 
-def _is_base(model: PreTrainedModel) -> bool:
+def _is_base_model(model: PreTrainedModel) -> bool:
     """True if `model` returns hidden states, but no logits or loss.
 
     Rejected: `model.base_model is model`, which is also True if the class lacks the submodule that `base_model_prefix`
@@ -226,30 +253,30 @@ def _is_base(model: PreTrainedModel) -> bool:
 class TransformersSequence(SequenceSharding):
     """Sequence sharding of transformers models: argument names, and checks for unsupported arguments."""
 
-    tokens = ("input_ids", "inputs_embeds")
-    positions = "position_ids"
-    labels = "labels"
-    caches = ("past_key_values", "cache_params", "state")  # of attention, state spaces, RWKV
+    token_names = ("input_ids", "inputs_embeds")
+    position_name = "position_ids"
+    label_name = "labels"
+    cache_names = ("past_key_values", "cache_params", "state")  # of attention, state spaces, RWKV
 
     def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__(model, parallelism)
-        self.is_base = _is_base(model)
+        self.is_base_model = _is_base_model(model)
         self.config = model.config
-        self.family = family_of(model.config)
-        self.other_layers = _other_layers(model)
-        self.own_attention = _own_attention(model) if parallelism.cp_mesh is not None else []
+        self.family = find_family(model.config)
+        self.other_layers = _other_mixing_layers(model)
+        self.custom_attention = _custom_attention_modules(model) if parallelism.cp_mesh is not None else []
         # Models like RoBERTa number positions from padding_idx + 1, by a method of their embeddings.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
         self._returns_router_logits = False  # True if output_router_logits=True is supported
         self._router_logits: Any = None  # router logits of all tokens in the running forward pass
-        self._scored: scored_tokens.Targets | None = None  # targets of a pass that returns log-probabilities
+        self._scored_targets: scored_tokens.Targets | None = None  # targets of a pass that returns log-probabilities
         self._attentions: list[tuple[Any, str]] = []  # (config, name of its attention) as `adapt` has set it
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Make layers with a state receive the state from the ranks that hold the preceding tokens."""
         if self.parallelism.cp_mesh is not None:
-            pass_states_on(find_state_layers(model))
+            connect_states(find_state_layers(model))
 
     def adapt(self, model: PreTrainedModel) -> None:
         """Switch `model` to our attention, masks and loss. Call this after its layers have been replaced."""
@@ -258,64 +285,66 @@ class TransformersSequence(SequenceSharding):
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() computes the size of a static KV cache from it
             adapt_later_calls(model)
-        save_whole(model)
+        save_full_model_in_save_pretrained(model)
         if parallelism.shards_sequence:
-            _own_config(model)
+            _copy_config(model)
             self.config = model.config  # the same object, since callers change its attributes, such as use_cache
             if self.family.attention is not None:
-                replace_own_attention(self.own_attention, self.family.attention)
+                replace_custom_attention(self.custom_attention, self.family.attention)
             if parallelism.cp_mesh is not None:
                 model.config._attn_implementation = register_attention(model, self)
             configs: Any = {id(m.config): m.config for m in model.modules() if is_transformers_model(m)}.values()
             for config in configs if parallelism.cp_mesh is None else ():
                 register_mask(config)
             self._attentions = [(config, config._attn_implementation) for config in configs]
-        for name in self.family.embeds if parallelism.cp_mesh is not None else ():
+        for name in self.family.position_modules if parallelism.cp_mesh is not None else ():
             model.base_model.get_submodule(name).register_forward_pre_hook(partial(_count_all_tokens, self))
         if parallelism.cp_mesh is not None:
-            for rotary in filter(_depends_on_length, model.modules()):
+            for rotary in filter(_has_length_dependent_rope, model.modules()):
                 self.asks_last_position = True
                 rotary.register_forward_pre_hook(partial(_add_last_position, self), with_kwargs=True)
                 rotary.register_forward_hook(partial(_drop_last_position, self))
-        if parallelism.computes_loss and not self.is_base:
+        if parallelism.computes_loss and not self.is_base_model:
             model.loss_function = self.global_loss(model.loss_function)
-        if parallelism.sequence_parallel and not self.joins:
+        if parallelism.sequence_parallel and not self.gather_after:
             model.base_model.register_forward_hook(self._gather_scored)
-        inner = self.entrances(model)
-        if parallelism.tp_mesh is not None and not (parallelism.computes_loss or self.is_base or len(inner) > 1):
-            routers = _recorded_routers(model, inner[0])
-            whole = all(map(self.is_whole, routers))
-            if routers and (whole or all(map(self.flattens, routers))):
+        entry_modules = self.entry_modules(model)
+        if parallelism.tp_mesh is not None and not (
+            parallelism.computes_loss or self.is_base_model or len(entry_modules) > 1
+        ):
+            routers = _recorded_routers(model, entry_modules[0])
+            have_full_sequence = all(map(self.is_whole, routers))
+            if routers and (have_full_sequence or all(map(self.flattens, routers))):
                 self._returns_router_logits = True
-                inner[0].register_forward_hook(partial(self._note_logits, whole))
+                entry_modules[0].register_forward_hook(partial(self._gather_router_logits, have_full_sequence))
 
-    def _note_logits(self, whole: bool, base: nn.Module, args: Any, output: Any) -> None:
+    def _gather_router_logits(self, have_full_sequence: bool, base: nn.Module, args: Any, output: Any) -> None:
         """Replace the router logits in the output of `base`, if present, with the logits of all tokens, in order.
 
         Args:
-            whole: the logits cover all tokens already, because routers run on the full sequence.
+            have_full_sequence: the logits cover all tokens already, because routers run on the full sequence.
         """
         state, logits = self.state_now(), getattr(output, "router_logits", None)
         if not state.tp_sharded or logits is None:
             return
-        if not whole:
+        if not have_full_sequence:
             rows = (t.unflatten(0, (state.batch, -1)) for t in logits)
             mesh, length = self.parallelism.tp_mesh, state.local_len
             logits = tuple(gather(t, 1, group=mesh, gather_size=length).flatten(0, 1) for t in rows)
         output["router_logits"] = self._router_logits = logits
-        self._head_outputs.note_whole(logits)
+        self._head_outputs.record_replicated(logits)
 
     def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
-        self._scored = None
-        if not arguments.get(scored_tokens.ARGUMENT):
+        self._scored_targets = None
+        if not arguments.get(scored_tokens.SCORES_ARGUMENT):
             return super()._targets(arguments, tokens, ignore_index)
         if self.parallelism.shards_sequence:
-            self._scored = scored_tokens.take_targets(arguments, ignore_index)
+            self._scored_targets = scored_tokens.take_targets(arguments, ignore_index)
         return None
 
     def _gather_scored(self, base: nn.Module, args: Any, output: Any) -> None:
         state = self.state_now()
-        if self._scored is not None and state.tp_sharded:
+        if self._scored_targets is not None and state.tp_sharded:
             mesh, length = self.parallelism.tp_mesh, state.local_len
             output.last_hidden_state = gather(output.last_hidden_state, 1, group=mesh, gather_size=length)
 
@@ -340,41 +369,42 @@ class TransformersSequence(SequenceSharding):
         if not self.parallelism.shards_sequence:
             return RowMasks()
         self._check_attention()
-        for name in EXTRA_OUTPUTS:
-            asked = arguments.get(name)
-            supported = name == "output_router_logits" and self._returns_router_logits
-            if not supported and (getattr(self.config, name, False) if asked is None else asked):
+        for name in PER_TOKEN_OUTPUTS:
+            requested = arguments.get(name)
+            is_supported = name == "output_router_logits" and self._returns_router_logits
+            if not is_supported and (getattr(self.config, name, False) if requested is None else requested):
                 raise ValueError(
                     f"{name}=True is not supported with sequence_parallel or cp_dim, because each rank has this output "
                     f"for its own tokens only. Pass {name}=False (with TRL, router_aux_loss_coef=0.0 turns router "
                     "logits off)."
                 )
-        makes_cache = self._turn_cache_off(arguments)
+        makes_cache = self._disable_cache(arguments)
         if self.parallelism.cp_mesh is None:
             self._check_padding(arguments)
             check_documents(arguments, seq_len, makes_cache=makes_cache)
-            if self.family.length_of_mask and arguments.get("attention_mask") is None:
+            if self.family.reads_length_from_mask and arguments.get("attention_mask") is None:
                 _, tokens = self.find_tokens(arguments)
                 arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
             return RowMasks()
         mask = arguments.get("attention_mask")
         # Check padding first: positions of rows with padding on the left look like positions of packed documents.
         _, tokens = self.find_tokens(arguments)
-        ignored = arguments.get("ignore_index", -100)
-        padded = mask is not None and check_no_padding_matters(mask, tuple(tokens.shape[:2]), targets, ignored)
+        ignore_index = arguments.get("ignore_index", -100)
+        has_padding = mask is not None and check_right_padding(mask, tuple(tokens.shape[:2]), targets, ignore_index)
         documents = self._take_documents(arguments, seq_len, makes_cache=makes_cache)
         arguments.pop("attention_mask", None)
-        if padded and documents:
-            raise ValueError(PADDED_DOCUMENTS)
-        return RowMasks(padded, documents)
+        if has_padding and documents:
+            raise ValueError(PADDED_DOCUMENTS_ERROR)
+        return RowMasks(has_padding, documents)
 
     def _check_attention(self) -> None:
         """Raise ValueError if the attention was changed after `adapt`: it would see this rank's tokens only."""
-        for config, ours in self._attentions:
-            if config._attn_implementation != ours:
+        for config, replacement in self._attentions:
+            if config._attn_implementation != replacement:
                 raise ValueError(
                     f"The model's attention was set to {config._attn_implementation!r} after parallelize, which needs "
-                    f"{ours!r} to attend over ranks. Set it before parallelize, or set it back to {ours!r}."
+                    f"{replacement!r} to attend over ranks. Set it before parallelize, or set it back to "
+                    f"{replacement!r}."
                 )
 
     def _check_padding(self, arguments: dict[str, Any]) -> None:
@@ -393,7 +423,7 @@ class TransformersSequence(SequenceSharding):
         documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
         if not self.other_layers:
             return documents
-        if len(_distinct(documents)) > 2:
+        if len(_sorted_distinct(documents)) > 2:
             raise ValueError(
                 f"Rows hold packed documents (by position_ids or cu_seq_lens_q), which a cp_dim does not support for "
                 f"layers with {', '.join(self.other_layers)}: their state would leak from one document to the next. "
@@ -401,28 +431,30 @@ class TransformersSequence(SequenceSharding):
             )
         return ()
 
-    def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
+    def _disable_cache(self, arguments: dict[str, Any]) -> bool:
         """Turn the KV cache off, which the config may enable by default. Return True if it was enabled."""
-        asked = arguments.get("use_cache")
+        requested = arguments.get("use_cache")
         arguments["use_cache"] = False
-        return bool(getattr(self.config.get_text_config(), "use_cache", False) if asked is None else asked)
+        return bool(getattr(self.config.get_text_config(), "use_cache", False) if requested is None else requested)
 
     def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
-        documents = self._take_documents(arguments, seq_len, makes_cache=self._turn_cache_off(arguments))
+        documents = self._take_documents(arguments, seq_len, makes_cache=self._disable_cache(arguments))
         if not documents:
             return
         mask, positions = arguments.pop("attention_mask", None), arguments.get("position_ids")
         if mask is not None and not bool(mask.all()):
-            raise ValueError(PADDED_DOCUMENTS)
+            raise ValueError(PADDED_DOCUMENTS_ERROR)
         if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
             # Without a mask and a cache, transformers separates documents by their positions: pass such positions.
-            counted = [torch.arange(stop - start, device="cpu") for start, stop in itertools.pairwise(documents)]
-            source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)
-            arguments["position_ids"] = torch.cat(counted).to(source.device).unsqueeze(0)
+            document_positions = [
+                torch.arange(stop - start, device="cpu") for start, stop in itertools.pairwise(documents)
+            ]
+            source = next(arguments[name] for name in self.token_names if arguments.get(name) is not None)
+            arguments["position_ids"] = torch.cat(document_positions).to(source.device).unsqueeze(0)
 
     def is_too_short(self, seq_len: int) -> bool:
         mesh = self.parallelism.tp_mesh
-        needs_tokens = self.family.eager_sequences or self.family.needs_tokens
+        needs_tokens = self.family.supports_eager_sequences or self.family.needs_tokens
         if mesh is not None and self.parallelism.sequence_parallel and needs_tokens:
             cp_ranks = 1 if self.parallelism.cp_mesh is None else self.parallelism.cp_mesh.size()
             # Shards of context parallel ranks have one of these two lengths.
@@ -432,32 +464,32 @@ class TransformersSequence(SequenceSharding):
                     return True
         return super().is_too_short(seq_len)
 
-    def entrances(self, model: nn.Module) -> list[nn.Module]:
+    def entry_modules(self, model: nn.Module) -> list[nn.Module]:
         return [module for module in model.modules() if module is not model and is_transformers_model(module)]
 
     def default_positions(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
-        counts, mask = self._counts_positions, arguments.get("attention_mask")
-        if self.family.positions_of_mask and isinstance(mask, Tensor) and mask.ndim == 2:
+        counter, mask = self._counts_positions, arguments.get("attention_mask")
+        if self.family.counts_positions_in_mask and isinstance(mask, Tensor) and mask.ndim == 2:
             return (mask.long().cumsum(1) * mask - 1).long()
-        if counts is None:
+        if counter is None:
             return super().default_positions(tokens, arguments).unsqueeze(0)
-        given = "input_ids" if tokens.ndim == 2 else "inputs_embeds"
-        positions: Tensor = getattr(counts, f"create_position_ids_from_{given}")(tokens, counts.padding_idx)
+        argument_name = "input_ids" if tokens.ndim == 2 else "inputs_embeds"
+        positions: Tensor = getattr(counter, f"create_position_ids_from_{argument_name}")(tokens, counter.padding_idx)
         return positions
 
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
-        held = arguments.get("past_key_values")
-        if held is None and arguments.get("use_cache") is not True:
+        cache = arguments.get("past_key_values")
+        if cache is None and arguments.get("use_cache") is not True:
             return None
-        if is_shared(held):
-            self._check_shared(model, arguments)
-        elif not self._may_share_cache(model, arguments):
+        if is_sharded(cache):
+            self._check_sharded_cache_call(model, arguments)
+        elif not self._can_shard_cache(model, arguments):
             return None
         self._check_attention()
         assert self.parallelism.cp_mesh is not None  # checked by the caller
-        return cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
+        return make_cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
 
-    def _check_shared(self, model: nn.Module, arguments: dict[str, Any]) -> None:
+    def _check_sharded_cache_call(self, model: nn.Module, arguments: dict[str, Any]) -> None:
         """Raise ValueError for calls that attention over a sharded cache does not support."""
         if model.training:
             raise ValueError(
@@ -472,36 +504,47 @@ class TransformersSequence(SequenceSharding):
             )
 
     def _returns_attentions(self, arguments: dict[str, Any]) -> bool:
-        asked = arguments.get("output_attentions")
-        return bool(getattr(self.config, "output_attentions", False) if asked is None else asked)
+        requested = arguments.get("output_attentions")
+        return bool(getattr(self.config, "output_attentions", False) if requested is None else requested)
 
-    def _may_share_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
+    def _can_shard_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """True if attention over a sharded cache computes the same as the model's attention.
 
         It has no gradient, and supports only causal masks and windows. Tensor arguments of unknown names may change
         the masks, so a call with such arguments does not use it.
         """
         text = self.config.get_text_config(decoder=True)
-        kinds = set(getattr(text, "layer_types", None) or ())
-        known = {*self.tokens, *self.known, self.positions, self.labels, "attention_mask", "cache_position"}
+        layer_types = set(getattr(text, "layer_types", None) or ())
+        known_names = {
+            *self.token_names,
+            *self.unsharded_names,
+            self.position_name,
+            self.label_name,
+            "attention_mask",
+            "cache_position",
+        }
         return not (
             torch.is_grad_enabled()
             or model.training
             or self.config.is_encoder_decoder
-            or kinds - {"full_attention", "sliding_attention"}
+            or layer_types - {"full_attention", "sliding_attention"}
             or self.other_layers  # such a cache does not hold their state
             or getattr(text, "num_kv_shared_layers", None)
-            or not all(family_of(one).shares_cache for one in (text, self.config))
+            or not all(find_family(config).can_shard_cache for config in (text, self.config))
             or getattr(text, "kv_lora_rank", None)  # the cache holds latents, from which keys and values are computed
             or arguments.get("is_causal") is not None
             or self._returns_attentions(arguments)
-            or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
+            or any(isinstance(value, Tensor) and name not in known_names for name, value in arguments.items())
         )
 
     def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
         if shard is None:
             return {}
-        scored = {} if self._scored is None else {"shift_labels": scored_tokens.own_targets(self._scored, shard)}
+        scored = (
+            {}
+            if self._scored_targets is None
+            else {"shift_labels": scored_tokens.shard_targets(self._scored_targets, shard)}
+        )
         if shard.cp is None:
             return scored
         # Without a mask, transformers would take gaps in a rank's positions for bounds of packed documents. `_mask`
@@ -512,37 +555,37 @@ class TransformersSequence(SequenceSharding):
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:
             return output
-        if self._scored is not None:
-            whole = partial(self.whole, shard=shard)
-            return scored_tokens.whole_scores(output, shard, whole, self._scored)
-        key: str | int = "last_hidden_state" if self.is_base else "logits"
-        parts = dict(enumerate(output) if isinstance(output, tuple) else dict(output).items())
+        if self._scored_targets is not None:
+            gather_full = partial(self.whole, shard=shard)
+            return scored_tokens.gather_scores(output, shard, gather_full, self._scored_targets)
+        key: str | int = "last_hidden_state" if self.is_base_model else "logits"
+        outputs = dict(enumerate(output) if isinstance(output, tuple) else dict(output).items())
         if isinstance(output, tuple):  # losses, which are scalars, come first
             key = next((n for n, value in enumerate(output) if isinstance(value, Tensor) and value.ndim), 0)
-        for name, value in parts.items():
+        for name, value in outputs.items():
             if name == key:
-                parts[name] = self._main_output(value, shard)
-            elif self.is_base and isinstance(value, Tensor):
+                outputs[name] = self._main_output(value, shard)
+            elif self.is_base_model and isinstance(value, Tensor):
                 raise ValueError(
                     f"The model returns a tensor {name!r} beside {key!r}, computed from this rank's shard of the "
                     "sequence. Such outputs are not supported with cp_dim or sequence_parallel. Turn the output off "
                     "(a pooler with add_pooling_layer=False), or omit cp_dim and sequence_parallel."
                 )
             elif value is not self._router_logits:  # the stored router logits cover all tokens already
-                parts[name] = map_tensors(lambda t: self.whole_of_tokens(t, shard), value)
+                outputs[name] = map_tensors(lambda t: self.gather_tokens(t, shard), value)
         self._router_logits = None  # frees their autograd graph
         if isinstance(output, tuple):
-            return tuple(parts.values())
-        for name, value in parts.items():
+            return tuple(outputs.values())
+        for name, value in outputs.items():
             output[name] = value
         return output
 
     def _main_output(self, t: Tensor, shard: ForwardShard) -> Tensor:
         """Gather the main output: the hidden states of a base model, or the logits of any other model."""
-        if not self.is_base:
-            t = self.whole_of_tokens(t, shard)
+        if not self.is_base_model:
+            t = self.gather_tokens(t, shard)
         else:
-            t = self.whole(t, shard, tp_sharded=self.parallelism.sequence_parallel and not self.joins)
+            t = self.whole(t, shard, tp_sharded=self.parallelism.sequence_parallel and not self.gather_after)
         keep = shard.logits_to_keep
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
@@ -552,19 +595,22 @@ class TransformersSequence(SequenceSharding):
 def _recorded_routers(model: nn.Module, base: Any) -> list[str]:
     """Return the names of the modules whose outputs transformers records as router logits; [] if they are unknown."""
     recorded = base.can_record_outputs.get("router_logits", ())
-    kinds: list[Any] = [
-        getattr(one, "target_class", one) for one in (recorded if isinstance(recorded, list | tuple) else [recorded])
+    classes: list[Any] = [
+        getattr(entry, "target_class", entry)
+        for entry in (recorded if isinstance(recorded, list | tuple) else [recorded])
     ]
-    if not all(isinstance(kind, type) for kind in kinds):
+    if not all(isinstance(router_class, type) for router_class in classes):
         return []
-    return [name for name, module in model.named_modules() if isinstance(module, tuple(kinds))]
+    return [name for name, module in model.named_modules() if isinstance(module, tuple(classes))]
 
 
-def _depends_on_length(module: nn.Module) -> bool:
+def _has_length_dependent_rope(module: nn.Module) -> bool:
     """True if `module` is a rotary embedding whose frequencies depend on the greatest position it receives."""
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+    rope_types = getattr(module, "rope_type", None)
+    rope_types = rope_types.values() if isinstance(rope_types, dict) else [rope_types]
+    return any(
+        isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope") for rope_type in rope_types
+    )
 
 
 def _add_last_position(
@@ -576,13 +622,13 @@ def _add_last_position(
     if last is None:
         return None
 
-    def with_last(positions: Tensor) -> Tensor:
+    def append_last(positions: Tensor) -> Tensor:
         return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], -1)
 
     if "position_ids" in kwargs:
-        return args, {**kwargs, "position_ids": with_last(kwargs["position_ids"])}
+        return args, {**kwargs, "position_ids": append_last(kwargs["position_ids"])}
     x, positions, *rest = args
-    return (x, with_last(positions), *rest), kwargs
+    return (x, append_last(positions), *rest), kwargs
 
 
 def _drop_last_position(sequence: SequenceSharding, rotary: nn.Module, args: Any, output: Any) -> Any:
@@ -593,11 +639,11 @@ def _drop_last_position(sequence: SequenceSharding, rotary: nn.Module, args: Any
 
 def _count_all_tokens(sequence: SequenceSharding, positions: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Increase the past length that XGLM receives, so that its table of positions covers the tokens of all ranks."""
-    cp, (own, *_) = sequence.state_now().cp, args
-    return args if cp is None else (own, cp.seq_len - own.shape[1])
+    cp, (embeddings, *_) = sequence.state_now().cp, args
+    return args if cp is None else (embeddings, cp.seq_len - embeddings.shape[1])
 
 
-def _own_config(model: PreTrainedModel) -> None:
+def _copy_config(model: PreTrainedModel) -> None:
     """Replace the config of `model` by a copy.
 
     transformers uses one object in all models built from it, and other models must keep their attention.
@@ -605,12 +651,12 @@ def _own_config(model: PreTrainedModel) -> None:
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
-        held: Any = module.__dict__.get("config")
-        if id(held) in copies:
-            module.config = copies[id(held)]
+        config: Any = module.__dict__.get("config")
+        if id(config) in copies:
+            module.config = copies[id(config)]
 
 
-def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor | None, ignore_index: int) -> bool:
+def check_right_padding(mask: Any, tokens: tuple[int, ...], targets: Tensor | None, ignore_index: int) -> bool:
     """Return True if the mask has padding on the right. Raise if causal attention cannot ignore the mask.
 
     Causal attention does not see padding on the right of a token. Only outputs at the padding itself change without
@@ -622,11 +668,11 @@ def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor
     Raises:
         ValueError: any other mask, or targets at padding.
     """
-    given = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+    description = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in (tokens, (1, *tokens[1:])):
         raise ValueError(
-            f"attention_mask is {given}; with a cp_dim it must be [batch, seq], here {tokens}, with padding only on "
-            "the right."
+            f"attention_mask is {description}; with a cp_dim it must be [batch, seq], here {tokens}, with padding only "
+            "on the right."
         )
     mask = mask.expand(tokens)
     keep = mask.bool()
@@ -649,18 +695,18 @@ def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor
 #
 # Without a mask and a cache, transformers treats positions [1 or batch, seq] that do not increase by one as packed
 # documents, and tokens attend only within their document. Packing ("padding-free") data collators produce such
-# positions, and may also pass BOUNDS, which transformers' flash attention reads. Over context parallel ranks, tokens
-# always attend only within their document. This includes the few models (gpt-oss) whose masks for sdpa and eager ignore
-# positions, so that only flash attention separates documents.
+# positions, and may also pass DOCUMENT_BOUND_NAMES, which transformers' flash attention reads. Over context parallel
+# ranks, tokens always attend only within their document. This includes the few models (gpt-oss) whose masks for sdpa
+# and eager ignore positions, so that only flash attention separates documents.
 
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-NUMBERS = "seq_idx"  # [batch, seq], document index of each token, for kernels of state spaces
+DOCUMENT_BOUND_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+DOCUMENT_INDEX_NAME = "seq_idx"  # [batch, seq], document index of each token, for kernels of state spaces
 
 
 def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> tuple[int, ...]:
     """Return the bounds (0, ..., seq_len) of the documents in each row, or () for one document.
 
-    BOUNDS and NUMBERS are removed from `arguments`.
+    DOCUMENT_BOUND_NAMES and DOCUMENT_INDEX_NAME are removed from `arguments`.
 
     Args:
         makes_cache: True if transformers would fill a KV cache, requested or by default.
@@ -669,23 +715,23 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
         ValueError: rows hold documents of different lengths; two descriptions disagree; only `seq_idx` describes
             documents; or only positions do, in a call in which transformers would not read them as documents.
     """
-    bounds = _from_bounds({name: arguments.pop(name, None) for name in BOUNDS}, seq_len)
-    numbers = arguments.pop(NUMBERS, None)
+    bounds = _documents_from_bounds({name: arguments.pop(name, None) for name in DOCUMENT_BOUND_NAMES}, seq_len)
+    document_indices = arguments.pop(DOCUMENT_INDEX_NAME, None)
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
-    counted = () if positions is None or positions.shape[-1] != seq_len else _from_positions(positions, mask)
-    if counted and not bounds:
-        _check_known_apart(mask, makes_cache)
-    if bounds and counted and _distinct(bounds) != _distinct((*counted, seq_len)):
+    starts = () if positions is None or positions.shape[-1] != seq_len else _documents_from_positions(positions, mask)
+    if starts and not bounds:
+        _check_separation_known(mask, makes_cache)
+    if bounds and starts and _sorted_distinct(bounds) != _sorted_distinct((*starts, seq_len)):
         raise ValueError(
-            f"cu_seq_lens_q has documents that begin at {_few(bounds[:-1])}, but position_ids start again at "
-            f"{_few(counted)}. Pass bounds and positions of the same documents."
+            f"cu_seq_lens_q has documents that begin at {_format_few(bounds[:-1])}, but position_ids start again at "
+            f"{_format_few(starts)}. Pass bounds and positions of the same documents."
         )
-    if numbers is not None and not bounds and not counted and bool((numbers.diff(dim=-1) != 0).any()):
+    if document_indices is not None and not bounds and not starts and bool((document_indices.diff(dim=-1) != 0).any()):
         raise ValueError(
-            f"{NUMBERS} has several documents in a row, but position_ids and cu_seq_lens_q do not, and a cp_dim needs "
-            "one of these. Pass position_ids that start again at each document."
+            f"{DOCUMENT_INDEX_NAME} has several documents in a row, but position_ids and cu_seq_lens_q do not, and a "
+            "cp_dim needs one of these. Pass position_ids that start again at each document."
         )
-    return bounds or ((*counted, seq_len) if counted else ())
+    return bounds or ((*starts, seq_len) if starts else ())
 
 
 def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> None:
@@ -697,13 +743,18 @@ def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: boo
         ValueError: the call would therefore compute something else than without sharding.
     """
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
-    if not makes_cache or positions is None or positions.shape[-1] != seq_len or arguments.get(BOUNDS[0]) is not None:
+    if (
+        not makes_cache
+        or positions is None
+        or positions.shape[-1] != seq_len
+        or arguments.get(DOCUMENT_BOUND_NAMES[0]) is not None
+    ):
         return
     if positions.ndim == 2 and mask is None and bool((positions.diff(dim=-1) != 1).any()):
-        _check_known_apart(mask, makes_cache)
+        _check_separation_known(mask, makes_cache)
 
 
-def _check_known_apart(mask: Tensor | None, makes_cache: bool) -> None:
+def _check_separation_known(mask: Tensor | None, makes_cache: bool) -> None:
     if makes_cache or mask is not None:
         # In this case flash attention separates documents, but the masks of sdpa and eager do not.
         raise ValueError(
@@ -714,8 +765,8 @@ def _check_known_apart(mask: Tensor | None, makes_cache: bool) -> None:
         )
 
 
-def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:
-    queries, keys = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
+def _documents_from_bounds(arguments: dict[str, Any], seq_len: int) -> tuple[int, ...]:
+    queries, keys = arguments["cu_seq_lens_q"], arguments["cu_seq_lens_k"]
     if queries is None:
         return ()
     queries = torch.as_tensor(queries, device="cpu")
@@ -724,7 +775,7 @@ def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:
     return read_bounds("cu_seq_lens_q", queries, seq_len)
 
 
-def _from_positions(positions: Tensor, mask: Tensor | None) -> tuple[int, ...]:
+def _documents_from_positions(positions: Tensor, mask: Tensor | None) -> tuple[int, ...]:
     """Return the starts (0, ...) of the documents, where `positions` [..., seq] start again; () for one document."""
     breaks = positions.diff(dim=-1) != 1
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == breaks.shape[:-1] + positions.shape[-1:]:
@@ -745,10 +796,10 @@ def _from_positions(positions: Tensor, mask: Tensor | None) -> tuple[int, ...]:
     return (0, *(rows[0].nonzero().flatten() + 1).tolist())
 
 
-def _distinct(bounds: tuple[int, ...]) -> list[int]:
+def _sorted_distinct(bounds: tuple[int, ...]) -> list[int]:
     return sorted(set(bounds))
 
 
-def _few(numbers: tuple[int, ...]) -> str:
+def _format_few(numbers: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, numbers[:8]))
     return f"({shown}, ...)" if len(numbers) > 8 else f"({shown})"

@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor
 
 from fused_tp.parallelizing.forward_shard import ForwardShard
-from fused_tp.parallelizing.global_loss import shift
+from fused_tp.parallelizing.global_loss import shift_targets
 
-ARGUMENT = "fused_lm_head"  # argument of forward by which TRL requests log-probabilities
+SCORES_ARGUMENT = "fused_lm_head"  # argument of forward by which TRL requests log-probabilities
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Targets:
     """Targets of a forward pass.
 
     Attributes:
-        whole: target of each token of the full sequence, [batch, seq].
-        shifted: True if they were computed from labels, so that the last token has no target.
+        full_targets: target of each token of the full sequence, [batch, seq].
+        are_shifted: True if they were computed from labels, so that the last token has no target.
         count: the argument num_items_in_batch, by which the loss is divided; None for the number of targets.
     """
 
-    whole: Tensor
-    shifted: bool
+    full_targets: Tensor
+    are_shifted: bool
     count: Any
 
 
@@ -50,22 +50,22 @@ def take_targets(arguments: dict[str, Any], ignore_index: int) -> Targets:
     if targets is not None:
         return Targets(targets, False, count)
     if labels is None:
-        raise ValueError(f"{ARGUMENT}=True needs targets. Pass labels or shift_labels.")
-    return Targets(shift(labels, ignore_index), True, count)
+        raise ValueError(f"{SCORES_ARGUMENT}=True needs targets. Pass labels or shift_labels.")
+    return Targets(shift_targets(labels, ignore_index), True, count)
 
 
-def own_targets(targets: Targets, shard: ForwardShard) -> Tensor:
+def shard_targets(targets: Targets, shard: ForwardShard) -> Tensor:
     """Return the targets of this context parallel rank's tokens."""
-    return targets.whole if shard.cp is None else shard.cp.shard(targets.whole, 1)
+    return targets.full_targets if shard.cp is None else shard.cp.shard(targets.full_targets, 1)
 
 
-def whole_scores(output: Any, shard: ForwardShard, whole: Callable[[Tensor], Tensor], targets: Targets) -> Any:
+def gather_scores(output: Any, shard: ForwardShard, gather_full: Callable[[Tensor], Tensor], targets: Targets) -> Any:
     """Return `output` for all tokens of the sequence that have targets.
 
     The loss is the sum of the negative log-probabilities, divided by `targets.count` or by the number of targets.
 
     Args:
-        whole: function that gathers a tensor along dim 1 from its shards.
+        gather_full: function that gathers a tensor along dim 1 from its shards.
 
     Raises:
         ValueError: `output` holds another scalar, computed from this rank's tokens.
@@ -75,8 +75,8 @@ def whole_scores(output: Any, shard: ForwardShard, whole: Callable[[Tensor], Ten
             continue
         if value.ndim > 1:
             if shard.cp is not None:
-                value = whole(value.float() if value.dtype.itemsize < 2 else value).to(value.dtype)
-            output[name] = value[:, :-1] if targets.shifted else value
+                value = gather_full(value.float() if value.dtype.itemsize < 2 else value).to(value.dtype)
+            output[name] = value[:, :-1] if targets.are_shifted else value
         elif shard.cp is not None:
             raise ValueError(
                 f"The model returns a scalar {name!r} beside its log-probabilities, computed from this rank's tokens, "
