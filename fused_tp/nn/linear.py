@@ -93,7 +93,7 @@ class _ParallelLinear(nn.Linear):
         self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
         self._transposed = False  # the weight is stored [in, out]
-        self._parts_dims: dict[str, int] = {}  # see `parts_dims`
+        self._packed_parameter_dims: dict[str, int] = {}  # see `packed_dims`
         shape = (out_features, in_features)
         self.weight = empty_parameter(shape, mesh, self._weight_placement, device=device, dtype=dtype)
         if bias:
@@ -161,13 +161,13 @@ class _ParallelLinear(nn.Linear):
                 layout = PartsShard(dim, parts)
                 check_parts(name, full, layout, self.mesh.size())
                 if parts > 1:
-                    self._parts_dims[name] = dim
+                    self._packed_parameter_dims[name] = dim
             setattr(self, name, shard_parameter(full, self.mesh, layout, memo))
         self.train(linear.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load like nn.Linear; also accept packed parameters in the shape of the original layer."""
-        for name, dim in self._parts_dims.items():
+        for name, dim in self._packed_parameter_dims.items():
             given, parameter = state_dict.get(prefix + name), getattr(self, name)
             if given is not None and given.ndim == parameter.ndim - 1:
                 full = given.unflatten(dim, parameter.shape[dim : dim + 2])
@@ -179,9 +179,9 @@ class _ParallelLinear(nn.Linear):
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out, in] and bias [out] as plain tensors, for its matmul."""
         weight, bias = local_shard(self.weight), local_shard(self.bias)
-        if (dim := self._parts_dims.get("weight")) is not None:
+        if (dim := self._packed_parameter_dims.get("weight")) is not None:
             weight = weight.flatten(dim, dim + 1)
-        if bias is not None and "bias" in self._parts_dims:
+        if bias is not None and "bias" in self._packed_parameter_dims:
             bias = bias.flatten()
         return weight.t() if self._transposed else weight, bias
 

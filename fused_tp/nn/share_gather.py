@@ -67,7 +67,7 @@ class SharedGather:
         return output
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "waiting": None}
+        return {"layers": self.layers, "cached_outputs": None}
 
 
 class _LastGroup(threading.local):

@@ -420,7 +420,7 @@ PLACES = {
     "first of two exchanges": Place("plain", "matmul_all_reduce", torch_dist_module, "sum_in_rank_order"),
     "after a gather": Place("plain", "all_gather_matmul", base, "linear"),
     "last exchange under way": Place("plain", meanwhile, column_module, "weight_grad"),
-    "decode": Place("plain", long_prompt, decode_module, "merge"),
+    "decode": Place("plain", long_prompt, decode_module, "merge_partial_outputs"),
     "shards": Place("pipelined", "all_gather_matmul", pipelined, "_linear_into", 2),
     "chunks of a scatter": Place("pipelined", "matmul_reduce_scatter", pipelined, "sum_of_products", 2),
     "chunks of a sum": Place("pipelined", "matmul_all_reduce", pipelined, "sum_of_products", 2),
@@ -489,7 +489,7 @@ def test_error_midway_aborts_group(name: str) -> None:
 
 BEFORE_ANYTHING_IS_SENT = {
     "pipelined": (pipelined, "sum_of_products"),
-    "hierarchical": (hierarchical.Hierarchical, "_to_hosts"),
+    "hierarchical": (hierarchical.Hierarchical, "_scatter_to_hosts"),
     "nccl_pipeline": (nccl_pipeline, "sum_of_products"),
 }
 

@@ -78,7 +78,7 @@ def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
         run()
         begun = time.perf_counter()
         if rank == 1:
-            where = mock.patch.object(ShmTransport, "settled", settled)
+            where = mock.patch.object(ShmTransport, "is_settled", settled)
             broken = mock.patch.object(ring.RingForward, "attend", side_effect=MemoryError("no room for scores"))
             with where, broken, pytest.raises(MemoryError):
                 run()

@@ -38,8 +38,8 @@ def operands(shape: tuple[int, ...], n: int, dtype: torch.dtype, group: Any) -> 
 
 
 def planned(x: Tensor, weight: Tensor, group: Any) -> bool:
-    """True if a call uses a plan, and so does not reach `_call`."""
-    with mock.patch.object(MATMUL_ALL_REDUCE, "_call", side_effect=LookupError):
+    """True if a call uses a plan, and so does not reach `_call_without_plan`."""
+    with mock.patch.object(MATMUL_ALL_REDUCE, "_call_without_plan", side_effect=LookupError):
         try:
             fused_tp.matmul_all_reduce(x, weight, group=group)
         except LookupError:

@@ -146,7 +146,7 @@ UNWRITTEN = [FEATURES[name] for name in ("softcap", "cross, causal, more queries
 
 
 def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Tensor | None]]:
-    """Results with NaN in uninitialised states, where the first step writes all rows of a state, some, or none."""
+    """Results with NaN in uninitialized states, where the first step writes all rows of a state, some, or none."""
     made = SoftmaxState.uninitialized.__func__  # type: ignore[attr-defined]
 
     def filled(cls: type[SoftmaxState], q: Tensor, v_head_dim: int) -> SoftmaxState:
@@ -156,7 +156,7 @@ def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Te
         return state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SoftmaxState, "uninitialised", classmethod(filled))
+        patch.setattr(SoftmaxState, "uninitialized", classmethod(filled))
         patch.setenv("FUSED_TP_ATTENTION", kernel)
         return results_of(group, UNWRITTEN)
 
@@ -321,7 +321,7 @@ def early_and_late(group: dist.ProcessGroup) -> None:
     found = []
     for settled in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ShmTransport, "settled", settled)
+            patch.setattr(ShmTransport, "is_settled", settled)
             found.append(results_of(group, [case(30, causal=True, batch=2)]))
     assert_same_bits(found[:1], found[1:])
 

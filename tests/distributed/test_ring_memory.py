@@ -33,6 +33,6 @@ def test_memory_of_a_rank() -> None:
     alone = peak(ways[0], 1)
     # In sizes of q: q, k, v, the output and its gradient take 5; sums of dq, dk, dv in fp32 take 6; one of them rounded
     # takes 1; packed data of one head, sums of rows and loaded code take below 2.
-    assert alone <= 14 * SETTING.chunk_mib(TOKENS) / 2
+    assert alone <= 14 * SETTING.kv_mib(TOKENS) / 2
     for way in ways:
-        assert peak(way, 4) <= alone + 2 * SETTING.chunk_mib(TOKENS), way
+        assert peak(way, 4) <= alone + 2 * SETTING.kv_mib(TOKENS), way

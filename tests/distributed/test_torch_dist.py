@@ -144,7 +144,7 @@ def ring_by_way_of_the_host(group: Any, by_host: bool) -> list[Tensor]:
         return copy_to_host(x)
 
     with (
-        mock.patch.object(transport, "_by_host", by_host),
+        mock.patch.object(transport, "_stages_on_host", by_host),
         mock.patch("fused_tp.backends.messages.torch_dist.copy_to_host", note),
         mock.patch.dict("os.environ", {"FUSED_TP_SCHEDULE": "pipelined"}),
     ):

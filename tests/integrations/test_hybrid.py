@@ -237,8 +237,12 @@ def test_runs_cover_the_sequence() -> None:
     for ranks in (1, 2, 3, 5):
         for length in range(ranks, 4 * ranks + 2):
             all_runs = [find_runs(length, ranks, rank, "zigzag") for rank in range(ranks)]
-            assert sum(sum(runs.own) for runs in all_runs) == sum(all_runs[0].lengths) == length
-            assert sorted(n for runs in all_runs for n in runs.before) == list(range(len(all_runs[0].lengths)))
+            assert sum(sum(runs.local_lengths) for runs in all_runs) == sum(all_runs[0].lengths) == length
+            assert sorted(n for runs in all_runs for n in runs.preceding_counts) == list(
+                range(len(all_runs[0].lengths))
+            )
             for rank, runs in enumerate(all_runs):
-                assert [runs.lengths[n] for n in runs.before] == list(runs.own)
-                assert [runs.slots[n] // runs.most for n in runs.before] == [rank] * len(runs.own)
+                assert [runs.lengths[n] for n in runs.preceding_counts] == list(runs.local_lengths)
+                assert [runs.slots[n] // runs.max_runs for n in runs.preceding_counts] == [rank] * len(
+                    runs.local_lengths
+                )

@@ -23,9 +23,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fused_tp
 from fused_tp.backends.messages.torch_dist import torch_dist
 from fused_tp.core.group import resolve_group
+from fused_tp.nn.sharding import packed_dims
 from fused_tp.pipelining import Pipeline, Span, bubble, draw, dw_builder, share_out
 from fused_tp.pipelining.schedules import SCHEDULES
-from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens, parts_dims
+from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens
 from tests.integrations.sweep import make_model
 from tests.reference import seeded
 from tests.tiers import quick
@@ -51,7 +52,7 @@ def mean_loss(output: Any, labels: Tensor) -> Tensor:
 def assert_same_gradients(pipe: Pipeline, whole: nn.Module, tolerance: float) -> None:
     expected, parts = dict(whole.named_parameters()), {}
     for stage in pipe.stages.values():
-        parts |= parts_dims(stage.model)
+        parts |= packed_dims(stage.model)
     for name, parameter in pipe.named_parameters():
         assert parameter.grad is not None, name
         found = full(parameter.grad)

@@ -295,12 +295,12 @@ def test_ranks_that_refuse_say_why_and_leave_the_process_as_it_was(
 
 def test_loss_scales_of_other_precisions() -> None:
     state: dict[str, Any] = {}
-    assert LossScale(state, used=False).value == 1
-    scale = LossScale(state, used=True)
+    assert LossScale(state, is_used=False).value == 1
+    scale = LossScale(state, is_used=True)
     scale.update(finite=False)
     state["shape"] = {}
-    assert scale.value == 2.0**15 and LossScale(state, used=True).value == 2.0**15
-    assert LossScale(state, used=False).value == 1 and [*state] == ["shape"]
+    assert scale.value == 2.0**15 and LossScale(state, is_used=True).value == 2.0**15
+    assert LossScale(state, is_used=False).value == 1 and [*state] == ["shape"]
 
 
 def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
@@ -468,4 +468,4 @@ def test_profile_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_profile_of_steps_that_do_not_come(tmp_path: Path) -> None:
     given = settings_of(tmp_path, profile={"first": 6, "steps": 2})
-    assert "profile records steps 6 to 7, and the run ends with step 6" in str(error_of(TrainSettings.of, given))
+    assert "profile records steps 6 to 7, but the run ends with step 6" in str(error_of(TrainSettings.of, given))

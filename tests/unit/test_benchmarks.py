@@ -79,8 +79,8 @@ def test_statistics() -> None:
         slowest_rank_seconds([[1.0, 5.0], [2.0]])
     for measure, expected, bar, met in ((TIME_RATIO, 0.25, 0.3, True), (SPEEDUP, 4.0, 5.0, False)):
         assert measure is MEASURES[measure.name]
-        assert measure.of([1.0, 2.0], [4.0, 8.0], 2).median == expected and measure.meets(expected, bar) is met
-    assert EFFICIENCY.of([1.0, 2.0], [4.0, 8.0], 2).median == 2.0
+        assert measure.compare([1.0, 2.0], [4.0, 8.0], 2).median == expected and measure.meets(expected, bar) is met
+    assert EFFICIENCY.compare([1.0, 2.0], [4.0, 8.0], 2).median == 2.0
 
 
 def test_who_starts_changes_from_round_to_round() -> None:

@@ -70,7 +70,7 @@ class ModuleCheck:
         self._code = {name: callers_code(module) for name, module in model.named_modules()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "memory": {}, "_code": {}}  # a copy has other parameters and modules
+        return {**vars(self), "storages": {}, "_code": {}}  # a copy has other parameters and modules
 
     def check_parameters(self, model: nn.Module, args: Any) -> None:
         """Raise ValueError for changed parameters. This hook runs before the hooks that restore the unsharded model."""

@@ -166,7 +166,7 @@ class CachedPass:
                 f"config would hold the last {layer.window} of {self.seq_len} tokens, but a cache that is sharded over "
                 "context parallel ranks holds all. Pass DynamicCache() without a config, or a cache of another class."
             )
-        out: Tensor = layer.cache.attend(q.transpose(1, 2), token_checksum=self.token_checksum, **keywords)
+        out: Tensor = layer.cache.attend(q.transpose(1, 2), tokens=self.token_checksum, **keywords)
         return out
 
 
