@@ -208,7 +208,7 @@ class FusedRanks:
         self.ranks = KernelRanks(
             context,
             p.world_size,
-            lambda rank: self._nbytes(),
+            lambda rank: self._workspace_nbytes(),
             self._call,
             lambda rank: [torch.empty_like(like) for like in (*results, results[0]) for _ in range(2)],
             workspace_class,
@@ -233,7 +233,7 @@ class FusedRanks:
     def inputs(self, rank: int, number: int) -> tuple[Tensor, Tensor]:
         return self.sets[number % len(self.sets)][rank]
 
-    def _nbytes(self) -> int:
+    def _workspace_nbytes(self) -> int:
         from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
 
         p = self.problem

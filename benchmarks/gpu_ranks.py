@@ -102,7 +102,7 @@ def prepare_copied(rank: LocalRank, calls: Sequence[Callable[[CopiedGather], obj
 
 
 class _LoadedError(Exception):
-    """Raised where a rehearsed call would begin to gather."""
+    """Ends a call that is made only to load its kernels, where it would start to gather."""
 
 
 class _RehearsalEngine:

@@ -104,7 +104,7 @@ def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[M
     with Ranks(world_size) as ranks:
         for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
             case = BenchCase(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
-            seconds = _seconds(ranks, case, rounds, say, names_skipped=not measured)
+            seconds = _measure_seconds(ranks, case, rounds, say, names_skipped=not measured)
             measured.append(Measured(op, dtype, rows, seconds))
     return measured
 
@@ -115,11 +115,11 @@ def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -
         for dtype, backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
             name = _name(dtype, backward, head_dim)
             case = BenchCase(name, kernels_of, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
-            measured.setdefault((dtype, backward), {})[head_dim] = _seconds(ranks, case, rounds, say)
+            measured.setdefault((dtype, backward), {})[head_dim] = _measure_seconds(ranks, case, rounds, say)
     return measured
 
 
-def _seconds(
+def _measure_seconds(
     ranks: Ranks, case: BenchCase, rounds: int, say: Callable[[str], None], *, names_skipped: bool = False
 ) -> Seconds:
     """Measure a case; return the seconds of the slowest rank by contestant and round."""

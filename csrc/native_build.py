@@ -150,7 +150,8 @@ class Arch:
         real = f"arch=compute_{self.name},code=sm_{self.name}"
         if not self.ptx:
             return ["-gencode", real]
-        # PTX of an architecture with a letter (90a) runs on no other architecture, so use the one without the letter.
+        # PTX for 90a runs on no other architecture, and PTX for 100f only within its family, so embed PTX without the
+        # letter.
         return ["-gencode", real, "-gencode", f"arch=compute_{self.number},code=compute_{self.number}"]
 
 

@@ -100,7 +100,7 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:
-    """Return the entry of KINDS for a dtype and a precision of fp32."""
+    """Return the member of KINDS for operands of `dtype`; `precision` ("ieee" or "tf32") matters for fp32 only."""
     return precision if dtype == torch.float32 else DTYPES[dtype]
 
 

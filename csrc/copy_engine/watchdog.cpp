@@ -76,7 +76,7 @@ StreamWatchdog::~StreamWatchdog() {
     const auto until = Clock::now() + kCloseSeconds;
     while (!was_stopped && has_work_in_flight() && Clock::now() < until) {
       // Nobody reads the results of calls that still run, and streams that wait forever would block the device.
-      if (failure() == Failure::kNone) abort("it was closed while calls were under way");
+      if (failure() == Failure::kNone) abort("this rank closed its copy engine while calls were in flight");
       std::this_thread::sleep_for(kRescuePoll);
     }
     is_stuck = has_work_in_flight() || !driver_->is_idle(rescue_);

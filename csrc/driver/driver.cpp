@@ -71,7 +71,8 @@ Context Driver::primary_context(int device) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (device < 0 || static_cast<size_t>(device) >= contexts_.size())
     throw DriverError(
-        "there is no device " + std::to_string(device) + ", this process sees " + std::to_string(contexts_.size()), -1);
+        "device " + std::to_string(device) + " does not exist: this process sees " + std::to_string(contexts_.size()),
+        -1);
   Context& context = contexts_[static_cast<size_t>(device)];
   if (context == nullptr) {
     int handle = 0;

@@ -33,7 +33,7 @@ const char* few_rows_isa(DType dtype, const char* isa) {
   return kernels == nullptr ? "" : kernels->isa;
 }
 
-void few_rows(const FewRows& problem, int threads, const char* isa) {
+void few_rows(const FewRowsProblem& problem, int threads, const char* isa) {
   const Kernels* const found = select_kernels(problem.dtype, isa);
   if (found == nullptr)
     throw std::invalid_argument("few_rows needs AVX2 or AVX-512; call it only if few_rows_isa returns a name");

@@ -14,7 +14,7 @@ namespace fused_tp::matmul {
 
 constexpr int64_t kMaxRows = 16;
 
-struct FewRows {
+struct FewRowsProblem {
   const void* x;     // [rows, depth]
   int64_t x_row;     // elements between consecutive rows of x
   const void* w;     // [columns, depth]
@@ -30,6 +30,6 @@ struct FewRows {
 const char* few_rows_isa(DType dtype, const char* isa);
 
 // `rows` is at most kMaxRows. Results are bitwise identical for any number of threads.
-void few_rows(const FewRows& problem, int threads, const char* isa);
+void few_rows(const FewRowsProblem& problem, int threads, const char* isa);
 
 }  // namespace fused_tp::matmul

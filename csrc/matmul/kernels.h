@@ -9,11 +9,11 @@ namespace fused_tp::matmul {
 
 struct Kernels {
   const char* isa;
-  size_t (*packed_bytes)(const FewRows& problem);
+  size_t (*packed_bytes)(const FewRowsProblem& problem);
   // Packs x as [depth / kStep][rows][kStep], the order in which `multiply` reads it.
-  void (*pack)(const FewRows& problem, char* packed);
+  void (*pack)(const FewRowsProblem& problem, char* packed);
   // Computes columns [first, last) of y.
-  void (*multiply)(const FewRows& problem, const char* packed, int64_t first, int64_t last);
+  void (*multiply)(const FewRowsProblem& problem, const char* packed, int64_t first, int64_t last);
 };
 
 #if FUSED_TP_X86

@@ -30,17 +30,17 @@ template <class L>
 constexpr int64_t kBlockSteps = kBlockBytes / (L::kStep * static_cast<int64_t>(sizeof(typename L::Element)));
 
 template <class L>
-int64_t count_steps(const FewRows& problem) {
+int64_t count_steps(const FewRowsProblem& problem) {
   return (problem.depth + L::kStep - 1) / L::kStep;
 }
 
 template <class L>
-size_t packed_bytes(const FewRows& problem) {
+size_t packed_bytes(const FewRowsProblem& problem) {
   return static_cast<size_t>(problem.rows * count_steps<L>(problem)) * L::kXBytes;
 }
 
 template <class L>
-void pack(const FewRows& problem, char* packed) {
+void pack(const FewRowsProblem& problem, char* packed) {
   using Element = typename L::Element;
   const auto* const x = static_cast<const Element*>(problem.x);
   const int64_t full_steps = problem.depth / L::kStep, remainder = problem.depth % L::kStep;
@@ -115,7 +115,7 @@ void multiply_block(const char* packed, int64_t rows, const WeightBlock<L>& curr
 }
 
 template <class L, int kColumns>
-void multiply_columns(const FewRows& problem, const char* packed, int64_t first, int64_t last) {
+void multiply_columns(const FewRowsProblem& problem, const char* packed, int64_t first, int64_t last) {
   using Element = typename L::Element;
   const auto* const w = static_cast<const Element*>(problem.w);
   const auto* const bias = static_cast<const Element*>(problem.bias);
@@ -149,7 +149,7 @@ void multiply_columns(const FewRows& problem, const char* packed, int64_t first,
 }
 
 template <class L>
-void multiply(const FewRows& problem, const char* packed, int64_t first, int64_t last) {
+void multiply(const FewRowsProblem& problem, const char* packed, int64_t first, int64_t last) {
   const int64_t tiled_last = first + (last - first) / L::kColumns * L::kColumns;
   multiply_columns<L, L::kColumns>(problem, packed, first, tiled_last);
   multiply_columns<L, 1>(problem, packed, tiled_last, last);

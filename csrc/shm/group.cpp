@@ -200,7 +200,7 @@ void Group::adopt_failure(int rank, const std::string& call_text) {
                     " waited past its deadline and left the group");
   if (state != RankState::kPeerLost) return;
   const int lost = static_cast<int>(control(rank).lost_rank.load(std::memory_order_relaxed));
-  if (lost == rank_) fail_lost_peer(rank, "has given this rank up", call_text);
+  if (lost == rank_) fail_lost_peer(rank, "gave up on this rank and left the group", call_text);
   fail_lost_peer(lost, "died or left (as rank " + std::to_string(rank) + " saw)", call_text);
 }
 

@@ -29,7 +29,7 @@ size_t Heap::allocate(size_t bytes) {
 }
 
 bool Heap::try_allocate(size_t bytes, size_t* offset) {
-  if (bytes > end_ - begin_) return false;  // and the rounding below cannot overflow
+  if (bytes > end_ - begin_) return false;  // also keeps the rounding below from overflowing
   bytes = round_up(std::max<size_t>(bytes, 1), bytes >= kPageBytes ? kPageBytes : kCacheLine);
   std::lock_guard<std::mutex> lock(mutex_);
   auto fit = free_by_size_.lower_bound(bytes);

@@ -146,7 +146,7 @@ def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Layout `name`, one of LAYOUTS, over joined * W virtual ranks; each of W ranks holds the tokens of `joined`.
+    """Layout `name`, one of LAYOUTS, over joined * W virtual ranks; each of the W ranks has `joined` of them.
 
     Rank r holds the tokens of virtual ranks joined * r, joined * r + 1, ...; with `strided`, of virtual ranks r, r + W,
     r + 2W, ...

@@ -240,7 +240,7 @@ class GroupCalls:
         return StartedCall(op, self.calls, time.perf_counter())
 
     def last_call(self, op: str) -> StartedCall:
-        """Return a call of `op` that starts now and has the number of the last call."""
+        """Return a call for an error in `op`: the number of the last counted call and the current time. Counts none."""
         return StartedCall(op, self.calls, time.perf_counter())
 
     @contextmanager

@@ -3,9 +3,9 @@
 Models call q_proj(x), k_proj(x), v_proj(x) one by one. The first call of such a group computes all outputs by the
 multi-weight op, and caches the outputs of the other layers. A cached output is returned only if calling the layer would
 compute the same: x is the same tensor object, x and the weights were not written since (by autograd's version
-counters), and the autograd and autocast modes are the same. Each output is returned once. Only one group per thread has
-cached outputs. So a group of which some layers are never called does not keep tensors alive: activation checkpointing
-stops a recomputation as soon as it has all tensors that it needs.
+counters), and the autograd and autocast modes are the same. Each output is returned once. Only the group called last on
+a thread has cached outputs, so those of layers that are never called are freed when the next group is called.
+(Activation checkpointing leaves such layers: it stops a recomputation once it has the tensors that it needs.)
 """
 
 from __future__ import annotations

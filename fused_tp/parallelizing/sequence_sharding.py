@@ -425,13 +425,14 @@ class SequenceSharding:
         labels = arguments.get(self.label_name)
         if labels is None:  # shift_labels alone have no effect
             return None
-        targets: Tensor | None = arguments.get("shift_labels")
+        name: str = "shift_labels"
+        targets: Tensor | None = arguments.get(name)
         if targets is None:
-            targets = shift_targets(labels, ignore_index)
+            name, targets = self.label_name, shift_targets(labels, ignore_index)
         if targets.shape != tokens.shape[:2]:
             raise ValueError(
-                f"{self.label_name} must have the shape of the tokens, {tuple(tokens.shape[:2])}, got "
-                f"{tuple(targets.shape)}. Pass the full batch and its full labels on every rank."
+                f"{name} must have the shape of the tokens, {tuple(tokens.shape[:2])}, got {tuple(targets.shape)}. "
+                "Pass the full batch and its full labels on every rank."
             )
         return targets
 

@@ -1,7 +1,7 @@
 """Blocks of a sequence parallel model that run on the full sequence: state spaces, latent attention, unknown experts.
 
-Between layers a rank has a shard of the tokens. A block that does not support a shard, or may not, gets the tokens of
-all ranks and returns this rank's tokens. Inside, the block runs as without sequence parallelism:
+Between layers a rank has a shard of the tokens. A block that does not support a shard, or is not known to, gets
+the tokens of all ranks and returns this rank's. Inside, it runs as if there were no sequence parallelism:
 
 | tensors             | forward                    | backward                                                        |
 |---------------------|----------------------------|-----------------------------------------------------------------|

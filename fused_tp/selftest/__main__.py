@@ -100,11 +100,11 @@ def check_kernels(group: str, first: int = 0) -> int:
     problems: dict[str, str] = earlier_findings.get("cases", {})
     skipped_ops: list[str] = earlier_findings.get("stuck", [])
 
-    def save(running: str = "") -> None:
+    def save(running_case: str = "") -> None:
         wrong_cases = {name: text for name, text in problems.items() if text}
         note = f"{len(problems) - len(wrong_cases)} of {len(problems)} cases are right"
         note += "".join(f"; {name}: {text[:100]}" for name, text in [*wrong_cases.items()][:1])
-        note += f"; at {running}" * bool(running)
+        note += f"; at {running_case}" * bool(running_case)
         save_findings({"cases": problems, "wrong": wrong_cases, "stuck": skipped_ops, "note": note})
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -169,7 +169,7 @@ def _are_tokens(row: Any) -> bool:
 def _parse_text(line: bytes) -> str:
     text = json.loads(line)["text"]
     if not isinstance(text, str):
-        raise TypeError(f"is a {type(text).__name__}, not a string")
+        raise TypeError(f'"text" must be a string, got {type(text).__name__}')
     return text
 
 

@@ -71,7 +71,7 @@ def test_driver_names_devices_and_calls_that_fail() -> None:
     assert driver.has_stream_memory_ops(0)
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_DEVICE"):
         driver.has_stream_memory_ops(8)
-    with pytest.raises(RuntimeError, match="there is no device 9, this process sees 8"):
+    with pytest.raises(RuntimeError, match="device 9 does not exist: this process sees 8"):
         driver.synchronize(9, 0, 1)
     libraries.double_knobs().cuda_double_fail(b"cuStreamQuery", 700)
     with pytest.raises(RuntimeError, match=r"cuStreamQuery failed with CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):

@@ -309,7 +309,10 @@ class KeysPuller:
         return relay_kernel, (1,), arguments
 
     def relays_to_load(self) -> list[KernelLaunch]:
-        """Return one relay per compiled variant: a deadline of more than 32 bits has a variant of its own."""
+        """Return a launch of each compiled variant of the relay.
+
+        A relay that frees slots waits three times as long, and a timeout that exceeds 32 bits has another variant.
+        """
         kinds = [self.relay_launch(None, None)]
         if self.layout.chunks and self.layout.groups > self.layout.slots:
             kinds.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))

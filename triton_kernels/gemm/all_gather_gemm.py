@@ -212,7 +212,7 @@ def all_gather_gemm(
         workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
         launch: tiles and programs of this rank; see `launch_for`.
         rows: M, number of rows over all ranks.
-        rows_per_rank: c, if it is not ceil(M / W).
+        rows_per_rank: rows of x per rank (the last ranks may have fewer), equal on all ranks; None: ceil(M / W).
         biases: [N_i] each, or None.
         gathered: True to return gathered x too.
 

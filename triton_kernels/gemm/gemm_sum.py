@@ -413,7 +413,7 @@ def gemm_reduce_scatter(
             between ranks. Any strides.
         workspace: of this group and stream, of at least `reduce_scatter_bytes(...)` bytes.
         launch: tiles and programs, the same on all ranks; see `launch_for`.
-        rows_per_rank: c, if it is not ceil(M / W); the same on all ranks.
+        rows_per_rank: rows of out per rank (the last ranks may have fewer), equal on all ranks; None: ceil(M / W).
         bias: [N], added once, to the sum.
 
     Raises:

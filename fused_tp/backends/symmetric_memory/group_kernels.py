@@ -169,7 +169,7 @@ class GroupKernels(ABC, Generic[SlotT]):
                 if messages is not None and messages.fatal_error is None:
                     messages.abort_midway(messages.last_call(op), error)
                 self.abort(f"{op} {describe_midway_error(error)}")
-            elif messages is not None and messages.fatal_error is not None:  # the whole op ran by messages
+            elif messages is not None and messages.fatal_error is not None:  # the op only sent messages
                 self.abort(str(messages.fatal_error))
             raise
 

@@ -124,7 +124,7 @@ bool few_rows_are_reproducible(const char* isa) {
       const auto x = random_elements(rows * depth, dtype, 1), w = random_elements(columns * depth, dtype, 2);
       const auto bias = random_elements(columns, dtype, 3);
       std::vector<char> single(rows * columns * element_size(dtype)), threaded = single;
-      matmul::FewRows problem{x.data(),      depth, w.data(), depth, bias.data(),
+      matmul::FewRowsProblem problem{x.data(),      depth, w.data(), depth, bias.data(),
                               single.data(), rows,  columns,  depth, dtype};
       matmul::few_rows(problem, 1, isa);
       problem.y = threaded.data();
