@@ -7,6 +7,7 @@ between stages. Only this rank's shard of the hidden state is sent, with sequenc
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from fused_tp.backends.messages.torch_dist import TorchDist, torch_dist
 from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import resolve_group
@@ -857,8 +859,8 @@ class Pipeline:
 
     def _gather_state(self) -> dict[str, Tensor]:
         """Gather the whole model's state on the CPU of global rank 0; other ranks return {}."""
-        me = dist.get_rank()
-        is_gathering = 0 in dist.get_process_group_ranks(self._group)  # this rank's pipeline ends at global rank 0
+        ranks = dist.get_process_group_ranks(self._group)
+        is_gathering = 0 in ranks  # this rank's pipeline ends at global rank 0
         stage_tensors: dict[int, dict[str, Tensor]] = {}
         for number, stage in sorted(self.stages.items()):
             state = stage.model.state_dict(keep_vars=True)
@@ -870,22 +872,21 @@ class Pipeline:
         descriptions = [
             [n, [(name, [*t.shape], str(t.dtype)) for name, t in stage_tensors[n].items()]] for n in stage_tensors
         ]
-        rank_descriptions = exchange(resolve_group(self._group), "save_pretrained", descriptions)
+        group, device = resolve_group(self._group), self._pp_mesh.device_type
+        rank_descriptions = exchange(group, "save_pretrained", descriptions)
+        transport, collector = torch_dist(group, device), ranks.index(0)
         full: dict[str, Tensor] = {}
-        device = self._pp_mesh.device_type
-        for number, tensors in sorted(stage for rank in rank_descriptions for stage in rank):
-            owner = self._global_rank_of(number)
-            for name, shape, dtype in tensors:
-                if owner == me:
-                    tensor = stage_tensors[number].pop(name)
-                    if me:
-                        dist.send(tensor.to(device).contiguous(), 0, group=self._group)
-                elif me == 0:
-                    tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-                    dist.recv(tensor, owner, group=self._group)
-                if me == 0:
-                    full[name] = tensor.cpu()
-        if self._tied is not None and me == 0:
+        with transport.abort_scope("save_pretrained"):
+            for number, tensors in sorted(stage for rank in rank_descriptions for stage in rank):
+                owner = self._rank_of[number]
+                for name, shape, dtype_name in tensors:
+                    tensor = stage_tensors[number].pop(name) if owner == group.rank else None
+                    if owner != collector:
+                        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+                        tensor = _send_to_rank(transport, collector, owner, tensor, shape, dtype, device)
+                    if tensor is not None:
+                        full[name] = tensor
+        if self._tied is not None and group.rank == collector:
             full[self._tied[1]] = full[self._tied[0]]
         return full
 
@@ -894,6 +895,30 @@ class Pipeline:
         for stage in self.stages.values():
             stage.train(mode)
         return self
+
+
+def _send_to_rank(
+    transport: TorchDist,
+    destination: int,
+    owner: int,
+    tensor: Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+) -> Tensor | None:
+    """Return `tensor` of rank `owner` on the CPU of rank `destination`; None on other ranks.
+
+    Collective: if a rank fails, all others raise. dist.send and dist.recv would wait for the group's timeout.
+    """
+    rank, size = transport.rank, transport.world_size
+    sent = torch.empty(0, dtype=torch.uint8, device=device)
+    if tensor is not None:
+        sent = tensor.contiguous().view(-1).view(torch.uint8).to(device)  # as bytes, because gloo lacks some dtypes
+    send_sizes, recv_sizes = [0] * size, [0] * size
+    send_sizes[destination] = len(sent)
+    recv_sizes[owner] = math.prod(shape) * dtype.itemsize if rank == destination else 0
+    received = transport.all_to_all("save_pretrained", sent, send_sizes, recv_sizes).wait()
+    return received.cpu().view(dtype).view(list(shape)) if rank == destination else None
 
 
 def reshards_after_forward(module: FSDPModule) -> bool:

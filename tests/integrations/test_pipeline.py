@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -337,6 +338,33 @@ def test_save_pretrained_of_a_weight_by_columns(group: dist.ProcessGroup, tmp_pa
     dist.barrier()
     for name, t in type(whole).from_pretrained(tmp_path).state_dict().items():
         assert torch.equal(t, whole.state_dict()[name]), name
+
+
+def failing_in_save_pretrained(group: dist.ProcessGroup, path: Path) -> str:
+    """Error of this rank if rank 1 fails while the weights are on their way to rank 0."""
+    pipe = fused_tp.pipeline(make("llama", num_hidden_layers=4), mesh_of(pp=4), microbatches=4)
+    transport = torch_dist(resolve_group(pipe._group), "cpu")
+    sends = transport.all_to_all
+    calls = itertools.count()
+
+    def send(*arguments: Any) -> Any:
+        if group.rank() == 1 and next(calls) == 3:
+            raise MemoryError("a test")
+        return sends(*arguments)
+
+    with mock.patch.object(transport, "all_to_all", send):
+        begun = time.monotonic()
+        error = error_of(pipe.save_pretrained, path)
+        assert time.monotonic() - begun < 30
+        return f"{type(error).__name__}: {error}"
+
+
+def test_save_pretrained_with_a_rank_that_fails(tmp_path: Path) -> None:
+    """The other ranks raise at once, with its error."""
+    outcomes = fresh_ranks(4, failing_in_save_pretrained, tmp_path)
+    errors = [outcome.unwrap() for outcome in outcomes]
+    assert errors[1] == "MemoryError: a test"
+    assert all("save_pretrained" in error and "a test" in error for error in (errors[0], errors[2], errors[3])), errors
 
 
 @on_ranks(4)
