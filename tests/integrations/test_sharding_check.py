@@ -62,6 +62,8 @@ def test_fast_linear_layers_of_the_unsharded_model() -> None:
             found = [layer(input=x) for layer in model]
     assert kernel.call_count == 1
     torch.testing.assert_close(found, expected)
+    with torch.no_grad(), sharding_check._fast_linears(model), torch.autocast("cpu", torch.bfloat16):
+        assert plain(x).dtype is torch.bfloat16
     assert "forward" not in vars(plain) and "forward" not in vars(subclass) and "forward" in vars(patched)
 
 
@@ -328,6 +330,27 @@ def test_bf16_and_experts(group: dist.ProcessGroup) -> None:
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
     with pytest.raises(ValueError, match=WRONG):
         parallelize(model, cp)
+
+
+class Autocast(Block):
+    """A model whose forward enters autocast and returns fp32, like models that Accelerate has prepared."""
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(tokens, positions).float()
+
+
+@on_ranks(2)
+def test_autocast(group: dist.ProcessGroup) -> None:
+    """Autocast in forward or around `parallelize` causes no false alarm, at once or in the first step."""
+    tp, tokens = mesh_of(group, 1, 2)["tp"], make_tokens(2, 8) % 37
+    model = parallelize(Autocast(), tp, plan=PLAN, verify=True)
+    model(tokens).square().mean().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        model = parallelize(Block(), tp, plan=PLAN, verify=True)
+        model(tokens).square().mean().backward()
+    with pytest.raises(ValueError, match=WRONG):
+        parallelize(Autocast(between=lambda up: 3 + 9 * up.mean(-1, keepdim=True) + up), tp, plan=PLAN)
 
 
 @on_ranks(2)

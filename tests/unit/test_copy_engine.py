@@ -215,7 +215,7 @@ def test_two_scatters_at_a_time(driver: Any) -> None:
     engine = CopyEngine(LocalGroup(1).rank(0))
     call = engine.call("matmul_all_reduce", scatter_bytes=100)
     first, second = call.scatter(), call.scatter()
-    with pytest.raises(RuntimeError, match="before one of those that have begun has been received"):
+    with pytest.raises(RuntimeError, match="scatters have begun already; receive one of them before the next begins"):
         call.scatter()
     second.receive()
     third = call.scatter()  # in the place of the second

@@ -71,7 +71,7 @@ BAD_SETTINGS = {
     "FUSED_TP_CUDA": {"maybe": "1 or 0", "yes": ""},
     "FUSED_TP_REQUIRE_NATIVE": {"2": "1 or 0"},
     "FUSED_TP_CUDA_ARCHS": {
-        **dict.fromkeys(("hopper", " "), "architectures like 80;90a"),
+        **dict.fromkeys(("hopper", " "), "architectures such as 80;90a"),
         **dict.fromkeys(("80;sm_90A, 10.0a+PTX;", ""), ""),
     },
     "FUSED_TP_ISA": {"sse": "plain, avx2, avx512 or avx512_bf16", "avx2": ""},
@@ -227,7 +227,7 @@ def test_a_driver_that_does_not_serve_this_torch(machine: Machine, monkeypatch: 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
     too_old = machine.findings()["CUDA of torch"]
-    assert too_old.status == doctor.PROBLEM and "13.0, which this driver does not serve" in too_old.value
+    assert too_old.status == doctor.PROBLEM and "13.0, which this driver does not support" in too_old.value
 
 
 def test_nccl_as_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,12 @@ class Recording:
     parameters: dict[str, set[str]]
     outputs: ModuleOutputs = field(default_factory=dict)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all recorded tensors."""
+        for calls in self.outputs.values():
+            for tensors in calls:
+                yield from tensors
+
 
 @contextmanager
 def record_outputs(model: nn.Module, before_each: Callable[[], object] = lambda: None) -> Iterator[Recording]:

@@ -336,7 +336,6 @@ def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> t
     is_large = sum(p.numel() for p in parameters) > _LARGE_MODEL_PARAMETERS
     rows *= 1 if is_large else 2
     tokens = max(4 if is_large else 8, 2 * ranks)
-    is_routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
     reason = f"no pseudo-random batch for {class_name}.forward is known; pass a batch as verify={{name: tensor}}"
     start = time.monotonic()
 
@@ -364,6 +363,10 @@ def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> t
             return None, f"{class_name}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in outputs):
             return None, f"the unsharded {class_name} returns NaN"
+        # Under autocast, modules compute in a less precise dtype than that of the parameters.
+        found_dtypes = {t.dtype for t in recording.tensors() if t.is_floating_point()}
+        dtype = max({dtype, *found_dtypes}, key=lambda one: torch.finfo(one).eps)
+        is_routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
         return _UnshardedRun(recording, arguments, rows, 0 if has_batch else tokens, dtype, mode, is_routed), ""
     return None, reason
 
@@ -371,8 +374,7 @@ def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> t
 @contextmanager
 def _fast_linears(model: nn.Module) -> Iterator[None]:
     """Compute the nn.Linear layers of `model` by the kernels for few rows, up to three times as fast as torch's."""
-    # The kernels know neither a forward that the caller has replaced nor autocast.
-    usable = nn.Linear.forward.__module__ == nn.Linear.__module__ and not torch.is_autocast_enabled("cpu")
+    usable = nn.Linear.forward.__module__ == nn.Linear.__module__  # not replaced by the caller
     layers = [m for m in model.modules() if usable and type(m) is nn.Linear and "forward" not in vars(m)]
     for layer in layers:
         vars(layer)["forward"] = partial(_linear_forward, layer)
@@ -384,6 +386,8 @@ def _fast_linears(model: nn.Module) -> Iterator[None]:
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(input.device.type):  # the model's forward may have entered it
+        return nn.functional.linear(input, layer.weight, layer.bias)
     return linear(input, layer.weight, layer.bias)
 
 
@@ -396,12 +400,16 @@ def least_precise_dtype(model: nn.Module) -> torch.dtype:
 
 @contextmanager
 def add_rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Add a rounding error of `dtype` to the outputs and gradients of the innermost modules, in this context."""
+    """Add a rounding error to the outputs and gradients of the innermost modules, in this context.
+
+    It is that of `dtype`, or that of the output's own dtype if this is less precise, as under autocast.
+    """
 
     def perturb(t: Tensor) -> Tensor:
         # Tensors of the same shape get the same error, so that replicated values stay equal on all ranks.
         generator = torch.Generator().manual_seed(2)
-        factor = 1 + torch.finfo(dtype).eps * (torch.rand(t.shape, generator=generator, **_FLOAT_OPTIONS) - 0.5)
+        eps = max(torch.finfo(dtype).eps, torch.finfo(t.dtype).eps)
+        factor = 1 + eps * (torch.rand(t.shape, generator=generator, **_FLOAT_OPTIONS) - 0.5)
         return (t * factor.to(t.device)).to(t.dtype)
 
     def perturb_output(module: nn.Module, args: object, output: Any) -> Any:
