@@ -508,6 +508,7 @@ class SleepyLayer(nn.Module):
 class Sleepy(nn.Module):
     def __init__(self, layers: int, seconds: float) -> None:
         super().__init__()
+        torch.manual_seed(0)  # ranks build the same model
         self.embed = nn.Embedding(3, 4)
         self.layers = nn.ModuleList(SleepyLayer(seconds) for _ in range(layers))
 

@@ -62,8 +62,10 @@ def test_fast_linear_layers_of_the_unsharded_model() -> None:
             found = [layer(input=x) for layer in model]
     assert kernel.call_count == 1
     torch.testing.assert_close(found, expected)
-    with torch.no_grad(), sharding_check._fast_linears(model), torch.autocast("cpu", torch.bfloat16):
-        assert plain(x).dtype is torch.bfloat16
+    with torch.no_grad(), sharding_check._fast_linears(model):
+        torch.testing.assert_close(torch.vmap(plain)(x), expected[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert plain(x).dtype is torch.bfloat16
     assert "forward" not in vars(plain) and "forward" not in vars(subclass) and "forward" in vars(patched)
 
 

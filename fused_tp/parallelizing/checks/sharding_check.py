@@ -386,7 +386,8 @@ def _fast_linears(model: nn.Module) -> Iterator[None]:
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(input.device.type):  # the model's forward may have entered it
+    # The model's forward may have entered autocast or a torch.func transform, which the kernels do not know.
+    if torch.is_autocast_enabled(input.device.type) or torch._C._are_functorch_transforms_active():
         return nn.functional.linear(input, layer.weight, layer.bias)
     return linear(input, layer.weight, layer.bias)
 
