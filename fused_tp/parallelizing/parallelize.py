@@ -133,6 +133,11 @@ class _ModelPlan:
     sequence: SequenceSharding
     adapters: Any
 
+    def styles(self) -> dict[str, object]:
+        """Return the style of each module and parameter, also of adapters, by name."""
+        adapter_styles = self.adapters.plan(self.modules).modules if self.adapters else {}
+        return {**self.modules.modules, **self.modules.parameters, **adapter_styles}
+
     def without_adapters(self) -> AbstractContextManager[Any]:
         """Context manager in which LoRA wrappers are removed, so that modules have the names in the plan."""
         return self.adapters.without_wrappers() if self.adapters else nullcontext()
@@ -282,16 +287,19 @@ def parallelize(
     base: nn.Module = peft.base_model(model) if peft and isinstance(model, peft.PeftModel) else model
     options = _check(base, mesh, keywords)
     tp_mesh, cp_mesh = options.parallelism.tp_mesh, options.parallelism.cp_mesh
-    with compare_sharding(base, verify, options.model_meshes, tp=tp_mesh, cp=cp_mesh) as outcome:
+    planned = _make_plan(base, options)
+    with compare_sharding(
+        base, verify, options.model_meshes, tp=tp_mesh, cp=cp_mesh, styles=planned.styles()
+    ) as outcome:
         # Along a separate expert parallel dim ranks have different batches, so no rank can compute the full step alone.
         can_replay = verify is not False and options.meshes and options.separate_ep_mesh is None
         unsharded = UnshardedModel(base) if can_replay else None
-        planned = _make_plan(base, options)
         sharding = _apply_plan(base, options, planned)
         _add_hooks(base, options, planned.sequence, sharding, unsharded)
     remember_code(base)
     sequence = planned.sequence
-    sequence.min_attention_calls = sequence.attention_calls if outcome.is_equal else sequence.attention_layers(base)
+    is_counted = outcome.is_equal and outcome.has_run_all
+    sequence.min_attention_calls = sequence.attention_calls if is_counted else sequence.attention_layers(base)
     if peft and base is not model:
         untyped_model: Any = model
         untyped_model.save_pretrained = partial(peft.save_pretrained, model)

@@ -21,7 +21,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map
 from fused_tp.backends.gemm import linear
 from fused_tp.core.errors import FusedTPError
 from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
+from fused_tp.parallelizing.checks.float32 import Find16BitResults, has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import warn_once
 from fused_tp.parallelizing.checks.module_outputs import (
     OutputComparison,
@@ -45,6 +46,7 @@ from fused_tp.parallelizing.checks.module_outputs import (
     first_difference,
     record_outputs,
 )
+from fused_tp.parallelizing.checks.repeated_blocks import NotSkippableError, RepeatedBlocks
 from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.outputs import find_tensors
@@ -76,12 +78,14 @@ class ShardingOutcome:
         modules: modules of this rank, whose submodules have the same names as in the unsharded model.
         run: function of the keyword arguments of forward that returns the output, or None on ranks without it.
         is_equal: True if the outputs match those of the unsharded model; False also if they were not compared.
+        has_run_all: False if the comparison has skipped repeated blocks.
     """
 
     sharded: Any
     modules: Sequence[nn.Module]
     run: Callable[[dict[str, Any]], Any]
     is_equal: bool = False
+    has_run_all: bool = True
 
 
 def check_verify(verify: object) -> None:
@@ -98,6 +102,7 @@ def compare_sharding(
     *,
     tp: DeviceMesh | None,
     cp: DeviceMesh | None,
+    styles: Mapping[str, object],
     rows: int = 1,
 ) -> Iterator[ShardingOutcome]:
     """Context manager in which the caller shards `model`; on exit it is compared with the unsharded model.
@@ -106,6 +111,7 @@ def compare_sharding(
         verify: see `parallelize`.
         meshes: 1-D meshes whose ranks share the model.
         tp, cp: the meshes among them that shard features and tokens.
+        styles: styles of the plan, by name of the module or parameter.
         rows: the pseudo-random batch has a multiple of this number of rows.
 
     Raises:
@@ -119,9 +125,8 @@ def compare_sharding(
         reason, unsharded = _obstacle(model), None
         if not reason:
             stack.enter_context(_add_noise(model, outcome))
-            unsharded, reason = _run_unsharded(
-                model, verify, rows, (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
-            )
+            ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
+            unsharded, reason = _run_unsharded(model, verify, rows, ranks, styles)
         reason = next(filter(None, gather_over_meshes(meshes, "outputs of the unsharded model", reason)), "")
         if unsharded is None or reason:
             stack.close()
@@ -132,14 +137,18 @@ def compare_sharding(
         run = _ShardedRun(unsharded, outcome, tp, cp)
         refusal = run.run()
         dtype_bound = OUTPUT_BOUNDS.get(unsharded.dtype, OUTPUT_BOUNDS[torch.bfloat16])
-        ranks = gather_over_meshes(meshes, "outputs of the sharded model", [run.error, refusal, dtype_bound])
-        if refusals := [report[1] for report in ranks if report[1]]:
+        reports = gather_over_meshes(
+            meshes, "outputs of the sharded model", [run.error, refusal, dtype_bound, run.failure]
+        )
+        if failure := next((report[3] for report in reports if report[3]), ""):
+            raise ValueError(failure) from run.cause
+        if refusals := [report[1] for report in reports if report[1]]:
             _report_skipped(
                 verify, f"it does not support a batch that the unsharded model accepts: {refusals[0]}", meshes
             )
             return
         # Maximum over ranks, so that all decide alike even if their processors or settings round differently.
-        error, bound = (max(report[field] for report in ranks) for field in (0, 2))
+        error, bound = (max(report[field] for report in reports) for field in (0, 2))
         if OUTPUT_BOUNDS[torch.float32] < bound < error < float("inf"):
             rounding = max(gather_over_meshes(meshes, "rounding errors of the sharded model", run.rounding_error()))
             bound = max(bound, ROUNDING_FACTOR * rounding)
@@ -150,6 +159,7 @@ def compare_sharding(
             )
             return
         outcome.is_equal = error <= bound
+        outcome.has_run_all = not unsharded.blocks.skipped
         first_module = None if outcome.is_equal else run.first_difference(bound)
         names = (
             []
@@ -215,6 +225,8 @@ class _UnshardedRun:
         mode: mode in which both models run.
         is_routed: True if it routes tokens to experts in 16 bits, so that rounding may change the experts of some
             tokens.
+        is_widened: True if its 16-bit parameters were fp32 copies.
+        blocks: repeated blocks, which were skipped if the model is large.
     """
 
     recording: Recording
@@ -224,6 +236,8 @@ class _UnshardedRun:
     dtype: torch.dtype
     mode: Mode
     is_routed: bool
+    is_widened: bool
+    blocks: RepeatedBlocks
 
     @property
     def description(self) -> str:
@@ -249,6 +263,8 @@ class _ShardedRun:
 
     Attributes:
         error: error of the output; 0.0 on ranks that do not have the output.
+        failure: message for the caller if the sharded model fails, else "".
+        cause: the exception that it raised, or None.
     """
 
     def __init__(
@@ -258,24 +274,28 @@ class _ShardedRun:
         self._unsharded, self._outcome, self._advice = unsharded, outcome, advice(tp, cp)
         self._comparison = OutputComparison(unsharded.recording, RankShards(tp, cp, tokens))
         self._run_outputs: list[Tensor] = []
-        self.error = 0.0
+        self.error, self.failure = 0.0, ""
+        self.cause: Exception | None = None
 
     def run(self) -> str:
-        """Run the sharded model. Return "", or the reason why it does not support the batch."""
+        """Run the sharded model, and set `error` or `failure`. Return "", or why it does not support the batch."""
         modules = self._outcome.modules
         try:
             with self._comparison.recording_outputs(modules):
                 self._run_outputs = self._compute_outputs()
         except FusedTPError:
             raise
+        except NotSkippableError as error:
+            return str(error)
         except Exception as error:
             if _is_unsupported_error(error):
                 return str(error)
-            raise ValueError(
+            self.cause = error
+            self.failure = (
                 f"the sharded {type(modules[0]).__name__} fails on {self._unsharded.description}, on which the "
-                f"unsharded model runs: {type(error).__name__}: {error}. {self._advice} Pass verify=False to skip this "
-                "check."
-            ) from error
+                f"unsharded model runs: {type(error).__name__}: {str(error).rstrip('.')}. {self._advice} Pass "
+                "verify=False to skip this check."
+            )
         self.error = (
             self._unsharded.error(self._run_outputs, self._unsharded.recording.outputs[""][0])
             if self._run_outputs
@@ -301,8 +321,13 @@ class _ShardedRun:
         return (name, class_names[name]) if name else None
 
     def _compute_outputs(self) -> list[Tensor]:
-        with preserve_state(self._outcome.modules, self._unsharded.mode):
-            return find_tensors(self._outcome.run(_copy_to_device(self._unsharded.arguments, self._outcome.modules)))
+        modules, unsharded = self._outcome.modules, self._unsharded
+        with (
+            preserve_state(modules, unsharded.mode),
+            in_float32(modules if unsharded.is_widened else ()),
+            unsharded.blocks.skipping_as_before(modules),
+        ):
+            return find_tensors(self._outcome.run(_copy_to_device(unsharded.arguments, modules)))
 
 
 def _is_unsupported_error(error: Exception) -> bool:
@@ -328,14 +353,15 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(errors.isnan(), float("inf"), errors)
 
 
-def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple[_UnshardedRun | None, str]:
+def _run_unsharded(
+    model: nn.Module, verify: object, rows: int, ranks: int, styles: Mapping[str, object]
+) -> tuple[_UnshardedRun | None, str]:
     """Run the unsharded model. Return (outputs, ""), or (None, reason) if it cannot be compared."""
     class_name, has_batch = type(model).__name__, isinstance(verify, Mapping)
-    parameters = [p for p in model.parameters() if p.is_floating_point()]
-    dtype = least_precise_dtype(model)
-    is_large = sum(p.numel() for p in parameters) > _LARGE_MODEL_PARAMETERS
+    is_large = sum(p.numel() for p in model.parameters() if p.is_floating_point()) > _LARGE_MODEL_PARAMETERS
     rows *= 1 if is_large else 2
     tokens = max(4 if is_large else 8, 2 * ranks)
+    blocks = RepeatedBlocks(model if is_large else nn.Module(), styles)
     reason = f"no pseudo-random batch for {class_name}.forward is known; pass a batch as verify={{name: tensor}}"
     start = time.monotonic()
 
@@ -343,21 +369,30 @@ def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> t
         if not has_batch and time.monotonic() - start > TIME_LIMIT_SECONDS:
             raise TooLongError
 
+    modes = Mode if model.training else (Mode.EVAL,)
     candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_candidate_batches(model, rows, tokens))
-    for mode, arguments in itertools.product(Mode if model.training else (Mode.EVAL,), candidates):
+    # A small 16-bit model is compared in fp32, in which errors are larger than rounding.
+    widths = (True, False) if not is_large and has_16_bit_parameters(model) else (False,)
+    for mode, batch, is_widened in itertools.product(modes, candidates, widths):
+        arguments = widen_arguments(batch) if is_widened else batch
+        operations = Find16BitResults()
         try:
             with (
                 preserve_state([model], mode) as drew_random,
+                in_float32([model] if is_widened else ()),
                 _fast_linears(model),
+                blocks.skipping(model),
                 record_outputs(model, stop_in_time) as recording,
+                operations if is_widened else nullcontext(),
             ):
+                dtype = least_precise_dtype(model)
                 outputs = find_tensors(model(**_copy_to_device(arguments, [model])))
         except TooLongError:
             return None, f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this processor"
         except Exception as error:
             reason = f"the unsharded {class_name} fails on {[*arguments]}: {type(error).__name__}: {error}"
             continue
-        if drew_random() and mode is not Mode.EVAL:
+        if operations.found or (drew_random() and mode is not Mode.EVAL):
             continue
         if not outputs:
             return None, f"{class_name}.forward returns no tensors"
@@ -367,7 +402,8 @@ def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> t
         found_dtypes = {t.dtype for t in recording.tensors() if t.is_floating_point()}
         dtype = max({dtype, *found_dtypes}, key=lambda one: torch.finfo(one).eps)
         is_routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
-        return _UnshardedRun(recording, arguments, rows, 0 if has_batch else tokens, dtype, mode, is_routed), ""
+        tokens = 0 if has_batch else tokens
+        return _UnshardedRun(recording, arguments, rows, tokens, dtype, mode, is_routed, is_widened, blocks), ""
     return None, reason
 
 
