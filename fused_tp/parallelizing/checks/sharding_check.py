@@ -558,6 +558,6 @@ def _constant_value(parameter: Tensor) -> Tensor | None:
     is_dense = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ and parameter.layout == torch.strided
     if not is_dense or not parameter.is_floating_point() or parameter.numel() < 2 or parameter.is_inference():
         return None
-    first = parameter.detach()[(0,) * parameter.ndim]
-    last_row = parameter.detach()[(0,) * (parameter.ndim - 1)]  # compared first: one row rules out most tensors
-    return first.clone() if bool((last_row == first).all()) and bool((parameter == first).all()) else None
+    values = parameter.detach()
+    first, last = (values[(i,) * parameter.ndim] for i in (0, -1))  # compared first: they rule out most tensors
+    return first.clone() if bool(first == last) and bool((values == first).all()) else None

@@ -158,13 +158,14 @@ def _reachable_state(modules: Sequence[nn.Module]) -> list[Any]:
     for module in modules:
         for value in callers_code(module).values():
             add(value, 0)
-        for base in type(module).__mro__:
+        for name, value in vars(module).items():
+            if name not in MODULE_DICTS and not isinstance(value, _LEAF_TYPES):
+                add(value, 0)
+    for module_class in {type(module) for module in modules}:
+        for base in module_class.__mro__:
             for value in () if is_library_function(base) else vars(base).values():
                 if isinstance(value, FunctionType):
                     add(value, 0)
-        for name, value in vars(module).items():
-            if name not in MODULE_DICTS:
-                add(value, 0)
     return [*found.values()]
 
 
