@@ -11,6 +11,8 @@
 | | set the parameters back to their constant |
 | | if the error exceeds both the bound and the effect of rounding, raise on all ranks, naming the first wrong module |
 
+A small 16-bit model is compared in fp32 (`float32`). A large model skips blocks that equal others (`repeated_blocks`).
+
 The comparison restores modes, random states, buffers and attributes of the unsharded model. It does not cover
 gradients, caches, or windows longer than its few tokens.
 """
