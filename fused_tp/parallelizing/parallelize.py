@@ -248,8 +248,8 @@ def parallelize(
             shard only.
         verify: compare the sharded model with the unsharded one, in two ways. First, both compute a few pseudo-random
             tokens without gradients, in the model's current mode, or without dropout or in eval mode if the model draws
-            random numbers. Of more than 32 million parameters, blocks that equal others are skipped; smaller 16-bit
-            models compute in fp32. Second, the first calls with gradients are compared on their own arguments: each rank
+            random numbers. Above 32 million parameters, blocks that equal others are skipped; smaller 16-bit models
+            compute in fp32. Second, the first calls with gradients are compared on their own arguments: each rank
             temporarily gathers the weights, and computes outputs and gradients as before sharding, with later changes
             of the model. This costs about one step of the unsharded model. Both comparisons leave random states, modes,
             buffers and gradients unchanged. "auto": make the first comparison if the unsharded model has values,

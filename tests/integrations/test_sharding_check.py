@@ -421,7 +421,7 @@ class Layer(nn.Module):
 
 @on_ranks(2)
 def test_repeated_blocks_of_large_models(group: dist.ProcessGroup) -> None:
-    """Of equal blocks two run; one that differs in an attribute, its code, a gate or its style runs, too."""
+    """Two of several equal blocks run, and each block that differs in an attribute, its code or its style."""
     tp = mesh_of(group, 1, 2)["tp"]
     plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     with mock.patch.object(sharding_check, "_LARGE_MODEL_PARAMETERS", 0):
