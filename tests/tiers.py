@@ -3,8 +3,8 @@
 | cases | `make test` | `make test-all` | `make test-long` |
 |---|---|---|---|
 | that differ by the number of ranks only | one, on 2 or 3 ranks | the others | |
-| of several parameters, on ranks | as many as show each value | the others | |
-| of several parameters, marked `full`, with models | | as many as show each value | the others |
+| of several parameters, on ranks | as many as show each value | as many as show each value again | the others |
+| of several parameters, on ranks, marked `full` | | as many as show each value | the others |
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pytest
 ON_RANKS = ("distributed", "integrations", "kernels")  # folders
 
 
-def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
-    """Parameters of a test; those that are not `chosen` are marked `full`."""
-    found = [case if case in chosen else pytest.param(*_tuple(case), marks=pytest.mark.full) for case in cases]
+def quick(cases: Iterable[Any], *chosen: Any, others: pytest.MarkDecorator = pytest.mark.full) -> list[Any]:
+    """Parameters of a test; those that are not `chosen` get the mark `others`."""
+    found = [case if case in chosen else pytest.param(*_tuple(case), marks=others) for case in cases]
     assert sum(case in chosen for case in found) == len(chosen), f"not all of {chosen} are cases"
     return found
 
@@ -37,13 +37,11 @@ def assign(items: Iterable[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests[item.path, item.originalname].append(item)
     for (path, _), cases in tests.items():
-        full = [case for case in cases if case.get_closest_marker("full") and not case.get_closest_marker("long")]
         _one_size(_quick(cases))
         if path.parent.name in ON_RANKS and len(cases[0].callspec.params) > 1:
-            shown: set[tuple[str, str]] = set()
-            _one_of_each_value(_quick(cases), shown, pytest.mark.full)
-            if path.parent.name == "integrations":
-                _one_of_each_value(full, shown, pytest.mark.long)
+            _one_of_each_value(_quick(cases), pytest.mark.full)
+            full = [case for case in cases if case.get_closest_marker("full") and not case.get_closest_marker("long")]
+            _one_of_each_value(full, pytest.mark.long)
 
 
 def _quick(cases: Iterable[pytest.Function]) -> list[pytest.Function]:
@@ -67,10 +65,9 @@ def _one_size(cases: Sequence[pytest.Function]) -> None:
                 case.add_marker(pytest.mark.full)
 
 
-def _one_of_each_value(
-    cases: Sequence[pytest.Function], shown: set[tuple[str, str]], others: pytest.MarkDecorator
-) -> None:
-    """Add to `shown` the values of all parameters, by as few cases as a greedy choice finds; mark all other cases."""
+def _one_of_each_value(cases: Sequence[pytest.Function], others: pytest.MarkDecorator) -> None:
+    """Keep as few cases as a greedy choice finds that show all values of all parameters; mark the others."""
+    shown: set[tuple[str, str]] = set()
     left = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
     while left:
         case = max(left, key=lambda case: len(left[case] - shown))

@@ -158,7 +158,7 @@ PASSES: list[tuple[int, Any, list[str]]] = [
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        pytest.param("plain", (1, 4), marks=pytest.mark.full),
+        pytest.param("plain", (1, 4), marks=pytest.mark.long),
         pytest.param("plain", (1, 2, 3, 4), marks=pytest.mark.full),
         pytest.param("transformers", (1, 2, 4), marks=pytest.mark.full),
     ],
@@ -472,7 +472,7 @@ def saved_state(folder: Path, scratch: Path) -> dict[str, Any]:
     return {**tensors["model"], **flat, "common": repr(common)}
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_killed_rank_changes_nothing(tmp_path: Path) -> None:
     """Kill a rank while a checkpoint is being written, which is then not used, and one in the middle of a step."""
     losses = re.findall(r"step (\d+): loss ([\d.]+)", train_resilient(tmp_path / "whole", 4))

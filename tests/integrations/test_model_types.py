@@ -121,7 +121,7 @@ def outcomes_of(request: pytest.FixtureRequest) -> Callable[[str, str], Outcomes
     return lambda kind, mode: sweep(kind, modes=[mode])
 
 
-@pytest.mark.parametrize(("kind", "mode"), quick(RIGHT, *IN_TEST))
+@pytest.mark.parametrize(("kind", "mode"), quick(RIGHT, *IN_TEST, others=pytest.mark.long))
 def test_is_right(outcomes_of: Callable[[str, str], Outcomes], kind: str, mode: str) -> None:
     outcome, said = outcomes_of(kind, mode)[mode]
     assert outcome == "right", said

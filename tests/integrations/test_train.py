@@ -231,7 +231,8 @@ def test_a_full_disk_loses_no_checkpoint_and_settings_may_change(tmp_path: Path)
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL]
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGKILL))],
 )
 def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "train.json"
@@ -391,7 +392,7 @@ def test_exported_models_are_those_that_were_trained(tmp_path: Path) -> None:
         assert json.loads((folder / "model" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_train_exports_also_when_all_steps_are_done(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config, folder = tmp_path / "train.json", tmp_path / "model"
     saves = {"checkpoints": {"folder": str(tmp_path / "saved")}, "out": str(tmp_path / "out"), "steps": 1}

@@ -516,7 +516,9 @@ def test_products_do_nothing_but_load_and_multiply() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sanitizer", [pytest.param("address", marks=pytest.mark.long), "undefined", "thread"])
+@pytest.mark.parametrize(
+    "sanitizer", ["thread", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("address", "undefined"))]
+)
 def test_under_sanitizers(sanitizer: str) -> None:
     require_sanitizer(sanitizer)
     sources = [
