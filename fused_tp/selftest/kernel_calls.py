@@ -165,7 +165,7 @@ def gather_call(
     shard = x[slice(*shard_range(m, world, rank.rank))]
     # Copies between ranks on one GPU may run as kernels; sm_margin leaves SMs free for them.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
-    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep}
+    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "return_gathered": keep}
 
     def gather(workspace: Any) -> list[Tensor]:
         if op == "copied":
@@ -421,7 +421,7 @@ def prepared(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_second
 class _CheckedCollectives(DeviceCollectives):
     """Collectives of csrc/cuda with the method `expired` of kernel workspaces."""
 
-    def expired(self) -> str | None:
+    def expired_wait(self) -> str | None:
         """Return the error message if a call has failed, else None."""
         failure = self._failure()
         return None if failure is None else str(failure)

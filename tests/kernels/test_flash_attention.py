@@ -359,7 +359,7 @@ def errors(_group: dist.ProcessGroup) -> None:
 
     cpu = torch.device("cpu")
     assert triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 256))
-    assert "head dims go from 1 to 256" in triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
+    assert "head dims must be from 1 to 256" in triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
 
 
 CONTRACTS = (vectors_of_heads, dropout_bits, states, leaks, strides)

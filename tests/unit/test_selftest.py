@@ -483,7 +483,7 @@ from fused_tp.selftest import kernel_cache, kernels
 from fused_tp.triton_kernels import archive
 from unittest import mock
 
-archive.SHIPPED = Path(sys.argv[1]).parent / "shipped"
+archive.SHIPPED_FOLDER = Path(sys.argv[1]).parent / "shipped"
 few = [case for case in kernels.CASES if case.op in ("attention", "direct") and case.world < 3 and not case.late_ranks]
 few = [kernels.keep_first_shape(case) for case in few if case.dtype.itemsize == 2]
 if sys.argv[2] == "unpack":

@@ -49,7 +49,7 @@ from .configs import AttentionConfig
 from .launch import (
     Terms,
     check_rows,
-    config_for,
+    default_config,
     heads_tensor,
     launch_tiles,
     mask_arguments,
@@ -276,26 +276,32 @@ def flash_backward(
     check_rows(q=q, k=k, v=v, grad_out=grad_out)
     if q.numel() == 0 or k.numel() == 0:
         return
-    on = step.vectors_on(q.device)
+    vectors = step.vectors_on(q.device)
     tensors: dict[str, Any] = {"grad_out": heads_tensor(grad_out), "lse": heads_tensor(lse), "sums": heads_tensor(sums)}
     qkv = q, k, v
 
-    config = queries_config or config_for("queries", q, v, terms, precision)
+    config = queries_config or default_config("queries", q, v, terms, precision)
     tiles = query_tiles(step, config.rows, config.block, q.device)
-    of_tiles = None
+    tile_slope_grads = None
     if d_slopes is not None:
-        of_tiles = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
-    own: dict[str, Any] = {"dq": heads_tensor(dq), "d_slopes": of_tiles, "mask": mask_arguments(on, "starts", "stops")}
-    tma = {"k_tma": k, "v_tma": v}
-    launch_tiles(queries_kernel, tiles, config, qkv, terms, precision, tma, **tensors, **own)
-    if d_slopes is not None and of_tiles is not None:
-        d_slopes += of_tiles.sum((0, 1))
+        tile_slope_grads = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
+    arguments: dict[str, Any] = {
+        "dq": heads_tensor(dq),
+        "d_slopes": tile_slope_grads,
+        "mask": mask_arguments(vectors, "starts", "stops"),
+    }
+    tma_tensors = {"k_tma": k, "v_tma": v}
+    launch_tiles(queries_kernel, tiles, config, qkv, terms, precision, tma_tensors, **tensors, **arguments)
+    if d_slopes is not None and tile_slope_grads is not None:
+        d_slopes += tile_slope_grads.sum((0, 1))
 
-    config = keys_config or config_for("keys", q, v, terms, precision)
+    config = keys_config or default_config("keys", q, v, terms, precision)
     tiles = key_tiles(step, config.rows, config.block, q.device)
-    own = {"dk": heads_tensor(dk), "dv": heads_tensor(dv), "mask": mask_arguments(on, "first", "last")}
-    tma = {"q_tma": q, "grad_tma": grad_out}
-    launch_tiles(keys_kernel, tiles, config, qkv, terms, precision, tma, of_keys=True, **tensors, **own)
+    arguments = {"dk": heads_tensor(dk), "dv": heads_tensor(dv), "mask": mask_arguments(vectors, "first", "last")}
+    tma_tensors = {"q_tma": q, "grad_tma": grad_out}
+    launch_tiles(
+        keys_kernel, tiles, config, qkv, terms, precision, tma_tensors, are_key_tiles=True, **tensors, **arguments
+    )
 
 
 fix_cache_keys(__name__)

@@ -361,7 +361,7 @@ def gemm_all_reduce(
         return out, normed
     world = workspace.world_size
     slots = _all_reduce_slots(m, n, x.dtype, world, launch, two_shot)
-    terms_offset, sums_offset = workspace.layout(slots, counters=0 if normed is None else launch.tiles(m, n)[0])
+    terms_offset, sums_offset = workspace.slot_offsets(slots, counters=0 if normed is None else launch.tiles(m, n)[0])
     gemm_all_reduce_kernel[(launch.programs,)](
         bias_ptr=bias,
         residual=None if residual is None else Matrix(residual, residual.stride(0)),
@@ -427,7 +427,7 @@ def gemm_reduce_scatter(
     out = x.new_empty(rows, n)
     if m == 0 or n == 0:
         return out
-    (terms_offset,) = workspace.layout(_reduce_scatter_slots(rows_per_rank, n, x.dtype, world, launch))
+    (terms_offset,) = workspace.slot_offsets(_reduce_scatter_slots(rows_per_rank, n, x.dtype, world, launch))
     gemm_reduce_scatter_kernel[(launch.programs,)](
         bias_ptr=bias,
         out=Matrix(out, n),
