@@ -32,7 +32,7 @@ from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-from fused_tp.benchmarks.gpu_ranks import prepare_copied, prepare_workspace, random_normal
+from fused_tp.benchmarks.gpu_ranks import prepare_copied_gather, prepare_workspace, random_normal
 from fused_tp.benchmarks.local_ranks import LocalGroup, LocalRank
 from fused_tp.core.partition import shard_range
 from fused_tp.triton_kernels.attention.backward import flash_backward
@@ -411,7 +411,7 @@ def prepared(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_second
     if op in NATIVE:
         return _prepared_collectives(rank, calls)
     if op in COPIED:
-        return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
+        return prepare_copied_gather(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
     return prepare_workspace(
         rank, nbytes, rehearse, timeout_seconds=timeout_seconds, workspace_class=workspace_kind(op)

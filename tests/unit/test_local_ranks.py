@@ -61,7 +61,7 @@ def test_bounds_and_ranks_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             call()
-    with pytest.raises(RankMismatchError, match=r"rank \d asked for \d+ bytes, rank \d for"):
+    with pytest.raises(RankMismatchError, match=r"rank \d requested \d+ bytes, rank \d requested"):
         run_local(2, lambda rank: rank.allocate(8 + 8 * rank.rank))
 
 
