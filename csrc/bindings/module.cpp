@@ -185,7 +185,7 @@ void bind_group(py::module_& m) {
           "Begins the next call. `reuse`: first wait for peers that are still in calls that this rank has ended, so "
           "that "
           "the workspace can reuse their memory.")
-      .def("settled", &Group::settled, "True if `begin` with `reuse` would not wait for peers.", NoGil())
+      .def("is_settled", &Group::is_settled, "True if `begin` with `reuse` would not wait for peers.", NoGil())
       .def(
           "begin_in",
           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims,
@@ -296,13 +296,13 @@ attention::Problem make_problem(int dtype, const std::array<int64_t, 7>& shape, 
   problem.intervals = {pointer<const int32_t>(rows[0]), pointer<const int32_t>(rows[1]),
                        pointer<const int32_t>(rows[2]), pointer<const int32_t>(rows[3]),
                        pointer<const int32_t>(rows[4])};
-  problem.scores.scale = scale;
-  problem.scores.softcap = softcap;
-  problem.scores.slopes = pointer<>(slopes);
+  problem.score_parameters.scale = scale;
+  problem.score_parameters.softcap = softcap;
+  problem.score_parameters.slopes = pointer<>(slopes);
   if (dropout) {
-    problem.scores.dropout = true;
-    std::tie(problem.scores.dropout_threshold, problem.scores.keep_factor, problem.scores.seed,
-             problem.scores.first_head) = *dropout;
+    problem.score_parameters.dropout = true;
+    std::tie(problem.score_parameters.dropout_threshold, problem.score_parameters.keep_factor,
+             problem.score_parameters.seed, problem.score_parameters.first_head) = *dropout;
   }
   problem.dtype = to_dtype(dtype);
   require(element_size(problem.dtype) >= 2 && static_cast<int>(problem.dtype) <= static_cast<int>(DType::kF64),

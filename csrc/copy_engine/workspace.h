@@ -45,7 +45,7 @@ class Workspace {
   StreamWatchdog& watchdog() { return watchdog_; }
   bool is_forked_child() const { return driver_->is_forked_child(); }
   // Waits on the host until all enqueued work has completed, for at most `seconds`. Returns true if it has.
-  bool quiet(double seconds);
+  bool wait_idle(double seconds);
 
   // One call of an op, from `begin` to `finish`. All ranks make the same calls in the same order, with the same gathers
   // and scatters. A call may begin and end between `begin` and `finish` of another.
@@ -99,7 +99,7 @@ class Workspace {
   template <typename Work>
   void launch_repeated(std::vector<uint64_t> key, const std::vector<Stream>& streams,
                        const std::vector<Stream>& capture_streams, Work&& enqueue_work);
-  DeviceAddress address(const Location& place) const;
+  DeviceAddress address(const Location& location) const;
   SharedEvent record(Stream stream);
   Stream pull_stream(int peer) const;
   bool has_passed_gates() const { return watchdog_.load_word(passed_word(layout().world())) >= last_passage_; }

@@ -32,9 +32,9 @@ __device__ __forceinline__ float group_sum(const ThreadGroup& group, float value
   if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = value;
   __syncthreads();
   const int warps = group.threads / kWarpSize;
-  const float* mine = warp_sums + group.index() * warps;
-  value = mine[0];
-  for (int warp = 1; warp < warps; ++warp) value += mine[warp];
+  const float* group_sums = warp_sums + group.index() * warps;
+  value = group_sums[0];
+  for (int warp = 1; warp < warps; ++warp) value += group_sums[warp];
   return value;
 }
 

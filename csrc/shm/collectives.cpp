@@ -43,7 +43,8 @@ size_t chunk_elements(size_t largest, size_t parts, size_t size) {
 
 std::vector<size_t> prefix_sums(const Group& group, const std::vector<size_t>& counts) {
   if (counts.size() != static_cast<size_t>(group.size()))
-    throw std::invalid_argument("one count is needed for each rank");
+    throw std::invalid_argument("the counts must have one entry for each of the " + std::to_string(group.size()) +
+                                " ranks; there are " + std::to_string(counts.size()));
   std::vector<size_t> offsets(counts.size() + 1, 0);
   std::partial_sum(counts.begin(), counts.end(), offsets.begin() + 1);
   return offsets;
