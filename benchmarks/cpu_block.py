@@ -87,7 +87,7 @@ def llama_block_makers(context: RankContext, dtype: str, size: BlockSize) -> Mak
     def megatron_contestant() -> Contestant:
         from . import rivals_megatron
 
-        rivals_megatron.prepare(context)
+        rivals_megatron.initialize_megatron(context)
         return contestant(lambda: rivals_megatron.MegatronLayers(weights), {})
 
     return {

@@ -70,7 +70,7 @@ def experts_makers(context: RankContext, dtype: str, backward: bool, sizes: tupl
     Backward computes the gradients of x and of all weights, including the router's.
     """
     full_block = mixtral_block(dtype, *sizes)
-    x, grad_out = activations(dtype, sizes[0])
+    x, grad_out = make_activations(dtype, sizes[0])
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
 
     def step(block: nn.Module) -> list[Tensor]:
@@ -151,7 +151,7 @@ def sequence_parallel_makers(context: RankContext, dtype: str) -> Makers:
     """Makers for forward and backward; outside the block, each rank holds a shard of the tokens."""
     torch.manual_seed(0)
     full_model = OneLayerModel(mixtral_block(dtype, *SMALL_SIZES))
-    x, grad_out = activations(dtype, SMALL_SIZES[0])
+    x, grad_out = make_activations(dtype, SMALL_SIZES[0])
     grad_out = grad_out[..., : full_model.head.out_features]
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
     plan = {f"layers.*.mlp.{name}": style for name, style in PLAN.items()} | {"head": "colwise_gather_output"}
@@ -204,7 +204,7 @@ def mixtral_block(dtype: str, hidden: int, inner: int) -> Any:
     return block.to(DTYPES[dtype])
 
 
-def activations(dtype: str, hidden: int) -> list[Tensor]:
+def make_activations(dtype: str, hidden: int) -> list[Tensor]:
     """Input of the block, and the gradient of its output."""
     random = torch.Generator().manual_seed(1)
     return [torch.randn(1, TOKENS, hidden, generator=random).to(DTYPES[dtype]) for _ in range(2)]

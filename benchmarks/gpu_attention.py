@@ -210,8 +210,8 @@ def _make_ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Call
     def forward() -> list[tuple[Tensor, Tensor]]:
         return [_run_steps(call, q[rank], k, v) for rank, call in enumerate(calls)]
 
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        return _join_shards(inputs.q, token_indices, parts)
+    def join(shards: Sequence[Tensor]) -> Tensor:
+        return _join_shards(inputs.q, token_indices, shards)
 
     if not backward:
         return lambda: [join([out for out, _ in forward()])]
@@ -226,7 +226,7 @@ def _make_ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Call
                 source = call.plan.source_rank(rank, t)
                 state.attend(t, k[source], v[source], dk[source], dv[source])
             dq.append(state.result([dk[rank], dv[rank]]).dq)
-        return [join(dq), *(join([x.to(DTYPE) for x in parts]) for parts in (dk, dv))]
+        return [join(dq), *(join([x.to(DTYPE) for x in shards]) for shards in (dk, dv))]
 
     return compute_gradients
 
@@ -240,11 +240,11 @@ def _run_steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tenso
     return ring_state.result()
 
 
-def _join_shards(like: Tensor, token_indices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+def _join_shards(like: Tensor, token_indices: Sequence[Tensor], shards: Sequence[Tensor]) -> Tensor:
     """Join the ranks' shards to one sequence."""
     result = torch.empty_like(like)
-    for tokens, part in zip(token_indices, parts, strict=True):
-        result[:, tokens] = part
+    for tokens, shard in zip(token_indices, shards, strict=True):
+        result[:, tokens] = shard
     return result
 
 
@@ -301,9 +301,9 @@ class RingRanks:
     def run_steps(self, rank: int) -> Tensor:
         return _run_steps(self.calls[rank], self.q[rank], self.k, self.v)[0]
 
-    def check(self, parts: Sequence[Tensor]) -> None:
+    def check(self, shards: Sequence[Tensor]) -> None:
         self.ranks.assert_in_time()
-        self.inputs.check([_join_shards(self.inputs.q, self.token_indices, parts)], causal=True)
+        self.inputs.check([_join_shards(self.inputs.q, self.token_indices, shards)], causal=True)
 
 
 def rank_contestants(context: GpuContext, seq: int, head_dim: int, world_size: int) -> Makers:

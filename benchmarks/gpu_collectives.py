@@ -150,9 +150,9 @@ class DeviceRanks(RankDriver):
     """
 
     def __init__(self, context: GpuContext, world_size: int, call: RankCall) -> None:
-        available = native_kernels_available(context.arch)
-        if not available:
-            raise Unavailable(f"it needs the library of device kernels, and {available.reason} ({HOW_TO_BUILD})")
+        availability = native_kernels_available(context.arch)
+        if not availability:
+            raise Unavailable(f"it needs the library of device kernels, and {availability.reason} ({HOW_TO_BUILD})")
         super().__init__(context, world_size, lambda rank, number: call(self.collectives[rank], rank, number))
         fake_collectives = FakeCollectives(world_size)
 
@@ -193,14 +193,14 @@ def capture_graphs(
     streams: Sequence[torch.cuda.Stream], call: Callable[[int, int], Any], calls: int
 ) -> Callable[[], object]:
     """Capture `calls` calls call(rank, number) in a graph for each rank, in its stream; return the replay function."""
-    captured = []
+    graphs = []
     for rank, stream in enumerate(streams):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for number in range(calls):
                 call(rank, number)
-        captured.append(graph)
-    return lambda: run_on_streams(streams, lambda rank: captured[rank].replay())
+        graphs.append(graph)
+    return lambda: run_on_streams(streams, lambda rank: graphs[rank].replay())
 
 
 @dataclass
@@ -214,7 +214,7 @@ class CollectiveInputs:
 
     def __post_init__(self) -> None:
         sets = range(self.context.input_set_count(2 * self.nbytes * self.world_size))
-        self.inputs = [[self._input(100 * number + rank) for rank in range(self.world_size)] for number in sets]
+        self.inputs = [[self._make_input(100 * number + rank) for rank in range(self.world_size)] for number in sets]
         self.outs = [[torch.empty_like(x) for x in inputs] for inputs in self.inputs] if self.is_all_reduce else []
 
     @property
@@ -225,7 +225,7 @@ class CollectiveInputs:
     def element_count(self) -> int:
         return self.nbytes // DTYPE.itemsize
 
-    def _input(self, seed: int) -> Tensor:
+    def _make_input(self, seed: int) -> Tensor:
         if self.op == "all-to-all":  # Ulysses: [batch, sequence / W, heads, head_dim]
             head_dim = 128
             heads = self.world_size * min(8, max(1, self.element_count // (head_dim * self.world_size)))

@@ -206,7 +206,7 @@ class FusedRanks:
         self.launch = launch_for(p.torch_dtype, p.m, p.n, p.world_size, arch=arch, sms=sms, sm_margin=p.sm_margin)
         elements = p.world_size * p.n * p.k + p.m * p.k * (1 if p.is_gather else p.world_size)
         self.sets = [
-            self._inputs(100 * seed) for seed in range(context.input_set_count(elements * p.torch_dtype.itemsize))
+            self._make_inputs(100 * seed) for seed in range(context.input_set_count(elements * p.torch_dtype.itemsize))
         ]
         self.residual = self.random(p.m, p.n, seed=998)
         self.norm_weight = self.random(p.n, seed=999)
@@ -231,7 +231,7 @@ class FusedRanks:
     def random(self, *shape: int, seed: int) -> Tensor:
         return random_normal(*shape, dtype=self.problem.torch_dtype, device=self.context.device, seed=seed)
 
-    def _inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
+    def _make_inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """(x, w) of each rank; a gathered x is complete, and a rank's shard of it are its `rows`."""
         p = self.problem
         xs = [self.random(p.m, p.k, seed=seed + rank) for rank in range(1 if p.is_gather else p.world_size)]

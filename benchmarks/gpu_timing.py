@@ -39,22 +39,22 @@ class TimeBudget:
     """Time that a run may take, with a prediction whether the next case fits."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._start, self._seconds = now, now(), seconds
-        self._planned = self._taken = 0.0
+        self._now, self._start, self._budget_seconds = now, now(), seconds
+        self._planned_seconds = self._taken_seconds = 0.0
 
     def spent_seconds(self) -> float:
         return self._now() - self._start
 
     def remaining_seconds(self) -> float:
-        return self._seconds - self.spent_seconds()
+        return self._budget_seconds - self.spent_seconds()
 
     def record(self, planned_seconds: float, taken_seconds: float) -> None:
         """Record planned and actual time, whose ratio scales the plans of later cases."""
-        self._planned += planned_seconds
-        self._taken += taken_seconds
+        self._planned_seconds += planned_seconds
+        self._taken_seconds += taken_seconds
 
     def fits(self, planned_seconds: float) -> bool:
-        slowness = max(1.0, self._taken / self._planned) if self._planned else 1.0
+        slowness = max(1.0, self._taken_seconds / self._planned_seconds) if self._planned_seconds else 1.0
         return planned_seconds * slowness <= self.remaining_seconds()
 
 

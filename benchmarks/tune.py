@@ -82,14 +82,14 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
         del os.environ["FUSED_TP_TABLE"]  # the shipped table is active until this run has written the named one
     table = dispatch.load_table(settings.table_path())
     rules = dispatch.attention_rules(settings.table_path())
-    tuned, changes = _rewrite_schedules(table, _measure_schedules(world_size, rounds, say), world_size)
+    tuned_table, changes = _rewrite_schedules(table, _measure_schedules(world_size, rounds, say), world_size)
     rules, kernel_changes = _rewrite_kernels(rules, _measure_kernels(world_size, rounds, say))
     changes += kernel_changes
     for change in changes:
         say(change)
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
     # One rule per line of JSON, as people read and edit tables.
-    text = json.dumps({"about": about, "arch": tuned, "attention": rules}, indent=1)
+    text = json.dumps({"about": about, "arch": tuned_table, "attention": rules}, indent=1)
     write_atomically(path, re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
     choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
     usage = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
@@ -99,24 +99,24 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
 
 
 def _measure_schedules(world_size: int, rounds: int, say: Callable[[str], None]) -> list[OpTimes]:
-    measured: list[OpTimes] = []
+    all_times: list[OpTimes] = []
     sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather takes equal shards of all ranks
     with Ranks(world_size) as ranks:
         for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
             case = BenchCase(f"{op}/{name}/M={rows}", schedule_makers, {"op": op, "dtype": name, "rows": rows})
-            seconds = _measure_seconds(ranks, case, rounds, say, names_skipped=not measured)
-            measured.append(OpTimes(op, dtype, rows, seconds))
-    return measured
+            seconds = _measure_seconds(ranks, case, rounds, say, names_skipped=not all_times)
+            all_times.append(OpTimes(op, dtype, rows, seconds))
+    return all_times
 
 
 def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -> KernelTimes:
-    measured: KernelTimes = {}
+    kernel_times: KernelTimes = {}
     with Ranks(world_size) as ranks:
         for dtype, backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
             name = _kernel_case_name(dtype, backward, head_dim)
             case = BenchCase(name, kernel_makers, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
-            measured.setdefault((dtype, backward), {})[head_dim] = _measure_seconds(ranks, case, rounds, say)
-    return measured
+            kernel_times.setdefault((dtype, backward), {})[head_dim] = _measure_seconds(ranks, case, rounds, say)
+    return kernel_times
 
 
 def _measure_seconds(
@@ -134,21 +134,21 @@ def _measure_seconds(
     return seconds
 
 
-def _rewrite_kernels(rules: list[Rule], measured: KernelTimes) -> tuple[list[Rule], list[str]]:
+def _rewrite_kernels(rules: list[Rule], kernel_times: KernelTimes) -> tuple[list[Rule], list[str]]:
     """Return the attention rules after the measurement, and a sentence for each choice that changed."""
     changes: list[str] = []
-    for (dtype, backward), by_head_dim in measured.items():
+    for (dtype, backward), seconds_by_head_dim in kernel_times.items():
         choices = []
-        for head_dim, seconds in by_head_dim.items():
+        for head_dim, seconds in seconds_by_head_dim.items():
             query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, is_backward=backward)
             with override_environment({"FUSED_TP_ATTENTION": ""}):
                 incumbent = choose_kernel(query)[0].name
             choices.append((_kernel_case_name(dtype, backward, head_dim), head_dim, incumbent, seconds))
-        winners, changed = _choose(choices)
-        if changed:
+        winners, new_changes = _choose(choices)
+        if new_changes:
             scope = {"dtypes": [str(DTYPES[dtype]).removeprefix("torch.")], "backward": backward}
             rules = _rules_by_size("kernel", "max_head_dim", winners, scope) + _other_rules(rules, scope)
-        changes += changed
+        changes += new_changes
     return rules, changes
 
 
@@ -157,15 +157,15 @@ def _kernel_case_name(dtype: str, backward: bool, head_dim: int) -> str:
 
 
 def _rewrite_schedules(
-    table: dict[str, Any], measured: Sequence[OpTimes], world_size: int
+    table: dict[str, Any], all_times: Sequence[OpTimes], world_size: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the table after the measurement, and a sentence for each choice that differs from `table`."""
     changes: list[str] = []
     for (transport, schedules), op, (name, dtype) in itertools.product(SCHEDULES.items(), OPS, TUNED_DTYPES.items()):
-        op_times = [m for m in measured if m.op == op and m.dtype == dtype]
+        op_times = [m for m in all_times if m.op == op and m.dtype == dtype]
         if not all(schedule in m.seconds for m in op_times for schedule in schedules):
             continue  # this machine has no shared memory
-        winners, changed = _choose(
+        winners, new_changes = _choose(
             (
                 f"{op}/{name}/M={m.rows} over {transport}",
                 m.nbytes,
@@ -174,9 +174,9 @@ def _rewrite_schedules(
             )
             for m in op_times
         )
-        if changed:
+        if new_changes:
             table = with_new_rules(table, transport, op, dtype, world_size, winners)
-        changes += changed
+        changes += new_changes
     return table, changes
 
 
@@ -213,13 +213,13 @@ def with_new_rules(
 
     Rules for other dtypes and group sizes are kept, after the new ones.
     """
-    tuned = copy.deepcopy(dict(table))
-    transports = tuned.setdefault("cpu", copy.deepcopy(tuned.get("default", {})))
+    new_table = copy.deepcopy(dict(table))
+    transports = new_table.setdefault("cpu", copy.deepcopy(new_table.get("default", {})))
     ops = transports.setdefault(transport, copy.deepcopy(transports.get("default", {})))
     scope = {"dtypes": [str(dtype).removeprefix("torch.")], "world_sizes": [world_size]}
-    kept = _other_rules(ops.get(op, ops.get("default", [])), scope)
-    ops[op] = _rules_by_size("schedule", "max_bytes", winners, scope) + kept
-    return tuned
+    kept_rules = _other_rules(ops.get(op, ops.get("default", [])), scope)
+    ops[op] = _rules_by_size("schedule", "max_bytes", winners, scope) + kept_rules
+    return new_table
 
 
 def _rules_by_size(choice_key: str, limit_key: str, winners: Sequence[tuple[int, str]], scope: Rule) -> list[Rule]:

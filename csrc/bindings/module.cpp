@@ -221,10 +221,10 @@ void bind_collectives(py::module_& m) {
   m.def("isa", [] { return shm::kernels().isa; }, "Instruction set of the kernels of collectives on this CPU.");
   m.def(
       "isa_of",
-      [](const CpuFeatures& features, const std::string& asked) {
-        return shm::select_kernels(select_isa(features, asked)).isa;
+      [](const CpuFeatures& features, const std::string& limit) {
+        return shm::select_kernels(select_isa(features, limit)).isa;
       },
-      "features"_a, "asked"_a = "", "Instruction set that `isa` returns on a CPU with these features (GCC's names).");
+      "features"_a, "limit"_a = "", "Instruction set that `isa` returns on a CPU with these features (GCC's names).");
   m.def(
       "sum_arrays",
       [](Address out, const std::vector<Address>& sources, size_t count, int dtype) {

@@ -116,7 +116,7 @@ void StreamWatchdog::abort(const std::string& why) {
   if (is_stopping_) return;
   if (failure() == Failure::kNone && abort_reason_.empty()) abort_reason_ = why;
   changed_.notify_all();
-  changed_.wait_for(lock, kCloseSeconds, [this] { return gates_closed_ || is_stopping_; });
+  changed_.wait_for(lock, kCloseSeconds, [this] { return are_gates_closed_ || is_stopping_; });
 }
 
 std::string StreamWatchdog::sentence() const {
@@ -147,7 +147,7 @@ void StreamWatchdog::run() {
       std::lock_guard<std::mutex> lock(mutex_);
       sentence_ =
           "The watchdog of the streams of rank " + std::to_string(protocol_.rank()) + " failed: " + error.what() + ".";
-      gates_closed_ = true;  // so that `abort` does not wait
+      are_gates_closed_ = true;  // so that `abort` does not wait
       failure_.store(Failure::kAborted, std::memory_order_release);
       changed_.notify_all();
       return;
@@ -271,7 +271,7 @@ void StreamWatchdog::fail(const GateClosure& closure, const std::string& sentenc
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    gates_closed_ = true;  // also if closing has timed out, so that `abort` does not wait
+    are_gates_closed_ = true;  // also if closing has timed out, so that `abort` does not wait
   }
   changed_.notify_all();
 }

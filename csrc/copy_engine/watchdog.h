@@ -129,8 +129,8 @@ class StreamWatchdog {
   mutable std::mutex mutex_;  // guards the members from here to captured_results_
   std::condition_variable changed_;
   std::string sentence_;
-  std::string abort_reason_;   // of an `abort` that the thread has not handled yet; else empty
-  bool gates_closed_ = false;  // true once all gates are closed, or could not be closed (is_stuck_)
+  std::string abort_reason_;       // of an `abort` that the thread has not handled yet; else empty
+  bool are_gates_closed_ = false;  // true once all gates are closed, or could not be closed (is_stuck_)
   bool is_stopping_ = false;
   struct Passage {
     uint64_t number;

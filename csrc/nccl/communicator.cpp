@@ -120,9 +120,9 @@ struct Communicator::Handle {
   // This must happen before the error is published: until then the caller does not reuse the memory, and no work reads
   // the outputs before the op has ended. Outputs of later ops are not filled, because work before them may still read
   // that memory.
-  bool fill_running_op(const std::deque<InFlight>& in_flight, const std::atomic<bool>& is_too_late) {
+  bool fill_running_op(const std::deque<OpInFlight>& in_flight, const std::atomic<bool>& is_too_late) {
     Driver::ContextGuard guard(*driver, device);
-    for (const InFlight& op : in_flight) {
+    for (const OpInFlight& op : in_flight) {
       if (driver->is_done(op.end_event->get())) continue;
       if (op.begin_event && !driver->is_done(op.begin_event->get())) return true;
       for (const Range& output : op.outputs) {
@@ -425,7 +425,7 @@ void Communicator::track_outputs(const Ticket& ticket, std::vector<Range> output
 
 // Fills the outputs of the running op. Returns false if that takes longer than `seconds`, even if the driver blocks.
 bool Communicator::fill_outputs(double seconds) {
-  std::deque<InFlight> in_flight;
+  std::deque<OpInFlight> in_flight;
   {
     std::unique_lock<std::mutex> lock(in_flight_mutex_, std::defer_lock);
     if (!lock_within(lock, seconds)) return false;  // its owner is blocked in the driver

@@ -116,7 +116,7 @@ class Communicator {
     void* data;
     size_t bytes;
   };
-  struct InFlight {
+  struct OpInFlight {
     SharedEvent begin_event;
     SharedEvent end_event;
     std::vector<Range> outputs;
@@ -164,7 +164,7 @@ class Communicator {
   std::atomic<bool> is_closed_{false};
 
   std::mutex in_flight_mutex_;
-  std::deque<InFlight> in_flight_;
+  std::deque<OpInFlight> in_flight_;
 
   std::mutex failing_mutex_;             // serializes calls of `fail`
   std::atomic<bool> is_failing_{false};  // set before outputs are filled: from then on every call throws

@@ -170,9 +170,9 @@ void sum_workspaces(Group& group, Call& call, size_t count, DType dtype) {
            length_of(k, b) * size);
     }
   }
-  const auto read = static_cast<uint32_t>(chunks + 2);
-  call.signal(read);
-  call.wait_all(read);
+  const auto last_stage = static_cast<uint32_t>(chunks + 2);
+  call.signal(last_stage);
+  call.wait_all(last_stage);
 }
 
 // Chunks alternate between the two halves of the workspace. This rank writes chunk k over chunk k - 2, which is safe

@@ -190,7 +190,7 @@ def half_way(_: Any, place: str) -> list[str]:
     from fused_tp.triton_kernels.comm import gather
 
     group = own_group()
-    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run_kernel, ring_forward._launch
+    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run_kernel, ring_forward._make_launch
 
     def failing(*args: Any) -> Any:
         if place == "arguments":
@@ -207,7 +207,7 @@ def half_way(_: Any, place: str) -> list[str]:
         fused_tp.ring_attention(q, q, q, group=group)
         if group.rank() == 0:
             with (
-                mock.patch.object(ring_forward, "_launch", failing),
+                mock.patch.object(ring_forward, "_make_launch", failing),
                 mock.patch.object(gather, "run_kernel", noted),
                 pytest.raises(MemoryError),
             ):

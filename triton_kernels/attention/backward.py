@@ -48,7 +48,7 @@ from .blocks import (
 from .configs import AttentionConfig
 from .launch import (
     Terms,
-    check_rows,
+    check_row_strides,
     default_config,
     heads_tensor,
     launch_tiles,
@@ -273,7 +273,7 @@ def flash_backward(
     The other arguments and errors are those of `forward.flash_forward`.
     """
     grad_out, lse, sums = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, lse, sums))
-    check_rows(q=q, k=k, v=v, grad_out=grad_out)
+    check_row_strides(q=q, k=k, v=v, grad_out=grad_out)
     if q.numel() == 0 or k.numel() == 0:
         return
     vectors = step.vectors_on(q.device)

@@ -30,7 +30,7 @@ from ..language import rounded
 from .blocks import Score, SeenKeys
 from .configs import AttentionConfig, decode_config, padded_head_dim
 from .forward import add_key_block, empty_sums, normalize_sums
-from .launch import Terms, check_rows, heads_tensor, kernel_constants
+from .launch import Terms, check_row_strides, heads_tensor, kernel_constants
 
 _PROGRAMS_PER_SM = 2
 _FEWEST_BLOCKS = 4  # fewest blocks of keys in a part; below, merging parts costs more than it saves
@@ -184,9 +184,9 @@ def flash_decode(
         config: tiles that replace the default ones.
 
     Raises:
-        ValueError: rows are too far apart, see `launch.check_rows`.
+        ValueError: rows are too far apart, see `launch.check_row_strides`.
     """
-    check_rows(q=q, k=k, v=v)
+    check_row_strides(q=q, k=k, v=v)
     batch, new_tokens, heads, head_dim = q.shape
     kv_heads, v_head_dim = k.shape[2], v.shape[3]
     results = q.new_empty((batch, new_tokens, heads, v_head_dim + 1), dtype=torch.float32)

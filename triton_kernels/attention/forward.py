@@ -57,7 +57,7 @@ from .blocks import (
 from .configs import AttentionConfig
 from .launch import (
     Terms,
-    check_rows,
+    check_row_strides,
     default_config,
     dense_vector,
     heads_tensor,
@@ -234,7 +234,7 @@ def flash_forward(
         config: tiles that replace the default ones.
 
     Raises:
-        ValueError: rows are too far apart, see `launch.check_rows`.
+        ValueError: rows are too far apart, see `launch.check_row_strides`.
     """
     results = {"state": StateArguments(*map(heads_tensor, state))}
     _launch(q, k, v, step, terms, results, precision, config, is_first_step=fresh)
@@ -276,7 +276,7 @@ def _launch(
     is_first_step: bool,
 ) -> None:
     """Launch `forward_kernel`; `results` are the state, or out, lse and sinks."""
-    check_rows(q=q, k=k, v=v)
+    check_row_strides(q=q, k=k, v=v)
     if q.numel() == 0:
         return
     config = config or default_config("forward", q, v, terms, precision)

@@ -118,7 +118,7 @@ def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.d
     return None
 
 
-def check_rows(**tensors: Tensor) -> None:
+def check_row_strides(**tensors: Tensor) -> None:
     """Raise ValueError if offsets inside a block of rows of a tensor [B, S, H, D] do not fit 32 bits.
 
     The ops have checked all other arguments.

@@ -39,7 +39,7 @@ from .configs import AttentionConfig
 from .forward import add_all_keys, add_sink, empty_sums, normalize_sums
 from .launch import (
     Terms,
-    check_rows,
+    check_row_strides,
     default_config,
     dense_vector,
     descriptors,
@@ -183,7 +183,7 @@ def ring_forward(
     Raises:
         ValueError: rows are too far apart, or the workspace is too small. No kernel has been launched then.
     """
-    check_rows(q=q, k=k, v=v)
+    check_row_strides(q=q, k=k, v=v)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)

@@ -247,8 +247,8 @@ class RingWorkspace(GatherWorkspace):
 
 def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> KernelLaunch:
     """Return the launch that begins a call, with at most `programs` programs."""
-    needed = {chunk.source for chunk in layout.chunks}
-    unneeded = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed)
+    needed_ranks = {chunk.source for chunk in layout.chunks}
+    unneeded_bits = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed_ranks)
     arguments = {
         "k": heads_tensor(k),
         "v": heads_tensor(v),
@@ -257,7 +257,7 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "heads": k.shape[2],
         "pairs": layout.pairs,
         "per_group": layout.pairs_per_group,
-        "unneeded": unneeded,
+        "unneeded": unneeded_bits,
         "WORLD": workspace.world_size,
         "D": layout.head_dim,
         "DV": layout.v_head_dim,
@@ -297,23 +297,28 @@ class KeysPuller:
         signal_arguments = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
         if previous is not None:
             source = chunks[previous.chunk].source
-            last = previous.chunk == self._last_chunks[source] and previous.group == layout.groups - 1
-            signal_arguments = {"group": previous.group, "chunk": previous.chunk, "source": source, "last": int(last)}
-        awaited = freed = NONE.value
+            is_last = previous.chunk == self._last_chunks[source] and previous.group == layout.groups - 1
+            signal_arguments = {
+                "group": previous.group,
+                "chunk": previous.chunk,
+                "source": source,
+                "last": int(is_last),
+            }
+        awaited_rank = freed_group = NONE.value
         if following is not None:
             source = chunks[following.chunk].source
             if following.group >= layout.slots:
-                freed = following.group - layout.slots
+                freed_group = following.group - layout.slots
             elif following.group == 0 and following.chunk == self._first_chunks[source]:
-                awaited = source
+                awaited_rank = source
         arguments = signal_arguments | {
-            "awaited": awaited,
-            "freed": freed,
+            "awaited": awaited_rank,
+            "freed": freed_group,
             "WORLD": self.workspace.world_size,
             "num_warps": 1,
         }
         # The kernel that frees the group waits for chunks of peers first, and those waits must expire before this one.
-        timeout_ns = scaled_timeout(self.workspace.timeout_ns, 1 if freed == NONE.value else 3)
+        timeout_ns = scaled_timeout(self.workspace.timeout_ns, 1 if freed_group == NONE.value else 3)
         arguments |= self.workspace.arguments(timeout_ns)
         return relay_kernel, (1,), arguments
 
@@ -350,12 +355,12 @@ class KeysPuller:
                 if chunk.source in sources:
                     pull = _Pull(group, number)
                     run_kernel(self.relay_launch(previous, pull))
-                    self.copy(pull)
+                    self._copy_chunk(pull)
                     previous = pull
         if previous is not None:
             run_kernel(self.relay_launch(previous, None))
 
-    def copy(self, pull: _Pull) -> None:
+    def _copy_chunk(self, pull: _Pull) -> None:
         layout = self.layout
         chunk = layout.chunks[pull.chunk]
         source_start, source_stop = layout.own_row_range(chunk.source, pull.group, chunk.first, chunk.rows)

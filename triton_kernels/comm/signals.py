@@ -460,7 +460,7 @@ class Workspace:
         # Loads the kernel that `leave` needs. Loading waits for running kernels, one of which might wait for `leave`.
         self._set_expired(0)
         if buffer.is_cuda:
-            self._load_begin()
+            self._load_begin_kernel()
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))
 
@@ -510,7 +510,7 @@ class Workspace:
     def _launch_begin(self) -> None:
         begin_kernel[(1,)](**self._begin_arguments())
 
-    def _load_begin(self) -> None:
+    def _load_begin_kernel(self) -> None:
         with torch.cuda.device(self.buffer.device):
             begin_kernel.warmup(**self._begin_arguments(), grid=(1,))[1, 1, 1]
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not serialized with the default stream
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread invalidates a capture
+_STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not serialized with the default stream
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread invalidates a capture
 
-_DEFAULT_QUEUES = 8
+_DEFAULT_QUEUE_COUNT = 8
 
 _free_streams: dict[tuple[int, bool], list[torch.cuda.ExternalStream]] = {}
 _lock = threading.RLock()  # reentrant: the garbage collector may return streams while this thread holds the lock
@@ -75,7 +75,7 @@ def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
         if status != 0:
             raise RuntimeError(f"The CUDA driver could not create a stream: {name} returned error {status}.")
 
-    device, mode = ctypes.c_int(), ctypes.c_int(_RELAXED)
+    device, mode = ctypes.c_int(), ctypes.c_int(_CAPTURE_MODE_RELAXED)
     context, previous_context, handle = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     call_driver("cuDeviceGet", ctypes.byref(device), index)
     call_driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
@@ -86,7 +86,7 @@ def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
             least, greatest = ctypes.c_int(), ctypes.c_int()
             call_driver("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
             priority = (greatest if urgent else least).value
-            call_driver("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
+            call_driver("cuStreamCreateWithPriority", ctypes.byref(handle), _STREAM_NON_BLOCKING, priority)
         finally:
             call_driver("cuCtxPopCurrent_v2", ctypes.byref(previous_context))
     finally:
@@ -106,7 +106,8 @@ def runs_copies_concurrently(device: torch.device) -> bool:
     then share queues, and a copy can be queued behind the kernel that waits for it.
     """
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if (queues.isdecimal() and int(queues) < _DEFAULT_QUEUES) or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1":
+    has_few_queues = queues.isdecimal() and int(queues) < _DEFAULT_QUEUE_COUNT
+    if has_few_queues or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1":
         return False
     if device.type != "cuda":
         return True

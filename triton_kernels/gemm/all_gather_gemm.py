@@ -229,8 +229,8 @@ def all_gather_gemm(
         return ys, gathered_out
 
     # A single rank has no peer that would read a staged shard.
-    read_in_place = workspace.world_size == 1 and is_read_in_place(x_shard) and not return_gathered
-    stage = gather.stage_launch(x_shard[:0] if read_in_place else x_shard, workspace, launch.programs)
+    reads_in_place = workspace.world_size == 1 and is_read_in_place(x_shard) and not return_gathered
+    stage = gather.stage_launch(x_shard[:0] if reads_in_place else x_shard, workspace, launch.programs)
     x_own = x_shard
     if not is_read_in_place(x_shard):
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
@@ -326,8 +326,8 @@ def _launch_groups(
     weights: Sequence[Tensor], ys: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[list[tuple[Tensor, Tensor, Tensor | None]]]:
     """Return (weight, result, bias) of the weights of each launch, without those whose result is empty."""
-    nonempty = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
-    return [nonempty[i : i + MAX_WEIGHTS] for i in range(0, len(nonempty), MAX_WEIGHTS)]
+    nonempty_results = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
+    return [nonempty_results[i : i + MAX_WEIGHTS] for i in range(0, len(nonempty_results), MAX_WEIGHTS)]
 
 
 def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:

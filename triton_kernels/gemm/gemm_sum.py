@@ -361,7 +361,9 @@ def gemm_all_reduce(
         return out, normed
     world = workspace.world_size
     slots = _all_reduce_slots(m, n, x.dtype, world, launch, two_shot)
-    terms_offset, sums_offset = workspace.slot_offsets(slots, counters=0 if normed is None else launch.tiles(m, n)[0])
+    terms_offset, sums_offset = workspace.slot_offsets(
+        slots, counters=0 if normed is None else launch.tile_counts(m, n)[0]
+    )
     gemm_all_reduce_kernel[(launch.programs,)](
         bias_ptr=bias,
         residual=None if residual is None else Matrix(residual, residual.stride(0)),
@@ -390,7 +392,7 @@ def _all_reduce_slots(
     m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, two_shot: bool
 ) -> list[tuple[int, int]]:
     """Return (number of slots, bytes of each) of terms and of sums."""
-    tiles_m, tiles_n = launch.tiles(m, n)
+    tiles_m, tiles_n = launch.tile_counts(m, n)
     slot_bytes = launch.block_m * launch.block_n * dtype.itemsize
     tiles = tiles_m * tiles_n
     per_owner = -(-tiles // world_size)
@@ -454,7 +456,7 @@ def _reduce_scatter_slots(
     rows_per_rank: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch
 ) -> list[tuple[int, int]]:
     """Return (number of slots, bytes of each) of terms."""
-    tiles_m, tiles_n = launch.tiles(rows_per_rank, n)
+    tiles_m, tiles_n = launch.tile_counts(rows_per_rank, n)
     return [(world_size * tiles_m * tiles_n, launch.block_m * launch.block_n * dtype.itemsize)]
 
 

@@ -334,7 +334,7 @@ class Launch:
     def block_n(self) -> int:
         return self.config.block_n
 
-    def tiles(self, m: int, n: int) -> tuple[int, int]:
+    def tile_counts(self, m: int, n: int) -> tuple[int, int]:
         return -(-m // self.block_m), -(-n // self.block_n)
 
     def strip_rows(self, config: GemmConfig, element_bytes: int) -> int:

@@ -218,7 +218,7 @@ class FusedKernel(KernelSchedule):
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         rows = prod(x.shape[:-1])
-        tile_rows, _ = self._launch_options(x.dtype, rows, weight.shape[0]).tiles(rows, 1)
+        tile_rows, _ = self._launch_options(x.dtype, rows, weight.shape[0]).tile_counts(rows, 1)
         if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_tile_rows:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
