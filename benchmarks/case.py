@@ -115,7 +115,7 @@ def ratio_quartiles(numerator: Sequence[float], denominator: Sequence[float]) ->
 
 @dataclass(frozen=True)
 class Measure:
-    """Comparison of two contestants: `compare(fused_tp, rival, world_size)`, and `lower_is_better`."""
+    """Way to compare two contestants: `compare(fused_tp, rival, world_size)` takes their seconds of each round."""
 
     name: str
     lower_is_better: bool
@@ -148,7 +148,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One line of the table.
+    """A case: parameters, and a function that makes its contestants, each of which is a line of the table.
 
     Attributes:
         name: family/dtype/size, unique.

@@ -79,7 +79,10 @@ def ring_attention_makers(
     window: int = 0,
     shared_memory: bool = True,
 ) -> Makers:
-    """Causal attention, [1, seq, heads, head_dim] before sharding; layout zigzag, for packed documents balanced."""
+    """Makers for causal attention, [1, seq, heads, head_dim] before sharding.
+
+    The layout is zigzag, or balanced for packed documents.
+    """
     random = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(1, seq, HEADS, HEAD_DIM, generator=random).to(DTYPES[dtype]) for _ in range(4))
     lengths = zipf_lengths(documents, seq) if documents else [seq]
@@ -140,7 +143,7 @@ def ring_attention_makers(
 
 
 def _make_torch_attention(bounds: list[int]) -> Attention:
-    """Attention of torch, document by document, which is its fastest way on CPUs."""
+    """Return torch's attention, computed document by document, which is fastest on CPUs."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []

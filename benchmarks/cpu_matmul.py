@@ -167,7 +167,7 @@ def make_operands(context: RankContext, op: str, dtype: str, rows: int, features
 
 
 def all_reduce_makers(context: RankContext, nbytes: int) -> Makers:
-    """Sum a bf16 tensor of `nbytes` over the ranks in place, by shared memory."""
+    """Makers for the all-reduce of a bf16 tensor of `nbytes`, in place, through shared memory."""
     ones = torch.ones(nbytes // 2, dtype=torch.bfloat16)
     zeros = torch.zeros_like(ones).add_(0)  # the timed calls sum zeros, which do not grow
 

@@ -226,7 +226,7 @@ def run_all(
 
 
 def obstacle() -> str:
-    """Reason in a sentence why the suite cannot run here; '' if it can."""
+    """Return a sentence that says why the suite cannot run here; '' if it can."""
     import torch
 
     if not torch.cuda.is_available():

@@ -362,7 +362,11 @@ def run_once(context: GpuContext, run_set: RunSet) -> RunSet:
 
 
 def make_sum_steps(fused: FusedRanks, sms: int) -> RunSet:
-    """Write partial results to one tensor; each rank sums its rows and its peers copy them. One-shot: each sums all."""
+    """Return a function that sums in separate steps.
+
+    Each rank writes its partial result, then sums its rows, then copies the other rows from their owners. One-shot:
+    each rank sums all rows.
+    """
     p, streams = fused.problem, fused.ranks.streams
     partials = fused.empty(p.world_size, p.m, p.n)
     outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.make_matmul(sms)
@@ -405,7 +409,7 @@ def sum_rows(terms: Tensor, out: Tensor, rows: slice, sms: int) -> None:
 
 
 def make_gather_steps(fused: FusedRanks, sms: int) -> RunSet:
-    """Copy all shards on each rank, then multiply."""
+    """Return a function that copies all shards on each rank, then multiplies."""
     p, streams = fused.problem, fused.ranks.streams
     gathered = [fused.empty(p.m, p.k) for _ in streams]
     outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.make_matmul(sms)

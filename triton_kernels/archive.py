@@ -65,7 +65,7 @@ def unpack(archive: Path, cache: Path) -> int:
         with tarfile.open(fileobj=BytesIO(lzma.decompress(archive.read_bytes()))) as tar:
             files = {member.name: _read_member(tar, member) for member in tar if member.isfile()}
     except (OSError, tarfile.TarError, EOFError, lzma.LZMAError) as error:
-        raise ValueError(f"{archive} is no archive of kernels ({error}).") from error
+        raise ValueError(f"{archive} is not an archive of kernels ({error}).") from error
     count = 0
     for file_name, listed_names in files.items():
         key, _, group = file_name.partition("/")
@@ -75,7 +75,9 @@ def unpack(archive: Path, cache: Path) -> int:
         paths = {name: str(folder / name) for name in json.loads(listed_names)}
         missing = [name for name in paths if f"{key}/{name}" not in files]
         if missing or any(Path(name).name != name for name in (key, group, *paths)):
-            raise ValueError(f"{archive} is no archive of kernels: the list {group} in {key} names {sorted(paths)}.")
+            raise ValueError(
+                f"{archive} is not an archive of kernels: the list {group} in {key} names {sorted(paths)}."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         for name in paths:
             _write_atomically(folder / name, files[f"{key}/{name}"])

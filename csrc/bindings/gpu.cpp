@@ -311,7 +311,7 @@ using cuda::Workspace;
 
 Algorithm to_algorithm(int number) {
   if (number < static_cast<int>(Algorithm::kOneShot) || number > static_cast<int>(Algorithm::kMultimem))
-    throw py::value_error("unknown algorithm number " + std::to_string(number));
+    throw py::value_error("the algorithm number is " + std::to_string(number) + "; it must be 0 to 2");
   return static_cast<Algorithm>(number);
 }
 
@@ -367,7 +367,7 @@ class DeviceKernels {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) throw std::runtime_error("The device kernels could not be loaded: " + last_error());
     const auto launchers = reinterpret_cast<decltype(&fused_tp_launchers)>(dlsym(library, "fused_tp_launchers"));
-    if (launchers == nullptr) throw std::runtime_error(path + " is no library of device kernels: " + last_error());
+    if (launchers == nullptr) throw std::runtime_error(path + " is not a library of device kernels: " + last_error());
     launchers_ = launchers();
     if (launchers_->abi_version != cuda::kAbiVersion)
       throw std::runtime_error("The device kernels in " + path + " have interface version " +

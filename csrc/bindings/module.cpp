@@ -20,7 +20,9 @@
 namespace fused_tp::bindings {
 
 DType to_dtype(int number) {
-  if (number < 0 || number >= kNumDTypes) throw py::value_error("unknown dtype number " + std::to_string(number));
+  if (number < 0 || number >= kNumDTypes)
+    throw py::value_error("the dtype number is " + std::to_string(number) + "; it must be 0 to " +
+                          std::to_string(kNumDTypes - 1));
   return static_cast<DType>(number);
 }
 

@@ -15,8 +15,8 @@ constexpr int64_t kAlignment = 256;
 
 constexpr int64_t align_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// kGather: a rank copies its shard to its own stage, from which all peers copy it. kScatter: a rank copies a block to
-// its slot in the receiver's workspace.
+// kGather: a rank copies its shard to its staging buffer, from which all peers copy it. kScatter: a rank copies a block
+// to its slot in the receiver's workspace.
 enum class ChannelKind { kGather = 0, kScatter = 1 };
 
 struct Channel {

@@ -1,7 +1,7 @@
 """Gradients of attention over some or all of the keys that the queries see, added to sums in fp32.
 
     p  = exp(score - lse),  p' = dropped(p),  dp = grad_out v^T
-    ds = p' * dp - p * sums                        sums = sum_d grad_out * out (- grad_lse), made once for all keys
+    ds = p' * dp - p * sums                        sums = sum_d grad_out * out (- grad_lse), computed once for all keys
     dv = p'^T grad_out,  dk = scale * (dcap * ds)^T q,  dq = scale * (dcap * ds) k,  dslope = -sum ds * distance
 
 One kernel computes dq for tiles of queries, the other dk and dv for tiles of keys: each sum has one program that adds

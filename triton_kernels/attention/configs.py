@@ -24,7 +24,10 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """`rows` of a tile of queries (kernel "keys": of keys), and the `block` of the other side that its loop reads."""
+    """Tile shape and compiler options of an attention kernel.
+
+    A tile has `rows` queries, and its loop reads blocks of `block` keys; for the kernel "keys" the other way round.
+    """
 
     rows: int
     block: int

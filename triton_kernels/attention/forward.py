@@ -1,4 +1,4 @@
-"""Attention of queries over some or all of the keys that they see, from and to a state in fp32.
+"""Attention of queries over some or all of their keys, accumulated in an fp32 state.
 
     s[i, j] = score(q[i] . k[j]) in base 2                              blocks.py
     n[i]    = max(n[i], ceil(max_j s[i, j]))

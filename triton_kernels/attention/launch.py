@@ -39,7 +39,7 @@ class DropoutArguments:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a score besides q.k: see blocks.py. `slopes` [heads]."""
+    """Parameters of a score besides q.k, for which blocks.py has the formula. `slopes` has shape [heads]."""
 
     scale: float
     softcap: float = 0.0

@@ -146,10 +146,12 @@ class ChunkMasks(Protocol):
     """Masks of this rank's queries over its own keys and each chunk; the first chunk is its own keys."""
 
     def tables_on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
-        """int32 tensors on `device`, for tiles of `rows` queries against blocks of `block` keys: tiles [tiles, 2] and
-        bounds [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks [chunks, CHUNK_COLUMNS]; starts, stops
-        [chunks, queries], in keys of the chunk; places, q_indices [queries]; and k_indices, those of own keys, then
-        those of each chunk, concatenated."""
+        """Return int32 tensors on `device` for tiles of `rows` queries against blocks of `block` keys.
+
+        They are tiles [tiles, 2] and bounds [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks
+        [chunks, CHUNK_COLUMNS]; starts, stops [chunks, queries], in keys of the chunk; places, q_indices [queries];
+        and k_indices, those of own keys, then those of each chunk, concatenated.
+        """
         ...
 
 

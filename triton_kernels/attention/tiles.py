@@ -24,7 +24,7 @@ COLUMNS = 6  # columns of a tile: row, end of rows, begin, end, begin and end of
 
 
 class StepMask(Protocol):
-    """Mask of `rows` queries over `keys` keys; a step of a ring is one.
+    """Mask of `rows` queries over `keys` keys, such as those of one step of a ring.
 
     `starts`, `stops` and `queries_per_key` (first, last) are int32 arrays; the breaks are rows before which tokens of
     the whole sequence are missing. `vectors_on` returns int32 tensors on a device by name: starts, stops, first, last,

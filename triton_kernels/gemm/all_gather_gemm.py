@@ -71,7 +71,7 @@ MAX_WEIGHTS = 3
 
 
 class Weight(NamedTuple):
-    """Result, size and strides of one weight of a launch; the weight and its bias are arguments of their own.
+    """Result, size and strides of one weight of a launch; the weight and its bias are separate arguments.
 
     The bias may be None, and Triton 3.6 forgets other constants of a tuple that contains None, such as a stride of 1.
     """
@@ -346,9 +346,9 @@ def matmul_launch(
     *,
     is_last_launch: bool = True,
 ) -> KernelLaunch:
-    """Return the matmul of up to MAX_WEIGHTS weights, each with its result and bias.
+    """Return the launch that multiplies by up to MAX_WEIGHTS weights, each with its result and bias.
 
-    With a single rank it waits for nothing; benchmarks use this as the baseline.
+    With a single rank the kernel waits for nothing; benchmarks use it as the baseline.
     """
     weights = [weight for weight, _, _ in weight_group]
     if is_direct:

@@ -5,8 +5,8 @@
                     normed [M, N] = out / sqrt(mean(out^2) + eps) * norm_weight, if a norm is requested
     reduce-scatter  out [M_r, N] = rows r*c to (r+1)*c of sum_r x_r @ w_r^T (+ bias)
 
-c is ceil(M / W), or as given; the last ranks may have fewer rows, or none. A rank may have several pairs (x, w), each
-with a K of its own, whose products are added in fp32 before anything is sent: dX of layers that share an input.
+c is `rows_per_rank`, by default ceil(M / W); the last ranks may have fewer rows, or none. A rank may have several pairs
+(x, w) with different K, whose products are added in fp32 before anything is sent: dX of layers that share an input.
 
 Each rank multiplies all of [M, N] and stores each tile, in the dtype of out, in the memory of the ranks that sum it:
 once its flag is set the data is local, and no read waits for the link. The terms are added in fp32 in rank order and

@@ -229,7 +229,7 @@ class FusedConfig:
 
     pointer_config: GemmConfig
     tma_config: GemmConfig | None = None  # None: operands are always loaded by pointers
-    speed: float = 1.0  # relative speed of the inner loop on a full GPU (largest tiles: 1); weighs the waves
+    speed: float = 1.0  # of the inner loop on a full GPU, relative to the largest tiles; for `launch_for`
 
 
 _FLAT_OPTIONS = {"flatten": True, "split_store": True}
