@@ -151,14 +151,14 @@ def measure_peaks(
 
 
 def ring_limit_mib(peaks: Sequence[Peak], peak: Peak, setting: RunSetting) -> float | None:
-    """MiB expected on each rank of `peak`: one rank alone with as many tokens, plus two chunks of K/V in flight."""
+    """Return the MiB expected on each rank of `peak`: those of one rank with as many tokens, plus two chunks of K/V."""
     length = peak.tokens // peak.ranks
     one_rank_mib = [other.mib for other in peaks if (other.way, other.tokens, other.ranks) == (peak.way, length, 1)]
     return one_rank_mib[0] + 2 * setting.kv_mib(length) if one_rank_mib and peak.ranks > 1 else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and store."""
+    """Measure the peaks, print them and store them."""
     parser = argparse.ArgumentParser(prog="benchmarks.attention_memory", description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS_PER_RANK, metavar="N", help="on each rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANK_COUNTS, metavar="W")

@@ -70,7 +70,7 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Quartiles:
-    """Median and quartiles of some rounds."""
+    """Median and quartiles over the rounds of a measurement."""
 
     median: float
     q1: float
@@ -96,7 +96,7 @@ class Quartiles:
 
 
 def slowest_rank_seconds(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Time of the slowest rank in each round. Takes [rank][round], with equally many rounds on all ranks."""
+    """Return the time of the slowest rank in each round, from [rank][round] with equally many rounds on all ranks."""
     return [max(times) for times in zip(*seconds_by_rank, strict=True)]
 
 
@@ -139,7 +139,7 @@ MEASURES = {measure.name: measure for measure in (TIME_RATIO, SPEEDUP, EFFICIENC
 
 @dataclass(frozen=True)
 class Rival:
-    """Comparison of fused_tp with one contestant; `bar` and `aim` are values of `measure`."""
+    """Comparison of fused_tp with a contestant: `bar` is the required value of `measure`, `aim` the desired one."""
 
     measure: Measure
     bar: float | None = None

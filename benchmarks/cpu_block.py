@@ -98,7 +98,7 @@ def llama_block_makers(context: RankContext, dtype: str, size: BlockSize) -> Mak
 
 
 def make_full_weights(size: BlockSize, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Full weights of the block, equal on every rank; [out, in] as in nn.Linear."""
+    """Make the full weights of the block, equal on every rank; [out, in] as in nn.Linear."""
     random = torch.Generator().manual_seed(0)
 
     def weight(out_features: int, in_features: int) -> Tensor:

@@ -205,7 +205,7 @@ def mixtral_block(dtype: str, hidden: int, inner: int) -> Any:
 
 
 def make_activations(dtype: str, hidden: int) -> list[Tensor]:
-    """Input of the block, and the gradient of its output."""
+    """Make the input of the block, and the gradient of its output."""
     random = torch.Generator().manual_seed(1)
     return [torch.randn(1, TOKENS, hidden, generator=random).to(DTYPES[dtype]) for _ in range(2)]
 

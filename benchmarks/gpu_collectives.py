@@ -141,7 +141,7 @@ class FakeCollectives:
 
 
 class DeviceRanks(RankDriver):
-    """The `DeviceCollectives` of ranks on one GPU.
+    """Ranks on one GPU that call `DeviceCollectives`.
 
     Args:
         call: one call of a rank. Loading a kernel and allocating device memory may wait for running kernels, which may
@@ -178,7 +178,7 @@ class DeviceRanks(RankDriver):
         context.synchronize()
 
     def run_checked_set(self) -> list[Any]:
-        """Results of one call of every rank; raise if one failed or did not end in time."""
+        """Make one call of every rank, and return the results; raise if a call failed or did not end in time."""
         results = self.run_set()
         self.raise_if_failed()
         return results
@@ -245,7 +245,7 @@ class CollectiveInputs:
         return result
 
     def check(self, results: Sequence[Tensor]) -> None:
-        """Check results of the first set: sums against fp64, all-reduces also for equal bits, moved data exactly."""
+        """Check the results of the first set: sums against fp64, all-reduces also for equal bits, copies for equality."""
         terms = self.inputs[0]
         if self.op == "all-gather":
             expected = [torch.cat(terms)] * self.world_size
@@ -396,7 +396,7 @@ def overhead_cases() -> Iterator[BenchCase]:
 
 
 def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
-    """Contestants that call a public op on a group of one rank, where host time is all of its overhead."""
+    """Contestants that call a public op on a group of one rank, whose only overhead is host time."""
     x, w = (random_normal(rows, columns, dtype=DTYPE, device=context.device, seed=seed) for seed in (1, 2))
     (stream,) = context.streams(1)
     context.synchronize()  # x and w were made in another stream

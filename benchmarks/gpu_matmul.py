@@ -232,7 +232,7 @@ class FusedRanks:
         return random_normal(*shape, dtype=self.problem.torch_dtype, device=self.context.device, seed=seed)
 
     def _make_inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
-        """(x, w) of each rank; a gathered x is complete, and a rank's shard of it are its `rows`."""
+        """Make (x, w) of each rank. For a gather, x is the gathered x, and the shard of a rank is x[rows(rank)]."""
         p = self.problem
         xs = [self.random(p.m, p.k, seed=seed + rank) for rank in range(1 if p.is_gather else p.world_size)]
         return [(xs[rank % len(xs)], self.random(p.n, p.k, seed=seed + 50 + rank)) for rank in range(p.world_size)]

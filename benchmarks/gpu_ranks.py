@@ -216,7 +216,7 @@ def set_all_flags(workspace: Any) -> None:
 
 
 def join_streams(streams: Sequence[torch.cuda.Stream]) -> None:
-    """Make each stream wait until all have arrived here."""
+    """Make each stream wait for the work that all streams hold now."""
     streams = [stream for stream in streams if stream is not None]  # None while kernels are recorded
     events = [stream.record_event() for stream in streams]
     for stream in streams:

@@ -73,7 +73,7 @@ def draw_figure(records: Sequence[Record]) -> Figure:
 
 
 def _color_key(record: Record) -> str:
-    """Key for the colour of a record: equal for a library with and without a matmul before its collective."""
+    """Return the key for the color of a record: equal for a library with and without a matmul before its collective."""
     return record.contestant.removeprefix("matmul + ")
 
 

@@ -81,7 +81,7 @@ class Record:
     date: str
 
     def to_json(self) -> str:
-        """Record as one line of JSON."""
+        """Return the record as one line of JSON."""
         return json.dumps({"schema": SCHEMA, **_round_floats(asdict(self))})
 
     @classmethod

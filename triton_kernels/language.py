@@ -14,7 +14,7 @@ from .cache_keys import fix_cache_keys
 
 
 def interpreter_obstacle() -> str | None:
-    """Reason why the installed numpy cannot interpret kernels, or None. Compiled kernels do not use numpy."""
+    """Return why the installed numpy cannot interpret kernels, or None. Compiled kernels do not use numpy."""
     import numpy
 
     def parse_version(text: str) -> tuple[int, ...]:

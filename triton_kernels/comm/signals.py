@@ -365,7 +365,7 @@ def needed_bytes(world_size: int, slot_bytes: Sequence[tuple[int, int]]) -> int:
 
 
 class Handle(Protocol):
-    """The interface of a symmetric memory handle, ours or torch's, that a workspace uses."""
+    """The interface of a symmetric memory handle, from torch or from fused_tp, that a workspace uses."""
 
     rank: int
     world_size: int
