@@ -245,7 +245,7 @@ class CollectiveInputs:
         return result
 
     def check(self, results: Sequence[Tensor]) -> None:
-        """Check the results of the first set: sums against fp64, all-reduces also for equal bits, copies for equality."""
+        """Check the results of the first set: sums against fp64, all-reduces also for equal bits, copies exactly."""
         terms = self.inputs[0]
         if self.op == "all-gather":
             expected = [torch.cat(terms)] * self.world_size

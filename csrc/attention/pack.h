@@ -58,7 +58,7 @@ inline bool is_finite(typename L::Operand x) {
 // interval are added afterwards (add_nonfinite).
 template <class L>
 inline bool zero_nonfinite(typename L::Operand* values, int64_t count) {
-  // The flag is as wide as the values; otherwise compilers do not vectorise the loop.
+  // The flag is as wide as the values; otherwise compilers do not vectorize the loop.
   using Flag =
       std::conditional_t<sizeof(*values) == 2, uint16_t, std::conditional_t<sizeof(*values) == 4, uint32_t, uint64_t>>;
   Flag found = 0;

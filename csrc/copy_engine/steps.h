@@ -124,14 +124,15 @@ class Protocol {
   }
 
   // Gather for a kernel that waits for shards itself: steps of the caller's stream before the kernel. If `keep_own`,
-  // also copies this rank's shard to `own`.
-  void offer(Steps& steps, int index, uint64_t call, Location shard, Location own, int64_t bytes, bool keep_own) const {
+  // also copies this rank's shard to `own_destination`.
+  void offer(Steps& steps, int index, uint64_t call, Location shard, Location own_destination, int64_t bytes,
+             bool keep_own) const {
     for (int peer = 0; peer < world(); ++peer) {
       steps.push_back(write_step(rank_, layout_.arrived_word(index, peer), 0));
       steps.push_back(write_step(rank_, layout_.order_word(index) + peer, 0));
     }
     stage(steps, index, call, shard, bytes);
-    if (keep_own) copy(steps, shard, own, bytes);
+    if (keep_own) copy(steps, shard, own_destination, bytes);
     steps.push_back(write_step(rank_, layout_.copies_begin_word(index), 1));
   }
   // In the first pull stream, before all copies.
@@ -194,8 +195,7 @@ class Protocol {
       steps.push_back(write_step(rank_, word, 1));
   }
 
-  // For a call that is held at gate `gate`: close the other gate; if `gate` is 0, fill the call's results; then open
-  // gate `which`.
+  // For a call that is held at `gate`: close the other gate; if `gate` is 0, fill the call's results; then open `gate`.
   void close_other_gate(Steps& steps, int gate) const {
     steps.push_back(write_step(rank_, layout_.gate_word(1 - gate), closed_by(rank_)));
   }

@@ -76,7 +76,7 @@ Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
   watchdog_.set_timeout(timeout_seconds);
   wait_for_last_call(stream);
   Call call;
-  call.number = call_number(++calls_, op);
+  call.number = call_number(++call_count_, op);
   return call;
 }
 
@@ -136,7 +136,7 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
     throw std::invalid_argument("a gather needs a destination for each rank's shard");
   for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
   const Driver::ContextGuard guard(*driver_, device_);
-  const int index = static_cast<int>(gathers_++ % kChannels);
+  const int index = static_cast<int>(gather_count_++ % kChannels);
   const SharedEvent begin_event = record(stream);
   driver_->wait(send_stream_, begin_event->get());
   enqueue(send_stream_, [&] {
@@ -177,8 +177,8 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
     throw std::invalid_argument("a gather needs a destination for each rank's shard");
   for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
   const Driver::ContextGuard guard(*driver_, device_);
-  const int index = static_cast<int>(gathers_++ % kChannels);
-  const Memory own = to[static_cast<size_t>(rank())];
+  const int index = static_cast<int>(gather_count_++ % kChannels);
+  const Memory own_destination = to[static_cast<size_t>(rank())];
   // Call number 0, because a graph reports the same number in every launch.
   const uint64_t number = call_number(0, op);
   const auto make_key = [&](uint64_t graph) {
@@ -191,12 +191,12 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
     join_streams(pull_streams_);
   }
   std::vector<uint64_t> stage_key = make_key(0), fetch_key = make_key(1);
-  stage_key.insert(stage_key.end(), {shard.address, shard.bytes, own.address, own.bytes});
+  stage_key.insert(stage_key.end(), {shard.address, shard.bytes, own_destination.address, own_destination.bytes});
   for (const Memory& memory : to) fetch_key.insert(fetch_key.end(), {memory.address, memory.bytes});
   launch_repeated(std::move(stage_key), {stream}, {send_stream_}, [&](const std::vector<Stream>& streams) {
     enqueue(streams[0], [&] {
-      protocol_.offer(steps_, index, number, private_location(shard), private_location(own),
-                      static_cast<int64_t>(shard.bytes), own.bytes > 0);
+      protocol_.offer(steps_, index, number, private_location(shard), private_location(own_destination),
+                      static_cast<int64_t>(shard.bytes), own_destination.bytes > 0);
     });
   });
   call.offered_channel = index;
@@ -234,7 +234,7 @@ void Workspace::join_streams(const std::vector<Stream>& streams) {
 
 int Workspace::scatter() {
   for (int tries = 0; tries < kChannels; ++tries) {
-    const int index = static_cast<int>(scatters_++ % kChannels);
+    const int index = static_cast<int>(scatter_count_++ % kChannels);
     if (!std::exchange(is_scatter_open_[index], true)) return index;
   }
   throw std::logic_error("2 scatters have begun already; receive one of them before the next begins");
@@ -275,7 +275,7 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
     wait_for(call, stream, peer_at(rank(), distance, world));  // the last pull in each stream
   if (call.has_sends) driver_->wait(stream, record(send_stream_)->get());
   const bool is_captured = driver_->is_capturing(stream);
-  const uint64_t passage = ++passages_;
+  const uint64_t passage = ++passage_count_;
   watchdog_.register_results(passage, std::move(results), is_captured);
   enqueue(stream, [&] {
     if (call.offered_channel >= 0) protocol_.wait_copies_done(steps_, call.offered_channel);

@@ -115,14 +115,14 @@ class Workspace {
   std::vector<Stream> pull_streams_;
   Steps steps_;
   std::vector<driver::MemoryOp> memory_ops_;
-  uint64_t calls_ = 0;
-  uint64_t gathers_ = 0;
-  uint64_t scatters_ = 0;
+  uint64_t call_count_ = 0;
+  uint64_t gather_count_ = 0;
+  uint64_t scatter_count_ = 0;
   SharedEvent push_events_[kChannels];    // by scatter: recorded after its last block
   bool is_scatter_open_[kChannels] = {};  // by scatter: begun and not yet received
   // Work in the pull streams since they were last ordered, outside of captures: by `gather`, and by `offer`.
   bool has_gather_pulls_ = false, has_offer_pulls_ = false;
-  uint64_t passages_ = 0;
+  uint64_t passage_count_ = 0;
   Stream last_stream_ = nullptr;
   uint64_t last_passage_ = 0;  // of calls outside of captures
   // Graphs of offers by their memory; null after the first offer, which runs without a graph.

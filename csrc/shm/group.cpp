@@ -272,11 +272,12 @@ void Group::wait_until(const Wait& wait) {
 }
 
 uint64_t Group::update_own_last_ended() {
-  const ControlBlock& mine = control(rank_);
+  const ControlBlock& own_control = control(rank_);
   // Acquire: another thread of this rank may have ended the call. Its reads of peers' workspaces must happen before
   // this rank publishes that the call has ended.
   while (own_last_ended_ < last_call_.load(std::memory_order_relaxed) &&
-         mine.slots[(own_last_ended_ + 1) % kSlots].last_ended.load(std::memory_order_acquire) >= own_last_ended_ + 1)
+         own_control.slots[(own_last_ended_ + 1) % kSlots].last_ended.load(std::memory_order_acquire) >=
+             own_last_ended_ + 1)
     ++own_last_ended_;
   return own_last_ended_;
 }
@@ -395,44 +396,46 @@ bool Call::has_reached(int rank, uint32_t stage) const {
          ((number_ << kStageBits) | stage);
 }
 
-void Call::verify(int rank) {
+void Call::verify_signature(int rank) {
   if (verified_ranks_ >> rank & 1) return;
-  const Slot& mine = group_->control(group_->rank()).slots[slot_];
-  const Slot& theirs = group_->control(rank).slots[slot_];
+  const Slot& own_slot = group_->control(group_->rank()).slots[slot_];
+  const Slot& peer_slot = group_->control(rank).slots[slot_];
   verified_ranks_ |= 1ull << rank;
   // If another thread stores an older value concurrently, that value is still true: ended calls stay ended. Release,
   // because the thread that uses this value to overwrite a slot may not be the thread that read it from the peer.
-  group_->known_last_ended_[rank].store(theirs.ended_up_to, std::memory_order_release);
-  if (mine.signature_hash == theirs.signature_hash) return;
+  group_->known_last_ended_[rank].store(peer_slot.ended_up_to, std::memory_order_release);
+  if (own_slot.signature_hash == peer_slot.signature_hash) return;
   std::ostringstream text;
   text << "ranks disagree about call " << number_ << ": rank " << group_->rank() << " called "
-       << describe(mine.signature) << ", rank " << rank << " called " << describe(theirs.signature)
+       << describe(own_slot.signature) << ", rank " << rank << " called " << describe(peer_slot.signature)
        << "; all ranks of a group must make the same calls in the same order";
   throw RankMismatchError(text.str());
 }
 
 void Call::wait(int rank, uint32_t stage) {
   if (!has_reached(rank, stage)) wait_slowly(rank, stage, false);
-  verify(rank);
+  verify_signature(rank);
 }
 
 void Call::wait_all(uint32_t stage) {
   for (int r = 0; r < group_->size(); ++r) {
     if (r == group_->rank()) continue;
     if (!has_reached(r, stage)) wait_slowly(r, stage, true);
-    verify(r);
+    verify_signature(r);
   }
 }
 
-void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
+void Call::wait_slowly(int rank, uint32_t stage, bool waits_for_all) {
   const Signature& signature = group_->control(group_->rank()).slots[slot_].signature;
-  auto is_missing = [&](int r) { return r == rank || (for_all && r != group_->rank() && !has_reached(r, stage)); };
+  auto is_missing = [&](int r) {
+    return r == rank || (waits_for_all && r != group_->rank() && !has_reached(r, stage));
+  };
   auto check = [&] {
     // Load has_left before comparing signatures. If `rank` left the call because some rank's signature differs, the
     // acquire load makes that signature visible here, and RankMismatchError reports it instead of the rank's leaving.
     const bool has_left = group_->has_ended(rank, number_);
     for (int r = 0; r < group_->size(); ++r)
-      if (has_reached(r, 0)) verify(r);
+      if (has_reached(r, 0)) verify_signature(r);
     if (!has_left || has_reached(rank, stage)) return;
     const std::string call_text = describe_call(signature, number_);
     group_->adopt_failure(rank, call_text);

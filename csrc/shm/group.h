@@ -48,8 +48,8 @@ class Call {
   friend class Group;
 
   bool has_reached(int rank, uint32_t stage) const;
-  void verify(int rank);
-  void wait_slowly(int rank, uint32_t stage, bool for_all);
+  void verify_signature(int rank);
+  void wait_slowly(int rank, uint32_t stage, bool waits_for_all);
 
   std::shared_ptr<Group> group_;
   uint64_t number_;

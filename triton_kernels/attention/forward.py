@@ -229,7 +229,7 @@ def flash_forward(
 
     Args:
         q, k, v: bf16, fp16 or fp32 of any strides with a dense last dim.
-        fresh: `state` holds nothing yet and is not read; it need not be initialised.
+        fresh: `state` holds nothing yet and is not read; it need not be initialized.
         precision: precision of fp32 products, "ieee" or "tf32" (tensor cores, 10 bits of mantissa).
         config: tiles that replace the default ones.
 
