@@ -41,7 +41,7 @@ _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 1 << 16  # option of glibc's mall
 
 @dataclass(frozen=True)
 class Peak:
-    """MiB of the rank that needs most, for `tokens` tokens in total on `ranks` ranks."""
+    """Peak memory in MiB of the rank that needs most, for `tokens` tokens in total on `ranks` ranks."""
 
     way: str
     tokens: int
@@ -63,14 +63,14 @@ class RunSetting:
 
 
 def measure(context: RankContext, way: str, tokens: int, setting: RunSetting) -> float:
-    """MiB of this rank, in a process that has measured nothing yet, for `tokens` tokens in total."""
+    """Measure the MiB of this rank for `tokens` tokens in total. The process must not have measured anything before."""
     if way in SHM_BY_WAY:
         os.environ["FUSED_TP_SHM"] = SHM_BY_WAY[way]
-    return peak_mib(way, tokens, context.world_size, setting)
+    return measure_peak_mib(way, tokens, context.world_size, setting)
 
 
-def peak_mib(way: str, tokens: int, world_size: int, setting: RunSetting) -> float:
-    """MiB of this rank, like `measure`, for `world_size` ranks. FUSED_TP_SHM must be set already."""
+def measure_peak_mib(way: str, tokens: int, world_size: int, setting: RunSetting) -> float:
+    """Measure the MiB of this rank of `world_size` ranks. FUSED_TP_SHM must be set already."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
@@ -98,7 +98,7 @@ def _status_kib(name: str) -> int:
 
 
 def _own_shared_kib() -> int:
-    """KiB of the shared memory that this process has created; it holds no descriptors of its peers'."""
+    """Return the KiB of the shared memory that this process has created; its peers' memory is not open here."""
     blocks = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -109,14 +109,14 @@ def _own_shared_kib() -> int:
     return blocks // 2
 
 
-def _inputs(tokens: int, setting: RunSetting) -> list[Tensor]:
+def _make_inputs(tokens: int, setting: RunSetting) -> list[Tensor]:
     """Create q, k, v as leaves, and the gradient of the output."""
     shape = 1, tokens, setting.heads, setting.head_dim
     return [torch.full(shape, 0.01 * i, dtype=DTYPE, requires_grad=i < 3) for i in range(4)]
 
 
 def _run_attention(way: str, tokens: int, world_size: int, setting: RunSetting) -> None:
-    q, k, v, grad = _inputs(tokens // world_size, setting)
+    q, k, v, grad = _make_inputs(tokens // world_size, setting)
     if way in SHM_BY_WAY:
         from fused_tp import ring_attention
 
@@ -133,7 +133,7 @@ def _touch_peers(tokens: int, world_size: int, setting: RunSetting) -> None:
     """Attend from a few queries to all ranks' keys, which maps every page of peers that a ring reads."""
     from fused_tp import ring_attention
 
-    (q, *_), (_, k, v, _) = _inputs(64, setting), _inputs(tokens, setting)
+    (q, *_), (_, k, v, _) = _make_inputs(64, setting), _make_inputs(tokens, setting)
     out = ring_attention(q, k, v, group=None, seq_len_kv=tokens * world_size)
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
@@ -150,15 +150,15 @@ def measure_peaks(
         yield Peak(way, length * world_size, world_size, mib, now())
 
 
-def ring_limit_mib(measured: Sequence[Peak], peak: Peak, setting: RunSetting) -> float | None:
-    """MiB expected on each rank of `peak`: one rank alone with as many tokens, plus two chunks of K/V in flight."""
+def ring_limit_mib(peaks: Sequence[Peak], peak: Peak, setting: RunSetting) -> float | None:
+    """Return the MiB expected on each rank of `peak`: those of one rank with as many tokens, plus two chunks of K/V."""
     length = peak.tokens // peak.ranks
-    one_rank_mib = [p.mib for p in measured if (p.way, p.tokens, p.ranks) == (peak.way, length, 1)]
+    one_rank_mib = [other.mib for other in peaks if (other.way, other.tokens, other.ranks) == (peak.way, length, 1)]
     return one_rank_mib[0] + 2 * setting.kv_mib(length) if one_rank_mib and peak.ranks > 1 else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and store."""
+    """Measure the peaks, print them and store them."""
     parser = argparse.ArgumentParser(prog="benchmarks.attention_memory", description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS_PER_RANK, metavar="N", help="on each rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANK_COUNTS, metavar="W")
@@ -174,13 +174,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = RunSetting(heads=options.heads)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "attention_memory.jsonl"
-    source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
-    measured: list[Peak] = []
+    run_fields = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
+    peaks: list[Peak] = []
     for peak in measure_peaks(options.ways, options.tokens, options.ranks, setting):
-        measured.append(peak)
+        peaks.append(peak)
         with path.open("a") as results:
-            results.write(json.dumps({**asdict(peak), **source}) + "\n")
-        limit_mib = ring_limit_mib(measured, peak, setting)
+            results.write(json.dumps({**asdict(peak), **run_fields}) + "\n")
+        limit_mib = ring_limit_mib(peaks, peak, setting)
         limit_text = (
             ""
             if limit_mib is None

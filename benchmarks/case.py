@@ -28,9 +28,9 @@ class Contestant:
     """One implementation of the work of a case.
 
     Attributes:
-        run: does the work once. Its result is dropped within the timed span, as freeing is part of the cost.
+        run: does the work once. Its result is freed within the timed span, because freeing is part of the cost.
         check: raises AssertionError if run() computes a wrong result; None for a floor that does only part of the work.
-        note: note for the record.
+        note: text for the `note` of its records.
         repeats: number of times that run() repeats the work that one time refers to.
         on_host: on a GPU, time how long the host is busy; run() must not fill the queues of the streams.
     """
@@ -64,13 +64,13 @@ class Context(Protocol):
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:
         """Return (seconds of one call, calls to time together), equal on every rank."""
 
-    def seconds(self, contestant: Contestant, calls: int) -> float:
-        """Return seconds per call of `calls` calls that are timed together, on this rank."""
+    def measure_seconds(self, contestant: Contestant, calls: int) -> float:
+        """Time `calls` calls together; return the seconds per call on this rank."""
 
 
 @dataclass(frozen=True)
 class Quartiles:
-    """Median and quartiles of some rounds."""
+    """Median and quartiles over the rounds of a measurement."""
 
     median: float
     q1: float
@@ -96,7 +96,7 @@ class Quartiles:
 
 
 def slowest_rank_seconds(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Time of the slowest rank in each round. Takes [rank][round], with equally many rounds on all ranks."""
+    """Return the time of the slowest rank in each round, from [rank][round] with equally many rounds on all ranks."""
     return [max(times) for times in zip(*seconds_by_rank, strict=True)]
 
 
@@ -115,7 +115,7 @@ def ratio_quartiles(numerator: Sequence[float], denominator: Sequence[float]) ->
 
 @dataclass(frozen=True)
 class Measure:
-    """Comparison of two contestants: `compare(fused_tp, rival, world_size)`, and `lower_is_better`."""
+    """Way to compare two contestants: `compare(fused_tp, rival, world_size)` takes their seconds of each round."""
 
     name: str
     lower_is_better: bool
@@ -139,7 +139,7 @@ MEASURES = {measure.name: measure for measure in (TIME_RATIO, SPEEDUP, EFFICIENC
 
 @dataclass(frozen=True)
 class Rival:
-    """Comparison of fused_tp with one contestant; `bar` and `aim` are values of `measure`."""
+    """Comparison of fused_tp with a contestant: `bar` is the required value of `measure`, `aim` the desired one."""
 
     measure: Measure
     bar: float | None = None
@@ -148,7 +148,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One line of the table.
+    """A case: parameters, and a function that makes its contestants, each of which is a line of the table.
 
     Attributes:
         name: family/dtype/size, unique.
@@ -168,11 +168,11 @@ class BenchCase:
 
     @property
     def family(self) -> str:
-        """Cases of one family share their ranks, one after the other."""
+        """First part of the name. Cases of one family run on the same ranks, one after the other."""
         return self.name.split("/")[0]
 
-    def rate(self, ms: float) -> str:
-        """Rate of a call of `ms` milliseconds in TFLOP/s or GB/s, or its time in microseconds if it has no rate."""
+    def format_rate(self, ms: float) -> str:
+        """Format the rate of a call of `ms` milliseconds in TFLOP/s or GB/s; without one, its time in microseconds."""
         if self.flops:
             return f"{self.flops / ms / 1e9:.0f} TFLOP/s"
         return f"{self.nbytes / ms / 1e6:.0f} GB/s" if self.nbytes else f"{1e3 * ms:.2f} us"
@@ -189,12 +189,12 @@ def select_cases(cases: Iterable[BenchCase], pattern: str, option: str) -> list[
     except re.error as error:
         raise ValueError(f"{option} {pattern!r} is not a regular expression ({error}).") from error
     if not chosen:
-        raise ValueError(f"{option} {pattern!r} matches none of the cases; --list names them.")
+        raise ValueError(f"{option} {pattern!r} matches no case; --list prints their names.")
     return chosen
 
 
 def checked_contestant(run: Callable[[], Tensor], expected: Tensor, note: str = "") -> Contestant:
-    """Contestant whose result must be `expected`, up to rounding in its dtype."""
+    """Return a contestant whose result must be `expected`, up to rounding in its dtype."""
 
     def check() -> None:
         assert_close(run(), expected)
@@ -204,7 +204,9 @@ def checked_contestant(run: Callable[[], Tensor], expected: Tensor, note: str = 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     """Raise AssertionError if `actual` differs from `expected` by more than rounding in its dtype explains."""
-    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"the result has shape {tuple(actual.shape)}; expected {tuple(expected.shape)}"
+    )
     error = (actual.double() - expected.double()).abs().max().item()
     bound = TOLERANCES[actual.dtype] * expected.double().abs().max().item()
-    assert error <= bound, f"off by up to {error:.3g}, where {bound:.3g} is allowed"
+    assert error <= bound, f"the result is off by up to {error:.3g}; the bound is {bound:.3g}"

@@ -21,7 +21,7 @@ from . import cpu_attention, cpu_block, cpu_experts, cpu_matmul
 from .case import BenchCase, select_cases
 from .plot import plot
 from .ranks import RankFailure, Ranks
-from .results import Record, merge_records, read_records, records_of, this_machine, versions
+from .results import Record, make_records, merge_records, read_records, this_machine, versions
 from .runner import run_case
 from .table import markdown
 
@@ -35,7 +35,7 @@ def cpu_cases() -> list[BenchCase]:
     return [*cpu_matmul.cases(), *cpu_attention.cases(), *cpu_block.cases(), *cpu_experts.cases()]
 
 
-def run(
+def run_cases(
     cases: Iterable[BenchCase],
     *,
     world_size: int = 2,
@@ -66,7 +66,7 @@ def run(
                     continue
                 for name, reason in times[0].skipped.items():
                     say(f"{case.name}: {name} {reason}")
-                yield case, records_of(case, times, world_size, this_machine(), versions())
+                yield case, make_records(case, times, world_size, this_machine(), versions())
         finally:
             if ranks is not None:
                 ranks.close()
@@ -119,11 +119,11 @@ def main(options: argparse.Namespace) -> int:
     importlib.import_module("matplotlib")  # raise ImportError now, not after minutes of measuring
     path = options.out / "cpu.jsonl"
     new_records: list[Record] = []
-    failed = 0
+    failed_count = 0
     start = time.monotonic()
-    for case, records in run(cases, world_size=options.ranks, rounds=options.rounds, scale=options.scale):
+    for case, records in run_cases(cases, world_size=options.ranks, rounds=options.rounds, scale=options.scale):
         print(f"{time.monotonic() - start:6.1f} s  {case.name}", flush=True)
-        failed += not records
+        failed_count += not records
         new_records += records
         if records:
             merge_records(path, records)  # after each case, so that an interrupted run keeps its records
@@ -131,12 +131,12 @@ def main(options: argparse.Namespace) -> int:
         return 1
     print(markdown(new_records))
     print(f"Results: {path}")
-    stored = read_records(path)
-    if any(record.comparison for record in stored):
+    stored_records = read_records(path)
+    if any(record.comparison for record in stored_records):
         picture = path.with_suffix(".png")
-        plot(stored, picture)
+        plot(stored_records, picture)
         print(f"Picture: {picture}")
-    return min(failed, 1)
+    return min(failed_count, 1)
 
 
 def _tune(options: argparse.Namespace) -> int:

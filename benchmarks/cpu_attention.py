@@ -30,27 +30,27 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def cases() -> list[BenchCase]:
     """All cases of this file."""
-    causal = {
+    causal_rivals = {
         TORCH_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.95, aim=0.98),
         TORCH_ON_EVERY_RANK: Rival(EFFICIENCY),
         FUSED_TP_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.95, aim=0.98),
         FUSED_TP_ON_EVERY_RANK: Rival(EFFICIENCY),
     }
-    masked = {FUSED_TP_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.90, aim=0.95), TORCH_ON_ONE_RANK: Rival(EFFICIENCY)}
-    messages = {
+    masked_rivals = {FUSED_TP_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.90, aim=0.95), TORCH_ON_ONE_RANK: Rival(EFFICIENCY)}
+    message_rivals = {
         TORCH_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.80, aim=0.95),
         FUSED_TP_ON_ONE_RANK: Rival(EFFICIENCY, bar=0.80, aim=0.95),
     }
     variants: list[tuple[str, dict[str, Any], dict[str, Rival], float]] = [
-        ("ring_attention", {"seq": SEQ}, causal, 20.0),
-        ("ring_attention_documents", {"seq": DOCUMENTS_SEQ, "documents": DOCUMENTS}, masked, 15.0),
-        ("ring_attention_window", {"seq": WINDOW_SEQ, "window": WINDOW}, masked, 15.0),
-        ("ring_attention_gloo", {"seq": SEQ, "shared_memory": False}, messages, 20.0),
+        ("ring_attention", {"seq": SEQ}, causal_rivals, 20.0),
+        ("ring_attention_documents", {"seq": DOCUMENTS_SEQ, "documents": DOCUMENTS}, masked_rivals, 15.0),
+        ("ring_attention_window", {"seq": WINDOW_SEQ, "window": WINDOW}, masked_rivals, 15.0),
+        ("ring_attention_gloo", {"seq": SEQ, "shared_memory": False}, message_rivals, 20.0),
     ]
     return [
         BenchCase(
             f"{name}/{dtype}/{'forward+backward' if backward else 'forward'}",
-            ring_attention,
+            ring_attention_makers,
             {"dtype": dtype, "backward": backward, **parameters},
             rivals,
             seconds=2.25 * seconds if backward else seconds,
@@ -70,7 +70,7 @@ def zipf_lengths(documents: int, total: int) -> list[int]:
     return [lengths[i] for i in order]
 
 
-def ring_attention(
+def ring_attention_makers(
     context: RankContext,
     dtype: str,
     backward: bool,
@@ -79,7 +79,10 @@ def ring_attention(
     window: int = 0,
     shared_memory: bool = True,
 ) -> Makers:
-    """Causal attention, [1, seq, heads, head_dim] before sharding; layout zigzag, for packed documents balanced."""
+    """Makers for causal attention, [1, seq, heads, head_dim] before sharding.
+
+    The layout is zigzag, or balanced for packed documents.
+    """
     random = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(1, seq, HEADS, HEAD_DIM, generator=random).to(DTYPES[dtype]) for _ in range(4))
     lengths = zipf_lengths(documents, seq) if documents else [seq]
@@ -114,7 +117,9 @@ def ring_attention(
         run = run if shared_memory else _without_shared_memory(run)
 
         def check() -> None:
-            reference = unsharded_step() if window else _make_step(_torch_attention(bounds), q, k, v, d_out, backward)
+            reference = (
+                unsharded_step() if window else _make_step(_make_torch_attention(bounds), q, k, v, d_out, backward)
+            )
             for actual, expected in zip(run(), reference(), strict=True):
                 assert_close(actual, shard(expected))
 
@@ -129,7 +134,7 @@ def ring_attention(
         FUSED_TP_ON_EVERY_RANK: lambda: Contestant(unsharded_step()),
     }
     if not window:  # torch supports a window only by a mask of seq x seq
-        torch_step = _make_step(_torch_attention(bounds), q, k, v, d_out, backward)
+        torch_step = _make_step(_make_torch_attention(bounds), q, k, v, d_out, backward)
         makers |= {
             TORCH_ON_ONE_RANK: lambda: first_rank_contestant(torch_step),
             TORCH_ON_EVERY_RANK: lambda: Contestant(torch_step),
@@ -137,8 +142,8 @@ def ring_attention(
     return makers
 
 
-def _torch_attention(bounds: list[int]) -> Attention:
-    """Attention of torch, document by document, which is its fastest way on CPUs."""
+def _make_torch_attention(bounds: list[int]) -> Attention:
+    """Return torch's attention, computed document by document, which is fastest on CPUs."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []

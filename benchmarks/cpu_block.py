@@ -51,16 +51,18 @@ def cases() -> list[BenchCase]:
     """All cases of this file."""
     rivals = {MEGATRON: Rival(SPEEDUP, bar=1.3, aim=1.6), PLAIN_SCHEDULE: Rival(SPEEDUP)}
     return [
-        BenchCase(f"llama_block/{dtype}/{name}", llama_block, {"dtype": dtype, "size": size}, rivals, seconds=20.0)
+        BenchCase(
+            f"llama_block/{dtype}/{name}", llama_block_makers, {"dtype": dtype, "size": size}, rivals, seconds=20.0
+        )
         for dtype in ("bf16", "fp32")
         for name, size in SIZES.items()
     ]
 
 
-def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
+def llama_block_makers(context: RankContext, dtype: str, size: BlockSize) -> Makers:
     """Makers of the contestants; x is [seq/W, 1, hidden] on a rank: Megatron's layout, and no worse for others."""
     torch_dtype = DTYPES[dtype]
-    weights = full_weights(size, torch_dtype)
+    weights = make_full_weights(size, torch_dtype)
     random = torch.Generator().manual_seed(1)
     x, d_out = (torch.randn(size.seq, 1, size.hidden, generator=random).to(torch_dtype) for _ in range(2))
     rows = slice(context.rank * size.seq // context.world_size, (context.rank + 1) * size.seq // context.world_size)
@@ -85,7 +87,7 @@ def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
     def megatron_contestant() -> Contestant:
         from . import rivals_megatron
 
-        rivals_megatron.prepare(context)
+        rivals_megatron.initialize_megatron(context)
         return contestant(lambda: rivals_megatron.MegatronLayers(weights), {})
 
     return {
@@ -95,13 +97,13 @@ def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
     }
 
 
-def full_weights(size: BlockSize, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Full weights of the block, equal on every rank; [out, in] as in nn.Linear."""
+def make_full_weights(size: BlockSize, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Make the full weights of the block, equal on every rank; [out, in] as in nn.Linear."""
     random = torch.Generator().manual_seed(0)
 
     def weight(out_features: int, in_features: int) -> Tensor:
-        drawn = torch.randn(out_features, in_features, generator=random)
-        return (drawn / math.sqrt(in_features)).to(dtype)
+        values = torch.randn(out_features, in_features, generator=random)
+        return (values / math.sqrt(in_features)).to(dtype)
 
     hidden, inner = size.hidden, size.intermediate
     weights = {name: weight(hidden, hidden) for name in ("q", "k", "v", "o")}

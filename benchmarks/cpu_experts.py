@@ -44,7 +44,7 @@ def cases() -> list[BenchCase]:
     return [
         BenchCase(
             f"experts/{dtype}/{name}{'forward+backward' if backward else 'forward'}",
-            experts_block,
+            experts_makers,
             {"dtype": dtype, "backward": backward, "sizes": sizes},
             rivals,
             seconds=30.0 if backward or name else 15.0,
@@ -55,7 +55,7 @@ def cases() -> list[BenchCase]:
     ] + [
         BenchCase(
             f"experts/{dtype}/sequence parallel",
-            sequence_parallel_experts,
+            sequence_parallel_makers,
             {"dtype": dtype},
             {WHOLE_SEQUENCE: Rival(TIME_RATIO)},
             seconds=30.0,
@@ -64,13 +64,13 @@ def cases() -> list[BenchCase]:
     ]
 
 
-def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple[int, int]) -> Makers:
+def experts_makers(context: RankContext, dtype: str, backward: bool, sizes: tuple[int, int]) -> Makers:
     """Makers for one block of experts; x is [1, tokens, hidden], equal on all ranks.
 
     Backward computes the gradients of x and of all weights, including the router's.
     """
-    whole = mixtral_block(dtype, *sizes)
-    x, grad_out = activations(dtype, sizes[0])
+    full_block = mixtral_block(dtype, *sizes)
+    x, grad_out = make_activations(dtype, sizes[0])
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
 
     def step(block: nn.Module) -> list[Tensor]:
@@ -79,20 +79,20 @@ def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple
         with torch.no_grad():
             return [block(x)]
 
-    expected = step(whole)
+    expected = step(full_block)
 
     def contestant(block: nn.Module) -> Contestant:
         def check() -> None:
-            for actual, wanted in zip(step(block), expected, strict=True):
-                assert_close(actual, wanted)
+            for actual, expected_tensor in zip(step(block), expected, strict=True):
+                assert_close(actual, expected_tensor)
 
         return Contestant(lambda: step(block), check)
 
     def fused_tp_contestant() -> Contestant:
-        return contestant(parallelize(copy.deepcopy(whole), mesh, plan=PLAN))
+        return contestant(parallelize(copy.deepcopy(full_block), mesh, plan=PLAN))
 
     def gloo_contestant() -> Contestant:
-        block = copy.deepcopy(whole)
+        block = copy.deepcopy(full_block)
         shard_experts(block.experts, context)
         block.experts.register_forward_pre_hook(
             lambda module, args: (_AllReduceGradient.apply(args[0]), args[1], _AllReduceGradient.apply(args[2]))
@@ -101,13 +101,13 @@ def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple
         return contestant(block)
 
     def matmul_contestant(linear: Any, weight_grad: Any) -> Contestant:
-        experts = copy.deepcopy(whole.experts)
+        experts = copy.deepcopy(full_block.experts)
         shard_experts(experts, context)
         up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
         with torch.no_grad():
-            _, _, index = whole.gate(x[0])
-        chosen, order = index.reshape(-1).sort(stable=True)
-        routing = routing_from_sorted_experts(chosen, order // TOP_K, EXPERTS)
+            _, _, index = full_block.gate(x[0])
+        sorted_experts, order = index.reshape(-1).sort(stable=True)
+        routing = routing_from_sorted_experts(sorted_experts, order // TOP_K, EXPERTS)
         rows, down_inputs = routing.gather_rows(x), x.new_ones(len(order), down.shape[2])
         grad_up, grad_down = x.new_ones(len(order), up.shape[1]), routing.gather_rows(grad_out)
 
@@ -130,12 +130,12 @@ def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple
         ),
         FUSED_TP_MATMULS: lambda: matmul_contestant(grouped_linear, grouped_weight_grad),
         TRANSFORMERS_GLOO: gloo_contestant,
-        TRANSFORMERS_ON_ONE_RANK: lambda: contestant(whole),
+        TRANSFORMERS_ON_ONE_RANK: lambda: contestant(full_block),
     }
 
 
-class OneLayer(nn.Module):
-    """Model of the block, which sequence parallelism shards by tokens, and an output layer that gathers them."""
+class OneLayerModel(nn.Module):
+    """Model of one block, whose tokens sequence parallelism shards, and an output layer that gathers the tokens."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -147,29 +147,29 @@ class OneLayer(nn.Module):
         return out
 
 
-def sequence_parallel_experts(context: RankContext, dtype: str) -> Makers:
+def sequence_parallel_makers(context: RankContext, dtype: str) -> Makers:
     """Makers for forward and backward; outside the block, each rank holds a shard of the tokens."""
     torch.manual_seed(0)
-    whole = OneLayer(mixtral_block(dtype, *SMALL_SIZES))
-    x, grad_out = activations(dtype, SMALL_SIZES[0])
-    grad_out = grad_out[..., : whole.head.out_features]
+    full_model = OneLayerModel(mixtral_block(dtype, *SMALL_SIZES))
+    x, grad_out = make_activations(dtype, SMALL_SIZES[0])
+    grad_out = grad_out[..., : full_model.head.out_features]
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
     plan = {f"layers.*.mlp.{name}": style for name, style in PLAN.items()} | {"head": "colwise_gather_output"}
 
     def step(model: nn.Module) -> list[Tensor]:
         return train_step(model, x, grad_out, "layers.0.mlp.gate.weight")
 
-    expected = step(whole)
+    expected = step(full_model)
 
     def contestant(*, has_hook: bool) -> Contestant:
-        model = copy.deepcopy(whole)
+        model = copy.deepcopy(full_model)
         if has_hook:  # fused_tp then gathers all tokens, as the hook may read them
             model.get_submodule("layers.0.mlp").register_forward_hook(lambda module, args, output: None)
         model = parallelize(model, mesh, plan=plan, sequence_parallel=True)
 
         def check() -> None:
-            for actual, wanted in zip(step(model), expected, strict=True):
-                assert_close(actual, wanted)
+            for actual, expected_tensor in zip(step(model), expected, strict=True):
+                assert_close(actual, expected_tensor)
 
         return Contestant(lambda: step(model), check)
 
@@ -177,7 +177,7 @@ def sequence_parallel_experts(context: RankContext, dtype: str) -> Makers:
 
 
 def train_step(model: nn.Module, x: Tensor, grad_out: Tensor, router: str) -> list[Tensor]:
-    """Run forward on x and backward from d; return the output and the gradients of x and of the router's weight."""
+    """Run forward on x, and backward; return the output and the gradients of x and of the router's weight."""
     model.zero_grad()
     leaf = x.detach().requires_grad_()
     y = model(leaf)
@@ -204,8 +204,8 @@ def mixtral_block(dtype: str, hidden: int, inner: int) -> Any:
     return block.to(DTYPES[dtype])
 
 
-def activations(dtype: str, hidden: int) -> list[Tensor]:
-    """Input of the block, and the gradient of its output."""
+def make_activations(dtype: str, hidden: int) -> list[Tensor]:
+    """Make the input of the block, and the gradient of its output."""
     random = torch.Generator().manual_seed(1)
     return [torch.randn(1, TOKENS, hidden, generator=random).to(DTYPES[dtype]) for _ in range(2)]
 

@@ -51,11 +51,13 @@ def cases() -> list[BenchCase]:
     all_cases = []
     for dtype in ("bf16", "fp32"):
         for rows in (1, 16, 128, 512, 1024):
-            large = rows >= 128
+            is_large = rows >= 128
             rivals = {
-                TORCH_MATMUL: Rival(TIME_RATIO, aim=1.05 if large else None),
-                GLOO: Rival(TIME_RATIO, bar=0.75 if large and dtype == "bf16" else None),
-                DEEPSPEED: Rival(TIME_RATIO, bar=0.97 if large else 0.85 if (dtype, rows) in LARGEST_GAINS else 0.95),
+                TORCH_MATMUL: Rival(TIME_RATIO, aim=1.05 if is_large else None),
+                GLOO: Rival(TIME_RATIO, bar=0.75 if is_large and dtype == "bf16" else None),
+                DEEPSPEED: Rival(
+                    TIME_RATIO, bar=0.97 if is_large else 0.85 if (dtype, rows) in LARGEST_GAINS else 0.95
+                ),
                 FUSED_TP_MATMUL: Rival(TIME_RATIO),
                 FUSED_TP_MATMUL_DEEPSPEED: Rival(TIME_RATIO),
             }
@@ -70,23 +72,25 @@ def cases() -> list[BenchCase]:
     rivals = {"DeepSpeed": Rival(TIME_RATIO, bar=1.1), "gloo": Rival(TIME_RATIO)}
     for nbytes in ALL_REDUCE_BYTES:
         size = f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
-        all_cases.append(BenchCase(f"all_reduce/bf16/{size}", all_reduce, {"nbytes": nbytes}, rivals, seconds=4.0))
+        all_cases.append(
+            BenchCase(f"all_reduce/bf16/{size}", all_reduce_makers, {"nbytes": nbytes}, rivals, seconds=4.0)
+        )
     return all_cases
 
 
 def _matmul_case(op: str, dtype: str, rows: int, rivals: dict[str, Rival]) -> BenchCase:
     seconds = 4.0 if rows <= FEW_ROWS else 8.0
-    return BenchCase(f"{op}/{dtype}/M={rows}", matmul, {"op": op, "dtype": dtype, "rows": rows}, rivals, seconds)
+    return BenchCase(f"{op}/{dtype}/M={rows}", matmul_makers, {"op": op, "dtype": dtype, "rows": rows}, rivals, seconds)
 
 
-def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int = FEATURES) -> Makers:
+def matmul_makers(context: RankContext, op: str, dtype: str, rows: int, features: int = FEATURES) -> Makers:
     """Makers for one op.
 
     all_gather_matmul: x_shard_m [M/W, K], weight [N/W, K] -> [M, N/W].
     matmul_reduce_scatter: x [M, K/W], weight [N, K/W] -> [M/W, N].
     matmul_all_reduce: x [M, K/W], weight [N, K/W] -> [M, N].
     """
-    x, weight = operands(context, op, dtype, rows, features)
+    x, weight = make_operands(context, op, dtype, rows, features)
     world_size, full_x = context.world_size, x
     weights = cycle([weight.clone() for _ in range(WEIGHT_COPIES)] if rows <= FEW_ROWS else [weight])
     if op == "all_gather_matmul":
@@ -108,9 +112,9 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
         k, n = (features, None) if op == "all_gather_matmul" else (None, features)
         key = ScheduleKey(op, x.dtype, x.device, rows, k, n)
         decision = decide(key, resolve_group(None))  # recorded, because the time depends on the schedule
-        call = getattr(fused_tp, op)
+        op_function = getattr(fused_tp, op)
         note = f"{decision.schedule} over {decision.transport}"
-        return checked_contestant(lambda: call(x, next(weights), group=None), expected, note)
+        return checked_contestant(lambda: op_function(x, next(weights), group=None), expected, note)
 
     def run_gloo() -> Tensor:
         if op == "all_gather_matmul":
@@ -151,7 +155,7 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
     return makers
 
 
-def operands(context: RankContext, op: str, dtype: str, rows: int, features: int) -> tuple[Tensor, Tensor]:
+def make_operands(context: RankContext, op: str, dtype: str, rows: int, features: int) -> tuple[Tensor, Tensor]:
     """Create x and weight of this rank, for `rows` rows and [features, features] before sharding."""
     world_size = context.world_size
     shapes = [(rows, features // world_size), (features, features // world_size)]
@@ -162,8 +166,8 @@ def operands(context: RankContext, op: str, dtype: str, rows: int, features: int
     return x, weight
 
 
-def all_reduce(context: RankContext, nbytes: int) -> Makers:
-    """Sum a bf16 tensor of `nbytes` over the ranks in place, by shared memory."""
+def all_reduce_makers(context: RankContext, nbytes: int) -> Makers:
+    """Makers for the all-reduce of a bf16 tensor of `nbytes`, in place, through shared memory."""
     ones = torch.ones(nbytes // 2, dtype=torch.bfloat16)
     zeros = torch.zeros_like(ones).add_(0)  # the timed calls sum zeros, which do not grow
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from fused_tp.cli import positive_number
 
 from .case import MEASURES, BenchCase, Unavailable, select_cases
-from .results import Record, merge_records, records_of, write_atomically
+from .results import Record, make_records, merge_records, write_atomically
 from .runner import check_case, run_case
 from .table import markdown
 
@@ -60,18 +60,18 @@ def cases(quick: bool) -> list[BenchCase]:
         *matmul.rank_cases(2, quick),
         *attention.cases(quick),
     ]
-    small, large = collectives.SMALL, collectives.LARGE
+    small_bytes, large_bytes = collectives.SMALL_BYTES, collectives.LARGE_BYTES
     if quick:
         return [
-            *collectives.cases(2, (small[1], large[0]), (128,), (small[1],)),
+            *collectives.cases(2, (small_bytes[1], large_bytes[0]), (128,), (small_bytes[1],)),
             *collectives.overhead_cases(),
             *common,
         ]
     return [
-        *collectives.cases(2, large),
+        *collectives.cases(2, large_bytes),
         *collectives.overhead_cases(),
         *common,
-        *collectives.exchange_cases(2, small),
+        *collectives.exchange_cases(2, small_bytes),
         *matmul.rank_cases(4, quick),
         *collectives.cases(4),
         *matmul.matmul_only_cases(["fp16"], quick),
@@ -127,13 +127,15 @@ def main(options: argparse.Namespace) -> int:
 
     def measure(case: BenchCase) -> Mapping[str, str]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
-        times = run_case(context, case, rounds, has_time=lambda done: done < MIN_ROUNDS or budget.left() > 0)
+        times = run_case(
+            context, case, rounds, has_time=lambda done: done < MIN_ROUNDS or budget.remaining_seconds() > 0
+        )
         # Query versions after the measurement: they include the clocks, which should be those under load.
         world_size = int(case.parameters.get("world_size", 1))
-        new_records = records_of(case, [times], world_size, machine, gpu_versions(device))
+        new_records = make_records(case, [times], world_size, machine, gpu_versions(device))
         records.extend(new_records)
         merge_records(path, new_records)  # at once, so that an interrupted run keeps its records
-        path.with_suffix(".md").write_text(markdown(records, minutes=budget.spent() / 60))
+        path.with_suffix(".md").write_text(markdown(records, minutes=budget.spent_seconds() / 60))
         write_summary()
         return times.skipped
 
@@ -141,28 +143,28 @@ def main(options: argparse.Namespace) -> int:
         return check_case(context, case)[1]
 
     measured_count, skipped[:] = run_all(chosen, budget, check if options.check else measure)
-    failed = any(" failed" in text for text in skipped)
+    has_failures = any(" failed" in text for text in skipped)
     if options.check:
         print("\n".join([*skipped, f"{measured_count} of {len(chosen)} cases have correct results."]))
-        return int(failed or not measured_count)
+        return int(has_failures or not measured_count)
     write_summary()
-    table = markdown(records, skipped, budget.spent() / 60)
+    table = markdown(records, skipped, budget.spent_seconds() / 60)
     options.out.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".md").write_text(table)
     print(f"{table}\nResults: {path} and {path.with_suffix('.md')}")
-    return int(failed or not records)
+    return int(has_failures or not records)
 
 
 def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]:
     """Records as one object for a report: a note, machine and versions once, and one row per contestant."""
-    compared = [
+    records_with_bar = [
         (record, record.comparison.bar) for record in records if record.comparison and record.comparison.bar is not None
     ]
     met_count = sum(
-        MEASURES[c.measure].meets(c.value.median, bar) for record, bar in compared if (c := record.comparison)
+        MEASURES[c.measure].meets(c.value.median, bar) for record, bar in records_with_bar if (c := record.comparison)
     )
-    failed = [text for text in skipped if " failed" in text]
-    note = f"{len({record.case for record in records})} cases timed, {met_count} of {len(compared)} bars met"
+    failures = [text for text in skipped if " failed" in text]
+    note = f"{len({record.case for record in records})} cases timed, {met_count} of {len(records_with_bar)} bars met"
     rows = [
         {
             "case": record.case,
@@ -175,7 +177,7 @@ def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]
         for record in records
     ]
     return {
-        "note": f"{note}; {len(failed)} failed: {failed[0]}" if failed else note,
+        "note": f"{note}; {len(failures)} failed: {failures[0]}" if failures else note,
         "machine": asdict(records[-1].machine) if records else {},
         "versions": records[-1].versions if records else {},
         "records": rows,
@@ -202,29 +204,29 @@ def run_all(
     measured_count, skipped = 0, []
     for case in chosen:
         if not budget.fits(case.seconds):
-            skipped.append(f"{case.name}: no time left ({max(budget.left(), 0.0):.0f} s).")
+            skipped.append(f"{case.name}: no time left ({max(budget.remaining_seconds(), 0.0):.0f} s).")
             continue
-        start_seconds = budget.spent()
+        start_seconds = budget.spent_seconds()
         try:
             skipped += [f"{case.name}: {name} {reason}" for name, reason in measure(case).items()]
             measured_count += 1
-            say(f"{budget.spent():6.1f} s  {case.name}")
+            say(f"{budget.spent_seconds():6.1f} s  {case.name}")
         except Unavailable as error:
             skipped.append(f"{case.name}: {error}.")
         except Exception as error:  # a failing case must not end the run
             traceback.print_exc()
             text = f"{case.name} failed. {type(error).__name__}: {error}"
-            say(f"{budget.spent():6.1f} s  {text}")
+            say(f"{budget.spent_seconds():6.1f} s  {text}")
             skipped.append(text.splitlines()[0])
         gc.collect()
         with contextlib.suppress(RuntimeError):  # on a broken GPU every case fails and is reported
             torch.cuda.empty_cache()  # also frees memory of a failed case
-        budget.record(case.seconds, budget.spent() - start_seconds)
+        budget.record(case.seconds, budget.spent_seconds() - start_seconds)
     return measured_count, skipped
 
 
 def obstacle() -> str:
-    """Reason in a sentence why the suite cannot run here; '' if it can."""
+    """Return a sentence that says why the suite cannot run here; '' if it can."""
     import torch
 
     if not torch.cuda.is_available():

@@ -30,7 +30,7 @@ from fused_tp.attention.spec import AttentionMask, Scores
 
 from .case import FUSED_TP, SPEEDUP, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import KernelRanks, random_normal
-from .gpu_timing import GpuContext, assert_near, each, on
+from .gpu_timing import GpuContext, assert_near, run_on_streams, use_stream
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's FlashAttention": SDPBackend.FLASH_ATTENTION}
 ONE_LAUNCH = "the whole at once"
@@ -101,17 +101,17 @@ class AttentionInputs:
     def check(self, results: Sequence[Tensor], causal: bool) -> None:
         """Compare out, or dq, dk and dv, with fp64 in the last head of the last batch row."""
         q, k, v, grad = (x[-1, :, -1].double() for x in (self.q, self.k, self.v, self.grad))
-        expected = reference(q, k, v, grad, causal)
-        wanted = expected[:1] if len(results) == 1 else expected[1:]
+        references = compute_reference(q, k, v, grad, causal)
+        checked = references[:1] if len(results) == 1 else references[1:]
         for name, result, reference64 in zip(
-            ("out",) if len(results) == 1 else ("dq", "dk", "dv"), results, wanted, strict=True
+            ("out",) if len(results) == 1 else ("dq", "dk", "dv"), results, checked, strict=True
         ):
             # dq and dk also inherit the rounding of P, dP and out, which partly cancel.
             assert_near(result[-1, :, -1], reference64, name)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[Tensor]:
-    """[out, dq, dk, dv] of one head [S, D] in fp64, REFERENCE_QUERIES queries at a time."""
+def compute_reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[Tensor]:
+    """Compute [out, dq, dk, dv] of one head [S, D] in fp64, REFERENCE_QUERIES queries at a time."""
     scale, out, dq = q.shape[1] ** -0.5, torch.empty_like(v), torch.empty_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for start in range(0, len(q), REFERENCE_QUERIES):
@@ -132,43 +132,43 @@ def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> li
 
 def one_rank_contestants(context: GpuContext, seq: int, head_dim: int, causal: bool, backward: bool) -> Makers:
     inputs = AttentionInputs(context, seq, head_dim, max(1, TOKENS // seq))
-    passes = {name: partial(_torch_pass, inputs, causal, backward, backend) for name, backend in BACKENDS.items()}
-    passes = {FUSED_TP: partial(_fused_tp_pass, inputs, causal, backward), **passes}
-    return {name: partial(_contestant, context, inputs, causal, make) for name, make in passes.items()}
+    passes = {name: partial(_make_torch_pass, inputs, causal, backward, backend) for name, backend in BACKENDS.items()}
+    passes = {FUSED_TP: partial(_make_fused_tp_pass, inputs, causal, backward), **passes}
+    return {name: partial(_contestant, context, inputs, causal, prepare) for name, prepare in passes.items()}
 
 
 def ring_contestants(context: GpuContext, seq: int, head_dim: int, ranks: int, backward: bool) -> Makers:
     """Contestants of a ring, which computes the steps of W ranks one rank after the other, without communication."""
     inputs = AttentionInputs(context, seq, head_dim, 1)
     return {
-        FUSED_TP: lambda: _contestant(context, inputs, True, lambda: _ring_pass(inputs, ranks, backward)),
-        ONE_LAUNCH: lambda: _contestant(context, inputs, True, lambda: _fused_tp_pass(inputs, True, backward)),
+        FUSED_TP: lambda: _contestant(context, inputs, True, lambda: _make_ring_pass(inputs, ranks, backward)),
+        ONE_LAUNCH: lambda: _contestant(context, inputs, True, lambda: _make_fused_tp_pass(inputs, True, backward)),
     }
 
 
 def _contestant(
-    context: GpuContext, inputs: AttentionInputs, causal: bool, make: Callable[[], Callable[[], Sequence[Tensor]]]
+    context: GpuContext, inputs: AttentionInputs, causal: bool, prepare: Callable[[], Callable[[], Sequence[Tensor]]]
 ) -> Contestant:
-    """Contestant that runs the function prepared by `make`, which returns [out] or [dq, dk, dv]."""
+    """Return a contestant that runs the function that `prepare` returns, whose result is [out] or [dq, dk, dv]."""
     (stream,) = context.streams(1)
     context.synchronize()
-    with on(stream):
-        compute = make()
+    with use_stream(stream):
+        compute = prepare()
         compute()
 
     def run() -> None:
-        with on(stream):
+        with use_stream(stream):
             compute()
 
     def check() -> None:
-        with on(stream):
+        with use_stream(stream):
             results = compute()
             inputs.check(results, causal)
 
     return Contestant(run, check)
 
 
-def _torch_pass(
+def _make_torch_pass(
     inputs: AttentionInputs, causal: bool, backward: bool, backend: SDPBackend
 ) -> Callable[[], Sequence[Tensor]]:
     leaves = [x.transpose(1, 2).detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
@@ -187,37 +187,37 @@ def _torch_pass(
     return lambda: [g.transpose(1, 2) for g in torch.autograd.grad(out, leaves, grad, retain_graph=True)]
 
 
-def _fused_tp_pass(inputs: AttentionInputs, causal: bool, backward: bool) -> Callable[[], Sequence[Tensor]]:
-    call, local = _make_ring_call(inputs, 1, 0, causal), LocalRing()
+def _make_fused_tp_pass(inputs: AttentionInputs, causal: bool, backward: bool) -> Callable[[], Sequence[Tensor]]:
+    call, local_ring = _make_ring_call(inputs, 1, 0, causal), LocalRing()
 
     def forward() -> tuple[Tensor, Tensor]:
-        return local.forward(call, inputs.q, inputs.k, inputs.v)
+        return local_ring.forward(call, inputs.q, inputs.k, inputs.v)
 
     if not backward:
         return lambda: [forward()[0]]
     saved = RingSaved(inputs.q, inputs.k, inputs.v, *forward(), inputs.grad, None)
 
-    def gradients() -> Sequence[Tensor]:
-        grads = local.backward(call, saved)
+    def compute_gradients() -> Sequence[Tensor]:
+        grads = local_ring.backward(call, saved)
         return [grads.dq, grads.dk, grads.dv]
 
-    return gradients
+    return compute_gradients
 
 
-def _ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Callable[[], Sequence[Tensor]]:
+def _make_ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Callable[[], Sequence[Tensor]]:
     calls, token_indices, (q, k, v, grad) = _shard_inputs(inputs, ranks)
 
     def forward() -> list[tuple[Tensor, Tensor]]:
         return [_run_steps(call, q[rank], k, v) for rank, call in enumerate(calls)]
 
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        return _join_shards(inputs.q, token_indices, parts)
+    def join(shards: Sequence[Tensor]) -> Tensor:
+        return _join_shards(inputs.q, token_indices, shards)
 
     if not backward:
         return lambda: [join([out for out, _ in forward()])]
     outs = forward()
 
-    def gradients() -> Sequence[Tensor]:
+    def compute_gradients() -> Sequence[Tensor]:
         dk, dv = [fp32_accumulator(x) for x in k], [fp32_accumulator(x) for x in v]
         dq = []
         for rank, call in enumerate(calls):
@@ -226,30 +226,30 @@ def _ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Callable[
                 source = call.plan.source_rank(rank, t)
                 state.attend(t, k[source], v[source], dk[source], dv[source])
             dq.append(state.result([dk[rank], dv[rank]]).dq)
-        return [join(dq), *(join([x.to(DTYPE) for x in parts]) for parts in (dk, dv))]
+        return [join(dq), *(join([x.to(DTYPE) for x in shards]) for shards in (dk, dv))]
 
-    return gradients
+    return compute_gradients
 
 
 def _run_steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Run all steps of one rank, which reads other ranks' keys in place."""
-    state = RingForward(call, q, v[call.rank])
+    ring_state = RingForward(call, q, v[call.rank])
     for t in range(len(k)):
         source = call.plan.source_rank(call.rank, t)
-        state.attend(t, k[source], v[source])
-    return state.result()
+        ring_state.attend(t, k[source], v[source])
+    return ring_state.result()
 
 
-def _join_shards(like: Tensor, token_indices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+def _join_shards(like: Tensor, token_indices: Sequence[Tensor], shards: Sequence[Tensor]) -> Tensor:
     """Join the ranks' shards to one sequence."""
     result = torch.empty_like(like)
-    for tokens, part in zip(token_indices, parts, strict=True):
-        result[:, tokens] = part
+    for tokens, shard in zip(token_indices, shards, strict=True):
+        result[:, tokens] = shard
     return result
 
 
 def _shard_inputs(inputs: AttentionInputs, ranks: int) -> tuple[list[RingCall], list[Tensor], list[list[Tensor]]]:
-    """(calls of the ranks, tokens of each, their shards of q, k, v and the gradient)."""
+    """Return (calls of the ranks, tokens of each, their shards of q, k, v and the gradient)."""
     calls = [_make_ring_call(inputs, ranks, rank, True) for rank in range(ranks)]
     token_indices = [torch.from_numpy(tokens.indices).to(inputs.q.device) for tokens in calls[0].plan.queries]
     return (
@@ -298,12 +298,12 @@ class RingRanks:
         )[0]
         return out
 
-    def steps(self, rank: int) -> Tensor:
+    def run_steps(self, rank: int) -> Tensor:
         return _run_steps(self.calls[rank], self.q[rank], self.k, self.v)[0]
 
-    def check(self, parts: Sequence[Tensor]) -> None:
+    def check(self, shards: Sequence[Tensor]) -> None:
         self.ranks.assert_in_time()
-        self.inputs.check([_join_shards(self.inputs.q, self.token_indices, parts)], causal=True)
+        self.inputs.check([_join_shards(self.inputs.q, self.token_indices, shards)], causal=True)
 
 
 def rank_contestants(context: GpuContext, seq: int, head_dim: int, world_size: int) -> Makers:
@@ -315,6 +315,6 @@ def rank_contestants(context: GpuContext, seq: int, head_dim: int, world_size: i
 
     return {
         FUSED_TP: lambda: ring_contestant(ring.ranks.run_set, f"{ring.programs} programs on each rank"),
-        LAUNCH_PER_STEP: lambda: ring_contestant(lambda: each(ring.ranks.streams, ring.steps), ""),
-        ONE_LAUNCH: lambda: _contestant(context, inputs, True, lambda: _fused_tp_pass(inputs, True, False)),
+        LAUNCH_PER_STEP: lambda: ring_contestant(lambda: run_on_streams(ring.ranks.streams, ring.run_steps), ""),
+        ONE_LAUNCH: lambda: _contestant(context, inputs, True, lambda: _make_fused_tp_pass(inputs, True, False)),
     }

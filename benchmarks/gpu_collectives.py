@@ -31,7 +31,7 @@ from fused_tp.backends.cuda.native_kernels import native_kernels_available
 
 from .case import FUSED_TP, MICROSECONDS, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import RankDriver, random_normal
-from .gpu_timing import GpuContext, assert_near, counted, each
+from .gpu_timing import GpuContext, assert_near, cycling_contestant, run_on_streams
 from .local_ranks import LocalRank, run_local
 
 KB, MB = 1 << 10, 1 << 20
@@ -41,7 +41,7 @@ SEPARATE_STEPS = "steps apart"
 HOW_TO_BUILD = "`python setup.py build_ext --inplace` in a checkout builds them"
 
 EXCHANGES = ("one-shot", "two-shot", "reduce-scatter", "all-gather", "all-to-all")
-SMALL, LARGE = (1 * KB, 8 * KB, 64 * KB, 512 * KB, 4 * MB), (64 * MB, 256 * MB)
+SMALL_BYTES, LARGE_BYTES = (1 * KB, 8 * KB, 64 * KB, 512 * KB, 4 * MB), (64 * MB, 256 * MB)
 LATENCY_BYTES = (1 * KB, 8 * KB, 64 * KB)
 LARGEST_ONE_SHOT = 4 * MB  # one-shot is not useful beyond: its bytes grow with the number of ranks
 LATENCY_CALLS = 20
@@ -82,8 +82,8 @@ def exchange_cases(world_size: int, sizes: Sequence[int]) -> Iterator[BenchCase]
         if op == "one-shot" and nbytes > LARGEST_ONE_SHOT:
             continue
         parameters = {"op": op, "nbytes": nbytes, "world_size": world_size}
-        rivals = {COPY: Rival(SPEEDUP, 0.8 if nbytes in LARGE else None)}
-        seconds = 2.5 if nbytes in LARGE else 1.0
+        rivals = {COPY: Rival(SPEEDUP, 0.8 if nbytes in LARGE_BYTES else None)}
+        seconds = 2.5 if nbytes in LARGE_BYTES else 1.0
         name = f"exchange/{op}/W={world_size}/{format_size(nbytes)}"
         moved_bytes = traffic_bytes(op, nbytes, world_size)
         yield BenchCase(name, exchange_contestants, parameters, rivals, seconds, nbytes=moved_bytes)
@@ -91,7 +91,7 @@ def exchange_cases(world_size: int, sizes: Sequence[int]) -> Iterator[BenchCase]
 
 def cases(
     world_size: int,
-    sizes: Sequence[int] = (*SMALL, *LARGE),
+    sizes: Sequence[int] = (*SMALL_BYTES, *LARGE_BYTES),
     rows: Sequence[int] = NORM_ROWS,
     latencies: Sequence[int] = LATENCY_BYTES,
 ) -> Iterator[BenchCase]:
@@ -115,7 +115,7 @@ def format_size(nbytes: int) -> str:
 
 
 # One call of a rank: (its collectives, the rank, number of a set of inputs) -> result.
-Call = Callable[[Any, int, int], Any]
+RankCall = Callable[[Any, int, int], Any]
 
 
 class FakeCollectives:
@@ -141,31 +141,32 @@ class FakeCollectives:
 
 
 class DeviceRanks(RankDriver):
-    """The `DeviceCollectives` of ranks on one GPU.
+    """Ranks on one GPU that call `DeviceCollectives`.
 
     Args:
         call: one call of a rank. Loading a kernel and allocating device memory may wait for running kernels, which may
-            wait for other ranks. So each rank in turn first rehearses the call without its collectives. Then all ranks
-            make the complete call twice.
+            wait for other ranks. So each rank in turn first warms up: it makes the call with fake collectives. Then all
+            ranks make the complete call twice.
     """
 
-    def __init__(self, context: GpuContext, world_size: int, call: Call) -> None:
-        available = native_kernels_available(context.arch)
-        if not available:
-            raise Unavailable(f"it needs the library of device kernels, and {available.reason} ({HOW_TO_BUILD})")
+    def __init__(self, context: GpuContext, world_size: int, call: RankCall) -> None:
+        availability = native_kernels_available(context.arch)
+        if not availability:
+            raise Unavailable(f"it needs the library of device kernels, and {availability.reason} ({HOW_TO_BUILD})")
         super().__init__(context, world_size, lambda rank, number: call(self.collectives[rank], rank, number))
-        alone = FakeCollectives(world_size)
+        fake_collectives = FakeCollectives(world_size)
 
-        def rehearse(rank: int) -> None:
-            kept = [call(alone, rank, 0) for _ in range(2)]  # two results at once, as results of later calls overlap
-            del kept
+        def warm_up(rank: int) -> None:
+            # Two results at once, as results of later calls overlap.
+            results = [call(fake_collectives, rank, 0) for _ in range(2)]
+            del results
 
         def prepare(rank: LocalRank) -> Any:
             from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 
             collectives = DeviceCollectives(rank)
             with rank.in_turn():
-                rehearse(rank.rank)
+                warm_up(rank.rank)
             for _ in range(2):
                 call(collectives, rank.rank, 0)
                 rank.synchronize()
@@ -173,11 +174,11 @@ class DeviceRanks(RankDriver):
 
         context.synchronize()
         self.collectives = run_local(world_size, prepare, device=context.device, timeout=60)
-        each(self.streams, rehearse)
+        run_on_streams(self.streams, warm_up)
         context.synchronize()
 
     def run_checked_set(self) -> list[Any]:
-        """Results of one call of every rank; raise if one failed or did not end in time."""
+        """Make one call of every rank, and return the results; raise if a call failed or did not end in time."""
         results = self.run_set()
         self.raise_if_failed()
         return results
@@ -191,15 +192,15 @@ class DeviceRanks(RankDriver):
 def capture_graphs(
     streams: Sequence[torch.cuda.Stream], call: Callable[[int, int], Any], calls: int
 ) -> Callable[[], object]:
-    """Capture `calls` calls one(rank, number) in a graph for each rank, in its stream; return the replay function."""
-    captured = []
+    """Capture `calls` calls call(rank, number) in a graph for each rank, in its stream; return the replay function."""
+    graphs = []
     for rank, stream in enumerate(streams):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for number in range(calls):
                 call(rank, number)
-        captured.append(graph)
-    return lambda: each(streams, lambda rank: captured[rank].replay())
+        graphs.append(graph)
+    return lambda: run_on_streams(streams, lambda rank: graphs[rank].replay())
 
 
 @dataclass
@@ -212,8 +213,8 @@ class CollectiveInputs:
     world_size: int
 
     def __post_init__(self) -> None:
-        sets = range(self.context.input_sets(2 * self.nbytes * self.world_size))
-        self.inputs = [[self._input(100 * number + rank) for rank in range(self.world_size)] for number in sets]
+        sets = range(self.context.input_set_count(2 * self.nbytes * self.world_size))
+        self.inputs = [[self._make_input(100 * number + rank) for rank in range(self.world_size)] for number in sets]
         self.outs = [[torch.empty_like(x) for x in inputs] for inputs in self.inputs] if self.is_all_reduce else []
 
     @property
@@ -224,7 +225,7 @@ class CollectiveInputs:
     def element_count(self) -> int:
         return self.nbytes // DTYPE.itemsize
 
-    def _input(self, seed: int) -> Tensor:
+    def _make_input(self, seed: int) -> Tensor:
         if self.op == "all-to-all":  # Ulysses: [batch, sequence / W, heads, head_dim]
             head_dim = 128
             heads = self.world_size * min(8, max(1, self.element_count // (head_dim * self.world_size)))
@@ -239,12 +240,12 @@ class CollectiveInputs:
         if self.is_all_reduce:
             out: Tensor = collectives.all_reduce(x, self.op.replace("-", "_"), out=self.outs[number][rank])
             return out
-        run = {"reduce-scatter": "reduce_scatter", "all-gather": "all_gather", "all-to-all": "sequence_to_heads"}
-        result: Tensor = getattr(collectives, run[self.op])(x)
+        methods = {"reduce-scatter": "reduce_scatter", "all-gather": "all_gather", "all-to-all": "sequence_to_heads"}
+        result: Tensor = getattr(collectives, methods[self.op])(x)
         return result
 
     def check(self, results: Sequence[Tensor]) -> None:
-        """Check results of the first set: sums against fp64, all-reduces also for equal bits, moved data exactly."""
+        """Check the results of the first set: sums against fp64, all-reduces also for equal bits, copies exactly."""
         terms = self.inputs[0]
         if self.op == "all-gather":
             expected = [torch.cat(terms)] * self.world_size
@@ -260,8 +261,8 @@ class CollectiveInputs:
             if self.is_all_reduce:
                 assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
             return
-        for rank, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-            assert torch.equal(result, wanted), f"rank {rank} received wrong data"
+        for rank, (result, expected_tensor) in enumerate(zip(results, expected, strict=True)):
+            assert torch.equal(result, expected_tensor), f"rank {rank} received wrong data"
 
     def _rows(self, rank: int) -> slice:
         share = self.element_count // self.world_size
@@ -276,7 +277,7 @@ def exchange_contestants(context: GpuContext, op: str, nbytes: int, world_size: 
         return device_copies(context, traffic_bytes(op, nbytes, world_size), world_size)
 
     return {
-        FUSED_TP: lambda: counted(ranks.run_set, lambda: exchange.check(ranks.run_checked_set())),
+        FUSED_TP: lambda: cycling_contestant(ranks.run_set, lambda: exchange.check(ranks.run_checked_set())),
         COPY: copy_contestant,
     }
 
@@ -311,7 +312,7 @@ def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contesta
     """Concurrent copies that read and write `nbytes` in total, one in each rank's stream."""
     bytes_per_rank = max(1, nbytes // 2 // world_size)
     streams = context.streams(world_size)
-    sets = range(context.input_sets(nbytes))
+    sets = range(context.input_set_count(nbytes))
     sources = [
         [torch.zeros(bytes_per_rank, dtype=torch.uint8, device=context.device).random_() for _ in streams] for _ in sets
     ]
@@ -319,9 +320,9 @@ def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contesta
 
     def run_set(number: int) -> None:
         number %= len(sources)
-        each(streams, lambda rank: targets[number][rank].copy_(sources[number][rank]))
+        run_on_streams(streams, lambda rank: targets[number][rank].copy_(sources[number][rank]))
 
-    return counted(run_set, None)
+    return cycling_contestant(run_set, None)
 
 
 # -- all-reduce, residual, RMS norm ------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ class NormInputs:
 
         nbytes = rows * columns * DTYPE.itemsize
         self.algorithm = "one_shot" if nbytes <= ONE_SHOT_NORM_BYTES else "two_shot"
-        sets = range(context.input_sets(4 * nbytes * world_size))
+        sets = range(context.input_set_count(4 * nbytes * world_size))
         self.partials = [[random(rows, columns, seed=100 * number + r) for r in range(world_size)] for number in sets]
         self.residuals = [random(rows, columns, seed=7000 + number) for number in sets]
         self.weight = random(columns, seed=9)
@@ -368,9 +369,9 @@ class NormInputs:
 def norm_contestants(context: GpuContext, rows: int, columns: int, world_size: int) -> Makers:
     norm = NormInputs(context, rows, columns, world_size)
 
-    def contestant(call: Call, note: str) -> Contestant:
+    def contestant(call: RankCall, note: str) -> Contestant:
         ranks = DeviceRanks(context, world_size, call)
-        return counted(ranks.run_set, lambda: norm.check(ranks.run_checked_set()), note)
+        return cycling_contestant(ranks.run_set, lambda: norm.check(ranks.run_checked_set()), note)
 
     return {
         FUSED_TP: lambda: contestant(norm.run_fused, norm.algorithm),
@@ -395,7 +396,7 @@ def overhead_cases() -> Iterator[BenchCase]:
 
 
 def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
-    """Contestants that call a public op on a group of one rank, where host time is all of its overhead."""
+    """Contestants that call a public op on a group of one rank, whose only overhead is host time."""
     x, w = (random_normal(rows, columns, dtype=DTYPE, device=context.device, seed=seed) for seed in (1, 2))
     (stream,) = context.streams(1)
     context.synchronize()  # x and w were made in another stream
@@ -418,21 +419,21 @@ def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
 
 
 def collective_contestants(context: GpuContext, nbytes: int, world_size: int) -> Makers:
-    """Contestants that call `DeviceCollectives`. This host makes the calls of both ranks; the time is that of one."""
+    """Contestants that call `DeviceCollectives`. One host thread makes the calls of all ranks; the time is per call."""
     exchange = CollectiveInputs(context, "one-shot", nbytes, world_size)
     ranks = DeviceRanks(context, world_size, exchange.call)
     (inputs, *_), (outs, *_) = exchange.inputs, exchange.outs
     timing: dict[str, Any] = {"repeats": OVERHEAD_CALLS * world_size, "on_host": True}
 
-    def repeated(one: Callable[[int], Any]) -> Callable[[], None]:
-        return lambda: repeat_calls(ranks.streams, one)
+    def repeat(call: Callable[[int], Any]) -> Callable[[], None]:
+        return lambda: repeat_calls(ranks.streams, call)
 
     def check() -> None:
         exchange.check(ranks.run_checked_set())
 
     return {
-        FUSED_TP: lambda: Contestant(repeated(lambda rank: ranks.call_rank(rank, 0)), check, **timing),
-        TORCH_ADD: lambda: Contestant(repeated(lambda rank: torch.add(inputs[rank], 1.0, out=outs[rank])), **timing),
+        FUSED_TP: lambda: Contestant(repeat(lambda rank: ranks.call_rank(rank, 0)), check, **timing),
+        TORCH_ADD: lambda: Contestant(repeat(lambda rank: torch.add(inputs[rank], 1.0, out=outs[rank])), **timing),
         CUDA_GRAPH: lambda: Contestant(
             capture_graphs(ranks.streams, ranks.call_rank, OVERHEAD_CALLS),
             None,
@@ -445,8 +446,8 @@ def collective_contestants(context: GpuContext, nbytes: int, world_size: int) ->
 def repeat_calls(streams: list[torch.cuda.Stream], call: Callable[[int], Any]) -> None:
     """Make OVERHEAD_CALLS calls per rank, one rank after the other: changing the stream takes as long as a call."""
 
-    def calls(rank: int) -> None:
+    def call_repeatedly(rank: int) -> None:
         for _ in range(OVERHEAD_CALLS):
             call(rank)
 
-    each(streams, calls)
+    run_on_streams(streams, call_repeatedly)

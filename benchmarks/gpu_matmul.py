@@ -22,14 +22,14 @@ from torch import Tensor
 
 from .case import FUSED_TP, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival
 from .gpu_ranks import CopiedGather, KernelRanks, join_streams, random_normal, set_all_flags
-from .gpu_timing import GpuContext, assert_near, checked_rows, counted, each
+from .gpu_timing import GpuContext, assert_near, checked_rows, cycling_contestant, run_on_streams
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CUBLAS = "torch.mm"
 # (M, N, K): cubes, and up and down projection of Llama 3 8B's MLP for 4096 tokens.
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048), (4096, 14336, 4096), (4096, 4096, 14336))
 # Fractions of cuBLAS's speed, for the two sizes with a bar.
-BAR, AIM = 0.90, 0.97
+CUBLAS_BAR, CUBLAS_AIM = 0.90, 0.97
 SIZES_WITH_BAR = {("bf16", 4096), ("bf16", 8192)}
 
 GATHER_OPS = ("gather", "gather-direct")
@@ -49,7 +49,7 @@ def matmul_only_cases(dtypes: Sequence[str], quick: bool) -> Iterator[BenchCase]
     for dtype in dtypes:
         for m, n, k in SHAPES[:2] if quick else SHAPES:
             has_bar = (dtype, m) in SIZES_WITH_BAR and m == n == k
-            rivals = {CUBLAS: Rival(SPEEDUP, BAR, AIM) if has_bar else Rival(SPEEDUP)}
+            rivals = {CUBLAS: Rival(SPEEDUP, CUBLAS_BAR, CUBLAS_AIM) if has_bar else Rival(SPEEDUP)}
             parameters = {"dtype": dtype, "m": m, "n": n, "k": k}
             yield BenchCase(
                 f"alone/{dtype}/{m}x{n}x{k}", matmul_only_contestants, parameters, rivals, 6.0, flops=2.0 * m * n * k
@@ -63,7 +63,7 @@ def matmul_only_contestants(context: GpuContext, dtype: str, m: int, n: int, k: 
     draw = partial(random_normal, dtype=DTYPES[dtype], device=context.device)
     sets = [
         (draw(m, k, seed=2 * i), draw(n, k, seed=2 * i + 1))
-        for i in range(context.input_sets((m + n) * k * DTYPES[dtype].itemsize))
+        for i in range(context.input_set_count((m + n) * k * DTYPES[dtype].itemsize))
     ]
     streams = context.streams(1)
 
@@ -71,16 +71,16 @@ def matmul_only_contestants(context: GpuContext, dtype: str, m: int, n: int, k: 
         out = torch.empty(m, n, dtype=DTYPES[dtype], device=context.device)
 
         def run_set(number: int) -> None:
-            each(streams, lambda _: multiply(*sets[number % len(sets)], out))
+            run_on_streams(streams, lambda _: multiply(*sets[number % len(sets)], out))
 
         def check() -> None:
-            each(streams, lambda _: out.fill_(torch.nan))
+            run_on_streams(streams, lambda _: out.fill_(torch.nan))
             run_set(0)
             context.synchronize()
             rows, (x, w) = checked_rows(m), sets[0]
             assert_near(out[rows], x[rows].double() @ w.double().t())
 
-        return counted(run_once(context, run_set), check, note)
+        return cycling_contestant(run_once(context, run_set), check, note)
 
     def fused_tp_contestant(config: Any = None) -> Contestant:
         return contestant(*make_fused_matmul(context, DTYPES[dtype], m, n, context.sms, config))
@@ -89,7 +89,7 @@ def matmul_only_contestants(context: GpuContext, dtype: str, m: int, n: int, k: 
         FUSED_TP: fused_tp_contestant,
         CUBLAS: lambda: contestant(lambda x, w, out: torch.mm(x, w.t(), out=out)),
         **{
-            f"config {config.tma or config.pointers}": partial(fused_tp_contestant, config)
+            f"config {config.tma_config or config.pointer_config}": partial(fused_tp_contestant, config)
             for config in fused_configs(arch_of(context.device), dtype)
         },
     }
@@ -98,27 +98,32 @@ def matmul_only_contestants(context: GpuContext, dtype: str, m: int, n: int, k: 
 def make_fused_matmul(
     context: GpuContext, dtype: torch.dtype, m: int, n: int, sms: int, config: Any = None
 ) -> tuple[Multiply, str]:
-    """(function for out [m, n] = x @ w^T by the fused kernel, description of its tiles): the matmul of a gather of one
-    rank, which waits for nothing. `config`: one of `fused_configs`, which overrides the launch's choice."""
+    """Return (function that computes out [m, n] = x @ w^T by the fused kernel, description of its tiles).
+
+    It is the matmul of a gather of one rank, which waits for nothing. `config`: one of `fused_configs`; None: the
+    config that `launch_for` chooses.
+    """
     from fused_tp.triton_kernels.comm.gather import Shards, run_kernel
     from fused_tp.triton_kernels.device import arch_of
     from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, matmul_launch, no_arrivals
     from fused_tp.triton_kernels.gemm.tiles import Launch, launch_for
 
-    alone = Peers(0, 1, {"arrivals": no_arrivals(1, 10**10, context.device), "rank": 0})
+    single_rank = Peers(0, 1, {"arrivals": no_arrivals(1, 10**10, context.device), "rank": 0})
     if config is None:
         launch = launch_for(dtype, m, n, 1, arch=arch_of(context.device), sms=sms)
     else:
-        launch = Launch(config.pointers.programs_per_sm * sms, config.pointers, tma_config=config.tma)
+        launch = Launch(
+            config.pointer_config.programs_per_sm * sms, config.pointer_config, tma_config=config.tma_config
+        )
 
     def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
-        run_kernel(matmul_launch(x, [(w, out, None)], x, Shards(m, m, x.shape[1]), alone, launch, False))
+        run_kernel(matmul_launch(x, [(w, out, None)], x, Shards(m, m, x.shape[1]), single_rank, launch, False))
 
     return multiply, str(launch.tma_config or launch.config)
 
 
 @dataclass(frozen=True)
-class Problem:
+class MatmulProblem:
     """One fused matmul over W ranks: out [m, n] summed over the ranks, each with its own k, or x [m, k] gathered."""
 
     op: str
@@ -175,9 +180,9 @@ def rank_cases(world_size: int, quick: bool) -> Iterator[BenchCase]:
         problems += [("one-shot", "bf16", 64), ("gather-direct", "bf16", 64)]
     for op, dtype, m in problems:
         n, k = (INNER // world_size, HIDDEN) if op in GATHER_OPS else (HIDDEN, INNER // world_size)
-        large = m >= 2048 and op != "two-shot+norm"
+        is_large = m >= 2048 and op != "two-shot+norm"
         rivals = {
-            MATMUL_ONLY: Rival(TIME_RATIO, 1.10, 1.03) if large else Rival(TIME_RATIO),
+            MATMUL_ONLY: Rival(TIME_RATIO, 1.10, 1.03) if is_large else Rival(TIME_RATIO),
             SEPARATE_STEPS: Rival(SPEEDUP, 1.0) if m >= 2048 else Rival(SPEEDUP),
         }
         parameters = {"op": op, "dtype": dtype, "m": m, "n": n, "k": k, "world_size": world_size}
@@ -190,7 +195,7 @@ def rank_cases(world_size: int, quick: bool) -> Iterator[BenchCase]:
 class FusedRanks:
     """Ranks of a problem, with their inputs."""
 
-    def __init__(self, context: GpuContext, problem: Problem, sms: int) -> None:
+    def __init__(self, context: GpuContext, problem: MatmulProblem, sms: int) -> None:
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
         from fused_tp.triton_kernels.device import arch_of
         from fused_tp.triton_kernels.gemm.tiles import launch_for
@@ -200,7 +205,9 @@ class FusedRanks:
         arch = arch_of(context.device)
         self.launch = launch_for(p.torch_dtype, p.m, p.n, p.world_size, arch=arch, sms=sms, sm_margin=p.sm_margin)
         elements = p.world_size * p.n * p.k + p.m * p.k * (1 if p.is_gather else p.world_size)
-        self.sets = [self._inputs(100 * seed) for seed in range(context.input_sets(elements * p.torch_dtype.itemsize))]
+        self.sets = [
+            self._make_inputs(100 * seed) for seed in range(context.input_set_count(elements * p.torch_dtype.itemsize))
+        ]
         self.residual = self.random(p.m, p.n, seed=998)
         self.norm_weight = self.random(p.n, seed=999)
         workspace_class = {"gather": CopiedGather, "gather-direct": GatherWorkspace}.get(p.op)
@@ -224,8 +231,8 @@ class FusedRanks:
     def random(self, *shape: int, seed: int) -> Tensor:
         return random_normal(*shape, dtype=self.problem.torch_dtype, device=self.context.device, seed=seed)
 
-    def _inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
-        """(x, w) of each rank; a gathered x is complete, and a rank's shard of it are its `rows`."""
+    def _make_inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """Make (x, w) of each rank. For a gather, x is the gathered x, and the shard of a rank is x[rows(rank)]."""
         p = self.problem
         xs = [self.random(p.m, p.k, seed=seed + rank) for rank in range(1 if p.is_gather else p.world_size)]
         return [(xs[rank % len(xs)], self.random(p.n, p.k, seed=seed + 50 + rank)) for rank in range(p.world_size)]
@@ -256,12 +263,12 @@ class FusedRanks:
             return out
         if p.op == "reduce-scatter":
             return gemm_reduce_scatter([(x, w)], **options)
-        tail = {"residual": self.residual, "norm_weight": self.norm_weight, "eps": EPS} if p.has_norm else {}
-        out, normed = gemm_all_reduce([(x, w)], two_shot=p.is_two_shot, **options, **tail)
+        norm_options = {"residual": self.residual, "norm_weight": self.norm_weight, "eps": EPS} if p.has_norm else {}
+        out, normed = gemm_all_reduce([(x, w)], two_shot=p.is_two_shot, **options, **norm_options)
         return out if normed is None else normed
 
-    def expected(self, rank: int) -> tuple[slice, Tensor]:
-        """(checked rows of the rank's result, their values in fp64) for the first set of inputs."""
+    def expected_result(self, rank: int) -> tuple[slice, Tensor]:
+        """Compute (checked rows of the rank's result, their values in fp64) for the first set of inputs."""
         p = self.problem
         rank_rows = p.rows(rank) if p.op == "reduce-scatter" else slice(0, p.m)
         rows = checked_rows(rank_rows.stop - rank_rows.start)
@@ -276,36 +283,36 @@ class FusedRanks:
     def check(self, results: Sequence[Tensor]) -> None:
         self.ranks.assert_in_time()
         for rank, result in enumerate(results):
-            rows, expected = self.expected(rank)
+            rows, expected = self.expected_result(rank)
             assert_near(result[rows], expected, f"the result of rank {rank}")
         if not self.problem.is_gather and self.problem.op != "reduce-scatter":
             assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
 
     def make_matmul(self, sms: int) -> Multiply:
-        """Matmul of one rank on `sms` SMs, without communication."""
+        """Return the matmul of one rank on `sms` SMs, without communication."""
         return make_fused_matmul(self.context, self.problem.torch_dtype, self.problem.m, self.problem.n, sms)[0]
 
     def matmul_contestant(self, ranks: int, sms: int, note: str = "") -> Contestant:
         outs, multiply = [self.empty(self.problem.m, self.problem.n) for _ in range(ranks)], self.make_matmul(sms)
 
         def run_set(number: int) -> None:
-            each(self.ranks.streams[:ranks], lambda rank: multiply(*self.inputs(rank, number), outs[rank]))
+            run_on_streams(self.ranks.streams[:ranks], lambda rank: multiply(*self.inputs(rank, number), outs[rank]))
 
-        return counted(run_once(self.context, run_set), None, note)
+        return cycling_contestant(run_once(self.context, run_set), None, note)
 
 
 def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, world_size: int) -> Makers:
-    problem = Problem(op, dtype, m, n, k, world_size)
+    problem = MatmulProblem(op, dtype, m, n, k, world_size)
     sms = context.sms // world_size
     fused = FusedRanks(context, problem, sms)
     matmul_sms = sms - problem.sm_margin
 
     def fused_tp_contestant() -> Contestant:
-        return counted(fused.ranks.run_set, lambda: fused.check(fused.ranks.run_set()), fused.note)
+        return cycling_contestant(fused.ranks.run_set, lambda: fused.check(fused.ranks.run_set()), fused.note)
 
     def separate_steps_contestant() -> Contestant:
         run_set = run_once(context, (make_gather_steps if problem.is_gather else make_sum_steps)(fused, matmul_sms))
-        return counted(run_set, lambda: fused.check(run_set(0)))
+        return cycling_contestant(run_set, lambda: fused.check(run_set(0)))
 
     return {
         FUSED_TP: fused_tp_contestant,
@@ -315,7 +322,7 @@ def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
 
 
 def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, peers: int) -> Makers:
-    fused = FusedRanks(context, Problem(op, dtype, m, n, k, 1 + peers), context.sms)
+    fused = FusedRanks(context, MatmulProblem(op, dtype, m, n, k, 1 + peers), context.sms)
     if peers:
         for workspace in fused.ranks.workspaces:
             set_all_flags(workspace)
@@ -324,7 +331,7 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
     out = fused.empty(m, n)
 
     def run_set(number: int) -> list[Tensor]:
-        return each(streams, lambda rank: fused.ranks.call_rank(rank, number))
+        return run_on_streams(streams, lambda rank: fused.ranks.call_rank(rank, number))
 
     def check() -> None:
         results = run_set(0)
@@ -338,8 +345,10 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
         torch.mm(x, w.t(), out=out)
 
     return {
-        FUSED_TP: lambda: counted(run_set, check, fused.note),
-        CUBLAS: lambda: counted(lambda number: each(streams, lambda rank: multiply_by_torch(rank, number)), None),
+        FUSED_TP: lambda: cycling_contestant(run_set, check, fused.note),
+        CUBLAS: lambda: cycling_contestant(
+            lambda number: run_on_streams(streams, lambda rank: multiply_by_torch(rank, number)), None
+        ),
         MATMUL_ONLY: lambda: fused.matmul_contestant(1, context.sms),
     }
 
@@ -353,7 +362,11 @@ def run_once(context: GpuContext, run_set: RunSet) -> RunSet:
 
 
 def make_sum_steps(fused: FusedRanks, sms: int) -> RunSet:
-    """Write partial results to one tensor; each rank sums its rows and its peers copy them. One-shot: each sums all."""
+    """Return a function that sums in separate steps.
+
+    Each rank writes its partial result, then sums its rows, then copies the other rows from their owners. One-shot:
+    each rank sums all rows.
+    """
     p, streams = fused.problem, fused.ranks.streams
     partials = fused.empty(p.world_size, p.m, p.n)
     outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.make_matmul(sms)
@@ -368,17 +381,19 @@ def make_sum_steps(fused: FusedRanks, sms: int) -> RunSet:
         return torch.nn.functional.rms_norm(outs[rank], (p.n,), fused.norm_weight, EPS)
 
     def run_set(number: int) -> list[Tensor]:
-        each(streams, lambda rank: multiply(*fused.inputs(rank, number), partials[rank]))
+        run_on_streams(streams, lambda rank: multiply(*fused.inputs(rank, number), partials[rank]))
         join_streams(streams)
-        whole = p.op == "one-shot"
-        each(streams, lambda rank: sum_rows(partials, outs[rank], slice(0, p.m) if whole else p.rows(rank), sms))
+        sums_all_rows = p.op == "one-shot"
+        run_on_streams(
+            streams, lambda rank: sum_rows(partials, outs[rank], slice(0, p.m) if sums_all_rows else p.rows(rank), sms)
+        )
         join_streams(streams)
         if p.op == "reduce-scatter":
             return [outs[rank][p.rows(rank)] for rank in range(p.world_size)]
-        if not whole:
-            each(streams, copy_from_owners)
+        if not sums_all_rows:
+            run_on_streams(streams, copy_from_owners)
             join_streams(streams)
-        return each(streams, add_norm) if p.has_norm else outs
+        return run_on_streams(streams, add_norm) if p.has_norm else outs
 
     return run_set
 
@@ -394,7 +409,7 @@ def sum_rows(terms: Tensor, out: Tensor, rows: slice, sms: int) -> None:
 
 
 def make_gather_steps(fused: FusedRanks, sms: int) -> RunSet:
-    """Copy all shards on each rank, then multiply."""
+    """Return a function that copies all shards on each rank, then multiplies."""
     p, streams = fused.problem, fused.ranks.streams
     gathered = [fused.empty(p.m, p.k) for _ in streams]
     outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.make_matmul(sms)
@@ -406,9 +421,9 @@ def make_gather_steps(fused: FusedRanks, sms: int) -> RunSet:
             gathered[rank][rows].copy_(x[rows])
 
     def run_set(number: int) -> list[Tensor]:
-        each(streams, lambda rank: gather(rank, number))
+        run_on_streams(streams, lambda rank: gather(rank, number))
         join_streams(streams)
-        each(streams, lambda rank: multiply(gathered[rank], fused.inputs(rank, number)[1], outs[rank]))
+        run_on_streams(streams, lambda rank: multiply(gathered[rank], fused.inputs(rank, number)[1], outs[rank]))
         join_streams(streams)
         return outs
 

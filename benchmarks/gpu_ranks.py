@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_tp.backends.schedule import DimShards, GatherMatmul
 
-from .gpu_timing import GpuContext, each
+from .gpu_timing import GpuContext, run_on_streams
 from .local_ranks import LocalRank, assumed_gpu, run_local
 
 # Above the number of any call, so a flag with this value is permanently set.
@@ -22,19 +22,19 @@ PERMANENT_FLAG = 1 << 62
 def prepare_workspace(
     rank: LocalRank,
     nbytes: int,
-    rehearse: Callable[[Any], object],
+    warm_up: Callable[[Any], object],
     *,
     timeout_seconds: float = 20.0,
     workspace_class: Any = None,
 ) -> Any:
-    """Make a workspace of `nbytes` on every rank; load and allocate everything that `rehearse(workspace)` needs.
+    """Make a workspace of `nbytes` on every rank; load and allocate everything that `warm_up(workspace)` needs.
 
     Loading a kernel and allocating device memory may wait for running kernels, which may wait for later launches. So
-    the ranks rehearse one after the other, in a workspace whose waits return at once: the results are wrong and
-    dropped, and the workspace is made anew.
+    the ranks warm up one after the other, in a workspace whose waits return at once: its results are wrong and are
+    dropped. The returned workspace is a new one.
 
     Args:
-        kind: the class of workspace; None for `triton_kernels.comm.signals.Workspace`.
+        workspace_class: class of the workspace; None for `triton_kernels.comm.signals.Workspace`.
     """
     from fused_tp.triton_kernels.comm.signals import Workspace
 
@@ -45,7 +45,7 @@ def prepare_workspace(
         workspace.stop_waiting()
         if rank.device.type == "cuda":
             torch.cuda.synchronize(rank.device)  # stop_waiting uses another stream
-        rehearse(workspace)
+        warm_up(workspace)
     del workspace  # the next one takes its memory and its streams
     return workspace_class(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
 
@@ -69,46 +69,47 @@ class CopiedGather:
         rows: int,
         launch: Any,
         biases: Sequence[Tensor | None] | None = None,
-        gathered: bool = False,
+        return_gathered: bool = False,
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather the ranks' shards to `rows` rows and multiply; return (results by weight, gathered x or None)."""
         biases = [None] * len(weights) if biases is None else biases
-        problem = GatherMatmul(x_shard, weights, biases, 0, rows, gathered)
+        problem = GatherMatmul(x_shard, weights, biases, 0, rows, return_gathered)
         shards = DimShards.from_shape((rows, x_shard.shape[1]), 0, self.rank.world_size)
         return self.schedule.gather_matmul_copied(problem, shards, self.engine, launch)
 
-    def expired(self) -> str | None:
-        """Error message if a call has failed, else None."""
+    def expired_wait(self) -> str | None:
+        """Return the error message if a call has failed, else None."""
         failure = self.engine._failure()
         return None if failure is None else str(failure)
 
 
-def prepare_copied(rank: LocalRank, calls: Sequence[Callable[[CopiedGather], object]]) -> CopiedGather:
-    """Make a `CopiedGather` on every rank, with everything loaded that `calls` need and memory for the first; see
-    `prepare_workspace`.
+def prepare_copied_gather(rank: LocalRank, calls: Sequence[Callable[[CopiedGather], object]]) -> CopiedGather:
+    """Make a `CopiedGather` on every rank: load all kernels of `calls`, and allocate the memory of the first call.
+
+    `prepare_workspace` gives the reason.
 
     The first call must be the same on all ranks, and the largest.
     """
-    copied = CopiedGather(rank)
-    engine, copied.engine = copied.engine, cast("Any", _RehearsalEngine())
+    copied_gather = CopiedGather(rank)
+    engine, copied_gather.engine = copied_gather.engine, cast("Any", _WarmUpEngine())
     with rank.in_turn():
         for call in calls:
             with contextlib.suppress(_LoadedError):
-                call(copied)
-    copied.engine = engine
-    calls[0](copied)
+                call(copied_gather)
+    copied_gather.engine = engine
+    calls[0](copied_gather)
     rank.barrier()
-    return copied
+    return copied_gather
 
 
 class _LoadedError(Exception):
     """Ends a call that is made only to load its kernels, where it would start to gather."""
 
 
-class _RehearsalEngine:
-    """Fake of a copy engine and of its calls: ends a call where it would gather."""
+class _WarmUpEngine:
+    """Fake of a copy engine and of its calls during warm-up: ends a call where it would gather."""
 
-    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_RehearsalEngine]:
+    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_WarmUpEngine]:
         return contextlib.nullcontext(self)
 
     def offer(self, *_: object) -> None:
@@ -145,52 +146,53 @@ class RankDriver:
 
     def run_set(self, number: int = 0) -> list[Any]:
         """Make one call of every rank, in its stream."""
-        return each(self.streams, lambda rank: self.call_rank(rank, number))
+        return run_on_streams(self.streams, lambda rank: self.call_rank(rank, number))
 
 
 class KernelRanks(RankDriver):
     """Ranks of a fused kernel.
 
     Args:
+        workspace_nbytes: returns the bytes of the workspace of a rank.
         call: one call of a rank, `call(rank, number of a set of inputs, its workspace)`.
-        results: makes tensors like those of a rank's call, twice at once, as later calls overlap. Their memory stays in
-            the pool of the rank's stream, because asking the driver for memory may wait for a kernel.
+        make_results: makes tensors like the results of two calls of a rank, as later calls overlap. Their memory stays
+            in the pool of the rank's stream, because asking the driver for memory may wait for a kernel.
     """
 
     def __init__(
         self,
         context: GpuContext,
         world_size: int,
-        nbytes: Callable[[int], int],
+        workspace_nbytes: Callable[[int], int],
         call: Callable[[int, int, Any], Tensor],
-        results: Callable[[int], object],
+        make_results: Callable[[int], object],
         workspace_class: Any = None,
     ) -> None:
         super().__init__(context, world_size, lambda rank, number: call(rank, number, self.workspaces[rank]))
 
-        def make(rank: LocalRank) -> Any:
-            def rehearse(workspace: Any) -> None:
+        def make_kernel_workspace(rank: LocalRank) -> Any:
+            def warm_up(workspace: Any) -> None:
                 for _ in range(2):
                     call(rank.rank, 0, workspace)
 
             return prepare_workspace(
-                rank, nbytes(rank.rank), rehearse, timeout_seconds=10.0, workspace_class=workspace_class
+                rank, workspace_nbytes(rank.rank), warm_up, timeout_seconds=10.0, workspace_class=workspace_class
             )
 
-        def make_copied(rank: LocalRank) -> Any:
-            return prepare_copied(rank, [lambda copied: call(rank.rank, 0, copied)])
+        def make_copied_gather(rank: LocalRank) -> Any:
+            return prepare_copied_gather(rank, [lambda copied_gather: call(rank.rank, 0, copied_gather)])
 
-        make_workspace = make_copied if workspace_class is CopiedGather else make
+        make_workspace = make_copied_gather if workspace_class is CopiedGather else make_kernel_workspace
         context.synchronize()
         self.workspaces = run_local(world_size, make_workspace, device=context.device, timeout=300)
-        each(self.streams, results)
+        run_on_streams(self.streams, make_results)
 
     def assert_in_time(self) -> None:
         """Synchronize; raise AssertionError if a wait has expired."""
         self.context.synchronize()
         for workspace in self.workspaces:
-            expired = workspace.expired()
-            assert expired is None, str(expired)
+            expired_wait = workspace.expired_wait()
+            assert expired_wait is None, str(expired_wait)
 
 
 def set_all_flags(workspace: Any) -> None:
@@ -214,7 +216,7 @@ def set_all_flags(workspace: Any) -> None:
 
 
 def join_streams(streams: Sequence[torch.cuda.Stream]) -> None:
-    """Make each stream wait until all have arrived here."""
+    """Make each stream wait for the work that all streams hold now."""
     streams = [stream for stream in streams if stream is not None]  # None while kernels are recorded
     events = [stream.record_event() for stream in streams]
     for stream in streams:

@@ -39,23 +39,23 @@ class TimeBudget:
     """Time that a run may take, with a prediction whether the next case fits."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._start, self._seconds = now, now(), seconds
-        self._planned = self._taken = 0.0
+        self._now, self._start, self._budget_seconds = now, now(), seconds
+        self._planned_seconds = self._taken_seconds = 0.0
 
-    def spent(self) -> float:
+    def spent_seconds(self) -> float:
         return self._now() - self._start
 
-    def left(self) -> float:
-        return self._seconds - self.spent()
+    def remaining_seconds(self) -> float:
+        return self._budget_seconds - self.spent_seconds()
 
-    def record(self, planned: float, taken: float) -> None:
+    def record(self, planned_seconds: float, taken_seconds: float) -> None:
         """Record planned and actual time, whose ratio scales the plans of later cases."""
-        self._planned += planned
-        self._taken += taken
+        self._planned_seconds += planned_seconds
+        self._taken_seconds += taken_seconds
 
-    def fits(self, planned: float) -> bool:
-        slowness = max(1.0, self._taken / self._planned) if self._planned else 1.0
-        return planned * slowness <= self.left()
+    def fits(self, planned_seconds: float) -> bool:
+        slowness = max(1.0, self._taken_seconds / self._planned_seconds) if self._planned_seconds else 1.0
+        return planned_seconds * slowness <= self.remaining_seconds()
 
 
 class GpuContext:
@@ -76,20 +76,20 @@ class GpuContext:
         self._hold_seconds = 1e-3
 
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:
-        measure = host_seconds if contestant.on_host else self._gpu_seconds
+        measure = measure_host_seconds if contestant.on_host else self._measure_gpu_seconds
         estimate = min(measure(contestant.run, 1) for _ in range(3))
         calls = min(MAX_CALLS, max(1, math.ceil(MIN_TIMED_SECONDS / max(estimate, 1e-6))))
         measure(contestant.run, calls)
         return estimate, calls
 
-    def seconds(self, contestant: Contestant, calls: int) -> float:
-        measure = host_seconds if contestant.on_host else self._gpu_seconds
+    def measure_seconds(self, contestant: Contestant, calls: int) -> float:
+        measure = measure_host_seconds if contestant.on_host else self._measure_gpu_seconds
         return measure(contestant.run, calls) / contestant.repeats
 
-    def _gpu_seconds(self, run: Callable[[], object], calls: int) -> float:
-        """Seconds per call over `calls` calls of run(), which queues its work on the streams of the case."""
+    def _measure_gpu_seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Time `calls` calls of run(), which queues its work on the case's streams; return the seconds per call."""
         for _ in range(MAX_TRIES):
-            seconds, host_seconds, in_time = self._measure(run, calls)
+            seconds, host_seconds, in_time = self._measure_gated(run, calls)
             self._hold_seconds = min(MAX_HOLD_SECONDS, max(2e-4, (1.5 if in_time else 3.0) * host_seconds))
             if in_time:
                 return seconds / calls
@@ -98,8 +98,11 @@ class GpuContext:
             "Use an idle host."
         )
 
-    def _measure(self, run: Callable[[], object], calls: int) -> tuple[float, float, bool]:
-        """Seconds on the GPU, seconds of the host, and True if the gate stayed closed until all work was queued."""
+    def _measure_gated(self, run: Callable[[], object], calls: int) -> tuple[float, float, bool]:
+        """Time `calls` calls behind the gate: (seconds on the GPU, seconds of the host, in time).
+
+        In time: the gate stayed closed until all work was queued.
+        """
         gate_opened = torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._streams[0]):
             torch.cuda._sleep(int(self._hold_seconds * 2e9))  # cycles; no clock is much above 2 GHz
@@ -131,8 +134,8 @@ class GpuContext:
     def sms(self) -> int:
         return int(self.properties.multi_processor_count)
 
-    def input_sets(self, nbytes: int) -> int:
-        """Number of sets of `nbytes` to cycle through, so that L2 holds none of them: 3 times its capacity."""
+    def input_set_count(self, nbytes: int) -> int:
+        """Return the number of sets of `nbytes` to cycle through: 3 times the capacity of L2, so that L2 holds none."""
         l2 = int(getattr(self.properties, "L2_cache_size", 0)) or 64 << 20
         return min(32, max(2, math.ceil(3 * l2 / max(nbytes, 1))))
 
@@ -162,15 +165,15 @@ class RecordedContext(GpuContext):
     def synchronize(self) -> None:
         """Do nothing, as nothing runs."""
 
-    def input_sets(self, nbytes: int) -> int:
+    def input_set_count(self, nbytes: int) -> int:
         return 1
 
     def streams(self, world_size: int) -> list[Any]:
         return [None] * world_size
 
 
-def host_seconds(run: Callable[[], object], calls: int) -> float:
-    """Seconds of the host per call, over `calls` calls of run(); the queued work runs meanwhile."""
+def measure_host_seconds(run: Callable[[], object], calls: int) -> float:
+    """Time the host during `calls` calls of run(), while queued work runs; return the seconds per call."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -186,33 +189,35 @@ def checked_rows(rows: int) -> slice:
     return slice((rows - 1) % step if rows else 0, None, step)
 
 
-def assert_near(actual: Tensor, expected64: Tensor, what: str = "the result") -> None:
+def assert_near(actual: Tensor, expected64: Tensor, name: str = "the result") -> None:
     """Raise AssertionError if `actual` differs from fp64, by norm, by more than its dtype explains, or holds NaN."""
-    assert actual.shape == expected64.shape, f"{what} is {tuple(actual.shape)}, not {tuple(expected64.shape)}"
+    assert actual.shape == expected64.shape, f"{name} is {tuple(actual.shape)}, not {tuple(expected64.shape)}"
     norm = float(expected64.norm())
     error = float((actual.double() - expected64).norm()) / norm if norm else float(actual.double().norm())
     bound = TOLERANCES[actual.dtype]
-    assert error <= bound, f"{what} is off by {error:.3g} of its norm, where {bound:.3g} is allowed"
+    assert error <= bound, f"{name} is off by {error:.3g} of its norm; the bound is {bound:.3g}"
 
 
-def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Context in which `stream` is the current stream; with None the stream does not change (`RecordedContext`)."""
+def use_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Return the context that makes `stream` current; None keeps the current stream (`RecordedContext`)."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def each(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> list[Any]:
+def run_on_streams(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> list[Any]:
     """Call step(rank) in the stream of each rank; return the results."""
     results = []
     for rank, stream in enumerate(streams):
-        with on(stream):
+        with use_stream(stream):
             results.append(step(rank))
     return results
 
 
-def counted(run_set: Callable[[int], object], check: Callable[[], None] | None, note: str = "") -> Contestant:
-    """A contestant whose calls cycle through the sets of inputs."""
-    turn = itertools.count()
-    return Contestant(lambda: run_set(next(turn)), check, note)
+def cycling_contestant(
+    run_set: Callable[[int], object], check: Callable[[], None] | None, note: str = ""
+) -> Contestant:
+    """Return a contestant whose calls cycle through the sets of inputs."""
+    call_counter = itertools.count()
+    return Contestant(lambda: run_set(next(call_counter)), check, note)
 
 
 CLOCKS_SECONDS = 10.0  # least interval between two reads of the clocks
@@ -238,12 +243,12 @@ def gpu_versions(device: torch.device) -> dict[str, str]:
     import triton
 
     collected = {**versions(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-    return collected | nvidia_smi(device.index or 0, int(time.monotonic() // CLOCKS_SECONDS)) | _commit()
+    return collected | query_nvidia_smi(device.index or 0, int(time.monotonic() // CLOCKS_SECONDS)) | _query_commit()
 
 
 @lru_cache(1)
-def nvidia_smi(index: int, cache_key: int) -> dict[str, str]:
-    """Driver, clocks and power from nvidia-smi; {} without it. Cached: it takes longer than a short case."""
+def query_nvidia_smi(index: int, cache_key: int) -> dict[str, str]:
+    """Query driver, clocks and power with nvidia-smi; {} without it. Cached: a query takes longer than a short case."""
     query = f"--query-gpu={','.join(CLOCKS.values())}"
     lines = output_of("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
     values = [value.strip() for value in "".join(lines).split(",")]
@@ -253,8 +258,8 @@ def nvidia_smi(index: int, cache_key: int) -> dict[str, str]:
 
 
 @cache
-def _commit() -> dict[str, str]:
-    """Commit of this checkout, and whether it has changes; {} outside of a checkout."""
+def _query_commit() -> dict[str, str]:
+    """Query the commit of this checkout, and whether files have changed; {} outside of a checkout."""
     git_folder = ("-C", str(Path(__file__).parent))
     changed = output_of("git", *git_folder, "status", "--porcelain", "--untracked-files=no")
     commit = "".join(output_of("git", *git_folder, "rev-parse", "--short", "HEAD"))

@@ -75,15 +75,15 @@ def main() -> None:
         folder = arguments.out / f"{name}, then {next_name}"
         checkpoint = f"step-{arguments.steps // 2:08d}"
         shutil.copytree(arguments.out / name / "checkpoints" / checkpoint, folder / "checkpoints" / checkpoint)
-        resumed = train(folder, LAYOUTS[next_name], arguments.steps)
+        resumed_losses = train(folder, LAYOUTS[next_name], arguments.steps)
         rows.append(
             {
                 "layout": name,
                 "off one process": largest_difference(losses[name], losses["one process"]),
                 "goes on in": next_name,
-                "off the run without interruption": largest_difference(resumed, losses[name]),
-                "steps": len(resumed),
-                "last loss": resumed[arguments.steps],
+                "off the run without interruption": largest_difference(resumed_losses, losses[name]),
+                "steps": len(resumed_losses),
+                "last loss": resumed_losses[arguments.steps],
             }
         )
     (arguments.out / "layouts.json").write_text(json.dumps(rows, indent=1) + "\n")

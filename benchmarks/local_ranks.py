@@ -70,19 +70,19 @@ class LocalGroup:
             values = list(self.values)
             self.meeting_barrier.wait(seconds)  # no rank writes its next value before all have read these
         except threading.BrokenBarrierError:
-            absent = [r for r, count in enumerate(self.meeting_counts) if count < self.meeting_counts[rank]]
+            absent_ranks = [r for r, count in enumerate(self.meeting_counts) if count < self.meeting_counts[rank]]
             if self.failures:
-                failed, error = next(iter(self.failures.items()))
-                reason = f"rank {failed} failed with {type(error).__name__}: {error}"
-            elif absent and seconds is not None:
-                waited = f"{what} waited {time.monotonic() - start:.2g} seconds for {_format_ranks(absent)}."
-                raise CollectiveTimeoutError(f"{waited} FUSED_TP_TIMEOUT sets the longest wait.") from None
+                failed_rank, error = next(iter(self.failures.items()))
+                reason = f"rank {failed_rank} failed with {type(error).__name__}: {error}"
+            elif absent_ranks and seconds is not None:
+                wait_text = f"{what} waited {time.monotonic() - start:.2g} seconds for {_format_ranks(absent_ranks)}."
+                raise CollectiveTimeoutError(f"{wait_text} FUSED_TP_TIMEOUT sets the longest wait.") from None
             else:
-                reason = "the run is over."
-            raise PeerLostError(f"{what} will not go on, because {reason}") from None
-        returned = [r for r, other_value in enumerate(values) if other_value is _RANK_RETURNED]
-        if returned and value is not _RANK_RETURNED:
-            raise PeerLostError(f"{what} waited for {_format_ranks(returned)}, which returned without it.")
+                reason = "the run has ended."
+            raise PeerLostError(f"{what} cannot continue, because {reason}") from None
+        returned_ranks = [r for r, other_value in enumerate(values) if other_value is _RANK_RETURNED]
+        if returned_ranks and value is not _RANK_RETURNED:
+            raise PeerLostError(f"{what} waited for {_format_ranks(returned_ranks)}, which returned without it.")
         return values
 
 
@@ -124,8 +124,8 @@ class LocalRank(KernelMemory):
         for peer, buffer in enumerate(buffers):
             if buffer.nbytes != nbytes:
                 raise RankMismatchError(
-                    f"allocate: rank {self.rank} asked for {nbytes} bytes, rank {peer} for {buffer.nbytes}; all must "
-                    "ask for the same."
+                    f"allocate: rank {self.rank} requested {nbytes} bytes, rank {peer} requested {buffer.nbytes}. All "
+                    "ranks must request the same size."
                 )
         return rank_buffer, LocalSymmetricMemory(self, buffers)
 
@@ -199,7 +199,8 @@ def run_local(
         timeout: seconds for the whole call; None for `FUSED_TP_TIMEOUT`, which bounds each single wait anyway.
 
     Raises:
-        CollectiveTimeoutError: the ranks it names have not finished in time. Their threads may still run.
+        CollectiveTimeoutError: some ranks, which the message names, have not finished in time. Their threads may still
+            run.
         Exception: the exception of the first rank that failed; its cause shows the tracebacks of all failed ranks.
     """
     group = LocalGroup(world_size, device)
@@ -234,18 +235,18 @@ def run_local(
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
     finally:
-        unfinished, failures = set(range(world_size)) - {*results} - {*group.failures}, dict(group.failures)
+        unfinished_ranks, failures = set(range(world_size)) - {*results} - {*group.failures}, dict(group.failures)
         group.meeting_barrier.abort()
     if failures:
-        first = next(iter(failures.values()))
+        first_error = next(iter(failures.values()))
         tracebacks = "\n".join(
             f"Rank {rank}:\n{''.join(traceback.format_exception(type(error), error, error.__traceback__))}"
             for rank, error in failures.items()
         )
-        raise first from FusedTPError(f"{len(failures)} of {world_size} local ranks failed.\n{tracebacks}")
-    if unfinished:
+        raise first_error from FusedTPError(f"{len(failures)} of {world_size} local ranks failed.\n{tracebacks}")
+    if unfinished_ranks:
         raise CollectiveTimeoutError(
-            f"run_local: {_format_ranks(unfinished)} of {world_size} had not finished in {seconds:g} seconds."
+            f"run_local: {_format_ranks(unfinished_ranks)} of {world_size} had not finished in {seconds:g} seconds."
         )
     return [results[rank] for rank in range(world_size)]
 

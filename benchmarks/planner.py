@@ -80,8 +80,8 @@ def planner_shape(model: dict[str, int]) -> ModelShape:
     return count_config(LlamaConfig(**model, num_key_value_heads=4, vocab_size=256))
 
 
-def predict(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> CostModel:
-    """Cost model of a parallel configuration."""
+def make_cost_model(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> CostModel:
+    """Return the cost model of a training step in a parallel configuration."""
     return CostModel(
         shape=planner_shape(model),
         config=ParallelConfig(**way),
@@ -92,8 +92,8 @@ def predict(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> Cos
     )
 
 
-def measured_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> float:
-    """Median step time after the warmup.
+def measure_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> float:
+    """Train for `steps` steps; return the median step time after the warmup.
 
     Raises:
         ValueError, ChildProcessError: a rank has rejected the configuration, or failed.
@@ -110,20 +110,20 @@ def measure_rows(machine: Machine, steps: int) -> Iterator[PlannerRow]:
     """Train all models in all configurations, and yield a row for each."""
     for name, model in MODELS.items():
         for way, parallel in CONFIGURATIONS.items():
-            seconds = measured_seconds(model, parallel, steps)
-            yield PlannerRow(name, way, predict(machine, model, parallel).time.total, seconds)
+            seconds = measure_seconds(model, parallel, steps)
+            yield PlannerRow(name, way, make_cost_model(machine, model, parallel).time.total, seconds)
 
 
-def table(rows: Sequence[PlannerRow]) -> str:
-    """Table with a line per row, and the mean and largest error."""
+def format_table(rows: Sequence[PlannerRow]) -> str:
+    """Format a table with a line per row, and the mean and largest error."""
     lines = [f"{'model':10} {'spread':26} {'measured':>9} {'predicted':>9} {'error':>7}"]
     lines += [f"{r.model:10} {r.way:26} {r.measured:7.3f} s {r.predicted:7.3f} s {r.error:+7.1%}" for r in rows]
     mean = sum(abs(row.error) for row in rows) / len(rows)
     return "\n".join([*lines, f"mean of absolute errors {mean:.1%}, largest {max(abs(r.error) for r in rows):.1%}"])
 
 
-def fastest(machine: Machine, rows: Sequence[PlannerRow], name: str) -> tuple[str, str]:
-    """Fastest measured configuration of two ranks, and the first one of `recommend`."""
+def fastest_and_recommended(machine: Machine, rows: Sequence[PlannerRow], name: str) -> tuple[str, str]:
+    """Return the fastest measured configuration of two ranks, and the first one that `recommend` returns."""
     two_rank_seconds = {
         row.way: row.measured
         for row in rows
@@ -175,11 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = measure_this_machine()
     print(json.dumps(machine.to_dict(), indent=1), flush=True)
     rows = list(measure_rows(machine, options.steps))
-    print(table(rows))
-    best = {name: fastest(machine, rows, name) for name in MODELS}
-    for name, (way, plan) in best.items():
+    print(format_table(rows))
+    choices = {name: fastest_and_recommended(machine, rows, name) for name in MODELS}
+    for name, (way, plan) in choices.items():
         print(f"{name}: fastest of two ranks: {way}; recommended: {plan}")
-    summary = {"machine": machine.to_dict(), "versions": versions(), "date": now(), "fastest": best}
+    summary = {"machine": machine.to_dict(), "versions": versions(), "date": now(), "fastest": choices}
     write_atomically(
         options.out / "planner.json", json.dumps({**summary, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
     )

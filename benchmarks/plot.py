@@ -58,9 +58,9 @@ def draw_figure(records: Sequence[Record]) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False)
     rivals = dict.fromkeys(_color_key(record) for panel in panels.values() for record in panel)
     shades = [matplotlib.colormaps["tab20"](i) for i in (*range(1, 20, 2), *range(0, 20, 2))]  # light ones, then dark
-    colours = dict(zip(rivals, cycle(shades)))
+    colors = dict(zip(rivals, cycle(shades)))
     for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
-        _draw_panel(axis, title, panel, colours)
+        _draw_panel(axis, title, panel, colors)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
     machines = ", ".join(sorted({f"{record.machine.cpu}, {record.machine.isa}" for record in records}))
@@ -73,7 +73,7 @@ def draw_figure(records: Sequence[Record]) -> Figure:
 
 
 def _color_key(record: Record) -> str:
-    """Key for the colour of a record: equal for a library with and without a matmul before its collective."""
+    """Return the key for the color of a record: equal for a library with and without a matmul before its collective."""
     return record.contestant.removeprefix("matmul + ")
 
 
@@ -104,18 +104,18 @@ def _parse_size(text: str) -> float:
     return int(match[1]) * _BYTES_PER_UNIT[match[2] or ""] if match else 0.0
 
 
-def _draw_panel(axis: Axes, title: str, panel: Sequence[Record], colours: dict[str, Any]) -> None:
+def _draw_panel(axis: Axes, title: str, panel: Sequence[Record], colors: dict[str, Any]) -> None:
     position, highest = 0.0, 1.0
-    centres: dict[str, list[float]] = {}
+    centers: dict[str, list[float]] = {}
     is_crowded = len(panel) > 8
     for record in panel:
         comparison, size = record.comparison, _split_case_name(record)[2]
         assert comparison is not None
-        if centres and size not in centres:
+        if centers and size not in centers:
             position += GROUP_GAP
-        centres.setdefault(size, []).append(position)
+        centers.setdefault(size, []).append(position)
         value = comparison.value
-        axis.bar(position, value.median, width=0.9, color=colours[_color_key(record)], label=record.contestant)
+        axis.bar(position, value.median, width=0.9, color=colors[_color_key(record)], label=record.contestant)
         axis.plot([position, position], [value.q1, value.q3], color="#444444", linewidth=0.8)
         misses_bar = False
         if comparison.bar is not None:
@@ -138,8 +138,8 @@ def _draw_panel(axis: Axes, title: str, panel: Sequence[Record], colours: dict[s
     axis.axhline(1.0, color="grey", linestyle="--", linewidth=0.8, zorder=0.5)
     axis.set_ylim(0, Y_LIMIT_FACTOR * highest)
     axis.set_xticks(
-        [sum(group_positions) / len(group_positions) for group_positions in centres.values()],
-        [textwrap.fill(size, 54 // len(centres), break_long_words=False) for size in centres],
+        [sum(group_positions) / len(group_positions) for group_positions in centers.values()],
+        [textwrap.fill(size, 54 // len(centers), break_long_words=False) for size in centers],
         fontsize=7,
     )
     axis.tick_params(axis="x", length=0)

@@ -64,7 +64,7 @@ case "${1:-}" in
     exit 0
     ;;
 esac
-[ $# -gt 0 ] || die "name a case; --help lists them"
+[ $# -gt 0 ] || die "no case is named; --help lists the cases"
 name=$1
 shift
 world=2
@@ -85,18 +85,18 @@ while [ $# -gt 0 ]; do
       shift
       break
       ;;
-    *) die "$1 is not known; options of the case go behind --" ;;
+    *) die "unknown option $1; put options of the case after --" ;;
   esac
 done
 [[ $world =~ ^[1-9][0-9]*$ ]] || die "--world is $world; it must be a number of ranks"
 
 if [ -z "$mode" ]; then
   if has nsys && has_gpu; then mode=nsys; else mode=torch; fi
-  echo "profile.sh: $mode, as no mode is named"
+  echo "profile.sh: using the mode $mode, because none is named"
 fi
 if [ "$mode" != torch ]; then
-  has "$mode" || die "$mode is not installed; 'torch' needs nothing"
-  has_gpu || die "$mode looks at GPUs and this machine has none; 'torch' needs none"
+  has "$mode" || die "$mode is not installed; install it or use the mode torch"
+  has_gpu || die "$mode profiles GPUs, and this machine has none; the mode torch needs no GPU"
 fi
 
 mkdir -p "$out"

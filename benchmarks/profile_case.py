@@ -82,7 +82,7 @@ CASES |= {"ring_attention": ring_attention_step, "mlp": mlp_step, "decode": deco
 
 def run(options: argparse.Namespace) -> None:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = _device(int(os.environ.get("LOCAL_RANK", 0)))
+    device = _select_device(int(os.environ.get("LOCAL_RANK", 0)))
     if world_size > 1:
         # Ranks that share a GPU use gloo, since NCCL rejects them.
         is_gpu_shared = device.type == "cuda" and world_size > torch.cuda.device_count()
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     for _ in range(options.warmup):
         step()
     _synchronize_ranks()
-    with _profiled(options.trace, options.case, rank):
+    with _profile_steps(options.trace, options.case, rank):
         for number in range(options.steps):
             with fused_tp.core.tracing.span("step", number):
                 step()
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def _device(local_rank: int) -> torch.device:
+def _select_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -125,16 +125,16 @@ def _synchronize_ranks() -> None:
 
 
 @contextlib.contextmanager
-def _profiled(folder: Path | None, case: str, rank: int) -> Iterator[None]:
+def _profile_steps(folder: Path | None, case: str, rank: int) -> Iterator[None]:
     """Profile the steps in the block."""
-    on_gpu = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     if folder is not None:
-        activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
+        activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * has_gpu
         with torch.profiler.profile(activities=activities) as profile:
             yield
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"{case}.rank{rank}.json"))
-    elif on_gpu:
+    elif has_gpu:
         nvtx_range = torch.cuda.nvtx.range("profiled") if rank == 0 else contextlib.nullcontext()
         with torch.cuda.profiler.profile(), nvtx_range:
             yield
@@ -142,7 +142,7 @@ def _profiled(folder: Path | None, case: str, rank: int) -> Iterator[None]:
         yield
 
 
-def merge(out: Path, files: Sequence[Path]) -> None:
+def merge_traces(out: Path, files: Sequence[Path]) -> None:
     """Merge the Chrome traces of ranks of one host into one, on one clock, with processes named after their rank."""
     events: list[dict[str, Any]] = []
     first_trace: dict[str, Any] = {}
@@ -151,12 +151,12 @@ def merge(out: Path, files: Sequence[Path]) -> None:
         trace = json.loads(file.read_text())
         first_trace = first_trace or trace
         # Times are in microseconds since a base that each trace states in nanoseconds.
-        shift = (trace.get("baseTimeNanoseconds", 0) - first_trace.get("baseTimeNanoseconds", 0)) / 1e3
+        shift_us = (trace.get("baseTimeNanoseconds", 0) - first_trace.get("baseTimeNanoseconds", 0)) / 1e3
         for event in trace["traceEvents"]:
             if "pid" in event:
                 event["pid"] = processes.setdefault((rank, event["pid"]), len(processes) + 1)
             if "ts" in event:
-                event["ts"] += shift
+                event["ts"] += shift_us
             if "id" in event:
                 event["id"] = f"{rank}.{event['id']}"  # arrows from launches to kernels
             if event.get("name") == "process_name":
@@ -169,12 +169,12 @@ def merge(out: Path, files: Sequence[Path]) -> None:
 
 def from_command_line(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.profile_case", description=__doc__)
-    parser.add_argument("case", nargs="?", choices=sorted(CASES), help="what to run")
+    parser.add_argument("case", nargs="?", choices=sorted(CASES), help="case to run")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="for the traces of torch.profiler")
-    parser.add_argument("--steps", type=int, default=5, help="that the profiler sees (5)")
-    parser.add_argument("--warmup", type=int, default=3, help="before them (3)")
-    on_gpu = torch.cuda.is_available()
-    tokens, hidden = (4096, 4096) if on_gpu else (256, 512)
+    parser.add_argument("--steps", type=int, default=5, help="profiled steps (5)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
+    has_gpu = torch.cuda.is_available()
+    tokens, hidden = (4096, 4096) if has_gpu else (256, 512)
     parser.add_argument("--tokens", type=int, default=tokens, help=f"of all ranks ({tokens})")
     parser.add_argument("--hidden", type=int, default=hidden, help=f"features of the model ({hidden})")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
@@ -184,7 +184,7 @@ def from_command_line(arguments: Sequence[str] | None = None) -> int:
     if options.merge:
         if len(options.merge) < 2:
             parser.error("--merge needs the file to write and at least one trace.")
-        merge(options.merge[0], options.merge[1:])
+        merge_traces(options.merge[0], options.merge[1:])
     elif options.case is None:
         parser.error(f"name a case: {', '.join(sorted(CASES))}.")
     else:

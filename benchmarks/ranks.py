@@ -36,7 +36,7 @@ _ONE_THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPEN
 
 
 def usable_cores() -> list[int]:
-    """Cores that this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -89,15 +89,15 @@ class RankContext:
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:
         times: list[float] = []
         while len(times) < _WARM_UP_CALLS and sum(times) < _WARM_UP_SECONDS:
-            times.append(max(self.exchange(self.seconds(contestant, 1))))
+            times.append(max(self.exchange(self.measure_seconds(contestant, 1))))
         return min(times), max(1, math.ceil(MIN_TIMED_SECONDS / max(min(times), 1e-7)))
 
-    def seconds(self, contestant: Contestant, calls: int) -> float:
-        run = contestant.run
+    def measure_seconds(self, contestant: Contestant, calls: int) -> float:
+        contestant_run = contestant.run
         self.meet()
         start = time.perf_counter()
         for _ in range(calls):
-            run()
+            contestant_run()
         return (time.perf_counter() - start) / calls
 
 
@@ -131,7 +131,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 self._connections.append(parent_end)
                 self._processes.append(process)
         try:
-            self._collect(START_SECONDS)
+            self._collect_results(START_SECONDS)
         except RankFailure:
             self.close()
             raise
@@ -145,12 +145,12 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         for connection in self._connections:
             connection.send((function, arguments, seconds))
         try:
-            return self._collect(seconds + _GRACE_SECONDS)
+            return self._collect_results(seconds + _GRACE_SECONDS)
         except RankFailure:
             self.close()
             raise
 
-    def _collect(self, seconds: float) -> list[Any]:
+    def _collect_results(self, seconds: float) -> list[Any]:
         deadline = time.monotonic() + seconds
         results: list[Any] = [None] * self.world_size
         pending_ranks = set(range(self.world_size))
@@ -161,15 +161,15 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 try:
                     has_succeeded, results[rank] = self._connections[rank].recv()
                 except EOFError:
-                    raise self._failure(rank, "nothing that it could send", _GRACE_SECONDS) from None
+                    raise self._find_failure(rank, "an error that could not be sent", _GRACE_SECONDS) from None
                 if not has_succeeded:
-                    raise self._failure(rank, results[rank], _EXIT_NOTICE_SECONDS)
+                    raise self._find_failure(rank, results[rank], _EXIT_NOTICE_SECONDS)
                 pending_ranks.discard(rank)
             if pending_ranks and time.monotonic() > deadline:
                 raise RankFailure(f"Ranks {sorted(pending_ranks)} had no result within {seconds:.0f} s.")
         return results
 
-    def _failure(self, rank: int, traceback_text: str, seconds: float) -> RankFailure:
+    def _find_failure(self, rank: int, traceback_text: str, seconds: float) -> RankFailure:
         """Find the cause of a failure: a rank that ends within `seconds`, or else the exception that `rank` raised."""
         ended_sentinels = wait([process.sentinel for process in self._processes], seconds)
         for other, process in enumerate(self._processes):
@@ -196,10 +196,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(START_SECONDS, exit=True)
-    usable = usable_cores()
+    cores = usable_cores()
     if hasattr(os, "sched_setaffinity"):
         # Before any thread starts, so that gloo's threads inherit the core.
-        os.sched_setaffinity(0, {usable[rank % len(usable)]})
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     import torch
     import torch.distributed as dist
 

@@ -19,7 +19,7 @@ from fused_tp.cli import cpu_name
 
 from .case import FUSED_TP, BenchCase, Quartiles, slowest_rank_seconds
 from .ranks import usable_cores
-from .runner import Times
+from .runner import CaseTimes
 
 SCHEMA = 1
 _PACKAGES = ("fused-tp", "torch", "deepspeed", "megatron-core")
@@ -42,11 +42,11 @@ def this_machine() -> MeasuredMachine:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the benchmarked packages that are installed."""
-    installed = {"python": platform.python_version()}
+    package_versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed
+            package_versions[name] = metadata.version(name)
+    return package_versions
 
 
 def now() -> str:
@@ -55,8 +55,8 @@ def now() -> str:
 
 
 @dataclass(frozen=True)
-class RivalTimes:
-    """Comparison of fused_tp with a contestant. `bar` is the required value, `aim` the desired one."""
+class Comparison:
+    """Comparison of fused_tp with a contestant: `bar` is the required value, `aim` the desired one."""
 
     measure: str  # a key of case.MEASURES
     value: Quartiles
@@ -73,7 +73,7 @@ class Record:
     ms: Quartiles
     rounds: int
     calls: int  # per round; several are timed together if one is too short for the clock
-    comparison: RivalTimes | None  # None for fused_tp itself
+    comparison: Comparison | None  # None for fused_tp itself
     world_size: int
     note: str
     machine: MeasuredMachine
@@ -81,8 +81,8 @@ class Record:
     date: str
 
     def to_json(self) -> str:
-        """Record as one line of JSON."""
-        return json.dumps({"schema": SCHEMA, **_rounded(asdict(self))})
+        """Return the record as one line of JSON."""
+        return json.dumps({"schema": SCHEMA, **_round_floats(asdict(self))})
 
     @classmethod
     def from_json(cls, line: str) -> Record:
@@ -97,7 +97,7 @@ class Record:
             if schema != SCHEMA:
                 raise ValueError(f"schema {schema} is not {SCHEMA}, which this version reads")
             comparison_fields = fields.pop("comparison")
-            comparison = comparison_fields and RivalTimes(
+            comparison = comparison_fields and Comparison(
                 **{**comparison_fields, "value": Quartiles(**comparison_fields["value"])}
             )
             ms, machine = Quartiles(**fields.pop("ms")), MeasuredMachine(**fields.pop("machine"))
@@ -106,30 +106,34 @@ class Record:
             raise ValueError(f"This line is not a benchmark record ({error}): {line[:120]}") from error
 
 
-def _rounded(value: Any) -> Any:
+def _round_floats(value: Any) -> Any:
     """Round floats to six significant digits, which exceeds any clock and keeps files readable."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: _round_floats(item) for key, item in value.items()}
     return value
 
 
-def records_of(
-    case: BenchCase, times: Sequence[Times], world_size: int, machine: MeasuredMachine, installed: Mapping[str, str]
+def make_records(
+    case: BenchCase,
+    times: Sequence[CaseTimes],
+    world_size: int,
+    machine: MeasuredMachine,
+    package_versions: Mapping[str, str],
 ) -> list[Record]:
-    """Records of a case from the times of all ranks, compared with fused_tp if it has run."""
+    """Make the records of a case from the times of all ranks, compared with fused_tp if it has run."""
     seconds = {name: slowest_rank_seconds([t.seconds[name] for t in times]) for name in times[0].seconds}
 
-    def record(name: str, rank_seconds: Sequence[float]) -> Record:
+    def make_record(name: str, rank_seconds: Sequence[float]) -> Record:
         rival = case.rivals.get(name)
         comparison = None
         if rival is not None and FUSED_TP in seconds:
             value = rival.measure.compare(seconds[FUSED_TP], rank_seconds, world_size)
-            comparison = RivalTimes(rival.measure.name, value, rival.bar, rival.aim)
+            comparison = Comparison(rival.measure.name, value, rival.bar, rival.aim)
         ms, note = Quartiles.from_values([1e3 * second for second in rank_seconds]), times[0].notes[name]
         if machine.gpu:
-            note = "; ".join(filter(None, (case.rate(ms.median), note)))
+            note = "; ".join(filter(None, (case.format_rate(ms.median), note)))
         return Record(
             case=case.name,
             contestant=name,
@@ -140,11 +144,11 @@ def records_of(
             world_size=world_size,
             note=note,
             machine=machine,
-            versions=dict(installed),
+            versions=dict(package_versions),
             date=now(),
         )
 
-    return [record(name, rank_seconds) for name, rank_seconds in seconds.items()]
+    return [make_record(name, rank_seconds) for name, rank_seconds in seconds.items()]
 
 
 def read_records(path: Path) -> list[Record]:
@@ -164,7 +168,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def merge_records(path: Path, new_records: Sequence[Record]) -> list[Record]:
-    """Write `new` into the file, replacing older records of the same cases on the same machine; return all records."""
+    """Write `new_records` into the file, replacing those of the same cases and machine; return all records."""
     measured_cases = {(record.case, record.machine) for record in new_records}
     old_records = read_records(path) if path.exists() else []
     records = [record for record in old_records if (record.case, record.machine) not in measured_cases] + list(
@@ -179,6 +183,6 @@ def write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A temporary folder, because a temporary file of tempfile would be readable by its owner only.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        part = Path(folder, path.name)
-        part.write_text(text)
-        part.replace(path)
+        temporary_file = Path(folder, path.name)
+        temporary_file.write_text(text)
+        temporary_file.replace(path)

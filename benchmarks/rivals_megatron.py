@@ -24,7 +24,7 @@ from .cpu_block import UnshardedLayers
 from .ranks import RankContext
 
 
-def prepare(context: RankContext) -> None:
+def initialize_megatron(context: RankContext) -> None:
     """Form one tensor-parallel group of Megatron from all ranks; a collective call.
 
     Raises:

@@ -17,7 +17,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 101
 
 
 @dataclass
-class Times:
+class CaseTimes:
     """Measurements of a case on one rank: seconds of one call, by contestant and round."""
 
     seconds: dict[str, list[float]]
@@ -32,7 +32,7 @@ def run_case(
     rounds: int | None = None,
     scale: float = 1.0,
     has_time: Callable[[int], bool] = lambda done: True,
-) -> Times:
+) -> CaseTimes:
     """Measure the contestants of `case`; runs on every rank.
 
     Args:
@@ -50,11 +50,11 @@ def run_case(
         round_seconds = sum(estimates[name] * calls[name] for name in contestants)
         rounds = min(max(int(scale * case.seconds / max(round_seconds, 1e-3)), MIN_ROUNDS), MAX_ROUNDS)
     seconds = take_turns(
-        {name: partial(context.seconds, contestants[name], calls[name]) for name in calls}, rounds, has_time
+        {name: partial(context.measure_seconds, contestants[name], calls[name]) for name in calls}, rounds, has_time
     )
     if context.rechecks_results:
         skipped |= _drop_wrong_contestants(context, case, contestants)
-    return Times(
+    return CaseTimes(
         {name: seconds[name] for name in contestants},
         {name: calls[name] * contestant.repeats for name, contestant in contestants.items()},
         {name: contestant.note for name, contestant in contestants.items()},
@@ -63,7 +63,7 @@ def run_case(
 
 
 def check_case(context: Context, case: BenchCase) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Return the contestants of `case` with right results, and reasons for leaving out others; raises as `run_case`."""
+    """Return the contestants of `case` with correct results, and why others are left out; raises as `run_case`."""
     context.start(case)
     contestants: dict[str, Contestant] = {}
     skipped: dict[str, str] = {}
@@ -77,11 +77,11 @@ def check_case(context: Context, case: BenchCase) -> tuple[dict[str, Contestant]
 
 
 def take_turns(
-    timed: dict[str, Callable[[], float]], rounds: int, has_time: Callable[[int], bool] = lambda done: True
+    timers: dict[str, Callable[[], float]], rounds: int, has_time: Callable[[int], bool] = lambda done: True
 ) -> dict[str, list[float]]:
     """Time the contestants in turns; return seconds by contestant and round."""
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    names = list(timed)
+    seconds: dict[str, list[float]] = {name: [] for name in timers}
+    names = list(timers)
     gc.collect()
     gc.disable()  # a collection would count for the contestant that runs
     try:
@@ -91,7 +91,7 @@ def take_turns(
             # The first contestant rotates, so that none always runs with caches that the same other contestant left.
             first = number % max(len(names), 1)
             for name in names[first:] + names[:first]:
-                seconds[name].append(timed[name]())
+                seconds[name].append(timers[name]())
     finally:
         gc.enable()
     return seconds
@@ -111,25 +111,27 @@ def _drop_wrong_contestants(context: Context, case: BenchCase, contestants: dict
     return reasons
 
 
-def _run_on_all_ranks(context: Context, name: str, step: Callable[[], T], wrong: str = "") -> tuple[T | None, str]:
+def _run_on_all_ranks(
+    context: Context, name: str, step: Callable[[], T], message_prefix: str = ""
+) -> tuple[T | None, str]:
     """Run `step` and return (its result, ""), or (None, reason) if it fails on any rank: no rank may continue alone, as
     it would wait for its peers."""
     result, reason = None, ""
-    raised: Exception | None = None
+    raised_error: Exception | None = None
     try:
         result = step()
         context.synchronize()
     except (Unavailable, ImportError) as error:
         reason = f"is left out: {error}"
     except AssertionError as error:
-        raised = AssertionError(f"{wrong}{str(error) or 'an assertion without a message failed'}")
-        raised.__cause__ = error
-        reason = f"failed. AssertionError: {next(iter(str(raised).splitlines()))}"
+        raised_error = AssertionError(f"{message_prefix}{str(error) or 'an assertion without a message failed'}")
+        raised_error.__cause__ = error
+        reason = f"failed. AssertionError: {next(iter(str(raised_error).splitlines()))}"
     except Exception as error:
-        raised, reason = error, f"failed. {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raised_error, reason = error, f"failed. {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     reasons = [text for text in context.exchange(reason) if text]
     if name == FUSED_TP and reasons and "failed. " in reasons[0]:
-        raise raised or AssertionError(reasons[0])
-    if raised is not None:
-        traceback.print_exception(raised)
+        raise raised_error or AssertionError(reasons[0])
+    if raised_error is not None:
+        traceback.print_exception(raised_error)
     return (None, reasons[0]) if reasons else (result, "")

@@ -31,7 +31,7 @@ from fused_tp.core import dispatch, settings
 from fused_tp.core.settings import override_environment
 
 from .case import DTYPES, BenchCase, Contestant, Makers, ratio_quartiles, slowest_rank_seconds
-from .cpu_matmul import operands, shared_memory_transport
+from .cpu_matmul import make_operands, shared_memory_transport
 from .ranks import RankContext, Ranks
 from .results import write_atomically
 from .runner import run_case
@@ -49,18 +49,18 @@ HEAD_DIMS = (64, 128)
 TOKENS, HEADS = 2048, 2
 
 Rule = dict[str, Any]
-Seconds = Mapping[str, Sequence[float]]  # by name and round
-Directions = dict[tuple[str, bool], dict[int, Seconds]]  # by head dim, by (dtype, backward)
+SecondsByName = Mapping[str, Sequence[float]]  # by name and round
+KernelTimes = dict[tuple[str, bool], dict[int, SecondsByName]]  # by head dim, by (dtype, backward)
 
 
 @dataclass(frozen=True)
-class Measured:
+class OpTimes:
     """Seconds of one op at one size, by schedule and round."""
 
     op: str
     dtype: torch.dtype
     rows: int
-    seconds: Seconds
+    seconds: SecondsByName
 
     @property
     def nbytes(self) -> int:
@@ -76,52 +76,52 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
         ValueError: the active table is invalid, or `rounds` is too small.
     """
     if rounds < MIN_ROUNDS:
-        raise ValueError(f"rounds is {rounds}; a choice by three quarters of the rounds needs {MIN_ROUNDS} at least.")
-    named = settings.table_path()
-    if named is not None and Path(named) == path and not path.exists():
+        raise ValueError(f"rounds is {rounds}; a choice by three quarters of the rounds needs at least {MIN_ROUNDS}.")
+    named_path = settings.table_path()
+    if named_path is not None and Path(named_path) == path and not path.exists():
         del os.environ["FUSED_TP_TABLE"]  # the shipped table is active until this run has written the named one
     table = dispatch.load_table(settings.table_path())
     rules = dispatch.attention_rules(settings.table_path())
-    tuned, changes = _rewritten(table, _measure(world_size, rounds, say), world_size)
-    rules, of_kernels = _rewritten_kernels(rules, _measure_kernels(world_size, rounds, say))
-    changes += of_kernels
+    tuned_table, changes = _rewrite_schedules(table, _measure_schedules(world_size, rounds, say), world_size)
+    rules, kernel_changes = _rewrite_kernels(rules, _measure_kernels(world_size, rounds, say))
+    changes += kernel_changes
     for change in changes:
         say(change)
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
     # One rule per line of JSON, as people read and edit tables.
-    text = json.dumps({"about": about, "arch": tuned, "attention": rules}, indent=1)
+    text = json.dumps({"about": about, "arch": tuned_table, "attention": rules}, indent=1)
     write_atomically(path, re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
     choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
-    use = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
-    if named is not None and Path(named) == path:
-        use = "FUSED_TP_TABLE names it already"
-    say(f"{path}: {choices} changed; {use}. A process reads its table once: start anew what runs already.")
+    usage = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
+    if named_path is not None and Path(named_path) == path:
+        usage = "FUSED_TP_TABLE names it already"
+    say(f"{path}: {choices} changed; {usage}. A process reads its table once: restart running processes.")
 
 
-def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[Measured]:
-    measured: list[Measured] = []
+def _measure_schedules(world_size: int, rounds: int, say: Callable[[str], None]) -> list[OpTimes]:
+    all_times: list[OpTimes] = []
     sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather takes equal shards of all ranks
     with Ranks(world_size) as ranks:
         for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
-            case = BenchCase(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
-            seconds = _measure_seconds(ranks, case, rounds, say, names_skipped=not measured)
-            measured.append(Measured(op, dtype, rows, seconds))
-    return measured
+            case = BenchCase(f"{op}/{name}/M={rows}", schedule_makers, {"op": op, "dtype": name, "rows": rows})
+            seconds = _measure_seconds(ranks, case, rounds, say, names_skipped=not all_times)
+            all_times.append(OpTimes(op, dtype, rows, seconds))
+    return all_times
 
 
-def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -> Directions:
-    measured: Directions = {}
+def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -> KernelTimes:
+    kernel_times: KernelTimes = {}
     with Ranks(world_size) as ranks:
         for dtype, backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
-            name = _name(dtype, backward, head_dim)
-            case = BenchCase(name, kernels_of, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
-            measured.setdefault((dtype, backward), {})[head_dim] = _measure_seconds(ranks, case, rounds, say)
-    return measured
+            name = _kernel_case_name(dtype, backward, head_dim)
+            case = BenchCase(name, kernel_makers, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
+            kernel_times.setdefault((dtype, backward), {})[head_dim] = _measure_seconds(ranks, case, rounds, say)
+    return kernel_times
 
 
 def _measure_seconds(
     ranks: Ranks, case: BenchCase, rounds: int, say: Callable[[str], None], *, names_skipped: bool = False
-) -> Seconds:
+) -> SecondsByName:
     """Measure a case; return the seconds of the slowest rank by contestant and round."""
     times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
     for contestant, reason in times[0].skipped.items() if names_skipped else ():
@@ -134,53 +134,53 @@ def _measure_seconds(
     return seconds
 
 
-def _rewritten_kernels(rules: list[Rule], measured: Directions) -> tuple[list[Rule], list[str]]:
-    """Attention rules after the measurement, and a sentence for each choice that changed."""
+def _rewrite_kernels(rules: list[Rule], kernel_times: KernelTimes) -> tuple[list[Rule], list[str]]:
+    """Return the attention rules after the measurement, and a sentence for each choice that changed."""
     changes: list[str] = []
-    for (dtype, backward), by_head_dim in measured.items():
+    for (dtype, backward), seconds_by_head_dim in kernel_times.items():
         choices = []
-        for head_dim, seconds in by_head_dim.items():
+        for head_dim, seconds in seconds_by_head_dim.items():
             query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, is_backward=backward)
             with override_environment({"FUSED_TP_ATTENTION": ""}):
                 incumbent = choose_kernel(query)[0].name
-            choices.append((_name(dtype, backward, head_dim), head_dim, incumbent, seconds))
-        winners, changed = _choose(choices)
-        if changed:
+            choices.append((_kernel_case_name(dtype, backward, head_dim), head_dim, incumbent, seconds))
+        winners, new_changes = _choose(choices)
+        if new_changes:
             scope = {"dtypes": [str(DTYPES[dtype]).removeprefix("torch.")], "backward": backward}
-            rules = _by_size("kernel", "max_head_dim", winners, scope) + _others(rules, scope)
-        changes += changed
+            rules = _rules_by_size("kernel", "max_head_dim", winners, scope) + _other_rules(rules, scope)
+        changes += new_changes
     return rules, changes
 
 
-def _name(dtype: str, backward: bool, head_dim: int) -> str:
+def _kernel_case_name(dtype: str, backward: bool, head_dim: int) -> str:
     return f"attention {'backward' if backward else 'forward'}/{dtype}/D={head_dim}"
 
 
-def _rewritten(
-    table: dict[str, Any], measured: Sequence[Measured], world_size: int
+def _rewrite_schedules(
+    table: dict[str, Any], all_times: Sequence[OpTimes], world_size: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Table after the measurement, and a sentence for each choice that differs from `table`."""
+    """Return the table after the measurement, and a sentence for each choice that differs from `table`."""
     changes: list[str] = []
     for (transport, schedules), op, (name, dtype) in itertools.product(SCHEDULES.items(), OPS, TUNED_DTYPES.items()):
-        of_op = [m for m in measured if m.op == op and m.dtype == dtype]
-        if not all(schedule in m.seconds for m in of_op for schedule in schedules):
+        op_times = [m for m in all_times if m.op == op and m.dtype == dtype]
+        if not all(schedule in m.seconds for m in op_times for schedule in schedules):
             continue  # this machine has no shared memory
-        winners, changed = _choose(
+        winners, new_changes = _choose(
             (
                 f"{op}/{name}/M={m.rows} over {transport}",
                 m.nbytes,
-                _incumbent(m, transport, world_size),
+                _incumbent_schedule(m, transport, world_size),
                 {schedule: m.seconds[schedule] for schedule in schedules},
             )
-            for m in of_op
+            for m in op_times
         )
-        if changed:
-            table = retuned(table, transport, op, dtype, world_size, winners)
-        changes += changed
+        if new_changes:
+            table = with_new_rules(table, transport, op, dtype, world_size, winners)
+        changes += new_changes
     return table, changes
 
 
-def _choose(choices: Iterable[tuple[str, int, str, Seconds]]) -> tuple[list[tuple[int, str]], list[str]]:
+def _choose(choices: Iterable[tuple[str, int, str, SecondsByName]]) -> tuple[list[tuple[int, str]], list[str]]:
     """Choose at each size. Return pairs (size, winner), and a sentence for each winner that is not the incumbent.
 
     Args:
@@ -201,7 +201,7 @@ def _choose(choices: Iterable[tuple[str, int, str, Seconds]]) -> tuple[list[tupl
     return winners, changes
 
 
-def retuned(
+def with_new_rules(
     table: Mapping[str, Any],
     transport: str,
     op: str,
@@ -213,37 +213,37 @@ def retuned(
 
     Rules for other dtypes and group sizes are kept, after the new ones.
     """
-    tuned = copy.deepcopy(dict(table))
-    transports = tuned.setdefault("cpu", copy.deepcopy(tuned.get("default", {})))
+    new_table = copy.deepcopy(dict(table))
+    transports = new_table.setdefault("cpu", copy.deepcopy(new_table.get("default", {})))
     ops = transports.setdefault(transport, copy.deepcopy(transports.get("default", {})))
     scope = {"dtypes": [str(dtype).removeprefix("torch.")], "world_sizes": [world_size]}
-    kept = _others(ops.get(op, ops.get("default", [])), scope)
-    ops[op] = _by_size("schedule", "max_bytes", winners, scope) + kept
-    return tuned
+    kept_rules = _other_rules(ops.get(op, ops.get("default", [])), scope)
+    ops[op] = _rules_by_size("schedule", "max_bytes", winners, scope) + kept_rules
+    return new_table
 
 
-def _by_size(what: str, limit: str, winners: Sequence[tuple[int, str]], scope: Rule) -> list[Rule]:
-    """Rules for pairs (size, winner), sizes ascending."""
-    new: list[Rule] = []
+def _rules_by_size(choice_key: str, limit_key: str, winners: Sequence[tuple[int, str]], scope: Rule) -> list[Rule]:
+    """Make the rules for pairs (size, winner), sizes ascending."""
+    rules: list[Rule] = []
     for (size, winner), following in zip(winners, [*winners[1:], None], strict=True):
         if following is None:
-            new.append({what: winner, **scope})
+            rules.append({choice_key: winner, **scope})
         elif following[1] != winner:
             # Two sizes with different winners switch at their geometric mean.
-            new.append({what: winner, limit: math.isqrt(size * following[0]), **scope})
-    return new
+            rules.append({choice_key: winner, limit_key: math.isqrt(size * following[0]), **scope})
+    return rules
 
 
-def _others(rules: Sequence[Rule], scope: Rule) -> list[Rule]:
+def _other_rules(rules: Sequence[Rule], scope: Rule) -> list[Rule]:
     return [rule for rule in rules if any(rule.get(key) != scope[key] for key in scope)]
 
 
-def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers:
+def schedule_makers(context: RankContext, op: str, dtype: str, rows: int) -> Makers:
     """Makers for one op on every schedule."""
     import fused_tp
 
-    call = getattr(fused_tp, op)
-    x, weight = operands(context, op, dtype, rows, FEATURES)
+    op_function = getattr(fused_tp, op)
+    x, weight = make_operands(context, op, dtype, rows, FEATURES)
 
     def contestant(schedule: str) -> Contestant:
         if schedule == "one_sided":
@@ -251,14 +251,14 @@ def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers
 
         def run() -> None:
             with override_environment({"FUSED_TP_SCHEDULE": schedule}):
-                call(x, weight, group=None)
+                op_function(x, weight, group=None)
 
         return Contestant(run)
 
     return {schedule: partial(contestant, schedule) for schedule in SCHEDULES["shm"]}
 
 
-def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
+def kernel_makers(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
     """Makers for one direction of causal attention on one rank, by each of KERNELS."""
     from fused_tp.ops.ring_attention import ring_attention_from_head
 
@@ -279,8 +279,8 @@ def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) 
     return {kernel: partial(contestant, kernel) for kernel in KERNELS}
 
 
-def _incumbent(measured: Measured, transport: str, world_size: int) -> str:
-    gathers = measured.op == "all_gather_matmul"
-    k, n = (FEATURES, None) if gathers else (None, FEATURES)
-    key = dispatch.ScheduleKey(measured.op, measured.dtype, torch.device("cpu"), measured.rows, k, n)
+def _incumbent_schedule(times: OpTimes, transport: str, world_size: int) -> str:
+    is_gather = times.op == "all_gather_matmul"
+    k, n = (FEATURES, None) if is_gather else (None, FEATURES)
+    key = dispatch.ScheduleKey(times.op, times.dtype, torch.device("cpu"), times.rows, k, n)
     return dispatch.choose_schedule(key, world_size, transport, "cpu").schedule

@@ -1,4 +1,4 @@
-// Scalar conversions between 16-bit floats and fp32; compilers vectorise loops that call them. The functions have
+// Scalar conversions between 16-bit floats and fp32; compilers vectorize loops that call them. The functions have
 // internal linkage because files compiled for different instruction sets include this header and must not share the
 // compiled code.
 #pragma once

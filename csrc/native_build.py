@@ -38,7 +38,7 @@ X86_FLAGS = {
 NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v"]
 NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 DEFAULT_ARCHS = "80;90a;100a+PTX"
-TOOLKIT = "/usr/local/cuda"  # default folder of NVIDIA's installers
+DEFAULT_TOOLKIT = "/usr/local/cuda"  # default folder of NVIDIA's installers
 MIN_TOOLKIT_MAJOR = 12
 
 COMPILER_HINT = "a C++17 compiler (Debian, Ubuntu: apt-get install g++)"
@@ -47,7 +47,7 @@ NEWER_TOOLKIT_HINT = "a CUDA toolkit that does (or name other GPUs in FUSED_TP_C
 
 
 class NotBuiltError(Exception):
-    """Raised with the reason if a part cannot be built. `needs`: what the user has to install; empty if unknown."""
+    """Raised with the reason if a part cannot be built. `needs` names the software to install; empty if unknown."""
 
     def __init__(self, why: str, needs: str = "") -> None:
         super().__init__(why)
@@ -88,18 +88,18 @@ class Step:
     output: str
     inputs: Sequence[str]
     command: Sequence[str]
-    headers_too: bool = False  # the command writes its list of headers to `output`.d
+    lists_headers: bool = False  # the command writes its list of headers to `output`.d
     log: str = ""  # file for the output of the command, printed if it fails; empty: print it directly
 
     @property
-    def shell(self) -> str:
+    def shell_command(self) -> str:
         line = shlex.join(self.command)
         return f"{line} > {self.log} 2>&1 || {{ cat {self.log}; exit 1; }}" if self.log else line
 
 
 def compile_step(output: str, source: str, command: Sequence[str], log: str = "") -> Step:
     files = ["-MMD", "-MF", f"{output}.d", "-c", source, "-o", output]
-    return Step(output, [source], [*command, *files], headers_too=True, log=log)
+    return Step(output, [source], [*command, *files], lists_headers=True, log=log)
 
 
 class CoreBuild:
@@ -108,17 +108,17 @@ class CoreBuild:
     def __init__(self, include_dirs: list[str]) -> None:
         self.compiler = find_compiler()
         x86_flags = [flag for flags in X86_FLAGS.values() for flag in flags]
-        self.x86 = target_is_x86_64(self.compiler) and can_compile(self.compiler, x86_flags)
-        if target_is_x86_64(self.compiler) and not self.x86:
+        self.targets_x86 = target_is_x86_64(self.compiler) and can_compile(self.compiler, x86_flags)
+        if target_is_x86_64(self.compiler) and not self.targets_x86:
             print("fused_tp: this compiler lacks AVX-512 BF16 (GCC 10 and Clang 9 have it): building portable kernels.")
         user_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
         includes = [flag for path in include_dirs for flag in ("-isystem", path)]
-        self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", *includes, *user_flags]
+        self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.targets_x86)}", *includes, *user_flags]
         self.link_flags = ["-shared", "-pthread", "-ldl", *shlex.split(os.environ.get("LDFLAGS", ""))]
 
     def sources(self) -> list[Path]:
-        found = [source for folder in CORE_FOLDERS for source in sorted(CSRC.glob(f"{folder}/*.cpp"))]
-        return [source for source in found if self.x86 or not isa_suffix(source)]
+        sources = [source for folder in CORE_FOLDERS for source in sorted(CSRC.glob(f"{folder}/*.cpp"))]
+        return [source for source in sources if self.targets_x86 or not isa_suffix(source)]
 
     def run(self, output: Path, folder: Path) -> None:
         """Compile changed sources into `folder` and link `output`."""
@@ -167,29 +167,32 @@ class CudaBuild:
     """
 
     def __init__(self, archs: str = "") -> None:
-        named = parse_archs(archs) if archs else []
+        requested_archs = parse_archs(archs) if archs else []
         self.sources = sorted(CSRC.glob("cuda/*.cu"))
         if not self.sources:
             raise NotBuiltError(f"there are no sources in {CSRC / 'cuda'}")
         self.nvcc = find_nvcc()
         self.compiler = find_compiler()
         self.version = nvcc_version(self.nvcc)
-        self.archs = named or self.default_archs()
-        for arch in named:
+        self.archs = requested_archs or self.default_archs()
+        for arch in requested_archs:
             if not self.supports(arch):
                 raise NotBuiltError(
-                    f"nvcc {self.version} ({self.nvcc}) does not know sm_{arch.name}", NEWER_TOOLKIT_HINT
+                    f"nvcc {self.version} ({self.nvcc}) does not support sm_{arch.name}", NEWER_TOOLKIT_HINT
                 )
 
     def default_archs(self) -> list[Arch]:
         requested = parse_archs(DEFAULT_ARCHS)
-        known = [arch for arch in requested if self.supports(arch)]
-        unknown = [f"sm_{arch.name}" for arch in requested if arch not in known]
-        if unknown:
-            print(f"fused_tp: nvcc {self.version} does not know {', '.join(unknown)}: left out of the device kernels.")
-        if not known:
-            raise NotBuiltError(f"nvcc {self.version} knows none of the architectures {DEFAULT_ARCHS}", TOOLKIT_HINT)
-        return [*known[:-1], Arch(known[-1].name, ptx=True)]
+        supported = [arch for arch in requested if self.supports(arch)]
+        unsupported = [f"sm_{arch.name}" for arch in requested if arch not in supported]
+        if unsupported:
+            print(
+                f"fused_tp: nvcc {self.version} does not support {', '.join(unsupported)}, so the device kernels are "
+                "built without it."
+            )
+        if not supported:
+            raise NotBuiltError(f"nvcc {self.version} supports none of the architectures {DEFAULT_ARCHS}", TOOLKIT_HINT)
+        return [*supported[:-1], Arch(supported[-1].name, ptx=True)]
 
     def supports(self, arch: Arch) -> bool:
         with tempfile.TemporaryDirectory() as folder:
@@ -208,8 +211,8 @@ class CudaBuild:
     @property
     def host_compiler(self) -> list[str]:
         """nvcc flags that select $CXX as the host compiler if it is one word; otherwise nvcc chooses one itself."""
-        chosen = os.environ.get("CXX") and not os.environ.get("NVCC_CCBIN") and len(self.compiler) == 1
-        return ["-ccbin", self.compiler[0]] if chosen else []
+        is_chosen = os.environ.get("CXX") and not os.environ.get("NVCC_CCBIN") and len(self.compiler) == 1
+        return ["-ccbin", self.compiler[0]] if is_chosen else []
 
     def logs(self, folder: Path) -> list[Path]:
         """Logs of nvcc and ptxas, one per source, which `run` writes to `folder`."""
@@ -222,14 +225,14 @@ class CudaBuild:
             threads: number of architectures for which nvcc compiles a source at once. None: one, unless there are more
                 processors than sources. It does not affect the output, so another value recompiles nothing.
         """
-        codes = [flag for arch in self.archs for flag in arch.flags]
+        arch_flags = [flag for arch in self.archs for flag in arch.flags]
         if threads is None:
-            threads = max(1, min(len(codes) // 2, max_jobs() // len(self.sources)))
+            threads = max(1, min(len(arch_flags) // 2, max_jobs() // len(self.sources)))
         csrc = os.path.relpath(CSRC, folder)
         # Reduces the size to a sixth. Only drivers of CUDA 13 or later can decompress it, but code that this toolkit
         # compiles needs such a driver anyway.
         compression_flags = ["--compress-mode=size"] if int(self.version.split(".")[0]) >= 13 else []
-        command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, *compression_flags, f"-I{csrc}", *codes]
+        command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, *compression_flags, f"-I{csrc}", *arch_flags]
         steps = []
         for source, log in zip(self.sources, self.logs(folder), strict=True):
             steps.append(compile_step(log.stem, os.path.relpath(source, folder), command, log.name))
@@ -277,30 +280,30 @@ def isa_suffix(source: Path) -> str:
 
 
 def find_nvcc() -> Path:
-    """Return nvcc of $CUDA_HOME or $CUDA_PATH if one of them is set; else of PATH, else of TOOLKIT."""
-    named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
-    home = os.environ[named] if named is not None else TOOLKIT
-    in_path = shutil.which("nvcc") if named is None else None
+    """Return nvcc of $CUDA_HOME or $CUDA_PATH if one of them is set; else of PATH, else of DEFAULT_TOOLKIT."""
+    variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+    home = os.environ[variable] if variable is not None else DEFAULT_TOOLKIT
+    in_path = shutil.which("nvcc") if variable is None else None
     for nvcc in ([Path(in_path)] if in_path else []) + [Path(home, "bin", "nvcc")]:
         version = nvcc_version(nvcc)
         if version and int(version.split(".")[0]) < MIN_TOOLKIT_MAJOR:
             raise NotBuiltError(f"nvcc {version} ({nvcc}) is too old", TOOLKIT_HINT)
         if version:
             return nvcc
-    if named is not None:
-        why = f"no nvcc that runs was found in {Path(home, 'bin')}: {named} is {home!r}"
-        raise NotBuiltError(why, f"{TOOLKIT_HINT} there, or correct {named},")
-    raise NotBuiltError(f"no nvcc was found (looked in CUDA_HOME, CUDA_PATH, PATH and {TOOLKIT})", TOOLKIT_HINT)
+    if variable is not None:
+        why = f"no nvcc that runs was found in {Path(home, 'bin')}: {variable} is {home!r}"
+        raise NotBuiltError(why, f"{TOOLKIT_HINT} there, or correct {variable},")
+    raise NotBuiltError(f"no nvcc was found (looked in CUDA_HOME, CUDA_PATH, PATH and {DEFAULT_TOOLKIT})", TOOLKIT_HINT)
 
 
 def nvcc_version(nvcc: Path) -> str:
     """Return the version of nvcc, such as 13.0.88; empty if the program does not run or is not nvcc."""
     try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+        process = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
     except OSError:
         return ""
-    found = re.search(r"release [\d.]+, V([\d.]+)", done.stdout)
-    return found[1] if found else ""
+    match = re.search(r"release [\d.]+, V([\d.]+)", process.stdout)
+    return match[1] if match else ""
 
 
 def visible_archs() -> str:
@@ -312,21 +315,21 @@ def visible_archs() -> str:
     count, value = ctypes.c_int(), ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return ""
-    found = set()
+    capabilities = set()
     for device in range(count.value):
         capability = []
         for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
             driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
             capability.append(value.value)
-        found.add(tuple(capability))
-    return ";".join(f"{major}{minor}" + "a" * (major >= 9) for major, minor in sorted(found))
+        capabilities.add(tuple(capability))
+    return ";".join(f"{major}{minor}" + "a" * (major >= 9) for major, minor in sorted(capabilities))
 
 
 def parse_archs(text: str) -> list[Arch]:
     """Parse architectures in the format of FUSED_TP_CUDA_ARCHS: `80;90a;100a+PTX`."""
     words = [word for word in re.split(r"[;,\s]+", text.lower()) if word]
-    found = [re.fullmatch(r"(?:sm_)?(\d+)\.?(\d[af]?)(\+ptx)?", word) for word in words]
-    archs = [Arch(match[1] + match[2], ptx=bool(match[3])) for match in found if match is not None]
+    matches = [re.fullmatch(r"(?:sm_)?(\d+)\.?(\d[af]?)(\+ptx)?", word) for word in words]
+    archs = [Arch(match[1] + match[2], ptx=bool(match[3])) for match in matches if match is not None]
     if not archs or len(archs) < len(words):
         raise SettingError(
             f"FUSED_TP_CUDA_ARCHS is {text!r}; set it to architectures like {DEFAULT_ARCHS}. +PTX embeds code "
@@ -341,7 +344,7 @@ def max_jobs() -> int:
     if not text:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not text.isdecimal() or int(text) == 0:
-        raise SettingError(f"MAX_JOBS is {text!r}; set it to how many files to compile at once, 1 or more.")
+        raise SettingError(f"MAX_JOBS is {text!r}; set it to the number of files to compile at once, 1 or more.")
     return int(text)
 
 
@@ -353,17 +356,17 @@ def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str
     """
     import fcntl  # not available on Windows, where setup.py must still print its message
 
-    limit = ["-j", str(max_jobs())] if os.environ.get("MAX_JOBS") else []
+    job_flags = ["-j", str(max_jobs())] if os.environ.get("MAX_JOBS") else []
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # another build may be running in the same folder
         fcntl.flock(lock, fcntl.LOCK_EX)
         ninja = find_ninja()
         if ninja is None:
             for step in steps:
-                check_run(["sh", "-c", step.shell], folder, environment)
+                check_run(["sh", "-c", step.shell_command], folder, environment)
             return
         (folder / "build.ninja").write_text(ninja_file(steps))
-        check_run([*ninja, *limit], folder, environment)
+        check_run([*ninja, *job_flags], folder, environment)
 
 
 def ninja_file(steps: Sequence[Step]) -> str:
@@ -373,8 +376,8 @@ def ninja_file(steps: Sequence[Step]) -> str:
     lines = ["rule run", "  command = $run", "rule compile", "  command = $run", "  depfile = $out.d", "  deps = gcc"]
     for step in steps:
         outputs = step.output + (f" | {step.log}" if step.log else "")
-        rule = "compile" if step.headers_too else "run"
-        lines += [f"build {outputs}: {rule} {names(step.inputs)}", f"  run = {step.shell.replace('$', '$$')}"]
+        rule = "compile" if step.lists_headers else "run"
+        lines += [f"build {outputs}: {rule} {names(step.inputs)}", f"  run = {step.shell_command.replace('$', '$$')}"]
     return "\n".join(lines) + "\n"
 
 
@@ -383,18 +386,18 @@ def find_ninja() -> list[str] | None:
     try:
         from ninja import BIN_DIR
     except ImportError:
-        found = shutil.which("ninja")
-        return [found] if found else None
+        path = shutil.which("ninja")
+        return [path] if path else None
     return [str(Path(BIN_DIR, "ninja"))]
 
 
 def check_run(command: list[str], folder: Path, environment: Mapping[str, str] | None) -> None:
     env = {**os.environ, **(environment or {})}
     pipe, out = subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(command, cwd=folder, env=env, stdout=pipe, stderr=out, text=True, check=False)
-    print(done.stdout, end="")
-    if done.returncode != 0:
-        raise NotBuiltError(f"`{shlex.join(command)}` failed in {folder}:\n{done.stdout[-4000:]}")
+    process = subprocess.run(command, cwd=folder, env=env, stdout=pipe, stderr=out, text=True, check=False)
+    print(process.stdout, end="")
+    if process.returncode != 0:
+        raise NotBuiltError(f"`{shlex.join(command)}` failed in {folder}:\n{process.stdout[-4000:]}")
 
 
 def replace_atomically(source: Path, destination: Path) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import triton
 
-SHIPPED = Path(__file__).with_name("compiled")  # folder of archives that a wheel may contain
-_KEPT = (".cubin", ".json")  # packed files of a compilation; the others are only for debugging
-_GROUP = "__grp__"
+SHIPPED_FOLDER = Path(__file__).with_name("compiled")  # folder of archives that a wheel may contain
+_PACKED_SUFFIXES = (".cubin", ".json")  # files of a compilation that are packed; the others are only for debugging
+_GROUP_PREFIX = "__grp__"
 
 
 def cache_folder() -> Path:
@@ -33,22 +33,22 @@ def pack(cache: Path, archive: Path) -> int:
     """Write the kernels of a cache to `archive` (.tar.xz), and return their number."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as made:
-        unfinished = Path(made.name)
-    with tarfile.open(unfinished, "w:xz", preset=6) as tar:
-        for group in sorted(cache.glob(f"*/{_GROUP}*.json")):
-            names = [name for name in json.loads(group.read_text())["child_paths"] if name.endswith(_KEPT)]
+    with tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as temporary_file:
+        unfinished_archive = Path(temporary_file.name)
+    with tarfile.open(unfinished_archive, "w:xz", preset=6) as tar:
+        for group in sorted(cache.glob(f"*/{_GROUP_PREFIX}*.json")):
+            names = [name for name in json.loads(group.read_text())["child_paths"] if name.endswith(_PACKED_SUFFIXES)]
             if not any(name.endswith(".cubin") for name in names):
                 continue  # a launcher, or another file built for this machine
-            _add(tar, f"{group.parent.name}/{group.name}", json.dumps(sorted(names)).encode())
+            _add_file(tar, f"{group.parent.name}/{group.name}", json.dumps(sorted(names)).encode())
             for name in sorted(names):
-                _add(tar, f"{group.parent.name}/{name}", (group.parent / name).read_bytes())
+                _add_file(tar, f"{group.parent.name}/{name}", (group.parent / name).read_bytes())
             count += 1
-    unfinished.replace(archive)
+    unfinished_archive.replace(archive)
     return count
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)  # no time and no owner, so that equal kernels produce equal archives
     info.size = len(content)
     tar.addfile(info, BytesIO(content))
@@ -63,49 +63,52 @@ def unpack(archive: Path, cache: Path) -> int:
     try:
         # The whole archive is decompressed first, which verifies its checksum; tarfile alone stops before the checksum.
         with tarfile.open(fileobj=BytesIO(lzma.decompress(archive.read_bytes()))) as tar:
-            files = {member.name: _content(tar, member) for member in tar if member.isfile()}
+            files = {member.name: _read_member(tar, member) for member in tar if member.isfile()}
     except (OSError, tarfile.TarError, EOFError, lzma.LZMAError) as error:
-        raise ValueError(f"{archive} is no archive of kernels ({error}).") from error
+        raise ValueError(f"{archive} is not an archive of kernels ({error}).") from error
     count = 0
-    for name, listed in files.items():
-        key, _, group = name.partition("/")
-        if not group.startswith(_GROUP) or (cache / key / group).exists():
+    for file_name, listed_names in files.items():
+        key, _, group = file_name.partition("/")
+        if not group.startswith(_GROUP_PREFIX) or (cache / key / group).exists():
             continue
         folder = cache / key
-        paths = {one: str(folder / one) for one in json.loads(listed)}
-        missing = [one for one in paths if f"{key}/{one}" not in files]
-        if missing or any(Path(one).name != one for one in (key, group, *paths)):
-            raise ValueError(f"{archive} is no archive of kernels (it names {sorted(paths)} in {key}).")
+        paths = {name: str(folder / name) for name in json.loads(listed_names)}
+        missing = [name for name in paths if f"{key}/{name}" not in files]
+        if missing or any(Path(name).name != name for name in (key, group, *paths)):
+            raise ValueError(
+                f"{archive} is not an archive of kernels: the list {group} in {key} names {sorted(paths)}."
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        for one in paths:
-            _write(folder / one, files[f"{key}/{one}"])
-        _write(folder / group, json.dumps({"child_paths": paths}).encode())  # last: Triton finds a kernel by this file
+        for name in paths:
+            _write_atomically(folder / name, files[f"{key}/{name}"])
+        # Last, because Triton finds a kernel by this file.
+        _write_atomically(folder / group, json.dumps({"child_paths": paths}).encode())
         count += 1
     return count
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
     return file.read() if file else b""
 
 
-def _write(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+def _write_atomically(path: Path, content: bytes) -> None:
+    unfinished_file = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished_file.write_bytes(content)
+    unfinished_file.replace(path)
 
 
-def install_shipped() -> int:
+def install_shipped_kernels() -> int:
     """Unpack the archives shipped with this installation, once per cache, and return the number of new kernels.
 
     A cache that cannot be written is left alone: Triton reports it when it compiles.
     """
     count = 0
-    for archive in sorted(SHIPPED.glob("*.tar.xz")) if SHIPPED.is_dir() else ():
+    for archive in sorted(SHIPPED_FOLDER.glob("*.tar.xz")) if SHIPPED_FOLDER.is_dir() else ():
         with contextlib.suppress(OSError):
             stamp = hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
-            done = cache_folder() / f"fused_tp-{stamp}"
-            if not done.exists():
+            marker = cache_folder() / f"fused_tp-{stamp}"
+            if not marker.exists():
                 count += unpack(archive, cache_folder())
-                done.touch()
+                marker.touch()
     return count

@@ -14,8 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .language import INTERPRETED
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # Triton's name of each dtype
-# Kinds of operands: dtypes, with fp32 split by how it is multiplied: "ieee", or "tf32" (tensor cores, 10-bit mantissa).
-KINDS = ("bf16", "fp16", "tf32", "ieee")
+# Kinds of operands: dtypes, with fp32 split by the precision of its products: "ieee", or "tf32" (tensor cores, with 10
+# bits of mantissa).
+OPERAND_KINDS = ("bf16", "fp16", "tf32", "ieee")
 LEAST_SHARED_BYTES = 99 << 10  # shared memory of a program on every GPU since sm_80
 
 
@@ -39,34 +40,34 @@ KNOWN_GPUS = {
     90: AssumedGpu(90, 132, 227 << 10),
     100: AssumedGpu(100, 148, 227 << 10),
 }
-_assumed: AssumedGpu | None = None
+_assumed_gpu: AssumedGpu | None = None
 
 
 @contextlib.contextmanager
 def assume_gpu(gpu: AssumedGpu) -> Iterator[None]:
     """Treat CPU tensors as tensors of `gpu` in this context, to compile for it. Kernels must not run there."""
-    global _assumed
-    before, _assumed = _assumed, gpu
+    global _assumed_gpu
+    previous_gpu, _assumed_gpu = _assumed_gpu, gpu
     try:
         yield
     finally:
-        _assumed = before
+        _assumed_gpu = previous_gpu
 
 
 def assumed_gpu() -> AssumedGpu | None:
     """Return the GPU that `assume_gpu` has set, or None."""
-    return _assumed
+    return _assumed_gpu
 
 
 def runs_kernels(device: torch.device) -> bool:
     """True if compiled kernels can be launched on tensors of `device`: a GPU, or the CPU inside `assume_gpu`."""
-    return device.type == "cuda" or _assumed is not None
+    return device.type == "cuda" or _assumed_gpu is not None
 
 
 def arch_of(device: torch.device) -> int:
-    """Architecture whose configs are used: 80, 90 or 100; 0 under the interpreter and for GPUs before sm_80."""
-    if _assumed is not None:
-        return kernel_arch(_assumed.arch)
+    """Return the architecture whose configs `device` uses: 80, 90 or 100; 0 if interpreted or before sm_80."""
+    if _assumed_gpu is not None:
+        return kernel_arch(_assumed_gpu.arch)
     if device.type != "cuda" or INTERPRETED.value:
         return 0
     properties = _properties(device.index)
@@ -82,15 +83,15 @@ def kernel_arch(capability: int) -> int:
 
 def sms_of(device: torch.device) -> int:
     """Return the number of multiprocessors; 4 on a CPU, so that interpreted launches have several programs."""
-    if _assumed is not None:
-        return _assumed.sms
+    if _assumed_gpu is not None:
+        return _assumed_gpu.sms
     return int(_properties(device.index).multi_processor_count) if device.type == "cuda" else 4
 
 
 def shared_bytes_of(device: torch.device) -> int:
     """Return the shared memory available to a program, in bytes."""
-    if _assumed is not None:
-        return _assumed.shared_bytes
+    if _assumed_gpu is not None:
+        return _assumed_gpu.shared_bytes
     return int(getattr(_properties(device.index), "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
 
 
@@ -99,8 +100,8 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
-def kind_of(dtype: torch.dtype, precision: str) -> str:
-    """Return the member of KINDS for operands of `dtype`; `precision` ("ieee" or "tf32") matters for fp32 only."""
+def operand_kind(dtype: torch.dtype, precision: str) -> str:
+    """Return the member of OPERAND_KINDS for `dtype`; `precision` ("ieee" or "tf32") matters for fp32 only."""
     return precision if dtype == torch.float32 else DTYPES[dtype]
 
 
@@ -114,8 +115,8 @@ def fits_tma(x: Tensor) -> bool:
 def tma_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
     """Return the TMA descriptor of blocks of x, which must pass `fits_tma`."""
     # torch allows any stride for a dimension of one element; TMA requires a multiple of 16 bytes.
-    row = -(-x.shape[-1] // 16) * 16
-    strides = [stride if size > 1 else row for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+    row_stride = -(-x.shape[-1] // 16) * 16
+    strides = [stride if size > 1 else row_stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))
 
 

@@ -14,13 +14,13 @@ from .cache_keys import fix_cache_keys
 
 
 def interpreter_obstacle() -> str | None:
-    """Reason why the installed numpy cannot interpret kernels, or None. Compiled kernels do not use numpy."""
+    """Return why the installed numpy cannot interpret kernels, or None. Compiled kernels do not use numpy."""
     import numpy
 
-    def version(text: str) -> tuple[int, ...]:
+    def parse_version(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
-    if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 4):
+    if parse_version(triton.__version__) < (3, 7) and parse_version(numpy.__version__) >= (2, 4):
         return (
             f"Triton {triton.__version__} interprets kernels with numpy before 2.4 only, and numpy is "
             f"{numpy.__version__}: pip install 'numpy<2.4', or Triton 3.7"
@@ -30,8 +30,8 @@ def interpreter_obstacle() -> str | None:
 
 # Read at import, when @triton.jit reads it too. (knobs.runtime.interpret is TRITON_INTERPRET=1.)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-if INTERPRETED.value and (_why := interpreter_obstacle()):
-    raise ImportError(f"{_why}.")
+if INTERPRETED.value and (_obstacle := interpreter_obstacle()):
+    raise ImportError(f"{_obstacle}.")
 
 
 @triton.jit

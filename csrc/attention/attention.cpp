@@ -90,10 +90,10 @@ class TurnCounter {
 
 }  // namespace
 
-void forward(const Forward& step, int threads, const char* isa) {
+void forward(const ForwardProblem& step, int threads, const char* isa) {
   const Shape& shape = step.shape;
   const Kernels& kernels = select_kernels(step.dtype, isa);
-  const Sizes sizes = kernels.forward_sizes(shape);
+  const BufferSizes sizes = kernels.forward_sizes(shape);
   const int64_t key_blocks = count_blocks(shape.keys, kKeys), query_blocks = count_blocks(shape.rows, kQueries);
   const int64_t total_kv_heads = shape.batch * shape.kv_heads,
                 heads_at_once = std::min<int64_t>(total_kv_heads, std::max(threads, 1));
@@ -105,26 +105,26 @@ void forward(const Forward& step, int threads, const char* isa) {
   for (int64_t first = 0; first < total_kv_heads; first += heads_at_once) {
     const int64_t count = std::min(heads_at_once, total_kv_heads - first);
     parallel_for(count * key_blocks, threads, [&](int64_t task, int worker) {
-      const KvHead at = nth_kv_head(shape, first + task / key_blocks);
-      kernels.pack_keys_forward(step, at.batch, at.head, task % key_blocks, keys + task * sizes.key_block,
+      const KvHead kv_head = nth_kv_head(shape, first + task / key_blocks);
+      kernels.pack_keys_forward(step, kv_head.batch, kv_head.head, task % key_blocks, keys + task * sizes.key_block,
                                 scratch + worker * sizes.scratch);
     });
     const int64_t tasks_per_kv_head = group * query_blocks;
     parallel_for(count * tasks_per_kv_head, threads, [&](int64_t task, int worker) {
       const int64_t number = task / tasks_per_kv_head, head = task % tasks_per_kv_head / query_blocks;
-      const KvHead at = nth_kv_head(shape, first + number);
+      const KvHead kv_head = nth_kv_head(shape, first + number);
       // Last queries first: under a causal mask they attend to the most keys, so they take longest.
-      kernels.forward_block(step, at.batch, at.head * group + head, query_blocks - 1 - task % query_blocks,
+      kernels.forward_block(step, kv_head.batch, kv_head.head * group + head, query_blocks - 1 - task % query_blocks,
                             keys + number * kv_head_bytes, scratch + worker * sizes.scratch);
     });
   }
   scratch_memory().trim();
 }
 
-void backward(const Backward& step, int threads, const char* isa) {
+void backward(const BackwardProblem& step, int threads, const char* isa) {
   const Shape& shape = step.shape;
   const Kernels& kernels = select_kernels(step.dtype, isa);
-  const Sizes sizes = kernels.backward_sizes(shape);
+  const BufferSizes sizes = kernels.backward_sizes(shape);
   const int64_t key_blocks = count_blocks(shape.keys, kKeys), query_blocks = count_blocks(shape.rows, kQueries);
   const int64_t total_kv_heads = shape.batch * shape.kv_heads,
                 heads_at_once = std::min<int64_t>(total_kv_heads, std::max(threads, 1));
@@ -140,8 +140,8 @@ void backward(const Backward& step, int threads, const char* isa) {
   for (int64_t first = 0; first < total_kv_heads; first += heads_at_once) {
     const int64_t count = std::min(heads_at_once, total_kv_heads - first);
     parallel_for(count * key_blocks, threads, [&](int64_t task, int worker) {
-      const KvHead at = nth_kv_head(shape, first + task / key_blocks);
-      kernels.pack_keys_backward(step, at.batch, at.head, task % key_blocks, keys + task * sizes.key_block,
+      const KvHead kv_head = nth_kv_head(shape, first + task / key_blocks);
+      kernels.pack_keys_backward(step, kv_head.batch, kv_head.head, task % key_blocks, keys + task * sizes.key_block,
                                  scratch + worker * sizes.scratch);
     });
     for (int64_t first_block = 0; first_block < query_blocks; first_block += kPassBlocks) {
@@ -177,8 +177,8 @@ void backward(const Backward& step, int threads, const char* isa) {
                                   worker_scratch);
             turn.advance();
           }
-          const KvHead at = nth_kv_head(shape, first + number);
-          slope_term = kernels.add_dk_dv(step, at.batch, at.head, j, worker_scratch);
+          const KvHead kv_head = nth_kv_head(shape, first + number);
+          slope_term = kernels.add_dk_dv(step, kv_head.batch, kv_head.head, j, worker_scratch);
         });
         parallel_for(count * length, threads, [&](int64_t task, int) {
           const int64_t number = task / length, i = task % length;

@@ -55,7 +55,7 @@ struct Intervals {
   const int32_t* k_indices;  // [keys]: index of each key in the whole sequence
 };
 
-struct Scores {
+struct ScoreParameters {
   double scale;
   double softcap;      // scores are capped to (-softcap, softcap); 0: no cap
   const void* slopes;  // [heads], ALiBi slopes, fp64 for fp64 inputs, else fp32; null: none
@@ -69,23 +69,23 @@ struct Scores {
 struct Problem {
   Shape shape;
   Intervals intervals;
-  Scores scores;
+  ScoreParameters score_parameters;
   DType dtype;  // dtype of q, k, v and grad_out: fp32, bf16, fp16 or fp64
   InputView q, k, v;
 };
 
-struct Forward : Problem {
+struct ForwardProblem : Problem {
   AccumulatorView weighted, highest, total;
 };
 
-struct Backward : Problem {
+struct BackwardProblem : Problem {
   InputView grad_out, lse, row_sums;
   AccumulatorView dq, dk, dv;
   void* d_slopes;  // [heads]; null if no gradient of the slopes is needed
 };
 
 // Results are bitwise identical for any number of threads. `isa`: see select_kernels.
-void forward(const Forward& step, int threads, const char* isa);
-void backward(const Backward& step, int threads, const char* isa);
+void forward(const ForwardProblem& step, int threads, const char* isa);
+void backward(const BackwardProblem& step, int threads, const char* isa);
 
 }  // namespace fused_tp::attention

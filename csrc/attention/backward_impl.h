@@ -22,7 +22,8 @@ template <class L>
 struct BackwardKeys : MemoryLayout<L> {
   using MemoryLayout<L>::MemoryLayout;
   using typename MemoryLayout<L>::Operand;
-  bool* finite = this->template take<bool>(1);  // true if K had no infinity and no NaN; k_columns has 0 in their place
+  bool* all_finite =
+      this->template take<bool>(1);  // true if K had no infinity and no NaN; k_columns has 0 in their place
   Operand* k_rows = this->take_operands(kKeys * this->dim);
   Operand* k_columns = this->take_operands(kKeys * this->dim);
   Operand* v_rows = this->take_operands(kKeys * this->v_dim);
@@ -34,7 +35,7 @@ struct BackwardQueries : MemoryLayout<L> {
   using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
   QueryBlock* rows = this->template take<QueryBlock>(1);
   // True if q and g had no infinity and no NaN; q_pairs and g_pairs have 0 in their place.
-  bool* finite = this->template take<bool>(1);
+  bool* all_finite = this->template take<bool>(1);
   Real* lse = this->take_reals(kQueries);  // times log2(e)
   Real* row_sums = this->take_reals(kQueries);
   Operand* q_lanes = this->take_operands(kQueries * this->dim);
@@ -61,28 +62,29 @@ struct BackwardScratch : MemoryLayout<L> {
 };
 
 template <class L>
-Sizes backward_sizes(const Shape& shape) {
+BufferSizes backward_sizes(const Shape& shape) {
   return {BackwardKeys<L>(shape, nullptr).end(), BackwardQueries<L>(shape, nullptr).end(),
           BackwardScratch<L>(shape, nullptr).end()};
 }
 
 template <class L>
-void pack_keys_backward(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
+void pack_keys_backward(const BackwardProblem& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
                         char* scratch) {
   const Shape& shape = step.shape;
   const BackwardKeys<L> keys(shape, key_block);
   const BackwardScratch<L> buffers(shape, scratch);
-  const int64_t at = block * kKeys, rows = shape.keys - at < kKeys ? shape.keys - at : kKeys;
-  pack_rows<L>(step.k, step.dtype, batch, kv_head, at, rows, kKeys, shape.dim, keys.k_rows);
-  const int64_t count = kKeys * padded(shape.dim);
+  const int64_t first_key = block * kKeys, rows = shape.keys - first_key < kKeys ? shape.keys - first_key : kKeys;
+  pack_rows<L>(step.k, step.dtype, batch, kv_head, first_key, rows, kKeys, shape.dim, keys.k_rows);
+  const int64_t count = kKeys * padded_dim(shape.dim);
   std::memcpy(buffers.rows, keys.k_rows, count * sizeof(*buffers.rows));
-  *keys.finite = zero_nonfinite<L>(buffers.rows, count);
+  *keys.all_finite = zero_nonfinite<L>(buffers.rows, count);
   rows_to_columns<L>(buffers.rows, kKeys, shape.dim, keys.k_columns, buffers.rows + count);
-  pack_rows<L>(step.v, step.dtype, batch, kv_head, at, rows, kKeys, shape.v_dim, keys.v_rows);
+  pack_rows<L>(step.v, step.dtype, batch, kv_head, first_key, rows, kKeys, shape.v_dim, keys.v_rows);
 }
 
 template <class L>
-void pack_queries(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block, char* scratch) {
+void pack_queries(const BackwardProblem& step, int64_t batch, int64_t head, int64_t block, char* query_block,
+                  char* scratch) {
   using Real = typename L::Real;
   const Shape& shape = step.shape;
   const BackwardQueries<L> queries(shape, query_block);
@@ -106,26 +108,26 @@ void pack_queries(const Backward& step, int64_t batch, int64_t head, int64_t blo
   const auto pack = [&](const InputView& source, int64_t dim, typename L::Operand* lanes, typename L::Operand* pairs) {
     pack_rows<L>(source, step.dtype, batch, head, rows.first_row, rows.count, kQueries, dim, buffers.rows);
     rows_to_lanes<L>(buffers.rows, kQueries, dim, lanes);
-    const bool finite = zero_nonfinite<L>(buffers.rows, kQueries * padded(dim));
+    const bool finite = zero_nonfinite<L>(buffers.rows, kQueries * padded_dim(dim));
     rows_to_pairs<L>(buffers.rows, kQueries, dim, pairs);
     return finite;
   };
   const bool q_finite = pack(step.q, shape.dim, queries.q_lanes, queries.q_pairs);
-  *queries.finite = pack(step.grad_out, shape.v_dim, queries.g_lanes, queries.g_pairs) && q_finite;
-  std::memset(queries.dq, 0, kQueries * padded(shape.dim) * sizeof(Real));
+  *queries.all_finite = pack(step.grad_out, shape.v_dim, queries.g_lanes, queries.g_pairs) && q_finite;
+  std::memset(queries.dq, 0, kQueries * padded_dim(shape.dim) * sizeof(Real));
 }
 
 template <class L>
 void zero_dk_dv(const Shape& shape, char* scratch) {
   const BackwardScratch<L> buffers(shape, scratch);
-  std::memset(buffers.dk, 0, kKeys * padded(shape.dim) * sizeof(typename L::Real));
-  std::memset(buffers.dv, 0, kKeys * padded(shape.v_dim) * sizeof(typename L::Real));
+  std::memset(buffers.dk, 0, kKeys * padded_dim(shape.dim) * sizeof(typename L::Real));
+  std::memset(buffers.dv, 0, kKeys * padded_dim(shape.v_dim) * sizeof(typename L::Real));
   std::memset(buffers.slope, 0, L::kWidth * sizeof(typename L::Real));
 }
 
 // Computes P^T and dS^T from S^T and G^T.
 template <class L, bool kLinear, bool kNeedsMask, bool kDropout>
-void compute_p_and_ds(const Backward& step, const ScoreFunction<L>& score_function, int64_t batch, int64_t head,
+void compute_p_and_ds(const BackwardProblem& step, const ScoreFunction<L>& score_function, int64_t batch, int64_t head,
                       const BackwardQueries<L>& queries, const KeySpan& span, const BackwardScratch<L>& buffers) {
   using Vector = typename L::Vector;
   const QueryBlock& rows = *queries.rows;
@@ -134,7 +136,7 @@ void compute_p_and_ds(const Backward& step, const ScoreFunction<L>& score_functi
     const auto starts = L::load_integers(rows.starts + v), stops = L::load_integers(rows.stops + v);
     const auto places = L::load_integers(rows.places + v);
     const Vector lse = L::load(queries.lse + v), row_sums = L::load(queries.row_sums + v);
-    DropoutFactors<L> dropout(step.scores, batch, head, rows.indices + v);
+    DropoutFactors<L> dropout(step.score_parameters, batch, head, rows.indices + v);
     for (int64_t r = span.low; r < span.high; r += 2) {
       Vector p[2], ds[2];
       for (int i = 0; i < 2; ++i) {
@@ -175,9 +177,9 @@ void compute_p_and_ds(const Backward& step, const ScoreFunction<L>& score_functi
 }
 
 template <class L, bool kLinear, bool kNeedsMask>
-void compute_p_and_ds(const Backward& step, const ScoreFunction<L>& score_function, int64_t batch, int64_t head,
+void compute_p_and_ds(const BackwardProblem& step, const ScoreFunction<L>& score_function, int64_t batch, int64_t head,
                       const BackwardQueries<L>& queries, const KeySpan& span, const BackwardScratch<L>& buffers) {
-  if (step.scores.dropout) {
+  if (step.score_parameters.dropout) {
     compute_p_and_ds<L, kLinear, kNeedsMask, true>(step, score_function, batch, head, queries, span, buffers);
   } else {
     compute_p_and_ds<L, kLinear, kNeedsMask, false>(step, score_function, batch, head, queries, span, buffers);
@@ -203,16 +205,16 @@ void add_nonfinite(const Shape& shape, const KeySpan& span, const BackwardKeys<L
       if (rows.starts[i] > key || key >= rows.stops[i]) continue;
       const Real p = L::value(buffers.p[r * kQueries + i]), ds = L::value(buffers.ds[r * kQueries + i]);
       for (int64_t d = 0; d < shape.v_dim; ++d)
-        add(buffers.dv[r * padded(shape.v_dim) + d], p, lane(queries.g_lanes, d, i));
+        add(buffers.dv[r * padded_dim(shape.v_dim) + d], p, lane(queries.g_lanes, d, i));
       for (int64_t d = 0; d < shape.dim; ++d) {
-        add(buffers.dk[r * padded(shape.dim) + d], ds, lane(queries.q_lanes, d, i));
-        add(queries.dq[d * kQueries + i], ds, keys.k_rows[r * padded(shape.dim) + d]);
+        add(buffers.dk[r * padded_dim(shape.dim) + d], ds, lane(queries.q_lanes, d, i));
+        add(queries.dq[d * kQueries + i], ds, keys.k_rows[r * padded_dim(shape.dim) + d]);
       }
     }
 }
 
 template <class L>
-void backward_pair(const Backward& step, int64_t batch, int64_t head, int64_t block, const char* key_block,
+void backward_pair(const BackwardProblem& step, int64_t batch, int64_t head, int64_t block, const char* key_block,
                    char* query_block, char* scratch) {
   const Shape& shape = step.shape;
   const BackwardKeys<L> keys(shape, const_cast<char*>(key_block));
@@ -220,8 +222,8 @@ void backward_pair(const Backward& step, int64_t batch, int64_t head, int64_t bl
   const BackwardScratch<L> buffers(shape, scratch);
   const KeySpan span(*queries.rows, block, shape.keys);
   if (!span.is_used) return;
-  const int64_t width = padded(shape.dim), v_width = padded(shape.v_dim), count = span.high - span.low;
-  const ScoreFunction<L> score_function(step.scores, head);
+  const int64_t width = padded_dim(shape.dim), v_width = padded_dim(shape.v_dim), count = span.high - span.low;
+  const ScoreFunction<L> score_function(step.score_parameters, head);
   multiply<L, false>(keys.k_rows + span.low * width, width, count, queries.q_lanes, kQueries * L::kPair, kQueries,
                      width / L::kPair, buffers.s + span.low * kQueries, kQueries);
   multiply<L, false>(keys.v_rows + span.low * v_width, v_width, count, queries.g_lanes, kQueries * L::kPair, kQueries,
@@ -243,36 +245,37 @@ void backward_pair(const Backward& step, int64_t batch, int64_t head, int64_t bl
                     kQueries / L::kPair, buffers.dk + span.low * width, width);
   multiply<L, true>(keys.k_columns + span.low, kKeys, width, buffers.ds_pairs + span.low * kQueries,
                     kQueries * L::kPair, kQueries, count / L::kPair, queries.dq, kQueries);
-  if (!*keys.finite || !*queries.finite) add_nonfinite<L>(shape, span, keys, queries, buffers);
+  if (!*keys.all_finite || !*queries.all_finite) add_nonfinite<L>(shape, span, keys, queries, buffers);
 }
 
 template <class L>
-double add_dk_dv(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch) {
+double add_dk_dv(const BackwardProblem& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch) {
   using Real = typename L::Real;
   const Shape& shape = step.shape;
   const BackwardScratch<L> buffers(shape, scratch);
-  const int64_t at = block * kKeys, rows = shape.keys - at < kKeys ? shape.keys - at : kKeys;
+  const int64_t first_key = block * kKeys, rows = shape.keys - first_key < kKeys ? shape.keys - first_key : kKeys;
   const auto add = [&](const AccumulatorView& sum, const Real* terms, int64_t dim, Real factor) {
     Real* to = static_cast<Real*>(sum.data) + batch * sum.strides.batch + kv_head * sum.strides.head;
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t d = 0; d < dim; ++d) to[(at + r) * sum.strides.row + d] += terms[r * padded(dim) + d] * factor;
+      for (int64_t d = 0; d < dim; ++d)
+        to[(first_key + r) * sum.strides.row + d] += terms[r * padded_dim(dim) + d] * factor;
   };
-  add(step.dk, buffers.dk, shape.dim, static_cast<Real>(step.scores.scale));
+  add(step.dk, buffers.dk, shape.dim, static_cast<Real>(step.score_parameters.scale));
   add(step.dv, buffers.dv, shape.v_dim, Real(1));
   return static_cast<double>(L::sum(L::load(buffers.slope)));
 }
 
 template <class L>
-void add_dq(const Backward& step, int64_t batch, int64_t head, int64_t, char* query_block) {
+void add_dq(const BackwardProblem& step, int64_t batch, int64_t head, int64_t, char* query_block) {
   using Real = typename L::Real;
   const BackwardQueries<L> queries(step.shape, query_block);
   const QueryBlock& rows = *queries.rows;
   const Strides& strides = step.dq.strides;
   Real* const first = static_cast<Real*>(step.dq.data) + batch * strides.batch + head * strides.head;
-  Real *to[kQueries] = {}, ones[kQueries];
+  Real *output_rows[kQueries] = {}, ones[kQueries];
   for (int i = 0; i < kQueries; ++i) ones[i] = 1;
-  for (int i = 0; i < rows.count; ++i) to[i] = first + (rows.first_row + i) * strides.row;
-  add_columns<L>(queries.dq, step.shape.dim, ones, static_cast<Real>(step.scores.scale), to);
+  for (int i = 0; i < rows.count; ++i) output_rows[i] = first + (rows.first_row + i) * strides.row;
+  add_columns<L>(queries.dq, step.shape.dim, ones, static_cast<Real>(step.score_parameters.scale), output_rows);
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ template <class L>
 struct ForwardKeys : MemoryLayout<L> {
   using MemoryLayout<L>::MemoryLayout;
   using typename MemoryLayout<L>::Operand;
-  bool* finite = this->template take<bool>(1);  // true if V had no infinity and no NaN, so none was replaced by 0
+  bool* all_finite = this->template take<bool>(1);  // true if V had no infinity and no NaN, so none was replaced by 0
   Operand* k = this->take_operands(kKeys * this->dim);    // layout `rows` of pack.h
   Operand* v = this->take_operands(kKeys * this->v_dim);  // layout `columns`
 };
@@ -45,21 +45,21 @@ struct ForwardScratch : MemoryLayout<L> {
 };
 
 template <class L>
-Sizes forward_sizes(const Shape& shape) {
+BufferSizes forward_sizes(const Shape& shape) {
   return {ForwardKeys<L>(shape, nullptr).end(), 0, ForwardScratch<L>(shape, nullptr).end()};
 }
 
 template <class L>
-void pack_keys_forward(const Forward& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
+void pack_keys_forward(const ForwardProblem& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
                        char* scratch) {
   const Shape& shape = step.shape;
   const ForwardKeys<L> keys(shape, key_block);
   const ForwardScratch<L> buffers(shape, scratch);
-  const int64_t at = block * kKeys, rows = shape.keys - at < kKeys ? shape.keys - at : kKeys;
-  pack_rows<L>(step.k, step.dtype, batch, kv_head, at, rows, kKeys, shape.dim, keys.k);
-  pack_rows<L>(step.v, step.dtype, batch, kv_head, at, rows, kKeys, shape.v_dim, buffers.rows);
-  *keys.finite = zero_nonfinite<L>(buffers.rows, kKeys * padded(shape.v_dim));
-  rows_to_columns<L>(buffers.rows, kKeys, shape.v_dim, keys.v, buffers.rows + kKeys * padded(shape.v_dim));
+  const int64_t first_key = block * kKeys, rows = shape.keys - first_key < kKeys ? shape.keys - first_key : kKeys;
+  pack_rows<L>(step.k, step.dtype, batch, kv_head, first_key, rows, kKeys, shape.dim, keys.k);
+  pack_rows<L>(step.v, step.dtype, batch, kv_head, first_key, rows, kKeys, shape.v_dim, buffers.rows);
+  *keys.all_finite = zero_nonfinite<L>(buffers.rows, kKeys * padded_dim(shape.v_dim));
+  rows_to_columns<L>(buffers.rows, kKeys, shape.v_dim, keys.v, buffers.rows + kKeys * padded_dim(shape.v_dim));
 }
 
 // Converts the products S^T to scores in place, with -inf for keys outside a query's interval.
@@ -67,7 +67,7 @@ template <class L, bool kLinear>
 void compute_scores(const Problem& step, const ScoreFunction<L>& score_function, const QueryBlock& rows,
                     const KeySpan& span, typename L::Real* s) {
   using Vector = typename L::Vector;
-  const Vector hidden = L::broadcast(-INFINITY);
+  const Vector masked_score = L::broadcast(-INFINITY);
   for (int v = 0; v < kQueries; v += L::kWidth) {
     const auto starts = L::load_integers(rows.starts + v), stops = L::load_integers(rows.stops + v);
     const auto places = L::load_integers(rows.places + v);
@@ -80,7 +80,7 @@ void compute_scores(const Problem& step, const ScoreFunction<L>& score_function,
         const int32_t index = score_function.has_slope && key < step.shape.keys ? step.intervals.k_indices[key] : 0;
         x = score_function.score(x, score_function.has_slope ? L::distance(places, index) : L::zero(), cap_derivative);
       }
-      if (span.needs_mask) x = L::select(L::in_interval(starts, stops, key), x, hidden);
+      if (span.needs_mask) x = L::select(L::in_interval(starts, stops, key), x, masked_score);
       L::store(at, x);
     }
   }
@@ -89,14 +89,14 @@ void compute_scores(const Problem& step, const ScoreFunction<L>& score_function,
 // Multiplies O^T by one factor per query.
 template <class L>
 inline void rescale_output(typename L::Vector factor, int64_t v_dim, typename L::Real* o) {
-  for (int64_t d = 0; d < padded(v_dim); ++d) L::store(o + d * kQueries, L::load(o + d * kQueries) * factor);
+  for (int64_t d = 0; d < padded_dim(v_dim); ++d) L::store(o + d * kQueries, L::load(o + d * kQueries) * factor);
 }
 
 // Online softmax: P^T = exp2(factor S^T - highest). Updates `highest`, `total` and, if rescaled, O^T.
 template <class L, bool kDropout>
-void update_softmax(const Forward& step, int64_t batch, int64_t head, const QueryBlock& rows, const KeySpan& span,
-                    typename L::Vector factor, const ForwardScratch<L>& buffers, typename L::Real* highest,
-                    typename L::Real* total) {
+void update_softmax(const ForwardProblem& step, int64_t batch, int64_t head, const QueryBlock& rows,
+                    const KeySpan& span, typename L::Vector factor, const ForwardScratch<L>& buffers,
+                    typename L::Real* highest, typename L::Real* total) {
   using Vector = typename L::Vector;
   const Vector minus_infinity = L::broadcast(-INFINITY);
   for (int v = 0; v < kQueries; v += L::kWidth) {
@@ -115,7 +115,7 @@ void update_softmax(const Forward& step, int64_t batch, int64_t head, const Quer
       L::store(highest + v, base);
     }
     base = L::select(L::equal(base, minus_infinity), L::zero(), base);
-    DropoutFactors<L> dropout(step.scores, batch, head, rows.indices + v);
+    DropoutFactors<L> dropout(step.score_parameters, batch, head, rows.indices + v);
     for (int64_t r = span.low; r < span.high; r += 2) {
       Vector p[2];
       for (int i = 0; i < 2; ++i) {
@@ -135,8 +135,8 @@ void update_softmax(const Forward& step, int64_t batch, int64_t head, const Quer
 // O^T += V^T P^T for the infinities and NaN that zero_nonfinite removed from V, but only for queries whose interval
 // contains their key.
 template <class L>
-void add_nonfinite(const Forward& step, int64_t batch, int64_t kv_head, const QueryBlock& rows, const KeySpan& span,
-                   const ForwardScratch<L>& buffers) {
+void add_nonfinite(const ForwardProblem& step, int64_t batch, int64_t kv_head, const QueryBlock& rows,
+                   const KeySpan& span, const ForwardScratch<L>& buffers) {
   for (int64_t r = span.low; r < span.high && span.begin + r < step.shape.keys; ++r) {
     const int64_t key = span.begin + r, in_pair = r % L::kPair;
     read_row<L>(step.v, step.dtype, batch, kv_head, key, step.shape.v_dim, buffers.rows);
@@ -149,16 +149,17 @@ void add_nonfinite(const Forward& step, int64_t batch, int64_t kv_head, const Qu
 }
 
 template <class L>
-void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t block, char* key_blocks, char* scratch) {
+void forward_block(const ForwardProblem& step, int64_t batch, int64_t head, int64_t block, char* key_blocks,
+                   char* scratch) {
   using Real = typename L::Real;
   using Vector = typename L::Vector;
   const Shape& shape = step.shape;
   const QueryBlock rows(step, block);
   if (rows.any_stop <= rows.any_start) return;
   const ForwardScratch<L> buffers(shape, scratch);
-  const ScoreFunction<L> score_function(step.scores, head);
+  const ScoreFunction<L> score_function(step.score_parameters, head);
   const size_t key_bytes = ForwardKeys<L>(shape, nullptr).end();
-  const int64_t width = padded(shape.dim);
+  const int64_t width = padded_dim(shape.dim);
   pack_rows<L>(step.q, step.dtype, batch, head, rows.first_row, rows.count, kQueries, shape.dim, buffers.rows);
   rows_to_lanes<L>(buffers.rows, kQueries, shape.dim, buffers.q);
 
@@ -172,7 +173,7 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
     before[i] = i < rows.count ? state_highest[i * step.highest.strides.row] * static_cast<Real>(kLog2E)
                                : static_cast<Real>(-INFINITY);
   std::memcpy(highest, before, sizeof highest);
-  std::memset(buffers.o, 0, padded(shape.v_dim) * kQueries * sizeof(Real));
+  std::memset(buffers.o, 0, padded_dim(shape.v_dim) * kQueries * sizeof(Real));
 
   for (int64_t j = rows.any_start / kKeys; j * kKeys < rows.any_stop; ++j) {
     const KeySpan span(rows, j, shape.keys);
@@ -186,14 +187,14 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
       compute_scores<L, true>(step, score_function, rows, span, buffers.s);
     }
     const Vector factor = score_function.is_linear ? score_function.factor : L::broadcast(1);
-    if (step.scores.dropout) {
+    if (step.score_parameters.dropout) {
       update_softmax<L, true>(step, batch, head, rows, span, factor, buffers, highest, total);
     } else {
       update_softmax<L, false>(step, batch, head, rows, span, factor, buffers, highest, total);
     }
-    multiply<L, true>(keys.v + span.low, kKeys, padded(shape.v_dim), buffers.p + span.low * kQueries,
+    multiply<L, true>(keys.v + span.low, kKeys, padded_dim(shape.v_dim), buffers.p + span.low * kQueries,
                       kQueries * L::kPair, kQueries, (span.high - span.low) / L::kPair, buffers.o, kQueries);
-    if (!*keys.finite) add_nonfinite<L>(step, batch, head / (shape.heads / shape.kv_heads), rows, span, buffers);
+    if (!*keys.all_finite) add_nonfinite<L>(step, batch, head / (shape.heads / shape.kv_heads), rows, span, buffers);
   }
 
   for (int v = 0; v < kQueries; v += L::kWidth) {
@@ -201,16 +202,16 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
     const Vector base = L::select(L::equal(block_max, minus_infinity), L::zero(), block_max);
     L::store(keep + v, L::exp2(L::load(before + v) - base));
   }
-  Real* to[kQueries] = {};
+  Real* output_rows[kQueries] = {};
   for (int i = 0; i < rows.count; ++i) {
     if (rows.starts[i] >= rows.stops[i]) continue;
     Real& sum = state_total[i * step.total.strides.row];
     sum = sum * keep[i] + total[i];
     // Write only maxima that have grown: multiplying by log2(e) and back by ln 2 would change the last bits of others.
     if (highest[i] != before[i]) state_highest[i * step.highest.strides.row] = highest[i] * static_cast<Real>(kLn2);
-    to[i] = at(step.weighted) + i * step.weighted.strides.row;
+    output_rows[i] = at(step.weighted) + i * step.weighted.strides.row;
   }
-  add_columns<L>(buffers.o, shape.v_dim, keep, Real(1), to);
+  add_columns<L>(buffers.o, shape.v_dim, keep, Real(1), output_rows);
 }
 
 }  // namespace

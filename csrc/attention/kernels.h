@@ -15,35 +15,35 @@ constexpr int kKeys = 64;     // keys per block
 constexpr size_t kAlignment = 64;
 
 // Bytes of a packed block of keys or queries, and of one thread's scratch memory, for problems of one shape.
-struct Sizes {
+struct BufferSizes {
   size_t key_block, query_block, scratch;
 };
 
 struct Kernels {
   const char* isa;
-  Sizes (*forward_sizes)(const Shape& shape);
-  Sizes (*backward_sizes)(const Shape& shape);
+  BufferSizes (*forward_sizes)(const Shape& shape);
+  BufferSizes (*backward_sizes)(const Shape& shape);
 
-  void (*pack_keys_forward)(const Forward& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
+  void (*pack_keys_forward)(const ForwardProblem& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
                             char* scratch);
   // Updates the softmax state of one block of queries with all keys.
-  void (*forward_block)(const Forward& step, int64_t batch, int64_t head, int64_t block, char* key_blocks,
+  void (*forward_block)(const ForwardProblem& step, int64_t batch, int64_t head, int64_t block, char* key_blocks,
                         char* scratch);
 
-  void (*pack_keys_backward)(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
-                             char* scratch);
-  void (*pack_queries)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block,
+  void (*pack_keys_backward)(const BackwardProblem& step, int64_t batch, int64_t kv_head, int64_t block,
+                             char* key_block, char* scratch);
+  void (*pack_queries)(const BackwardProblem& step, int64_t batch, int64_t head, int64_t block, char* query_block,
                        char* scratch);
   // Zeroes dk, dv and the slope gradient of one block of keys in `scratch`.
   void (*zero_dk_dv)(const Shape& shape, char* scratch);
   // Backward of one block of queries and one block of keys: adds to dk, dv and the slope gradient in `scratch`, and to
   // dq in `query_block`.
-  void (*backward_pair)(const Backward& step, int64_t batch, int64_t head, int64_t block, const char* key_block,
+  void (*backward_pair)(const BackwardProblem& step, int64_t batch, int64_t head, int64_t block, const char* key_block,
                         char* query_block, char* scratch);
   // Adds dk and dv in `scratch` to the caller's tensors. Returns the slope gradient, a term of d_slopes[head].
-  double (*add_dk_dv)(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch);
+  double (*add_dk_dv)(const BackwardProblem& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch);
   // Adds dq in `query_block` to the caller's tensor.
-  void (*add_dq)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block);
+  void (*add_dq)(const BackwardProblem& step, int64_t batch, int64_t head, int64_t block, char* query_block);
 };
 
 // Returns the fastest table for this dtype that this CPU supports. `isa` (if empty: FUSED_TP_ISA) limits the

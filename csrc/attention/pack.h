@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kPadding = 16;
 
-constexpr int64_t padded(int64_t dim) { return (dim + kPadding - 1) / kPadding * kPadding; }
+constexpr int64_t padded_dim(int64_t dim) { return (dim + kPadding - 1) / kPadding * kPadding; }
 
 template <class L>
 inline void convert_row(const void* source, DType dtype, int64_t dim, typename L::Operand* row) {
@@ -58,7 +58,7 @@ inline bool is_finite(typename L::Operand x) {
 // interval are added afterwards (add_nonfinite).
 template <class L>
 inline bool zero_nonfinite(typename L::Operand* values, int64_t count) {
-  // The flag is as wide as the values; otherwise compilers do not vectorise the loop.
+  // The flag is as wide as the values; otherwise compilers do not vectorize the loop.
   using Flag =
       std::conditional_t<sizeof(*values) == 2, uint16_t, std::conditional_t<sizeof(*values) == 4, uint32_t, uint64_t>>;
   Flag found = 0;
@@ -87,11 +87,11 @@ inline void prefetch(const void* memory, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(static_cast<const char*>(memory) + i);
 }
 
-// Packs rows [first, first + rows) of one head as [block_rows][padded(dim)].
+// Packs rows [first, first + rows) of one head as [block_rows][padded_dim(dim)].
 template <class L>
 inline void pack_rows(const InputView& source, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
                       int64_t block_rows, int64_t dim, typename L::Operand* packed) {
-  const int64_t width = padded(dim);
+  const int64_t width = padded_dim(dim);
   for (int64_t r = 0; r < rows; ++r) {
     typename L::Operand* row = packed + r * width;
     if (r + kPrefetchRows < rows)
@@ -167,13 +167,13 @@ inline LaneStep<L>* as_lane_steps(typename L::Operand* p) {
 template <class L>
 inline void rows_to_lanes(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
                           typename L::Operand* lanes) {
-  transpose<L>(as_lane_steps<L>(rows), block_rows, padded(dim) / L::kPair, as_lane_steps<L>(lanes));
+  transpose<L>(as_lane_steps<L>(rows), block_rows, padded_dim(dim) / L::kPair, as_lane_steps<L>(lanes));
 }
 
 template <class L>
 inline void rows_to_pairs(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
                           typename L::Operand* pairs) {
-  const int64_t width = padded(dim);
+  const int64_t width = padded_dim(dim);
   if constexpr (L::kPair == 1) {
     std::memcpy(pairs, rows, block_rows * width * sizeof(*rows));
   } else {
@@ -185,12 +185,12 @@ inline void rows_to_pairs(const typename L::Operand* rows, int64_t block_rows, i
   }
 }
 
-// Converts rows to columns, by way of pairs in `pairs`: [block_rows * padded(dim)] operands.
+// Converts rows to columns, by way of pairs in `pairs`: [block_rows * padded_dim(dim)] operands.
 template <class L>
 inline void rows_to_columns(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
                             typename L::Operand* columns, typename L::Operand* pairs) {
   rows_to_pairs<L>(rows, block_rows, dim, pairs);
-  transpose<L>(as_lane_steps<L>(pairs), block_rows / L::kPair, padded(dim), as_lane_steps<L>(columns));
+  transpose<L>(as_lane_steps<L>(pairs), block_rows / L::kPair, padded_dim(dim), as_lane_steps<L>(columns));
 }
 
 // Divides the memory of a block, or a thread's scratch memory. Members of derived classes take consecutive 64-byte
@@ -201,7 +201,7 @@ class MemoryLayout {
   using Real = typename L::Real;
   using Operand = typename L::Operand;
   MemoryLayout(const Shape& shape, char* memory)
-      : dim(padded(shape.dim)), v_dim(padded(shape.v_dim)), next_(reinterpret_cast<uintptr_t>(memory)) {}
+      : dim(padded_dim(shape.dim)), v_dim(padded_dim(shape.v_dim)), next_(reinterpret_cast<uintptr_t>(memory)) {}
   uintptr_t end() const { return next_; }
 
  protected:

@@ -85,15 +85,15 @@ struct ScoreFunction {
   bool has_slope;
   Vector slope;  // -slope * log2(e)
 
-  ScoreFunction(const Scores& scores, int64_t head) {
-    has_cap = scores.softcap != 0;
-    has_slope = scores.slopes != nullptr;
-    is_linear = !has_cap && !has_slope && scores.scale > 0;
-    factor = L::broadcast(static_cast<Real>(scores.scale * kLog2E));
-    scale = has_cap ? L::broadcast(static_cast<Real>(scores.scale / scores.softcap)) : factor;
-    cap = L::broadcast(static_cast<Real>(scores.softcap * kLog2E));
+  ScoreFunction(const ScoreParameters& parameters, int64_t head) {
+    has_cap = parameters.softcap != 0;
+    has_slope = parameters.slopes != nullptr;
+    is_linear = !has_cap && !has_slope && parameters.scale > 0;
+    factor = L::broadcast(static_cast<Real>(parameters.scale * kLog2E));
+    scale = has_cap ? L::broadcast(static_cast<Real>(parameters.scale / parameters.softcap)) : factor;
+    cap = L::broadcast(static_cast<Real>(parameters.softcap * kLog2E));
     slope = L::zero();
-    if (has_slope) slope = L::broadcast(static_cast<Real>(-kLog2E * static_cast<const Real*>(scores.slopes)[head]));
+    if (has_slope) slope = L::broadcast(static_cast<Real>(-kLog2E * static_cast<const Real*>(parameters.slopes)[head]));
   }
 
   // Returns the score of a product; with a cap, sets `cap_derivative`.
@@ -117,24 +117,24 @@ class DropoutFactors {
   using Vector = typename L::Vector;
   using Integers = typename L::Integers;
 
-  DropoutFactors(const Scores& scores, int64_t batch, int64_t head, const int32_t* q_indices)
-      : scores_(scores),
+  DropoutFactors(const ScoreParameters& parameters, int64_t batch, int64_t head, const int32_t* q_indices)
+      : parameters_(parameters),
         queries_(L::load_integers(q_indices)),
-        head_(static_cast<uint32_t>(scores.first_head + head)),
+        head_(static_cast<uint32_t>(parameters.first_head + head)),
         batch_(static_cast<uint32_t>(batch)),
-        keep_factor_(L::broadcast(static_cast<typename L::Real>(scores.keep_factor))) {}
+        keep_factor_(L::broadcast(static_cast<typename L::Real>(parameters.keep_factor))) {}
 
   // Returns keep_factor or 0 per query, for the key with this index.
   Vector factor(int32_t k_index) {
     if (k_index / 4 != cached_quarter_) generate(cached_quarter_ = k_index / 4);
-    return L::select(L::at_least(words_[k_index % 4], scores_.dropout_threshold), keep_factor_, L::zero());
+    return L::select(L::at_least(words_[k_index % 4], parameters_.dropout_threshold), keep_factor_, L::zero());
   }
 
  private:
   void generate(int32_t quarter) {
     const Integers zero = queries_ ^ queries_;
     Integers c0 = zero + quarter, c1 = queries_, c2 = zero + to_lane(head_), c3 = zero + to_lane(batch_);
-    uint32_t key0 = static_cast<uint32_t>(scores_.seed), key1 = static_cast<uint32_t>(scores_.seed >> 32);
+    uint32_t key0 = static_cast<uint32_t>(parameters_.seed), key1 = static_cast<uint32_t>(parameters_.seed >> 32);
     for (int round = 0; round < 10; ++round) {
       Integers high0{}, low0{}, high2{}, low2{};
       L::multiply_wide(c0, 0xD2511F53u, high0, low0);
@@ -151,7 +151,7 @@ class DropoutFactors {
   // Zero-extends 32 bits to the width of a lane, which is 64 bits for fp64.
   static typename L::Integer to_lane(uint32_t x) { return static_cast<typename L::Integer>(x); }
 
-  const Scores& scores_;
+  const ScoreParameters& parameters_;
   Integers queries_;
   uint32_t head_, batch_;
   Vector keep_factor_;

@@ -43,41 +43,41 @@ T parse_struct(const py::bytes& packed, const char* name) {
 
 DType to_dtype(int number);
 
-// Conversion of an argument: `Given` is the type that Python passes for a C++ parameter of type T, and `convert`
+// Conversion of an argument: `PythonType` is the type that Python passes for a C++ parameter of type T, and `convert`
 // returns the T. Specializations convert addresses to pointers and numbers to enums.
 template <typename T>
 struct Argument {
-  using Given = T;
-  static T convert(T given) { return given; }
+  using PythonType = T;
+  static T convert(T argument) { return argument; }
 };
 template <typename T>
 struct Argument<T*> {
-  using Given = Address;
-  static T* convert(Address given) { return pointer<T>(given); }
+  using PythonType = Address;
+  static T* convert(Address argument) { return pointer<T>(argument); }
 };
 template <typename T>
 struct Argument<T&> {
-  using Given = T&;
-  static T& convert(T& given) { return given; }
+  using PythonType = T&;
+  static T& convert(T& argument) { return argument; }
 };
 template <>
 struct Argument<DType> {
-  using Given = int;
-  static DType convert(int given) { return to_dtype(given); }
+  using PythonType = int;
+  static DType convert(int argument) { return to_dtype(argument); }
 };
 
-// Wraps a function or method for pybind11: the wrapper takes the Given type of each parameter.
+// Wraps a function or method for pybind11: the wrapper takes the PythonType of each parameter.
 template <typename Result, typename... Parameters>
 auto wrap(Result (*function)(Parameters...)) {
-  return [function](typename Argument<Parameters>::Given... given) {
-    return function(Argument<Parameters>::convert(given)...);
+  return [function](typename Argument<Parameters>::PythonType... arguments) {
+    return function(Argument<Parameters>::convert(arguments)...);
   };
 }
 
 template <typename Class, typename Result, typename... Parameters>
 auto wrap(Result (Class::*method)(Parameters...)) {
-  return [method](Class& self, typename Argument<Parameters>::Given... given) {
-    return (self.*method)(Argument<Parameters>::convert(given)...);
+  return [method](Class& self, typename Argument<Parameters>::PythonType... arguments) {
+    return (self.*method)(Argument<Parameters>::convert(arguments)...);
   };
 }
 

@@ -26,33 +26,33 @@ using Range = std::pair<Address, size_t>;  // (address, bytes)
 
 template <>
 struct Argument<copy_engine::Memory> {
-  using Given = Range;
-  static copy_engine::Memory convert(const Range& given) {
-    return {static_cast<driver::DeviceAddress>(given.first), given.second};
+  using PythonType = Range;
+  static copy_engine::Memory convert(const Range& argument) {
+    return {static_cast<driver::DeviceAddress>(argument.first), argument.second};
   }
 };
 template <>
 struct Argument<std::vector<copy_engine::Memory>> {
-  using Given = std::vector<Range>;
-  static std::vector<copy_engine::Memory> convert(const Given& given) {
-    std::vector<copy_engine::Memory> found;
-    for (const Range& range : given) found.push_back(Argument<copy_engine::Memory>::convert(range));
-    return found;
+  using PythonType = std::vector<Range>;
+  static std::vector<copy_engine::Memory> convert(const PythonType& argument) {
+    std::vector<copy_engine::Memory> memories;
+    for (const Range& range : argument) memories.push_back(Argument<copy_engine::Memory>::convert(range));
+    return memories;
   }
 };
 template <>
 struct Argument<const std::vector<copy_engine::Memory>&> : Argument<std::vector<copy_engine::Memory>> {};
 template <>
 struct Argument<std::optional<driver::Stream>> {
-  using Given = std::optional<Address>;
-  static std::optional<driver::Stream> convert(Given given) {
-    return given ? std::optional(pointer<CUstream_st>(*given)) : std::nullopt;
+  using PythonType = std::optional<Address>;
+  static std::optional<driver::Stream> convert(PythonType argument) {
+    return argument ? std::optional(pointer<CUstream_st>(*argument)) : std::nullopt;
   }
 };
 template <>
 struct Argument<copy_engine::Op> {
-  using Given = int;
-  static copy_engine::Op convert(int given) { return static_cast<copy_engine::Op>(given); }
+  using PythonType = int;
+  static copy_engine::Op convert(int argument) { return static_cast<copy_engine::Op>(argument); }
 };
 
 namespace {
@@ -99,14 +99,14 @@ using nccl::Transfer;
 
 // Returns an owner of the communicator that destroys it without the GIL, which the destructor may hold or not. The
 // destruction waits for ops in flight, and other Python threads must be able to run meanwhile.
-std::shared_ptr<Communicator> destroy_without_gil(std::shared_ptr<Communicator> made) {
-  Communicator* const raw = made.get();
-  return std::shared_ptr<Communicator>(raw, [kept = std::move(made)](Communicator*) mutable {
+std::shared_ptr<Communicator> destroy_without_gil(std::shared_ptr<Communicator> communicator) {
+  Communicator* const raw = communicator.get();
+  return std::shared_ptr<Communicator>(raw, [owner = std::move(communicator)](Communicator*) mutable {
     if (Py_IsInitialized() && PyGILState_Check()) {
       py::gil_scoped_release release;
-      kept.reset();
+      owner.reset();
     } else {
-      kept.reset();
+      owner.reset();
     }
   });
 }
@@ -140,14 +140,14 @@ std::shared_ptr<Communicator> create_communicator(const std::shared_ptr<nccl::Li
 using Transfers = std::vector<std::tuple<int, Address, size_t>>;  // (peer, address, bytes)
 
 std::vector<Transfer> to_transfers(const Transfers& sends, const Transfers& receives) {
-  std::vector<Transfer> found;
+  std::vector<Transfer> all_transfers;
   const auto add = [&](const Transfers& transfers, Transfer::Kind kind) {
     for (const auto& [peer, address, bytes] : transfers)
-      if (bytes > 0) found.push_back({kind, peer, pointer<>(address), bytes});
+      if (bytes > 0) all_transfers.push_back({kind, peer, pointer<>(address), bytes});
   };
   add(sends, Transfer::kSend);
   add(receives, Transfer::kReceive);
-  return found;
+  return all_transfers;
 }
 
 void bind_communicator(py::module_& m) {
@@ -243,14 +243,14 @@ void bind_copy_engine(py::module_& m) {
              require(gather_bytes >= 0 && scatter_bytes >= 0, "sizes must not be negative");
              require(streams.empty() || streams.size() >= (addresses.size() > 1 ? 3 : 2),
                      "streams must be empty, or the watchdog's stream, a send stream and one or more pull streams");
-             std::vector<Stream> given;
-             for (const Address stream : streams) given.push_back(to_stream(stream));
+             std::vector<Stream> stream_handles;
+             for (const Address stream : streams) stream_handles.push_back(to_stream(stream));
              auto driver = Driver::open(library);
              require(driver->has_stream_memory_ops(device),
                      "this device does not support 64-bit stream memory operations");
              return Holder(new Workspace(std::move(driver), device, rank,
                                          std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
-                                         gather_bytes, scatter_bytes, std::move(given)));
+                                         gather_bytes, scatter_bytes, std::move(stream_handles)));
            }),
            "library"_a, "device"_a, "rank"_a, "addresses"_a, "gather_bytes"_a, "scatter_bytes"_a,
            "streams"_a = std::vector<Address>(), "owner"_a = py::none(), NoGil(), py::keep_alive<1, 9>(),
@@ -288,7 +288,7 @@ void bind_copy_engine(py::module_& m) {
       .def("release", wrap(&Workspace::release), "stream"_a, "scatter"_a, NoGil())
       .def("finish", wrap(&Workspace::finish), "call"_a, "stream"_a, "results"_a, NoGil(),
            "Ends a call. If it fails, `results`, each (address, bytes), become NaN.")
-      .def("quiet", wrap(&Workspace::quiet), "seconds"_a, NoGil(),
+      .def("wait_idle", wrap(&Workspace::wait_idle), "seconds"_a, NoGil(),
            "Waits for at most `seconds`. Returns True if all enqueued work has completed.")
       .def(
           "slot", [](Workspace& self, int scatter, int sender) { return self.layout().slot(scatter, sender); },
@@ -311,7 +311,7 @@ using cuda::Workspace;
 
 Algorithm to_algorithm(int number) {
   if (number < static_cast<int>(Algorithm::kOneShot) || number > static_cast<int>(Algorithm::kMultimem))
-    throw py::value_error("unknown algorithm number " + std::to_string(number));
+    throw py::value_error("the algorithm number is " + std::to_string(number) + "; it must be 0 to 2");
   return static_cast<Algorithm>(number);
 }
 
@@ -319,18 +319,18 @@ Algorithm to_algorithm(int number) {
 
 template <>
 struct Argument<Algorithm> {
-  using Given = int;
-  static Algorithm convert(int given) { return to_algorithm(given); }
+  using PythonType = int;
+  static Algorithm convert(int argument) { return to_algorithm(argument); }
 };
 template <>
 struct Argument<const Workspace*> {
-  using Given = const Workspace&;
-  static const Workspace* convert(const Workspace& given) { return &given; }
+  using PythonType = const Workspace&;
+  static const Workspace* convert(const Workspace& argument) { return &argument; }
 };
 template <>
 struct Argument<cuda::Bias> {
-  using Given = std::pair<Address, int64_t>;
-  static cuda::Bias convert(const Given& given) { return {pointer<>(given.first), given.second}; }
+  using PythonType = std::pair<Address, int64_t>;
+  static cuda::Bias convert(const PythonType& argument) { return {pointer<>(argument.first), argument.second}; }
 };
 
 // A temporary that converts to a pointer to its struct. It lives until the end of the full expression, so until the
@@ -342,16 +342,16 @@ struct TemporaryStruct {
 };
 template <>
 struct Argument<const cuda::AllToAllLayout*> {
-  using Given = const std::array<int64_t, 9>&;  // the members in order
-  static TemporaryStruct<cuda::AllToAllLayout> convert(Given l) {
+  using PythonType = const std::array<int64_t, 9>&;  // the members in order
+  static TemporaryStruct<cuda::AllToAllLayout> convert(PythonType l) {
     return {{l[0], l[1], l[2], l[3], l[4], l[5], l[6], l[7], l[8]}};
   }
 };
 template <>
 struct Argument<const cuda::RmsNorm*> {
   // (residual, weight, normed, new_residual, rows, columns, eps)
-  using Given = const std::tuple<Address, Address, Address, Address, int64_t, int64_t, double>&;
-  static TemporaryStruct<cuda::RmsNorm> convert(Given n) {
+  using PythonType = const std::tuple<Address, Address, Address, Address, int64_t, int64_t, double>&;
+  static TemporaryStruct<cuda::RmsNorm> convert(PythonType n) {
     return {{pointer<>(std::get<0>(n)), pointer<>(std::get<1>(n)), pointer<>(std::get<2>(n)), pointer<>(std::get<3>(n)),
              std::get<4>(n), std::get<5>(n), std::get<6>(n)}};
   }
@@ -367,7 +367,7 @@ class DeviceKernels {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) throw std::runtime_error("The device kernels could not be loaded: " + last_error());
     const auto launchers = reinterpret_cast<decltype(&fused_tp_launchers)>(dlsym(library, "fused_tp_launchers"));
-    if (launchers == nullptr) throw std::runtime_error(path + " is no library of device kernels: " + last_error());
+    if (launchers == nullptr) throw std::runtime_error(path + " is not a library of device kernels: " + last_error());
     launchers_ = launchers();
     if (launchers_->abi_version != cuda::kAbiVersion)
       throw std::runtime_error("The device kernels in " + path + " have interface version " +
@@ -379,8 +379,8 @@ class DeviceKernels {
   // while the launch queue of the GPU is full.
   template <typename... Parameters>
   static auto launching(const char* op, int32_t (*Launchers::*launcher)(Parameters...)) {
-    return [op, launcher](const DeviceKernels& self, typename Argument<Parameters>::Given... given) {
-      const int32_t error = (self.launchers_->*launcher)(Argument<Parameters>::convert(given)...);
+    return [op, launcher](const DeviceKernels& self, typename Argument<Parameters>::PythonType... arguments) {
+      const int32_t error = (self.launchers_->*launcher)(Argument<Parameters>::convert(arguments)...);
       if (error != 0)
         throw std::runtime_error(std::string(op) + " could not be launched: " + self.launchers_->error_string(error) +
                                  " (CUDA error " + std::to_string(error) + ").");
@@ -462,7 +462,7 @@ void bind_gpu(py::module_& m) {
   bind_communicator(m);
   bind_copy_engine(m);
   bind_kernels(m);
-  m.def("device_plan", &device_plan, "op"_a, "algorithm"_a, "count"_a, "chunk"_a, "dtype"_a, "world"_a, "most"_a,
+  m.def("device_plan", &device_plan, "op"_a, "algorithm"_a, "count"_a, "chunk"_a, "dtype"_a, "world"_a, "max_blocks"_a,
         "Returns (blocks to launch, bytes of the smallest workspace for them).");
 }
 

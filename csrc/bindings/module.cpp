@@ -20,7 +20,9 @@
 namespace fused_tp::bindings {
 
 DType to_dtype(int number) {
-  if (number < 0 || number >= kNumDTypes) throw py::value_error("unknown dtype number " + std::to_string(number));
+  if (number < 0 || number >= kNumDTypes)
+    throw py::value_error("the dtype number is " + std::to_string(number) + "; it must be 0 to " +
+                          std::to_string(kNumDTypes - 1));
   return static_cast<DType>(number);
 }
 
@@ -185,7 +187,7 @@ void bind_group(py::module_& m) {
           "Begins the next call. `reuse`: first wait for peers that are still in calls that this rank has ended, so "
           "that "
           "the workspace can reuse their memory.")
-      .def("settled", &Group::settled, "True if `begin` with `reuse` would not wait for peers.", NoGil())
+      .def("is_settled", &Group::is_settled, "True if `begin` with `reuse` would not wait for peers.", NoGil())
       .def(
           "begin_in",
           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims,
@@ -221,10 +223,10 @@ void bind_collectives(py::module_& m) {
   m.def("isa", [] { return shm::kernels().isa; }, "Instruction set of the kernels of collectives on this CPU.");
   m.def(
       "isa_of",
-      [](const CpuFeatures& features, const std::string& asked) {
-        return shm::select_kernels(select_isa(features, asked)).isa;
+      [](const CpuFeatures& features, const std::string& limit) {
+        return shm::select_kernels(select_isa(features, limit)).isa;
       },
-      "features"_a, "asked"_a = "", "Instruction set that `isa` returns on a CPU with these features (GCC's names).");
+      "features"_a, "limit"_a = "", "Instruction set that `isa` returns on a CPU with these features (GCC's names).");
   m.def(
       "sum_arrays",
       [](Address out, const std::vector<Address>& sources, size_t count, int dtype) {
@@ -296,13 +298,13 @@ attention::Problem make_problem(int dtype, const std::array<int64_t, 7>& shape, 
   problem.intervals = {pointer<const int32_t>(rows[0]), pointer<const int32_t>(rows[1]),
                        pointer<const int32_t>(rows[2]), pointer<const int32_t>(rows[3]),
                        pointer<const int32_t>(rows[4])};
-  problem.scores.scale = scale;
-  problem.scores.softcap = softcap;
-  problem.scores.slopes = pointer<>(slopes);
+  problem.score_parameters.scale = scale;
+  problem.score_parameters.softcap = softcap;
+  problem.score_parameters.slopes = pointer<>(slopes);
   if (dropout) {
-    problem.scores.dropout = true;
-    std::tie(problem.scores.dropout_threshold, problem.scores.keep_factor, problem.scores.seed,
-             problem.scores.first_head) = *dropout;
+    problem.score_parameters.dropout = true;
+    std::tie(problem.score_parameters.dropout_threshold, problem.score_parameters.keep_factor,
+             problem.score_parameters.seed, problem.score_parameters.first_head) = *dropout;
   }
   problem.dtype = to_dtype(dtype);
   require(element_size(problem.dtype) >= 2 && static_cast<int>(problem.dtype) <= static_cast<int>(DType::kF64),

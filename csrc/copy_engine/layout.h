@@ -13,10 +13,10 @@ namespace fused_tp::copy_engine {
 constexpr int kChannels = 2;  // per kind: while receivers read one, senders fill the other
 constexpr int64_t kAlignment = 256;
 
-constexpr int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr int64_t align_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// kGather: a rank copies its shard to its own stage, from which all peers copy it. kScatter: a rank copies a block to
-// its slot in the receiver's workspace.
+// kGather: a rank copies its shard to its staging buffer, from which all peers copy it. kScatter: a rank copies a block
+// to its slot in the receiver's workspace.
 enum class ChannelKind { kGather = 0, kScatter = 1 };
 
 struct Channel {
@@ -28,7 +28,7 @@ class Layout {
  public:
   // gather_bytes, scatter_bytes: size of the largest shard and of the largest block.
   constexpr Layout(int world, int64_t gather_bytes, int64_t scatter_bytes)
-      : world_(world), stage_bytes_(aligned(gather_bytes)), slot_bytes_(aligned(scatter_bytes)) {}
+      : world_(world), stage_bytes_(align_up(gather_bytes)), slot_bytes_(align_up(scatter_bytes)) {}
 
   constexpr int world() const { return world_; }
   constexpr int64_t stage_bytes() const { return stage_bytes_; }
@@ -37,7 +37,7 @@ class Layout {
 
   // Indices of words. ready_word, free_word: 1 if the message from `sender` has arrived, or if `receiver` has taken the
   // previous one.
-  constexpr int gate_word(int which) const { return which; }
+  constexpr int gate_word(int gate) const { return gate; }
   constexpr int ready_word(Channel channel, int sender) const { return flag_word(channel, 0, sender); }
   constexpr int free_word(Channel channel, int receiver) const { return flag_word(channel, 1, receiver); }
   // Number of words in arrays that are passed to kernels: an even number, so that all arrays are aligned to 16 bytes.
@@ -67,7 +67,7 @@ class Layout {
 
   // Byte offsets of data.
   constexpr int64_t stage(int index) const {
-    return aligned(8 * static_cast<int64_t>(total_words())) + index * stage_bytes_;
+    return align_up(8 * static_cast<int64_t>(total_words())) + index * stage_bytes_;
   }
   constexpr int64_t slot(int index, int sender) const {
     return stage(kChannels) + (static_cast<int64_t>(index) * world_ + sender) * slot_bytes_;
@@ -75,8 +75,8 @@ class Layout {
 
  private:
   constexpr int message_words() const { return 2 * kChannels * 2 * world_; }
-  constexpr int flag_word(Channel channel, int which, int peer) const {
-    return first_flag_word() + ((static_cast<int>(channel.kind) * kChannels + channel.index) * 2 + which) * world_ +
+  constexpr int flag_word(Channel channel, int flag, int peer) const {
+    return first_flag_word() + ((static_cast<int>(channel.kind) * kChannels + channel.index) * 2 + flag) * world_ +
            peer;
   }
 

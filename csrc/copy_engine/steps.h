@@ -81,7 +81,7 @@ constexpr int host_words(int world) { return expired_word(world) + 1; }
 constexpr uint64_t wait_begun(uint64_t call) { return 2 * call + 1; }
 constexpr uint64_t wait_ended(uint64_t call) { return 2 * call + 2; }
 
-constexpr uint64_t held_at_gate(uint64_t passage, int which) { return 8 * passage + (which == 0 ? 1 : 3); }
+constexpr uint64_t held_at_gate(uint64_t passage, int gate) { return 8 * passage + (gate == 0 ? 1 : 3); }
 constexpr uint64_t passed_gates(uint64_t passage) { return 8 * passage + 4; }
 
 // Values of a gate word: kOpen, or closed_by(rank).
@@ -124,14 +124,15 @@ class Protocol {
   }
 
   // Gather for a kernel that waits for shards itself: steps of the caller's stream before the kernel. If `keep_own`,
-  // also copies this rank's shard to `own`.
-  void offer(Steps& steps, int index, uint64_t call, Location shard, Location own, int64_t bytes, bool keep_own) const {
+  // also copies this rank's shard to `own_destination`.
+  void offer(Steps& steps, int index, uint64_t call, Location shard, Location own_destination, int64_t bytes,
+             bool keep_own) const {
     for (int peer = 0; peer < world(); ++peer) {
       steps.push_back(write_step(rank_, layout_.arrived_word(index, peer), 0));
       steps.push_back(write_step(rank_, layout_.order_word(index) + peer, 0));
     }
     stage(steps, index, call, shard, bytes);
-    if (keep_own) copy(steps, shard, own, bytes);
+    if (keep_own) copy(steps, shard, own_destination, bytes);
     steps.push_back(write_step(rank_, layout_.copies_begin_word(index), 1));
   }
   // In the first pull stream, before all copies.
@@ -173,9 +174,9 @@ class Protocol {
 
   // Two gates at the end of a call. `passage` numbers the calls of this function; a replayed graph repeats its numbers.
   void pass_gates(Steps& steps, uint64_t passage, bool is_captured) const {
-    for (int which = 0; which < 2; ++which) {
-      steps.push_back(report_step(kGateProgress, held_at_gate(passage, which)));
-      steps.push_back(wait_step(rank_, layout_.gate_word(which)));
+    for (int gate = 0; gate < 2; ++gate) {
+      steps.push_back(report_step(kGateProgress, held_at_gate(passage, gate)));
+      steps.push_back(wait_step(rank_, layout_.gate_word(gate)));
     }
     steps.push_back(report_step(kGateProgress, passed_gates(passage)));
     if (!is_captured) steps.push_back(report_step(passed_word(world()), passage));
@@ -185,8 +186,7 @@ class Protocol {
 
   void close_all_gates(Steps& steps) const {
     for (int peer = 0; peer < world(); ++peer)
-      for (int which = 0; which < 2; ++which)
-        steps.push_back(write_step(peer, layout_.gate_word(which), closed_by(rank_)));
+      for (int gate = 0; gate < 2; ++gate) steps.push_back(write_step(peer, layout_.gate_word(gate), closed_by(rank_)));
   }
 
   // Sets every word for which this rank's streams may wait, as if all data had arrived. Repeat it while streams run.
@@ -195,12 +195,11 @@ class Protocol {
       steps.push_back(write_step(rank_, word, 1));
   }
 
-  // For a call that is held at gate `which`: close the other gate; if `which` is 0, fill the call's results; then open
-  // gate `which`.
-  void close_other_gate(Steps& steps, int which) const {
-    steps.push_back(write_step(rank_, layout_.gate_word(1 - which), closed_by(rank_)));
+  // For a call that is held at `gate`: close the other gate; if `gate` is 0, fill the call's results; then open `gate`.
+  void close_other_gate(Steps& steps, int gate) const {
+    steps.push_back(write_step(rank_, layout_.gate_word(1 - gate), closed_by(rank_)));
   }
-  void open_gate(Steps& steps, int which) const { steps.push_back(write_step(rank_, layout_.gate_word(which), kOpen)); }
+  void open_gate(Steps& steps, int gate) const { steps.push_back(write_step(rank_, layout_.gate_word(gate), kOpen)); }
 
  private:
   int world() const { return layout_.world(); }

@@ -52,11 +52,11 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
       ones_offset_(8 * static_cast<size_t>(host_words(protocol.layout().world()))),
       closed_offset_(ones_offset_ + 8 * static_cast<size_t>(protocol.layout().flag_words())),
       gates_offset_(closed_offset_ + 8),
-      nan_offset_(static_cast<size_t>(aligned(static_cast<int64_t>(gates_offset_ + 16)))),
+      nan_offset_(static_cast<size_t>(align_up(static_cast<int64_t>(gates_offset_ + 16)))),
       pinned_(driver_, device, nan_offset_ + kNanBytes),
       rescue_(rescue),
       deadlines_(static_cast<size_t>(progress_words(protocol.layout().world()))),
-      forks_(count_forks()),
+      fork_count_(count_forks()),
       is_lost_(static_cast<size_t>(protocol.layout().world())) {
   char* data = static_cast<char*>(pinned_.data());
   auto* words = reinterpret_cast<uint64_t*>(data);
@@ -73,10 +73,11 @@ StreamWatchdog::~StreamWatchdog() {
   }
   try {
     Driver::ContextGuard guard(*driver_, device_);
-    const auto until = Clock::now() + kCloseSeconds;
-    while (!was_stopped && has_work_in_flight() && Clock::now() < until) {
+    const auto deadline = Clock::now() + kCloseSeconds;
+    while (!was_stopped && has_work_in_flight() && Clock::now() < deadline) {
       // Nobody reads the results of calls that still run, and streams that wait forever would block the device.
-      if (failure() == Failure::kNone) abort("this rank closed its copy engine while calls were in flight");
+      if (failure() == Failure::kNone)
+        abort("Rank " + std::to_string(protocol_.rank()) + " closed its copy engine while calls were in flight.");
       std::this_thread::sleep_for(kRescuePoll);
     }
     is_stuck = has_work_in_flight() || !driver_->is_idle(rescue_);
@@ -88,7 +89,7 @@ StreamWatchdog::~StreamWatchdog() {
 }
 
 void StreamWatchdog::stop() {
-  if (count_forks() != forks_) return;
+  if (count_forks() != fork_count_) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     is_stopping_ = true;
@@ -97,7 +98,7 @@ void StreamWatchdog::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-void StreamWatchdog::expect(uint64_t passage, std::vector<Memory> results, bool is_captured) {
+void StreamWatchdog::register_results(uint64_t passage, std::vector<Memory> results, bool is_captured) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_captured)
     captured_results_[passage] = std::move(results);
@@ -115,7 +116,7 @@ void StreamWatchdog::abort(const std::string& why) {
   if (is_stopping_) return;
   if (failure() == Failure::kNone && abort_reason_.empty()) abort_reason_ = why;
   changed_.notify_all();
-  changed_.wait_for(lock, kCloseSeconds, [this] { return gates_closed_ || is_stopping_; });
+  changed_.wait_for(lock, kCloseSeconds, [this] { return are_gates_closed_ || is_stopping_; });
 }
 
 std::string StreamWatchdog::sentence() const {
@@ -144,8 +145,9 @@ void StreamWatchdog::run() {
       if (failure() != Failure::kNone)
         return;  // the process is exiting, or the device has failed: nothing more can be done
       std::lock_guard<std::mutex> lock(mutex_);
-      sentence_ = std::string("the watchdog of its streams has failed: ") + error.what() + ".";
-      gates_closed_ = true;  // so that `abort` does not wait
+      sentence_ =
+          "The watchdog of the streams of rank " + std::to_string(protocol_.rank()) + " failed: " + error.what() + ".";
+      are_gates_closed_ = true;  // so that `abort` does not wait
       failure_.store(Failure::kAborted, std::memory_order_release);
       changed_.notify_all();
       return;
@@ -201,20 +203,20 @@ microseconds StreamWatchdog::poll(int64_t now_ns) {
 std::string StreamWatchdog::timeout_message(int number, uint64_t call, int64_t waited_ns, bool is_lost) const {
   const int world = protocol_.layout().world();
   const std::string this_rank = "rank " + std::to_string(protocol_.rank());
-  const std::string in = " for " + seconds_text(waited_ns) + " s";
-  if (number == kGateProgress) return "R" + this_rank.substr(1) + " waited at the end of a call" + in + ".";
-  const int way = (number - 1) / world;
+  const std::string duration = " for " + seconds_text(waited_ns) + " s";
+  if (number == kGateProgress) return "R" + this_rank.substr(1) + " waited at the end of a call" + duration + ".";
+  const int wait_kind = (number - 1) / world;
   std::vector<int> peers;
   for (int peer = 0; peer < world; ++peer) {
-    const int other = 1 + way * world + peer;
+    const int other = 1 + wait_kind * world + peer;
     if (other == number || (!is_lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
   }
   // The graphs of `offer` are launched for many calls, and report call number 0.
   const std::string count = call / 8 > 0 ? ", call " + std::to_string(call / 8) : "";
-  std::string what = op_name(call) + count + ": " + this_rank + " waited" + in;
-  if (way == static_cast<int>(Wait::kSend))
-    return what + " until " + rank_list(peers) + " had taken what was sent before.";
-  return what + " for the data of " + rank_list(peers) + ".";
+  const std::string text = op_name(call) + count + ": " + this_rank + " waited" + duration;
+  if (wait_kind == static_cast<int>(Wait::kSend))
+    return text + " until " + rank_list(peers) + " had received the data sent before.";
+  return text + " for the data of " + rank_list(peers) + ".";
 }
 
 // Detects peers that have given up. It never waits: one round starts a copy of the gates to pinned memory, and a later
@@ -232,10 +234,10 @@ void StreamWatchdog::read_gates(int64_t now_ns) {
   if (!driver_->is_idle(rescue_)) return;
   is_reading_gates_ = false;
   const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_offset_);
-  for (int which = 0; which < 2; ++which) {
-    if (gates[which] <= kOpen) continue;
-    const GateClosure closure = GateClosure::from_value(gates[which]);
-    return fail(closure, "Rank " + std::to_string(closure.rank) + " told rank " + std::to_string(protocol_.rank()) +
+  for (int gate = 0; gate < 2; ++gate) {
+    if (gates[gate] <= kOpen) continue;
+    const GateClosure closure = GateClosure::from_value(gates[gate]);
+    return fail(closure, "Rank " + std::to_string(closure.rank) + " notified rank " + std::to_string(protocol_.rank()) +
                              (closure.why == Failure::kTimeout ? " that it has timed out."
                               : closure.why == Failure::kLost  ? " that it has lost a peer."
                                                                : " that it has given up."));
@@ -254,11 +256,11 @@ void StreamWatchdog::fail(const GateClosure& closure, const std::string& sentenc
   write(steps);
   // Wait until all gates are closed. Setting words earlier would signal data that peers still accept as valid.
   const double seconds = std::clamp(timeout_seconds_.load(std::memory_order_relaxed), kMinGateSeconds, kMaxGateSeconds);
-  const auto until = Clock::now() + std::chrono::duration<double>(seconds);
+  const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
   while (!finish_writes()) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_stopping_) return;
-    if (Clock::now() < until) continue;
+    if (Clock::now() < deadline) continue;
     // The streams are left waiting. If they continued, they would send invalid data that peers accept.
     is_stuck_ = true;
     sentence_ += " The gates of the group's calls could not be closed within " +
@@ -269,7 +271,7 @@ void StreamWatchdog::fail(const GateClosure& closure, const std::string& sentenc
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    gates_closed_ = true;  // also if closing has timed out, so that `abort` does not wait
+    are_gates_closed_ = true;  // also if closing has timed out, so that `abort` does not wait
   }
   changed_.notify_all();
 }
@@ -294,16 +296,16 @@ bool StreamWatchdog::rescue() {
   const uint64_t progress = load_word(kGateProgress) & ~driver::GraphDeadline::kSeenBit;
   drop_passed(progress);
   if (progress % 2 == 1) {
-    const int which = progress % 8 == held_at_gate(0, 0) ? 0 : 1;
-    Steps shut, open;
-    protocol_.close_other_gate(shut, which);
-    protocol_.open_gate(open, which);
-    write(shut);
+    const int gate = progress % 8 == held_at_gate(0, 0) ? 0 : 1;
+    Steps close_steps, open_steps;
+    protocol_.close_other_gate(close_steps, gate);
+    protocol_.open_gate(open_steps, gate);
+    write(close_steps);
     if (!finish_writes()) return true;
-    if (which == 0)
+    if (gate == 0)
       for (const Memory& memory : find_results(progress / 8)) fill_with_nan(memory);
     if (!finish_writes()) return true;
-    write(open);
+    write(open_steps);
   }
   finish_writes();
   return true;

@@ -67,10 +67,10 @@ class StreamWatchdog {
   // Sets the timeout of all waits from now on.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
   // Registers the results of a call before its passage of the gates is enqueued. They become NaN if the call fails.
-  // captured: the passage is part of a graph, so it may happen several times.
-  void expect(uint64_t passage, std::vector<Memory> results, bool is_captured);
+  // is_captured: the passage is part of a graph, so it may happen several times.
+  void register_results(uint64_t passage, std::vector<Memory> results, bool is_captured);
 
-  // Tells the watchdog that the process of `rank` has exited: waits for it time out soon, unless its data is in flight.
+  // Reports that the process of `rank` has exited: waits for it time out soon, unless its data is in flight.
   void lose(int rank);
   // Gives up, and closes the gates of all ranks, so that the peers give up too. Returns once the gates are closed.
   void abort(const std::string& why);
@@ -119,7 +119,7 @@ class StreamWatchdog {
   bool is_reading_gates_ = false;
   bool is_stuck_ = false;  // closing the gates has timed out; used by the watchdog's thread only
   int64_t gates_read_ns_ = 0;
-  uint32_t forks_;
+  uint32_t fork_count_;
 
   std::atomic<double> timeout_seconds_{600};
   std::vector<std::atomic<bool>> is_lost_;  // by rank: true if its process has exited
@@ -129,8 +129,8 @@ class StreamWatchdog {
   mutable std::mutex mutex_;  // guards the members from here to captured_results_
   std::condition_variable changed_;
   std::string sentence_;
-  std::string abort_reason_;   // of an `abort` that the thread has not handled yet; else empty
-  bool gates_closed_ = false;  // true once all gates are closed, or could not be closed (is_stuck_)
+  std::string abort_reason_;       // of an `abort` that the thread has not handled yet; else empty
+  bool are_gates_closed_ = false;  // true once all gates are closed, or could not be closed (is_stuck_)
   bool is_stopping_ = false;
   struct Passage {
     uint64_t number;

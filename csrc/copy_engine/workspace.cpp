@@ -56,9 +56,9 @@ std::vector<Stream> Workspace::make_streams() {
   return streams;
 }
 
-bool Workspace::quiet(double seconds) {
+bool Workspace::wait_idle(double seconds) {
   const Driver::ContextGuard guard(*driver_, device_);
-  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   const auto all_idle = [this] {
     const std::lock_guard<std::mutex> lock(watchdog_.capture_mutex());
     return std::all_of(streams_.begin() + 1, streams_.end(),
@@ -66,7 +66,7 @@ bool Workspace::quiet(double seconds) {
   };
   while (true) {
     if (has_passed_gates() && all_idle()) return true;
-    if (std::chrono::steady_clock::now() >= until) return false;
+    if (std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
@@ -76,7 +76,7 @@ Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
   watchdog_.set_timeout(timeout_seconds);
   wait_for_last_call(stream);
   Call call;
-  call.number = call_number(++calls_, op);
+  call.number = call_number(++call_count_, op);
   return call;
 }
 
@@ -110,7 +110,7 @@ void Workspace::enqueue(Stream stream, AddSteps&& add_steps) {
 template <typename Work>
 void Workspace::launch_repeated(std::vector<uint64_t> key, const std::vector<Stream>& streams,
                                 const std::vector<Stream>& capture_streams, Work&& enqueue_work) {
-  if (graphs_.size() == kMaxGraphs && quiet(0)) graphs_.clear();
+  if (graphs_.size() == kMaxGraphs && wait_idle(0)) graphs_.clear();
   const auto found = graphs_.find(key);
   if (found == graphs_.end()) {
     enqueue_work(streams);
@@ -136,9 +136,9 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
     throw std::invalid_argument("a gather needs a destination for each rank's shard");
   for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
   const Driver::ContextGuard guard(*driver_, device_);
-  const int index = static_cast<int>(gathers_++ % kChannels);
-  const SharedEvent begun = record(stream);
-  driver_->wait(send_stream_, begun->get());
+  const int index = static_cast<int>(gather_count_++ % kChannels);
+  const SharedEvent begin_event = record(stream);
+  driver_->wait(send_stream_, begin_event->get());
   enqueue(send_stream_, [&] {
     protocol_.stage(steps_, index, call.number, private_location(shard), static_cast<int64_t>(shard.bytes));
   });
@@ -147,17 +147,18 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   // Pulls begin after this rank's shard is staged. A graph may run its branches in any order, and a branch that waits
   // for a peer must not delay the shard for which this peer waits. This costs no time, because the peers stage theirs
   // meanwhile.
-  const SharedEvent staged = record(send_stream_);
-  for (const Stream pull_stream : pull_streams_) driver_->wait(pull_stream, staged->get());
+  const SharedEvent staged_event = record(send_stream_);
+  for (const Stream pull_stream : pull_streams_) driver_->wait(pull_stream, staged_event->get());
   if (!driver_->is_capturing(stream)) {
     if (std::exchange(has_offer_pulls_, false)) fork_streams(pull_streams_);
     has_gather_pulls_ = true;
   }
   for (int distance = 1; distance < world; ++distance) {
     const int peer = peer_at(rank(), distance, world);
-    const Memory& place = to[static_cast<size_t>(peer)];
+    const Memory& destination = to[static_cast<size_t>(peer)];
     enqueue(pull_stream(peer), [&] {
-      protocol_.pull(steps_, index, call.number, peer, private_location(place), static_cast<int64_t>(place.bytes));
+      protocol_.pull(steps_, index, call.number, peer, private_location(destination),
+                     static_cast<int64_t>(destination.bytes));
     });
     call.arrival_events[static_cast<size_t>(peer)] = record(pull_stream(peer));
   }
@@ -176,30 +177,32 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
     throw std::invalid_argument("a gather needs a destination for each rank's shard");
   for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
   const Driver::ContextGuard guard(*driver_, device_);
-  const int index = static_cast<int>(gathers_++ % kChannels);
-  const Memory own = to[static_cast<size_t>(rank())];
+  const int index = static_cast<int>(gather_count_++ % kChannels);
+  const Memory own_destination = to[static_cast<size_t>(rank())];
   // Call number 0, because a graph reports the same number in every launch.
   const uint64_t number = call_number(0, op);
-  const auto key = [&](uint64_t which) { return std::vector<uint64_t>{which, static_cast<uint64_t>(index), number}; };
+  const auto make_key = [&](uint64_t graph) {
+    return std::vector<uint64_t>{graph, static_cast<uint64_t>(index), number};
+  };
   // Messages of a channel must be sent and pulled in the order of calls. So `stream`, which stages the shard, waits for
   // the send stream, and the first pull stream, in which graphs are launched, waits for the others.
   if (std::exchange(has_gather_pulls_, false)) {
     driver_->wait(stream, record(send_stream_)->get());
     join_streams(pull_streams_);
   }
-  std::vector<uint64_t> staged = key(0), fetched = key(1);
-  staged.insert(staged.end(), {shard.address, shard.bytes, own.address, own.bytes});
-  for (const Memory& memory : to) fetched.insert(fetched.end(), {memory.address, memory.bytes});
-  launch_repeated(std::move(staged), {stream}, {send_stream_}, [&](const std::vector<Stream>& streams) {
+  std::vector<uint64_t> stage_key = make_key(0), fetch_key = make_key(1);
+  stage_key.insert(stage_key.end(), {shard.address, shard.bytes, own_destination.address, own_destination.bytes});
+  for (const Memory& memory : to) fetch_key.insert(fetch_key.end(), {memory.address, memory.bytes});
+  launch_repeated(std::move(stage_key), {stream}, {send_stream_}, [&](const std::vector<Stream>& streams) {
     enqueue(streams[0], [&] {
-      protocol_.offer(steps_, index, number, private_location(shard), private_location(own),
-                      static_cast<int64_t>(shard.bytes), own.bytes > 0);
+      protocol_.offer(steps_, index, number, private_location(shard), private_location(own_destination),
+                      static_cast<int64_t>(shard.bytes), own_destination.bytes > 0);
     });
   });
   call.offered_channel = index;
   if (world == 1) return index;
   has_offer_pulls_ = true;
-  launch_repeated(std::move(fetched), pull_streams_, pull_streams_,
+  launch_repeated(std::move(fetch_key), pull_streams_, pull_streams_,
                   [&](const std::vector<Stream>& streams) { enqueue_fetches(streams, index, number, to); });
   return index;
 }
@@ -210,9 +213,10 @@ void Workspace::enqueue_fetches(const std::vector<Stream>& streams, int index, u
   fork_streams(streams);
   for (int distance = 1; distance < layout().world(); ++distance) {
     const int peer = peer_at(rank(), distance, layout().world());
-    const Memory& place = to[static_cast<size_t>(peer)];
+    const Memory& destination = to[static_cast<size_t>(peer)];
     enqueue(streams[static_cast<size_t>(distance - 1) % streams.size()], [&] {
-      protocol_.fetch(steps_, index, call, peer, private_location(place), static_cast<int64_t>(place.bytes));
+      protocol_.fetch(steps_, index, call, peer, private_location(destination),
+                      static_cast<int64_t>(destination.bytes));
     });
   }
   join_streams(streams);
@@ -220,8 +224,8 @@ void Workspace::enqueue_fetches(const std::vector<Stream>& streams, int index, u
 }
 
 void Workspace::fork_streams(const std::vector<Stream>& streams) {
-  const SharedEvent begun = record(streams[0]);
-  for (size_t i = 1; i < streams.size(); ++i) driver_->wait(streams[i], begun->get());
+  const SharedEvent begin_event = record(streams[0]);
+  for (size_t i = 1; i < streams.size(); ++i) driver_->wait(streams[i], begin_event->get());
 }
 
 void Workspace::join_streams(const std::vector<Stream>& streams) {
@@ -230,7 +234,7 @@ void Workspace::join_streams(const std::vector<Stream>& streams) {
 
 int Workspace::scatter() {
   for (int tries = 0; tries < kChannels; ++tries) {
-    const int index = static_cast<int>(scatters_++ % kChannels);
+    const int index = static_cast<int>(scatter_count_++ % kChannels);
     if (!std::exchange(is_scatter_open_[index], true)) return index;
   }
   throw std::logic_error("2 scatters have begun already; receive one of them before the next begins");
@@ -271,8 +275,8 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
     wait_for(call, stream, peer_at(rank(), distance, world));  // the last pull in each stream
   if (call.has_sends) driver_->wait(stream, record(send_stream_)->get());
   const bool is_captured = driver_->is_capturing(stream);
-  const uint64_t passage = ++passages_;
-  watchdog_.expect(passage, std::move(results), is_captured);
+  const uint64_t passage = ++passage_count_;
+  watchdog_.register_results(passage, std::move(results), is_captured);
   enqueue(stream, [&] {
     if (call.offered_channel >= 0) protocol_.wait_copies_done(steps_, call.offered_channel);
     protocol_.pass_gates(steps_, passage, is_captured);
@@ -288,9 +292,9 @@ void Workspace::wait_for_last_call(Stream stream) {
                                           watchdog_.word_address(passed_word(layout().world())), last_passage_}});
 }
 
-DeviceAddress Workspace::address(const Location& place) const {
-  const auto offset = static_cast<DeviceAddress>(place.offset);
-  return place.rank == kPrivate ? offset : addresses_[static_cast<size_t>(place.rank)] + offset;
+DeviceAddress Workspace::address(const Location& location) const {
+  const auto offset = static_cast<DeviceAddress>(location.offset);
+  return location.rank == kPrivate ? offset : addresses_[static_cast<size_t>(location.rank)] + offset;
 }
 
 SharedEvent Workspace::record(Stream stream) {

@@ -45,7 +45,7 @@ class Workspace {
   StreamWatchdog& watchdog() { return watchdog_; }
   bool is_forked_child() const { return driver_->is_forked_child(); }
   // Waits on the host until all enqueued work has completed, for at most `seconds`. Returns true if it has.
-  bool quiet(double seconds);
+  bool wait_idle(double seconds);
 
   // One call of an op, from `begin` to `finish`. All ranks make the same calls in the same order, with the same gathers
   // and scatters. A call may begin and end between `begin` and `finish` of another.
@@ -99,7 +99,7 @@ class Workspace {
   template <typename Work>
   void launch_repeated(std::vector<uint64_t> key, const std::vector<Stream>& streams,
                        const std::vector<Stream>& capture_streams, Work&& enqueue_work);
-  DeviceAddress address(const Location& place) const;
+  DeviceAddress address(const Location& location) const;
   SharedEvent record(Stream stream);
   Stream pull_stream(int peer) const;
   bool has_passed_gates() const { return watchdog_.load_word(passed_word(layout().world())) >= last_passage_; }
@@ -115,14 +115,14 @@ class Workspace {
   std::vector<Stream> pull_streams_;
   Steps steps_;
   std::vector<driver::MemoryOp> memory_ops_;
-  uint64_t calls_ = 0;
-  uint64_t gathers_ = 0;
-  uint64_t scatters_ = 0;
+  uint64_t call_count_ = 0;
+  uint64_t gather_count_ = 0;
+  uint64_t scatter_count_ = 0;
   SharedEvent push_events_[kChannels];    // by scatter: recorded after its last block
   bool is_scatter_open_[kChannels] = {};  // by scatter: begun and not yet received
   // Work in the pull streams since they were last ordered, outside of captures: by `gather`, and by `offer`.
   bool has_gather_pulls_ = false, has_offer_pulls_ = false;
-  uint64_t passages_ = 0;
+  uint64_t passage_count_ = 0;
   Stream last_stream_ = nullptr;
   uint64_t last_passage_ = 0;  // of calls outside of captures
   // Graphs of offers by their memory; null after the first offer, which runs without a graph.

@@ -30,16 +30,16 @@ static __global__ void __launch_bounds__(kThreads, 1)
     const Share packets = block_share(ceil_div(length, 16), job.per_block);
     return {first + packets.first * 16, first + (packets.last * 16 < length ? packets.last * 16 : length)};
   };
-  auto in_part = [&](int rank, int64_t at) {
+  auto offset_in_part = [&](int rank, int64_t at) {
     return at - (rank * job.chunk < job.count ? rank * job.chunk : job.count);
   };
-  const Share mine = share_of(call.rank());
-  const int64_t at = in_part(call.rank(), mine.first);
+  const Share own_share = share_of(call.rank());
+  const int64_t at = offset_in_part(call.rank(), own_share.first);
   bool is_valid = call.is_alive();
   if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int peer = (call.rank() + step) % call.world();
-      copy_bytes(data_at(call, peer) + plan.term_offset(call.rank()) + at, in + at, mine.last - mine.first);
+      copy_bytes(data_at(call, peer) + plan.term_offset(call.rank()) + at, in + at, own_share.last - own_share.first);
     }
     put(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(kThreads, 1)
     } else if (source == call.rank()) {
       if (out != in + at) copy_bytes(out, in + at, share.last - share.first);
     } else {
-      copy_bytes(out, data_at(call, call.rank()) + plan.term_offset(source) + in_part(source, share.first),
+      copy_bytes(out, data_at(call, call.rank()) + plan.term_offset(source) + offset_in_part(source, share.first),
                  share.last - share.first);
     }
   }

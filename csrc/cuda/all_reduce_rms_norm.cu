@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const RmsNorm& norm = job.norm;
   const Share share = block_share(norm.rows, job.per_block);
   const int64_t slot_pitch = row_pitch(norm.columns, sizeof(T));
-  const RowResults own = caller_results<T>(norm);
-  const RowArray partial = partial_rows(job, own.residual.pitch);
+  const RowResults own_results = caller_results<T>(norm);
+  const RowArray partial = partial_rows(job, own_results.residual.pitch);
   bool is_valid = call.is_alive();
   if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (is_valid) {
     const RowTerms<kWorld> terms{
         {data_at(call, call.rank()), slot_pitch, 0}, plan.term_bytes, partial, call.rank(), call.world()};
-    norm_rows<T, kWorld, kAligned>(job, share, terms, own);
+    norm_rows<T, kWorld, kAligned>(job, share, terms, own_results);
   } else {
     fill_nan_rows<T>(norm, share);
   }
@@ -53,21 +53,21 @@ __global__ void __launch_bounds__(kThreads, 1)
                                  const __grid_constant__ AllReduceRmsNorm job) {
   const Call call = begin(workspace, Op::kAllReduceRmsNorm);
   const RmsNorm& norm = job.norm;
-  const int64_t owned = ceil_div(norm.rows, call.world());
+  const int64_t owned_rows = ceil_div(norm.rows, call.world());
   // Rows of `owner` that this block handles.
   auto share_of = [&](int owner) -> Share {
-    const int64_t first = owner * owned < norm.rows ? owner * owned : norm.rows;
-    const Share share = block_share(norm.rows - first < owned ? norm.rows - first : owned, job.per_block);
+    const int64_t first = owner * owned_rows < norm.rows ? owner * owned_rows : norm.rows;
+    const Share share = block_share(norm.rows - first < owned_rows ? norm.rows - first : owned_rows, job.per_block);
     return {first + share.first, first + share.last};
   };
   const int64_t slot_pitch = row_pitch(norm.columns, sizeof(T));
-  const RowResults own = caller_results<T>(norm);
-  const RowArray partial = partial_rows(job, own.residual.pitch);
+  const RowResults own_results = caller_results<T>(norm);
+  const RowArray partial = partial_rows(job, own_results.residual.pitch);
   // Results of `owner` in its slot at `rank`.
   auto results_at = [&](int rank, int owner) -> RowResults {
     char* slot = data_at(call, rank) + plan.result_offset(owner);
-    const int64_t first = owner * owned;
-    return {{slot, slot_pitch, first}, {slot + owned * slot_pitch, slot_pitch, first}};
+    const int64_t first = owner * owned_rows;
+    return {{slot, slot_pitch, first}, {slot + owned_rows * slot_pitch, slot_pitch, first}};
   };
   auto copy_results = [&](const RowResults& to, const RowResults& from, Share rows) {
     copy_rows<sizeof(T), kAligned>(to.residual, from.residual, rows, norm.columns);
@@ -77,19 +77,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (is_valid) {
     for (int step = 1; step < call.world(); ++step) {
       const int owner = (call.rank() + step) % call.world();
-      const RowArray slot{data_at(call, owner) + plan.term_offset(call.rank()), slot_pitch, owner * owned};
+      const RowArray slot{data_at(call, owner) + plan.term_offset(call.rank()), slot_pitch, owner * owned_rows};
       copy_rows<sizeof(T), kAligned>(slot, partial, share_of(owner), norm.columns);
     }
     put(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
-      const RowArray slots{data_at(call, call.rank()), slot_pitch, call.rank() * owned};
+      const RowArray slots{data_at(call, call.rank()), slot_pitch, call.rank() * owned_rows};
       const RowTerms<kWorld> terms{slots, plan.term_bytes, partial, call.rank(), call.world()};
-      norm_rows<T, kWorld, kAligned>(job, share_of(call.rank()), terms, own);
+      norm_rows<T, kWorld, kAligned>(job, share_of(call.rank()), terms, own_results);
       __syncthreads();
       for (int step = 1; step < call.world(); ++step) {
         const int peer = (call.rank() + step) % call.world();
-        copy_results(results_at(peer, call.rank()), own, share_of(call.rank()));
+        copy_results(results_at(peer, call.rank()), own_results, share_of(call.rank()));
       }
     }
     put(call, plan, 1, is_valid);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!is_valid) {
       fill_nan_rows<T>(norm, share_of(owner));
     } else if (owner != call.rank()) {
-      copy_results(own, results_at(call.rank(), owner), share_of(owner));
+      copy_results(own_results, results_at(call.rank(), owner), share_of(owner));
     }
   }
   end(call);

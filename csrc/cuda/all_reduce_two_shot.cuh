@@ -29,13 +29,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     put(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
-      const PacketArray<T> own = out[call.rank()];
+      const PacketArray<T> own_part = out[call.rank()];
       const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, in[call.rank()]);
       const PeerSlots<kWorld> result(call, plan.result_offset(call.rank()));
-      for_packets<kSumUnroll<kWorld>>(block_share(own.packets(), job.per_block), [&](auto unroll, int64_t i) {
+      for_packets<kSumUnroll<kWorld>>(block_share(own_part.packets(), job.per_block), [&](auto unroll, int64_t i) {
         Packet total[decltype(unroll)::value];
         sum<T>(terms, job.bias, call.rank() * chunk, i, total);
-        own.store(total, i);
+        own_part.store(total, i);
 #pragma unroll
         for (int step = 1; step < result.world(); ++step) store_slot(result[step], total, i);
       });

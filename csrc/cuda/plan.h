@@ -27,7 +27,7 @@ namespace fused_tp::cuda {
 
 FUSED_TP_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t aligned(int64_t bytes) { return ceil_div(bytes, kDataAlignment) * kDataAlignment; }
+constexpr int64_t align_up(int64_t bytes) { return ceil_div(bytes, kDataAlignment) * kDataAlignment; }
 
 // Bytes at the start of a half that are reserved for begun words and flags.
 FUSED_TP_HOST_DEVICE constexpr int64_t flag_bytes(int64_t half_bytes) {
@@ -36,7 +36,8 @@ FUSED_TP_HOST_DEVICE constexpr int64_t flag_bytes(int64_t half_bytes) {
 
 // Size of the smallest workspace (both halves) with room for `flags` flags and `data` bytes of data.
 constexpr int64_t needed_bytes(int world, int64_t flags, int64_t data) {
-  return 2 * std::max(kFlagShare * aligned(8 * (world + flags)), aligned(ceil_div(data * kFlagShare, kFlagShare - 1)));
+  return 2 *
+         std::max(kFlagShare * align_up(8 * (world + flags)), align_up(ceil_div(data * kFlagShare, kFlagShare - 1)));
 }
 
 struct Plan {
@@ -76,17 +77,17 @@ constexpr Plan all_reduce_plan(Algorithm algorithm, int64_t count, int64_t eleme
   if (algorithm == Algorithm::kOneShot && world > 1) {
     plan.phases = 1;
     plan.terms = world;
-    plan.term_bytes = aligned(count * element_bytes);
+    plan.term_bytes = align_up(count * element_bytes);
   } else if (algorithm == Algorithm::kTwoShot && world > 1) {
     plan.phases = 2;
     plan.terms = plan.results = world;
-    plan.term_bytes = plan.result_bytes = aligned(owned_elements(count, element_bytes, world) * element_bytes);
+    plan.term_bytes = plan.result_bytes = align_up(owned_elements(count, element_bytes, world) * element_bytes);
   } else if (algorithm == Algorithm::kMultimem) {
     // One slot that holds the whole data: the switch adds the packets at the same offset of all ranks and writes the
     // sum there.
     plan.phases = 2;
     plan.terms = 1;
-    plan.term_bytes = aligned(owned_elements(count, element_bytes, world) * element_bytes * world);
+    plan.term_bytes = align_up(owned_elements(count, element_bytes, world) * element_bytes * world);
   }
   return plan;
 }
@@ -94,7 +95,7 @@ constexpr Plan all_reduce_plan(Algorithm algorithm, int64_t count, int64_t eleme
 // Plan for one exchange of chunks of `chunk_bytes` between all ranks: reduce-scatter, all-gather, all-to-all.
 constexpr Plan exchange_plan(int64_t chunk_bytes, int world, int blocks) {
   if (world == 1) return Plan{world, blocks};
-  return Plan{world, blocks, 1, world, 0, aligned(chunk_bytes), 0};
+  return Plan{world, blocks, 1, world, 0, align_up(chunk_bytes), 0};
 }
 
 // Bytes between rows in a slot: a multiple of 16, so that every row begins aligned.
@@ -110,11 +111,11 @@ constexpr Plan all_reduce_rms_norm_plan(Algorithm algorithm, int64_t rows, int64
   const int64_t owned_rows = algorithm == Algorithm::kOneShot ? rows : ceil_div(rows, world);
   plan.phases = 1;
   plan.terms = world;
-  plan.term_bytes = aligned(owned_rows * row_pitch(columns, element_bytes));
+  plan.term_bytes = align_up(owned_rows * row_pitch(columns, element_bytes));
   if (algorithm == Algorithm::kTwoShot) {
     plan.phases = 2;
     plan.results = world;
-    plan.result_bytes = aligned(2 * owned_rows * row_pitch(columns, element_bytes));
+    plan.result_bytes = align_up(2 * owned_rows * row_pitch(columns, element_bytes));
   }
   return plan;
 }

@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                           const __grid_constant__ ReduceScatter job) {
   const Call call = begin(workspace, Op::kReduceScatter);
   const ChunkedArray<T> in{job.in, job.count, job.chunk};
-  const PacketArray<T> own = in[call.rank()];
-  const PacketArray<T> out(job.out, own.count);
+  const PacketArray<T> own_part = in[call.rank()];
+  const PacketArray<T> out(job.out, own_part.count);
   const Share share = block_share(out.packets(), job.per_block);
   bool is_valid = call.is_alive();
   if (is_valid) {
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     put(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
-      const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, own);
+      const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, own_part);
       for_packets<kSumUnroll<kWorld>>(share, [&](auto unroll, int64_t i) {
         Packet total[decltype(unroll)::value];
         sum<T>(terms, job.bias, call.rank() * job.chunk, i, total);

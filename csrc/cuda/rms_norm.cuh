@@ -32,9 +32,9 @@ __device__ __forceinline__ float group_sum(const ThreadGroup& group, float value
   if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = value;
   __syncthreads();
   const int warps = group.threads / kWarpSize;
-  const float* mine = warp_sums + group.index() * warps;
-  value = mine[0];
-  for (int warp = 1; warp < warps; ++warp) value += mine[warp];
+  const float* group_sums = warp_sums + group.index() * warps;
+  value = group_sums[0];
+  for (int warp = 1; warp < warps; ++warp) value += group_sums[warp];
   return value;
 }
 
@@ -85,7 +85,7 @@ template <int kWorld>
 struct RowTerms {
   RowArray slots;  // rows in slot 0; slot r is r * slot_bytes behind it
   int64_t slot_bytes;
-  RowArray own;
+  RowArray own_rows;
   int rank, ranks;
   __device__ int count() const { return kWorld ? kWorld : ranks; }
 };
@@ -98,12 +98,12 @@ struct RowResults {
 // Computes new_residual and normed for rows [rows.first, rows.last).
 template <class T, int kWorld, bool kAligned>
 __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share rows, const RowTerms<kWorld>& terms,
-                                          const RowResults& own) {
+                                          const RowResults& own_results) {
   constexpr int kElements = kPacketElements<T>;
   const RmsNorm& norm = job.norm;
   const int64_t columns = norm.columns, packets = ceil_div(columns, kElements);
   const ThreadGroup group{job.group_threads};
-  const RowArray residuals{static_cast<char*>(const_cast<void*>(norm.residual)), own.residual.pitch, 0};
+  const RowArray residuals{static_cast<char*>(const_cast<void*>(norm.residual)), own_results.residual.pitch, 0};
   const char* weight = static_cast<const char*>(norm.weight);
 
   for (int64_t first = rows.first; first < rows.last; first += group.count()) {
@@ -126,9 +126,10 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
       for (int term = 0; term < terms.count(); ++term) {
         const char* slot = terms.slots[row] + term * terms.slot_bytes;
         if constexpr (kAligned) {
-          add(load_packet((term == terms.rank ? terms.own[row] : slot) + p * 16));
+          add(load_packet((term == terms.rank ? terms.own_rows[row] : slot) + p * 16));
         } else {
-          add(term == terms.rank ? load_row_packet<T, false>(terms.own[row], p, columns) : load_packet(slot + p * 16));
+          add(term == terms.rank ? load_row_packet<T, false>(terms.own_rows[row], p, columns)
+                                 : load_packet(slot + p * 16));
         }
       }
       add(load_row_packet<T, kAligned>(residuals[row], p, columns));
@@ -138,7 +139,7 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
       for (int k = 0; k < kElements; ++k) {
         if (kAligned || p * kElements + k < columns) squares = fmaf(total[k], total[k], squares);
       }
-      store_row_packet<T, kAligned>(own.residual[row], p, columns, sum);
+      store_row_packet<T, kAligned>(own_results.residual[row], p, columns, sum);
       return sum;
     };
 
@@ -159,7 +160,7 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
       unpack<T>(load_row_packet<T, kAligned>(weight, p, columns), weights);
 #pragma unroll
       for (int k = 0; k < kElements; ++k) values[k] = values[k] * inverse * weights[k];
-      store_row_packet<T, kAligned>(own.normed[row], p, columns, pack<T>(values));
+      store_row_packet<T, kAligned>(own_results.normed[row], p, columns, pack<T>(values));
     };
 #pragma unroll
     for (int k = 0; k < kCachedPackets; ++k) {
@@ -168,7 +169,7 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
     }
 #pragma unroll 1
     for (int64_t p = group.lane() + kCachedPackets * group.threads; p < last; p += group.threads) {
-      store_normed(p, load_row_packet<T, kAligned>(own.residual[row], p, columns));
+      store_normed(p, load_row_packet<T, kAligned>(own_results.residual[row], p, columns));
     }
   }
 }
@@ -196,10 +197,10 @@ __device__ __forceinline__ void copy_rows(const RowArray& to, const RowArray& fr
 
 template <class T>
 __device__ __forceinline__ void fill_nan_rows(const RmsNorm& norm, Share rows) {
-  const RowResults own = caller_results<T>(norm);
+  const RowResults own_results = caller_results<T>(norm);
   if (rows.first >= rows.last) return;
-  fill_nan(own.residual[rows.first], (rows.last - rows.first) * own.residual.pitch);
-  fill_nan(own.normed[rows.first], (rows.last - rows.first) * own.normed.pitch);
+  fill_nan(own_results.residual[rows.first], (rows.last - rows.first) * own_results.residual.pitch);
+  fill_nan(own_results.normed[rows.first], (rows.last - rows.first) * own_results.normed.pitch);
 }
 
 }  // namespace fused_tp::cuda

@@ -39,10 +39,10 @@ __device__ __forceinline__ void push_parts(const Call& call, const Plan& plan, c
 // Returns the terms of this rank's part. Call it after the wait for phase 0.
 template <int kWorld, class T>
 __device__ __forceinline__ SlotTerms<kWorld> arrived_terms(const Call& call, const Plan& plan,
-                                                           const PacketArray<T>& own) {
+                                                           const PacketArray<T>& own_part) {
   char* slots = data_at(call, call.rank());
-  return {slots, plan.term_bytes, own.is_whole() ? own.data : slots + plan.term_offset(call.rank()), call.rank(),
-          call.world()};
+  return {slots, plan.term_bytes, own_part.is_whole() ? own_part.data : slots + plan.term_offset(call.rank()),
+          call.rank(), call.world()};
 }
 
 }  // namespace fused_tp::cuda

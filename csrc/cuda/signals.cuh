@@ -2,9 +2,8 @@
 // corresponds to a program of Triton. Memory order:
 //
 //   put    All threads of a block store data; __syncthreads; one thread per peer stores the flag with st.release.sys.
-//   The
-//          barrier orders the data before the release, and releases are cumulative, so a reader of the flag sees all
-//          data.
+//          The barrier orders the data before the release, and releases are cumulative, so a reader of the flag sees
+//          all data.
 //   wait   One thread per peer polls the flag in its own memory with ld.acquire.sys; then __syncthreads_and. So no
 //          thread loads data before all flags have arrived, and all threads get the same result and do not diverge.
 //   begin, end

@@ -35,12 +35,13 @@ __device__ __forceinline__ void add_bias(const Bias& bias, float (&total)[kPacke
   for (int k = 0; k < kPacketElements<T>; ++k) total[k] += terms[k];
 }
 
-// Terms of a sum in slots, one per rank, except for this rank's term, which is at `own`. All consist of whole packets.
+// Terms of a sum in slots, one per rank, except for this rank's term, which is at `own_term`. All consist of whole
+// packets.
 template <int kWorld>
 struct SlotTerms {
   const char* slots;
   int64_t pitch;  // bytes between slots
-  const char* own;
+  const char* own_term;
   int rank;
   int ranks;
 
@@ -48,7 +49,7 @@ struct SlotTerms {
   template <int kUnroll>
   __device__ __forceinline__ void load(int term, Packet (&packets)[kUnroll], int64_t i) const {
     // Selects the pointer without a branch, so that the loads of all terms can be in flight at once.
-    const char* from = (term == rank ? own : slots + term * pitch) + i * 16;
+    const char* from = (term == rank ? own_term : slots + term * pitch) + i * 16;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) packets[u] = load_packet(from + u * kThreads * 16);
   }

@@ -28,7 +28,7 @@ __host__ __device__ __forceinline__ bool is_aligned(const void* address, int64_t
 template <int kBytes>
 using UnsignedBits = std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
 
-// Loads the first `valid` elements of a packet separately; the others are 0.
+// Loads the first `valid_elements` elements of a packet separately; the others are 0.
 template <int kBytes>
 __device__ __forceinline__ Packet load_elements(const void* from, int64_t valid_elements) {
   Packet packet = {};

@@ -18,7 +18,7 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 template <typename Op>
 class Deadlines {
  public:
-  struct Expired {
+  struct ExpiredOp {
     Op op;
     int64_t waited_ns;
   };
@@ -28,13 +28,13 @@ class Deadlines {
   // Removes ops that have ended. The time of the first remaining op counts from the poll that first sees that it has
   // begun. If it exceeds the timeout, returns this op and removes all ops, so that a stuck stream is reported once.
   template <typename HasBegun, typename HasEnded>
-  std::optional<Expired> poll(int64_t now_ns, HasBegun&& has_begun, HasEnded&& has_ended) {
+  std::optional<ExpiredOp> poll(int64_t now_ns, HasBegun&& has_begun, HasEnded&& has_ended) {
     while (!ops_.empty() && has_ended(ops_.front().op)) ops_.pop_front();
     if (ops_.empty()) return std::nullopt;
     Entry& first = ops_.front();
     if (first.begin_ns == kNever && has_begun(first.op)) first.begin_ns = now_ns;
     if (first.begin_ns == kNever || now_ns - first.begin_ns < first.timeout_ns) return std::nullopt;
-    Expired expired{std::move(first.op), now_ns - first.begin_ns};
+    ExpiredOp expired{std::move(first.op), now_ns - first.begin_ns};
     ops_.clear();
     return expired;
   }
@@ -65,12 +65,12 @@ class GraphDeadline {
  public:
   static constexpr uint64_t kSeenBit = uint64_t{1} << 63;
 
-  struct Expired {
+  struct ExpiredOp {
     uint64_t op;
     int64_t waited_ns;
   };
 
-  std::optional<Expired> poll(int64_t now_ns, std::atomic<uint64_t>& word, int64_t timeout_ns) {
+  std::optional<ExpiredOp> poll(int64_t now_ns, std::atomic<uint64_t>& word, int64_t timeout_ns) {
     uint64_t value = word.load(std::memory_order_acquire);
     is_inside_op_ = value % 2 == 1;
     if (!is_inside_op_) return std::nullopt;
@@ -82,7 +82,7 @@ class GraphDeadline {
       return std::nullopt;
     }
     if (now_ns - first_seen_ns_ < timeout_ns) return std::nullopt;
-    return Expired{((value & ~kSeenBit) - 1) / 2, now_ns - first_seen_ns_};
+    return ExpiredOp{((value & ~kSeenBit) - 1) / 2, now_ns - first_seen_ns_};
   }
 
   bool is_inside_op() const { return is_inside_op_; }

@@ -20,10 +20,10 @@ using Clock = std::chrono::steady_clock;
 
 template <typename Function>
 static void bind(void* library, const std::string& path, const char* symbol, Function& function) {
-  void* found = ::dlsym(library, symbol);
-  if (found == nullptr)
-    throw DriverError(path + " has no " + symbol + ": this CUDA driver is too old, 12.0 or later is needed", -1);
-  function = reinterpret_cast<Function>(found);
+  void* address = ::dlsym(library, symbol);
+  if (address == nullptr)
+    throw DriverError(path + " has no " + symbol + ": this CUDA driver is too old; fused_tp needs 12.0 or later", -1);
+  function = reinterpret_cast<Function>(address);
 }
 
 std::shared_ptr<const Driver> Driver::open(const std::string& path) {
@@ -36,7 +36,7 @@ std::shared_ptr<const Driver> Driver::open(const std::string& path) {
   return driver;
 }
 
-Driver::Driver(const std::string& path) : path_(path), forks_(count_forks()), functions_(new Functions()) {
+Driver::Driver(const std::string& path) : path_(path), fork_count_(count_forks()), functions_(new Functions()) {
   library_ = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library_ == nullptr) {
     const char* why = ::dlerror();
@@ -50,7 +50,7 @@ Driver::Driver(const std::string& path) : path_(path), forks_(count_forks()), fu
   FUSED_TP_CALL(cuDriverGetVersion, &version);
   if (version < kMinDriverVersion)
     throw DriverError("the CUDA driver has version " + std::to_string(version / 1000) + "." +
-                          std::to_string(version % 1000 / 10) + ", 12.0 or later is needed",
+                          std::to_string(version % 1000 / 10) + "; fused_tp needs 12.0 or later",
                       -1);
   FUSED_TP_CALL(cuDeviceGetCount, &devices);
   contexts_.resize(static_cast<size_t>(devices), nullptr);
@@ -70,9 +70,9 @@ Driver::ContextGuard::~ContextGuard() {
 Context Driver::primary_context(int device) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (device < 0 || static_cast<size_t>(device) >= contexts_.size())
-    throw DriverError(
-        "device " + std::to_string(device) + " does not exist: this process sees " + std::to_string(contexts_.size()),
-        -1);
+    throw DriverError("device " + std::to_string(device) + " does not exist: this process sees " +
+                          std::to_string(contexts_.size()) + (contexts_.size() == 1 ? " device" : " devices"),
+                      -1);
   Context& context = contexts_[static_cast<size_t>(device)];
   if (context == nullptr) {
     int handle = 0;
@@ -136,12 +136,12 @@ void Driver::enqueue_memory_ops(Stream stream, const std::vector<MemoryOp>& ops)
     const size_t count = std::min<size_t>(kMaxMemoryOps, ops.size() - first);
     for (size_t i = 0; i < count; ++i) {
       const MemoryOp& op = ops[first + i];
-      auto& given = batch[i].op;
-      given.operation = op.kind == MemoryOp::kWrite ? kWriteValue64 : kWaitValue64;
-      given.address = op.word;
-      given.value = op.value;
+      auto& batch_op = batch[i].op;
+      batch_op.operation = op.kind == MemoryOp::kWrite ? kWriteValue64 : kWaitValue64;
+      batch_op.address = op.word;
+      batch_op.value = op.value;
       // 0 is kWaitUntilAtLeast for a wait and the default for a write: a memory barrier at system scope precedes it.
-      given.flags = op.kind == MemoryOp::kWait ? kWaitUntilEqual : kWaitUntilAtLeast;
+      batch_op.flags = op.kind == MemoryOp::kWait ? kWaitUntilEqual : kWaitUntilAtLeast;
     }
     FUSED_TP_CALL(cuStreamBatchMemOp, stream, static_cast<unsigned>(count), batch, 0);
   }
@@ -229,12 +229,13 @@ void Graph::begin_capture(Stream stream) const {
 void Graph::end_capture(Stream stream, bool instantiate) {
   const Functions& functions = driver_->functions();
   GraphHandle graph = nullptr;
-  const int ended = functions.cuStreamEndCapture(stream, &graph);
-  const int made = ended == kSuccess && instantiate ? functions.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
+  const int end_code = functions.cuStreamEndCapture(stream, &graph);
+  const int instantiate_code =
+      end_code == kSuccess && instantiate ? functions.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
   if (graph != nullptr) functions.cuGraphDestroy(graph);
   if (!instantiate) return;
-  driver_->check(ended, "cuStreamEndCapture");
-  driver_->check(made, "cuGraphInstantiate");
+  driver_->check(end_code, "cuStreamEndCapture");
+  driver_->check(instantiate_code, "cuGraphInstantiate");
 }
 
 void Graph::launch(Stream stream) const {

@@ -93,7 +93,7 @@ class Driver {
   const Functions& functions() const { return *functions_; }
   void check(int code, const char* call) const;
   // True if this process is a forked child of the one that opened the driver.
-  bool is_forked_child() const { return forks_ != count_forks(); }
+  bool is_forked_child() const { return fork_count_ != count_forks(); }
 
  private:
   explicit Driver(const std::string& path);
@@ -102,7 +102,7 @@ class Driver {
   bool query_completed(int (*query)(Handle), Handle handle, const char* call) const;
 
   std::string path_;
-  uint32_t forks_;
+  uint32_t fork_count_;
   void* library_ = nullptr;
   std::unique_ptr<Functions> functions_;
   mutable std::mutex mutex_;

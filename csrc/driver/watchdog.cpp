@@ -66,15 +66,15 @@ struct Watch::State {
   // Calls `change` with `mutex` held, and wakes the thread if it sleeps.
   template <typename Change>
   void update(Change&& change) {
-    bool wake = false;
+    bool must_wake = false;
     {
       std::lock_guard<std::mutex> lock(mutex);
       clear_if_requested();
       change();
       changed_since_poll = true;
-      wake = std::exchange(is_asleep, false);
+      must_wake = std::exchange(is_asleep, false);
     }
-    if (wake) changed.notify_one();
+    if (must_wake) changed.notify_one();
   }
 };
 
@@ -87,8 +87,8 @@ struct PollResult {
 
 PollResult poll_watch(Watch::State& state) {
   PollResult result;
-  std::optional<Deadlines<WatchedOp>::Expired> op;
-  std::optional<GraphDeadline::Expired> graph_op;
+  std::optional<Deadlines<WatchedOp>::ExpiredOp> op;
+  std::optional<GraphDeadline::ExpiredOp> graph_op;
   std::shared_ptr<GraphProgress> graph_progress;
   std::string error_text;
   bool must_tick = false;

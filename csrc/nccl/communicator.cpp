@@ -22,7 +22,7 @@ constexpr double kExitAbortSeconds = 2;
 constexpr double kDestroySeconds = 5;  // time that the destructor waits for ops in flight, whose results nobody reads
 constexpr size_t kMaxTrackedOps = 16;
 
-double seconds_since(Clock::time_point begun) { return std::chrono::duration<double>(Clock::now() - begun).count(); }
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 std::string format_seconds(double seconds) {
   std::ostringstream text;
@@ -58,10 +58,10 @@ class Backoff {
 
 // Locks a mutex within `seconds`. Not std::timed_mutex, which GCC 12's ThreadSanitizer does not support.
 bool lock_within(std::unique_lock<std::mutex>& lock, double seconds) {
-  const auto begun = Clock::now();
+  const auto start = Clock::now();
   for (auto pause = std::chrono::microseconds(1); !lock.try_lock();
        pause = std::min(2 * pause, std::chrono::microseconds(500))) {
-    if (seconds_since(begun) > seconds) return false;
+    if (seconds_since(start) > seconds) return false;
     std::this_thread::sleep_for(pause);
   }
   return true;
@@ -75,18 +75,18 @@ struct AbortCount {
 };
 
 AbortCount& abort_count() {
-  static auto* all = new AbortCount();
-  return *all;
+  static auto* instance = new AbortCount();
+  return *instance;
 }
 
 struct Registry {
   std::mutex mutex;
-  std::vector<std::weak_ptr<Communicator>> all;
+  std::vector<std::weak_ptr<Communicator>> communicators;
 };
 
 Registry& registry() {
-  static auto* all = new Registry();
-  return *all;
+  static auto* instance = new Registry();
+  return *instance;
 }
 
 }  // namespace
@@ -120,9 +120,9 @@ struct Communicator::Handle {
   // This must happen before the error is published: until then the caller does not reuse the memory, and no work reads
   // the outputs before the op has ended. Outputs of later ops are not filled, because work before them may still read
   // that memory.
-  bool fill_running_op(const std::deque<InFlight>& in_flight, const std::atomic<bool>& is_too_late) {
+  bool fill_running_op(const std::deque<OpInFlight>& in_flight, const std::atomic<bool>& is_too_late) {
     Driver::ContextGuard guard(*driver, device);
-    for (const InFlight& op : in_flight) {
+    for (const OpInFlight& op : in_flight) {
       if (driver->is_done(op.end_event->get())) continue;
       if (op.begin_event && !driver->is_done(op.begin_event->get())) return true;
       for (const Range& output : op.outputs) {
@@ -167,7 +167,7 @@ std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<const Library
     return library->functions().comm_init_rank_config(&handle->comm, size, id, rank, &config);
   });
   std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().all.push_back(communicator);
+  registry().communicators.push_back(communicator);
   return communicator;
 }
 
@@ -237,7 +237,7 @@ std::unique_lock<std::mutex> Communicator::lock_handle() const {
 }
 
 void Communicator::wait_for_result(Result result, const std::string& what) {
-  const auto begun = Clock::now();
+  const auto start = Clock::now();
   Backoff backoff(options_.check_interrupt);
   // Some functions return ncclSuccess although their work is still in progress, so ask at least once.
   if (result == Result::kSuccess) result = Result::kInProgress;
@@ -245,9 +245,9 @@ void Communicator::wait_for_result(Result result, const std::string& what) {
     check();
     result = handle_->async_error();
     if (result != Result::kInProgress) break;
-    if (seconds_since(begun) > timeout()) {
+    if (seconds_since(start) > timeout()) {
       fail(FailureKind::kTimeout, describe_on_rank(what) + " took longer than " + format_seconds(timeout()) +
-                                      " (FUSED_TP_TIMEOUT): some rank did not take part; NCCL does not tell which.");
+                                      " (FUSED_TP_TIMEOUT): some rank did not take part; NCCL does not report which.");
       break;
     }
     try {
@@ -285,7 +285,7 @@ template <typename Call>
 Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::vector<Range> outputs, bool has_data,
                              Call&& call) {
   require_open();
-  std::lock_guard<std::mutex> order(enqueue_mutex_);
+  std::lock_guard<std::mutex> enqueue_lock(enqueue_mutex_);
   check();
   if (after) refuse_other_captures(*driver_, device_, stream(), *after);
   Ticket ticket;
@@ -310,8 +310,8 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
       if (result != Result::kSuccess) return result;
       result = call(f, handle_->comm);
       // Also after an error, because the group belongs to this thread, not to the communicator.
-      const Result ended = f.group_end();
-      return result == Result::kSuccess || result == Result::kInProgress ? ended : result;
+      const Result end_result = f.group_end();
+      return result == Result::kSuccess || result == Result::kInProgress ? end_result : result;
     });
     if (launched == Result::kSuccess && has_data && size_ > 1) {
       // ncclGroupEnd of a non-blocking communicator returns ncclInProgress if it launches ops. ncclSuccess means that
@@ -400,7 +400,7 @@ void Communicator::check() const {
   if (!is_failing_.load(std::memory_order_acquire)) return;
   // Wait until outputs are filled: once the caller catches the error, it may reuse their memory.
   std::unique_lock<std::mutex> lock(failure_mutex_);
-  failure_published_.wait(lock, [this] { return failed(); });
+  failure_published_.wait(lock, [this] { return has_failed(); });
   switch (failure_kind_) {
     case FailureKind::kTimeout:
       throw CollectiveTimeoutError(failure_);
@@ -425,7 +425,7 @@ void Communicator::track_outputs(const Ticket& ticket, std::vector<Range> output
 
 // Fills the outputs of the running op. Returns false if that takes longer than `seconds`, even if the driver blocks.
 bool Communicator::fill_outputs(double seconds) {
-  std::deque<InFlight> in_flight;
+  std::deque<OpInFlight> in_flight;
   {
     std::unique_lock<std::mutex> lock(in_flight_mutex_, std::defer_lock);
     if (!lock_within(lock, seconds)) return false;  // its owner is blocked in the driver
@@ -460,8 +460,8 @@ bool Communicator::fill_outputs(double seconds) {
 }
 
 void Communicator::fail(FailureKind kind, std::string sentence) {
-  std::lock_guard<std::mutex> first(failing_mutex_);
-  if (failed()) return;
+  std::lock_guard<std::mutex> failing_lock(failing_mutex_);
+  if (has_failed()) return;
   is_failing_.store(true, std::memory_order_release);
   watch_->clear();
   if (!fill_outputs(kFillSeconds)) sentence += " Its output could not be filled with NaN.";
@@ -496,8 +496,8 @@ void Communicator::fail(FailureKind kind, std::string sentence) {
   try {
     std::thread(abort).detach();
   } catch (const std::system_error&) {  // no further thread can be created
-    auto here = abort;
-    here();
+    auto abort_here = abort;
+    abort_here();
   }
 }
 
@@ -510,7 +510,7 @@ void Communicator::fail(Result result, const std::string& what) {
 void Communicator::on_timeout(const std::string& what, double seconds) {
   fail(FailureKind::kTimeout,
        describe_on_rank(what) + " has waited " + format_seconds(seconds) +
-           " (FUSED_TP_TIMEOUT) for its peers, some of which had not arrived; NCCL does not tell which.");
+           " (FUSED_TP_TIMEOUT) for its peers, some of which had not arrived; NCCL does not report which.");
 }
 
 void Communicator::on_tick() {
@@ -521,11 +521,11 @@ void Communicator::on_tick() {
     if (library_->functions().comm_get_async_error(handle_->comm, &error) != Result::kSuccess) return;
   }
   if (error == Result::kSuccess || error == Result::kInProgress) return;
-  fail(error, "call " + std::to_string(calls()) + " or one before it");
+  fail(error, "call " + std::to_string(calls()) + " or an earlier one");
 }
 
 void Communicator::lose(int rank, const std::string& how) {
-  fail(FailureKind::kLost, describe_on_rank("call " + std::to_string(calls()) + " or one before it") + " lost rank " +
+  fail(FailureKind::kLost, describe_on_rank("call " + std::to_string(calls()) + " or an earlier one") + " lost rank " +
                                std::to_string(rank) + ": " + how);
 }
 
@@ -536,16 +536,16 @@ void Communicator::abort(const std::string& why) {
 // ---- ending ----------------------------------------------------------------------------------------------------
 
 void Communicator::shut_down(double seconds) {
-  std::lock_guard<std::mutex> order(enqueue_mutex_);
+  std::lock_guard<std::mutex> enqueue_lock(enqueue_mutex_);
   if (is_closed_) return;
   is_closed_ = true;
-  const auto begun = Clock::now();
-  while (!failed()) {  // in slices of 20 ms, because a watchdog or Ctrl-C may end the wait
+  const auto start = Clock::now();
+  while (!has_failed()) {  // in slices of 20 ms, because a watchdog or Ctrl-C may end the wait
     {
       Driver::ContextGuard guard(*driver_, device_);
       if (driver_->synchronize(stream(), 0.02)) break;
     }
-    if (seconds_since(begun) > seconds)
+    if (seconds_since(start) > seconds)
       fail(FailureKind::kTimeout, describe_on_rank("closing the communicator") + " took longer than " +
                                       format_seconds(seconds) + (seconds < timeout() ? "" : " (FUSED_TP_TIMEOUT)") +
                                       ": ops were still in flight.");
@@ -577,16 +577,16 @@ void Communicator::shut_down(double seconds) {
   }
   const auto lock = lock_handle();
   Driver::ContextGuard guard(*driver_, device_);
-  const Comm ended = std::exchange(handle_->comm, nullptr);
-  if (ended != nullptr) library_->functions().comm_destroy(ended);
+  const Comm closed_comm = std::exchange(handle_->comm, nullptr);
+  if (closed_comm != nullptr) library_->functions().comm_destroy(closed_comm);
 }
 
 void Communicator::close() { close(timeout()); }
 
 void Communicator::close(double seconds) {
   if (driver_->is_forked_child()) return;
-  if (failed()) {
-    std::lock_guard<std::mutex> order(enqueue_mutex_);
+  if (has_failed()) {
+    std::lock_guard<std::mutex> enqueue_lock(enqueue_mutex_);
     is_closed_ = true;
     return;  // an earlier call has thrown the error
   }
@@ -594,17 +594,17 @@ void Communicator::close(double seconds) {
 }
 
 void Communicator::close_all() {
-  std::vector<std::weak_ptr<Communicator>> all;
+  std::vector<std::weak_ptr<Communicator>> communicators;
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
-    all.swap(registry().all);
+    communicators.swap(registry().communicators);
   }
-  const auto begun = Clock::now();
-  for (const auto& entry : all) {
+  const auto start = Clock::now();
+  for (const auto& entry : communicators) {
     const std::shared_ptr<Communicator> communicator = entry.lock();
     if (!communicator) continue;
     try {
-      communicator->close(std::min(communicator->timeout(), std::max(0.1, kDestroySeconds - seconds_since(begun))));
+      communicator->close(std::min(communicator->timeout(), std::max(0.1, kDestroySeconds - seconds_since(start))));
     } catch (...) {  // the communicator has failed, and its abort has begun
     }
     communicator->watch_->clear();  // a poll must not read the pinned memory of graphs after the driver has freed it

@@ -90,13 +90,13 @@ class Communicator {
   // for peers. has_ended: true once the op has ended. Both are always true for an op of a CUDA graph. Any thread may
   // call them.
   bool has_begun(const Ticket& ticket) const {
-    return ticket.is_captured || !ticket.begin_event || done(*ticket.begin_event);
+    return ticket.is_captured || !ticket.begin_event || is_done(*ticket.begin_event);
   }
-  bool has_ended(const Ticket& ticket) const { return ticket.is_captured || done(*ticket.end_event); }
+  bool has_ended(const Ticket& ticket) const { return ticket.is_captured || is_done(*ticket.end_event); }
 
   // Throws the error if the communicator has failed.
   void check() const;
-  bool failed() const { return has_failed_.load(std::memory_order_acquire); }
+  bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
   std::string failure() const;  // error message; empty if it has not failed
 
   // Fails with PeerLostError: the caller knows that the process of `rank` has exited.
@@ -116,7 +116,7 @@ class Communicator {
     void* data;
     size_t bytes;
   };
-  struct InFlight {
+  struct OpInFlight {
     SharedEvent begin_event;
     SharedEvent end_event;
     std::vector<Range> outputs;
@@ -141,7 +141,7 @@ class Communicator {
   void shut_down(double seconds);
   void close(double seconds);
   std::string describe_on_rank(const std::string& what) const;
-  bool done(const driver::OwnedEvent& event) const {
+  bool is_done(const driver::OwnedEvent& event) const {
     const Driver::ContextGuard current(*driver_, device_);
     return driver_->is_done(event.get());
   }
@@ -164,7 +164,7 @@ class Communicator {
   std::atomic<bool> is_closed_{false};
 
   std::mutex in_flight_mutex_;
-  std::deque<InFlight> in_flight_;
+  std::deque<OpInFlight> in_flight_;
 
   std::mutex failing_mutex_;             // serializes calls of `fail`
   std::atomic<bool> is_failing_{false};  // set before outputs are filled: from then on every call throws

@@ -54,7 +54,7 @@ Library::Library(void* library) : library_(library) {
   if (get_version != nullptr && ::dladdr(get_version, &info) != 0 && info.dli_fname != nullptr) path_ = info.dli_fname;
   bool has_all_functions = bind(library_, "ncclGetVersion", functions_.get_version);
   if (!has_all_functions || functions_.get_version(&version_) != Result::kSuccess)
-    throw GroupError("the library at " + path_ + " is no NCCL: ncclGetVersion is missing or failed");
+    throw GroupError("the library at " + path_ + " is not NCCL: ncclGetVersion is missing or failed");
   if (version_ < kMinVersion)
     throw GroupError("the NCCL at " + path_ + " is version " +
                      version_to_text(version_ < 10000 ? version_ * 10 : version_) + "; fused_tp needs " +
@@ -66,7 +66,7 @@ Library::Library(void* library) : library_(library) {
   if (version_ >= 22900) has_all_functions &= bind(library_, "ncclCommRevoke", functions_.comm_revoke);
   if (!has_all_functions)
     throw GroupError("the NCCL at " + path_ + ", version " + version_text() +
-                     ", lacks functions that this version has: install NCCL again");
+                     ", lacks functions of this version; reinstall NCCL");
 }
 
 Library::~Library() = default;

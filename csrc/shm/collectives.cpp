@@ -43,7 +43,8 @@ size_t chunk_elements(size_t largest, size_t parts, size_t size) {
 
 std::vector<size_t> prefix_sums(const Group& group, const std::vector<size_t>& counts) {
   if (counts.size() != static_cast<size_t>(group.size()))
-    throw std::invalid_argument("one count is needed for each rank");
+    throw std::invalid_argument("the counts must have one entry for each of the " + std::to_string(group.size()) +
+                                " ranks; there are " + std::to_string(counts.size()));
   std::vector<size_t> offsets(counts.size() + 1, 0);
   std::partial_sum(counts.begin(), counts.end(), offsets.begin() + 1);
   return offsets;
@@ -169,9 +170,9 @@ void sum_workspaces(Group& group, Call& call, size_t count, DType dtype) {
            length_of(k, b) * size);
     }
   }
-  const auto read = static_cast<uint32_t>(chunks + 2);
-  call.signal(read);
-  call.wait_all(read);
+  const auto last_stage = static_cast<uint32_t>(chunks + 2);
+  call.signal(last_stage);
+  call.wait_all(last_stage);
 }
 
 // Chunks alternate between the two halves of the workspace. This rank writes chunk k over chunk k - 2, which is safe

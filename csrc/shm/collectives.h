@@ -13,7 +13,7 @@
 namespace fused_tp::shm {
 
 // out = sum over ranks of in, `count` elements of signature.dtype.
-void all_reduce(Group& group, const void* in, void* out, size_t count, const Signature& called);
+void all_reduce(Group& group, const void* in, void* out, size_t count, const Signature& signature);
 
 // All-reduce in place, in the workspaces of a call that is already in progress: every rank has written `count` elements
 // to the start of its workspace, and every workspace receives the sum over ranks. Once the function returns, no peer
@@ -23,7 +23,7 @@ void sum_workspaces(Group& group, Call& call, size_t count, DType dtype);
 // `in` holds counts[r] elements for each rank r, contiguous in rank order. out = sum over ranks of this rank's
 // elements.
 void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts,
-                    const Signature& called);
+                    const Signature& signature);
 
 // `in` holds send_counts[r] elements for each rank r, in rank order; `out` receives receive_counts[r] elements from
 // each rank r, in rank order.

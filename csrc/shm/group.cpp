@@ -110,20 +110,21 @@ Group::Group(int rank, int size, size_t reserve_bytes, std::function<double()> t
       segments_(static_cast<size_t>(size)),
       pidfds_(static_cast<size_t>(size), -1),
       is_connected_(size == 1),
-      forks_(count_forks()) {
+      fork_count_(count_forks()) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     throw GroupError("shared memory supports groups of 1 to " + std::to_string(kMaxRanks) + " ranks, not rank " +
                      std::to_string(rank) + " of " + std::to_string(size));
-  if (reserve_bytes > kMaxReserveBytes)  // kHeapBegin + reserve_bytes could overflow
-    throw GroupError("cannot reserve " + std::to_string(reserve_bytes) + " bytes of shared memory: at most " +
-                     std::to_string(kMaxReserveBytes) + " (FUSED_TP_SHM_RESERVE)");
+  if (reserve_bytes > kMaxReserveBytes)  // kHeapOffset + reserve_bytes could overflow
+    throw GroupError("FUSED_TP_SHM_RESERVE is " + std::to_string(reserve_bytes) + " bytes; it must be at most " +
+                     std::to_string(kMaxReserveBytes));
   segments_[rank] = Segment::create(kHeapOffset + reserve_bytes);
   heap_ = std::make_shared<Heap>(kHeapOffset, segments_[rank]->bytes());
 }
 
 void Group::connect(const std::vector<SegmentAddress>& addresses) {
   if (addresses.size() != static_cast<size_t>(size_))
-    throw GroupError("got " + std::to_string(addresses.size()) + " addresses for " + std::to_string(size_) + " ranks");
+    throw GroupError("connect() needs one address for each of the " + std::to_string(size_) + " ranks; it got " +
+                     std::to_string(addresses.size()));
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     if (addresses[r].bytes <= kHeapOffset)
@@ -144,13 +145,13 @@ Group::~Group() {
 }
 
 void Group::close() {
-  if (forks_ != count_forks()) return;
+  if (fork_count_ != count_forks()) return;
   uint32_t running = static_cast<uint32_t>(RankState::kRunning);
   control(rank_).state.compare_exchange_strong(running, static_cast<uint32_t>(RankState::kClosed));
 }
 
 void Group::give_up(const std::string& because) {
-  if (forks_ != count_forks()) return;
+  if (fork_count_ != count_forks()) return;
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     if (failure_state_ != RankState::kRunning) return;
@@ -161,14 +162,15 @@ void Group::give_up(const std::string& because) {
 }
 
 void Group::throw_if_unusable() {
-  if (!is_connected_) throw GroupError("this group is not connected yet: give every rank's address to connect()");
-  if (forks_ != count_forks())
+  if (!is_connected_) throw GroupError("this group is not connected yet: call connect() with every rank's address");
+  if (fork_count_ != count_forks())
     throw GroupError("this process is a fork of rank " + std::to_string(rank_) +
-                     ", which made the group; only the rank itself can call its ops");
+                     ", which created the group; only that rank itself can call its ops");
   std::lock_guard<std::mutex> lock(failure_mutex_);
   if (failure_state_ == RankState::kRunning) return;
   const std::string text =
-      "this group is unusable since an earlier call failed; make a new group. Then: " + failure_reason_;
+      "this group is unusable because an earlier call failed; create a new group. The earlier failure: " +
+      failure_reason_;
   if (failure_state_ == RankState::kTimedOut) throw CollectiveTimeoutError(text);
   if (failure_state_ == RankState::kClosed) throw GroupError(text);
   throw PeerLostError(text);
@@ -270,11 +272,12 @@ void Group::wait_until(const Wait& wait) {
 }
 
 uint64_t Group::update_own_last_ended() {
-  const ControlBlock& mine = control(rank_);
+  const ControlBlock& own_control = control(rank_);
   // Acquire: another thread of this rank may have ended the call. Its reads of peers' workspaces must happen before
   // this rank publishes that the call has ended.
   while (own_last_ended_ < last_call_.load(std::memory_order_relaxed) &&
-         mine.slots[(own_last_ended_ + 1) % kSlots].last_ended.load(std::memory_order_acquire) >= own_last_ended_ + 1)
+         own_control.slots[(own_last_ended_ + 1) % kSlots].last_ended.load(std::memory_order_acquire) >=
+             own_last_ended_ + 1)
     ++own_last_ended_;
   return own_last_ended_;
 }
@@ -294,7 +297,7 @@ bool Group::has_lagging_peers() const {
   return !pending_workspaces_.empty() && has_ended(rank_, pending_workspaces_.front().number);
 }
 
-bool Group::settled() {
+bool Group::is_settled() {
   std::lock_guard<std::mutex> lock(mutex_);
   recycle_workspaces();
   return !has_lagging_peers();
@@ -308,14 +311,14 @@ size_t Group::allocate(size_t bytes) {
   return heap_->allocate(bytes);
 }
 
-template <typename Ended>
-void Group::wait_for_ranks(Ended&& ended, const Signature& signature, uint64_t number) {
+template <typename HasEnded>
+void Group::wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature, uint64_t number) {
   const auto all_have_ended = [&] {
     for (int r = 0; r < size_; ++r)
-      if (!ended(r)) return false;
+      if (!rank_has_ended(r)) return false;
     return true;
   };
-  const auto is_missing = [&](int r) { return !ended(r); };
+  const auto is_missing = [&](int r) { return !rank_has_ended(r); };
   if (!all_have_ended())
     wait_until({all_have_ended, is_missing, is_missing, [] {}, [&] { return describe_call(signature, number); }});
 }
@@ -346,12 +349,12 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
                      ", which is the limit; finish one before starting the next");
   try {
     if (number > kSlots) {
-      const uint64_t before = number - kSlots;
-      auto ended = [&](int r) {
+      const uint64_t previous_call = number - kSlots;
+      auto rank_has_ended = [&](int r) {
         // The value that the peer published in a later call often suffices, and avoids a read of the peer's memory.
-        return known_last_ended_[r].load(std::memory_order_acquire) >= before || has_ended(r, before);
+        return known_last_ended_[r].load(std::memory_order_acquire) >= previous_call || has_ended(r, previous_call);
       };
-      wait_for_ranks(ended, signature, number);
+      wait_for_ranks(rank_has_ended, signature, number);
     }
     recycle_workspaces();
     if (offset != nullptr)
@@ -393,49 +396,51 @@ bool Call::has_reached(int rank, uint32_t stage) const {
          ((number_ << kStageBits) | stage);
 }
 
-void Call::verify(int rank) {
+void Call::verify_signature(int rank) {
   if (verified_ranks_ >> rank & 1) return;
-  const Slot& mine = group_->control(group_->rank()).slots[slot_];
-  const Slot& theirs = group_->control(rank).slots[slot_];
+  const Slot& own_slot = group_->control(group_->rank()).slots[slot_];
+  const Slot& peer_slot = group_->control(rank).slots[slot_];
   verified_ranks_ |= 1ull << rank;
   // If another thread stores an older value concurrently, that value is still true: ended calls stay ended. Release,
   // because the thread that uses this value to overwrite a slot may not be the thread that read it from the peer.
-  group_->known_last_ended_[rank].store(theirs.ended_up_to, std::memory_order_release);
-  if (mine.signature_hash == theirs.signature_hash) return;
+  group_->known_last_ended_[rank].store(peer_slot.ended_up_to, std::memory_order_release);
+  if (own_slot.signature_hash == peer_slot.signature_hash) return;
   std::ostringstream text;
   text << "ranks disagree about call " << number_ << ": rank " << group_->rank() << " called "
-       << describe(mine.signature) << ", rank " << rank << " called " << describe(theirs.signature)
+       << describe(own_slot.signature) << ", rank " << rank << " called " << describe(peer_slot.signature)
        << "; all ranks of a group must make the same calls in the same order";
   throw RankMismatchError(text.str());
 }
 
 void Call::wait(int rank, uint32_t stage) {
   if (!has_reached(rank, stage)) wait_slowly(rank, stage, false);
-  verify(rank);
+  verify_signature(rank);
 }
 
 void Call::wait_all(uint32_t stage) {
   for (int r = 0; r < group_->size(); ++r) {
     if (r == group_->rank()) continue;
     if (!has_reached(r, stage)) wait_slowly(r, stage, true);
-    verify(r);
+    verify_signature(r);
   }
 }
 
-void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
+void Call::wait_slowly(int rank, uint32_t stage, bool waits_for_all) {
   const Signature& signature = group_->control(group_->rank()).slots[slot_].signature;
-  auto is_missing = [&](int r) { return r == rank || (for_all && r != group_->rank() && !has_reached(r, stage)); };
+  auto is_missing = [&](int r) {
+    return r == rank || (waits_for_all && r != group_->rank() && !has_reached(r, stage));
+  };
   auto check = [&] {
     // Load has_left before comparing signatures. If `rank` left the call because some rank's signature differs, the
     // acquire load makes that signature visible here, and RankMismatchError reports it instead of the rank's leaving.
     const bool has_left = group_->has_ended(rank, number_);
     for (int r = 0; r < group_->size(); ++r)
-      if (has_reached(r, 0)) verify(r);
+      if (has_reached(r, 0)) verify_signature(r);
     if (!has_left || has_reached(rank, stage)) return;
     const std::string call_text = describe_call(signature, number_);
     group_->adopt_failure(rank, call_text);
     if (group_->has_closed(rank)) group_->fail_lost_peer(rank, "has left the group", call_text);
-    throw GroupError("rank " + std::to_string(rank) + " left " + call_text + ", because of an error of its own");
+    throw GroupError("rank " + std::to_string(rank) + " left " + call_text + " because it raised an error");
   };
   // A rank that has ended the call has contributed everything, so it may exit.
   auto depends_on = [&](int r) { return !group_->has_ended(r, number_); };
@@ -449,8 +454,7 @@ void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
     // complete it. If this rank called the op again, they would match that with their next call.
     if (has_reached(group_->rank(), 0))
       group_->give_up(describe_call(signature, number_) +
-                      " was interrupted half-way, when its peers had taken part in it: from there on the ranks would "
-                      "have been out of step");
+                      " was interrupted after peers had joined it, so the later calls of the ranks would not match");
     throw;
   }
 }

@@ -48,8 +48,8 @@ class Call {
   friend class Group;
 
   bool has_reached(int rank, uint32_t stage) const;
-  void verify(int rank);
-  void wait_slowly(int rank, uint32_t stage, bool for_all);
+  void verify_signature(int rank);
+  void wait_slowly(int rank, uint32_t stage, bool waits_for_all);
 
   std::shared_ptr<Group> group_;
   uint64_t number_;
@@ -87,7 +87,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true, bool reuse = false,
                               const size_t* offset = nullptr);
   // True if `begin` with `reuse` would not wait for peers.
-  bool settled();
+  bool is_settled();
 
   // Description of a wait for peers.
   struct Wait {
@@ -130,9 +130,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // Frees the heap workspaces of calls that all ranks have ended. Requires mutex_.
   void recycle_workspaces();
   bool has_lagging_peers() const;
-  // Waits until has_ended(rank) is true for all ranks, before call `number` can begin.
-  template <typename Ended>
-  void wait_for_ranks(Ended&& ended, const Signature& signature, uint64_t number);
+  // Waits until rank_has_ended(rank) is true for all ranks, before call `number` can begin.
+  template <typename HasEnded>
+  void wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature, uint64_t number);
   size_t allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number);
   // Returns the number of a call: this rank has ended it and all earlier ones.
   uint64_t update_own_last_ended();
@@ -159,7 +159,7 @@ class Group : public std::enable_shared_from_this<Group> {
   RankState failure_state_ = RankState::kRunning;
   std::atomic<uint64_t> waited_ns_{0};
   bool is_connected_;
-  uint32_t forks_;  // count_forks() at construction
+  uint32_t fork_count_;  // count_forks() at construction
 };
 
 }  // namespace fused_tp::shm

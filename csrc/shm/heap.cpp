@@ -47,7 +47,8 @@ bool Heap::try_allocate(size_t bytes, size_t* offset) {
 void Heap::release(size_t offset) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = allocated_.find(offset);
-  if (found == allocated_.end()) throw GroupError("released a range of shared memory that was not handed out");
+  if (found == allocated_.end())
+    throw GroupError("the range at offset " + std::to_string(offset) + " of the shared-memory pool is not allocated");
   size_t bytes = found->second;
   in_use_ -= bytes;
   allocated_.erase(found);

@@ -15,7 +15,7 @@
 namespace fused_tp::shm {
 namespace {
 
-// Types that accumulate in the element type: fp64 and integers. The compiler vectorises the inner loop.
+// Types that accumulate in the element type: fp64 and integers. The compiler vectorizes the inner loop.
 template <typename T>
 void sum_same_type(T* destination, const T* const* sources, int n_sources, size_t count) {
   constexpr size_t kBlock = 512;

@@ -55,11 +55,11 @@ def record_environment() -> int:
 def compile_kernels(arch: int, archive: str) -> int:
     """Unpack archived kernels into the cache, and compile the missing ones on all cores."""
     from fused_tp.selftest.kernel_cache import compile_for
-    from fused_tp.triton_kernels.archive import cache_folder, install_shipped, unpack
+    from fused_tp.triton_kernels.archive import cache_folder, install_shipped_kernels, unpack
 
     unpacked_count, problem = 0, ""
     try:
-        unpacked_count += install_shipped() + (unpack(Path(archive), cache_folder()) if archive else 0)
+        unpacked_count += install_shipped_kernels() + (unpack(Path(archive), cache_folder()) if archive else 0)
     except (ValueError, OSError) as error:  # not fatal: the kernels are compiled below
         problem = str(error)
         print_line(f"WRONG  {problem}")

@@ -139,7 +139,7 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[LaunchRec
         with (
             assume_gpu(KNOWN_GPUS[arch]),
             # A launch unpacks shipped archives into the cache, which would then be packed into the new archive, too.
-            mock.patch.object(archive, "SHIPPED", Path(os.devnull)),
+            mock.patch.object(archive, "SHIPPED_FOLDER", Path(os.devnull)),
             mock.patch.object(triton.JITFunction, "run", launch),
             mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", launches.skip_compilation),
             mock.patch.object(_triton_knobs().compilation, "listener", launches.count_cache_hit),

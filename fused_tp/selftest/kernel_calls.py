@@ -32,7 +32,7 @@ from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-from fused_tp.benchmarks.gpu_ranks import prepare_copied, prepare_workspace, random_normal
+from fused_tp.benchmarks.gpu_ranks import prepare_copied_gather, prepare_workspace, random_normal
 from fused_tp.benchmarks.local_ranks import LocalGroup, LocalRank
 from fused_tp.core.partition import shard_range
 from fused_tp.triton_kernels.attention.backward import flash_backward
@@ -165,7 +165,7 @@ def gather_call(
     shard = x[slice(*shard_range(m, world, rank.rank))]
     # Copies between ranks on one GPU may run as kernels; sm_margin leaves SMs free for them.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
-    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep}
+    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "return_gathered": keep}
 
     def gather(workspace: Any) -> list[Tensor]:
         if op == "copied":
@@ -411,7 +411,7 @@ def prepared(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_second
     if op in NATIVE:
         return _prepared_collectives(rank, calls)
     if op in COPIED:
-        return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
+        return prepare_copied_gather(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
     return prepare_workspace(
         rank, nbytes, rehearse, timeout_seconds=timeout_seconds, workspace_class=workspace_kind(op)
@@ -421,7 +421,7 @@ def prepared(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_second
 class _CheckedCollectives(DeviceCollectives):
     """Collectives of csrc/cuda with the method `expired` of kernel workspaces."""
 
-    def expired(self) -> str | None:
+    def expired_wait(self) -> str | None:
         """Return the error message if a call has failed, else None."""
         failure = self._failure()
         return None if failure is None else str(failure)

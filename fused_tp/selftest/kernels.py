@@ -153,7 +153,9 @@ def _check(rank: LocalRank, case: KernelCase) -> str:
             torch.cuda._sleep(int(random_generator.random() * 2 * CYCLES_PER_MS))
         results.append(calls[number].launch(workspace))
     rank.synchronize()
-    problem = _find_problem(calls, references, call_order, results, None if workspace is None else workspace.expired())
+    problem = _find_problem(
+        calls, references, call_order, results, None if workspace is None else workspace.expired_wait()
+    )
     results_of_ranks = rank.exchange(results)
     for number, call in enumerate(calls):
         if call.everywhere and not problem and not all(map(torch.equal, results[number], results_of_ranks[0][number])):

@@ -33,7 +33,7 @@ from fused_tp.triton_kernels.comm.arrivals import Arrivals
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, KernelLaunch, Shards
 from fused_tp.triton_kernels.comm.signals import Workspace, begin_kernel
 from fused_tp.triton_kernels.gemm import all_gather_gemm
-from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, multiply_arriving
+from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, multiply_arriving_shards
 from fused_tp.triton_kernels.gemm.tiles import GemmConfig, Launch
 from tests.compile.variants import Handle, workspace_of
 from tests.native.doubles.libraries import gpu_double
@@ -95,7 +95,9 @@ def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
                     return Arrivals(offered.arrived, offered.order, offered.expired, 5 * 10**9)
 
                 on_gpu = own.as_subclass(OnGpu)
-                multiply_arriving(on_gpu, gathered, [weight], start=start, rank=rank.rank, loaded=set(), **how)
+                multiply_arriving_shards(
+                    on_gpu, gathered, [weight], start_gather=start, rank=rank.rank, loaded_keys=set(), **how
+                )
                 call.finish(gathered)
         rank.barrier()
         engine.stop()

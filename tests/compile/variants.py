@@ -31,7 +31,7 @@ from fused_tp.triton_kernels.attention import launch as attention_launch
 from fused_tp.triton_kernels.attention.configs import AttentionConfig, attention_config, decode_config
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, KernelLaunch, Shards, stage_launch
 from fused_tp.triton_kernels.comm.signals import Workspace
-from fused_tp.triton_kernels.device import KINDS
+from fused_tp.triton_kernels.device import OPERAND_KINDS
 from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
 from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, no_arrivals
 from fused_tp.triton_kernels.gemm.tiles import Launch, fused_configs
@@ -102,14 +102,16 @@ def noted() -> Iterator[list[KernelLaunch]]:
 
 def _launches(arch: int) -> Iterator[tuple[str, Launch, bool]]:
     """(kind, launch, True if its loads suit the architecture best) for each shipped config, with pointers and TMA."""
-    for kind in KINDS:
+    for kind in OPERAND_KINDS:
         for config in fused_configs(arch, kind):
             launch = Launch(
-                config.pointers.programs_per_sm, config.pointers, kind if kind in ("tf32", "ieee") else "ieee"
+                config.pointer_config.programs_per_sm,
+                config.pointer_config,
+                kind if kind in ("tf32", "ieee") else "ieee",
             )
-            yield kind, launch, config.tma is None
-            if config.tma is not None:
-                yield kind, replace(launch, tma_config=config.tma), True
+            yield kind, launch, config.tma_config is None
+            if config.tma_config is not None:
+                yield kind, replace(launch, tma_config=config.tma_config), True
 
 
 def _operands(kind: str, launch: Launch, layout: str) -> tuple[Tensor, Tensor]:
@@ -254,7 +256,7 @@ def _ring(arch: int) -> Iterator[Variant]:
         config = attention_config("ring", arch, kind, max(head_dim, v_head_dim), plain=not rich)
         q, k = (empty(kind, 2, SEQ, heads, head_dim) for heads in (HEADS, KV_HEADS))
         v, out = (empty(kind, 2, SEQ, heads, v_head_dim) for heads in (KV_HEADS, HEADS))
-        launch = ring_forward._launch(
+        launch = ring_forward._make_launch(
             q, out, torch.empty(2, HEADS, SEQ), kv_chunks(plan, 0), _scores(rich), make_keys_layout(plan, 0, k, v),
             workspace, 4, torch.ones(HEADS) if rich else None, kind if kind in ("tf32", "ieee") else "ieee", config,
             range(1),

@@ -463,7 +463,7 @@ def raises_midway(_: Any, name: str) -> Failure:
 HEARD = {
     "one_sided": "rank 0 has left the group",
     "two_shot": "rank 0 gave up",
-    "copy_engine": r"Rank 0 told rank \d that it has given up",
+    "copy_engine": r"Rank 0 notified rank \d that it has given up",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention_memory import SHM_BY_WAY, RunSetting, peak_mib
+from benchmarks.attention_memory import SHM_BY_WAY, RunSetting, measure_peak_mib
 from fused_tp.attention import ring_plan as plan
 from tests.workers import fresh_ranks
 
@@ -19,7 +19,7 @@ SETTING = RunSetting(heads=16, head_dim=128)
 
 def mib(_: Any, way: str, world_size: int) -> float:
     plan._MIN_CHUNK_ROWS = 64  # eight parts, as with longer shards
-    return peak_mib(way, TOKENS * world_size, world_size, SETTING)
+    return measure_peak_mib(way, TOKENS * world_size, world_size, SETTING)
 
 
 def peak(way: str, world_size: int) -> float:

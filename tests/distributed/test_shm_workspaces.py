@@ -234,7 +234,7 @@ def test_a_pool_that_is_too_small() -> None:
         full = "the shared-memory pool of this rank is full: 2097152 bytes requested"
         assert full in said[rank] and "raise FUSED_TP_SHM_RESERVE" in said[rank]
         left = f"rank {1 - rank} left too_large(; uint8), call"
-        assert left in said[1 - rank] and "because of an error of its own" in said[1 - rank]
+        assert left in said[1 - rank] and "because it raised an error" in said[1 - rank]
         assert ("rank 0 left symmetric_memory(" if rank else "the shared-memory pool of this rank is full") in said[2]
 
 
@@ -256,7 +256,7 @@ def test_a_reserve_that_cannot_be() -> None:
     from fused_tp import _core
 
     for bytes_ in (2**64 - 4096, 2**64 - (1 << 21), 2**57):
-        with pytest.raises(FusedTPError, match=f"cannot reserve {bytes_} bytes of shared memory: at most"):
+        with pytest.raises(FusedTPError, match=f"FUSED_TP_SHM_RESERVE is {bytes_} bytes; it must be at most"):
             _core.Group(0, 1, bytes_, lambda: 1.0)
 
 

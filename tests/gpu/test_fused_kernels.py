@@ -59,7 +59,7 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
     results = good.launch(workspace)
     rank.barrier()
     check(good, results, "the call before")
-    assert workspace.expired() is None
+    assert workspace.expired_wait() is None
     if rank.rank == missing:
         rank.barrier()
         return None
@@ -75,7 +75,7 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
     # The CUDA context remains usable.
     x = torch.arange(1000, device=rank.device, dtype=torch.float64)
     assert float((x * x).sum()) == 332833500.0
-    return str(workspace.expired())
+    return str(workspace.expired_wait())
 
 
 @pytest.mark.parametrize(("world_size", "missing"), [(2, 1), (4, 2)])
@@ -110,7 +110,7 @@ def captured(rank: LocalRank, op: str) -> None:
         for target, result in zip(kept[number], results, strict=True):
             target.copy_(result)
     rank.synchronize()
-    assert workspace.expired() is None, str(workspace.expired())
+    assert workspace.expired_wait() is None, str(workspace.expired_wait())
     for number, call in enumerate(calls):
         check(call if number % 2 else calls[0], kept[number], f"{op}, call {number}")
     rank.barrier()
@@ -131,7 +131,12 @@ def test_every_config_and_layout(kind: str) -> None:
     shards = GatherWorkspace(*rank.allocate(16 << 20), timeout_seconds=20)
     for config in fused_configs(arch_of(rank.device), kind):
         precision = kind if dtype == torch.float32 else "ieee"
-        launch = Launch(config.pointers.programs_per_sm * rank.sms, config.pointers, precision, tma_config=config.tma)
+        launch = Launch(
+            config.pointer_config.programs_per_sm * rank.sms,
+            config.pointer_config,
+            precision,
+            tma_config=config.tma_config,
+        )
         for m, n, k in ((520, 776, 1040), (520, 776, 1037), (1, 8, 8), (129, 257, 131)):  # TMA and pointer loads
             for x_swapped, w_swapped in itertools.product((False, True), repeat=2):
                 x = random_normal(*((k, m) if x_swapped else (m, k)), dtype=dtype, device=rank.device, seed=1)
@@ -171,7 +176,7 @@ def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> Non
             results = call.launch(workspace)
             assert not any(bool(result.isnan().any()) for result in results), "something did not arrive"
         rank.synchronize()
-        assert workspace.expired() is None, str(workspace.expired())
+        assert workspace.expired_wait() is None, str(workspace.expired_wait())
     rank.barrier()
 
 

@@ -60,10 +60,10 @@ def check(group, workspace, launch, m, ns, k, dtype, *, seed=0, with_bias=False,
         ys, gathered = all_gather_gemm(
             x_shard, weights, workspace=workspace, launch=launch, rows=m, biases=biases, **how
         )  # fmt: skip
-        assert workspace.expired() is None
+        assert workspace.expired_wait() is None
     for y, weight, bias in zip(ys, weights, biases, strict=True):
         assert_within_dtype_error(y, matmul64(x, weight, bias), dtype, reduced_over=k)
-    assert (gathered is not None) == how.get("gathered", False)
+    assert (gathered is not None) == how.get("return_gathered", False)
     if gathered is not None:
         assert torch.equal(gathered, x)
         assert same_everywhere(group, gathered)
@@ -79,11 +79,11 @@ class Arriving:
             group_memory(self.group, cpu), None, CopyEngineSchedule(CopyEngine(group_memory(self.group, cpu)), None)
         )
 
-    def __call__(self, x_shard, weights, launch, m, biases, *, gathered=False, rows_per_rank=None):
+    def __call__(self, x_shard, weights, launch, m, biases, *, return_gathered=False, rows_per_rank=None):
         per_rank = rows_per_rank or -(-m // self.group.size)
         sizes = [max(0, min(per_rank, m - rank * per_rank)) for rank in range(self.group.size)]
         cut = DimShards((m, x_shard.shape[1]), 0, tuple(sizes))
-        asked = GatherMatmul(x_shard, weights, biases, 0, m, gathered)
+        asked = GatherMatmul(x_shard, weights, biases, 0, m, return_gathered)
         return self.schedule.gather_matmul_copied(asked, cut, self.schedule.copies.engine, launch)
 
 
@@ -107,17 +107,17 @@ def both_ways(group, launch, m, ns, k, dtype, how):
 @pytest.mark.parametrize(
     ("world_size", "launch", "m", "ns", "k", "dtype", "how"),
     [
-        (2, POINTERS, 35, (21, 5), 19, torch.bfloat16, {"gathered": True, "with_bias": True}),
-        (3, TMA, 50, (37, 16), 24, torch.float16, {"gathered": True}),
+        (2, POINTERS, 35, (21, 5), 19, torch.bfloat16, {"return_gathered": True, "with_bias": True}),
+        (3, TMA, 50, (37, 16), 24, torch.float16, {"return_gathered": True}),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (1, POINTERS, 19, (17,), 23, torch.bfloat16, {"gathered": True}),
+                (1, POINTERS, 19, (17,), 23, torch.bfloat16, {"return_gathered": True}),
                 (2, TMA, 67, (41, 40), 24, torch.bfloat16, {"with_bias": True}),
-                (2, POINTERS, 1, (16,), 7, torch.float16, {"gathered": True}),  # rank 1 has no rows
+                (2, POINTERS, 1, (16,), 7, torch.float16, {"return_gathered": True}),  # rank 1 has no rows
                 (3, POINTERS, 50, (37,), 33, torch.float32, {"with_bias": True}),
-                (3, TMA, 96, (32, 16, 16, 16, 8), 16, torch.bfloat16, {"gathered": True}),  # two launches
-                (4, POINTERS, 70, (35, 3), 17, torch.float32, {"gathered": True}),
+                (3, TMA, 96, (32, 16, 16, 16, 8), 16, torch.bfloat16, {"return_gathered": True}),  # two launches
+                (4, POINTERS, 70, (35, 3), 17, torch.float32, {"return_gathered": True}),
                 (4, POINTERS, 5, (33,), 32, torch.bfloat16, {}),  # rows 2, 2, 1, none
             )
         ),
@@ -134,13 +134,13 @@ def test_ranks_may_want_different_things_of_one_gather(group):
     workspace = workspace_of(group, 60, 24, torch.bfloat16)
     x = seeded(37, 24, dtype=torch.bfloat16, seed=3)
     x_shard = x[rank * 18 : rank * 18 + 18]
-    how = {"rows_per_rank": 18, "gathered": True}
+    how = {"rows_per_rank": 18, "return_gathered": True}
     with arriving(group) as made:
         for direct, ns in itertools.product((False, True), ((20, 0), ())):
             weights = [seeded(n, 24, dtype=torch.bfloat16, seed=n) for n in (*ns, *(8,) * rank)]
             if direct:
                 ys, gathered = all_gather_gemm(x_shard, weights, workspace=workspace, launch=POINTERS, rows=37, **how)
-                assert workspace.expired() is None
+                assert workspace.expired_wait() is None
             else:
                 ys, gathered = made(x_shard, weights, POINTERS, 37, [None] * len(weights), **how)
             assert torch.equal(gathered, x)
@@ -152,7 +152,7 @@ def test_ranks_may_want_different_things_of_one_gather(group):
 
 @interpreted(2)
 def test_operands_of_any_strides(group):
-    how = {"lay_out": lambda t: t.t().contiguous().t(), "gathered": True}
+    how = {"lay_out": lambda t: t.t().contiguous().t(), "return_gathered": True}
     both_ways(group, TMA, 33, (24, 16), 24, torch.float16, how)
 
 
@@ -182,7 +182,7 @@ def late(group, late_rank):
                     k,
                     torch.bfloat16,
                     seed=seed,
-                    gathered=seed % 3 == 0,
+                    return_gathered=seed % 3 == 0,
                 )
 
 
@@ -202,8 +202,8 @@ def stuck_reader(group):
         run_kernel(stage)
         run_kernel(stage_launch(2 * ones, workspace, 2))
         assert torch.equal(workspace.region(0, 4, 8, torch.float32), ones)
-        assert workspace.expired() is not None
-        return str(workspace.expired())
+        assert workspace.expired_wait() is not None
+        return str(workspace.expired_wait())
     return None
 
 

@@ -87,7 +87,7 @@ def in_a_row(group: Any, asked: list[Asked], late_rank: int, first_call: int = 0
             with delays(seed, on=group.rank() == late_rank):
                 results.append(call.launch(workspace))
     for workspace in first:
-        assert workspace.expired() is None and not workspace.state[16:].any()
+        assert workspace.expired_wait() is None and not workspace.state[16:].any()
         assert int(workspace.state[0]) == first[workspace] + sum(other is workspace for other in used)
     for one, call, tensors in zip(asked, calls, results, strict=True):
         check(call, tensors, str(one))
@@ -127,7 +127,7 @@ def without(group: Any, missing: int, ops: Sequence[str]) -> list[Any]:
         calls = [made(group, one, 2) for one in asked]  # with mask 2 a ring reads all ranks' keys
         workspace, _ = workspaces(group, asked, calls)
         check(calls[0], calls[0].launch(workspace), op)
-        assert workspace.expired() is None
+        assert workspace.expired_wait() is None
         dist.barrier(group)  # or, on a busy machine, ranks begin the second call further apart than the deadline
         workspace.timeout_ns = int(1e9)
         if group.rank() != missing:
@@ -136,7 +136,7 @@ def without(group: Any, missing: int, ops: Sequence[str]) -> list[Any]:
             took = time.monotonic() - begun
             calls[1].launch(workspace)  # does not wait again, and writes nothing that peers may still read
             assert 0.9 < took < 30 and time.monotonic() - begun < 30  # the deadline, plus time for interpretation
-            said.append(workspace.expired())
+            said.append(workspace.expired_wait())
         dist.barrier(group)  # keep memory that peers may still write to until they are done
     return said
 
@@ -150,7 +150,7 @@ def test_a_missing_rank_is_named_within_the_deadline(ops: Sequence[str]) -> None
     for rank in (0, 2):
         for op, expired in zip(ops, answers[rank], strict=True):
             name = NAMES.get(op, "matmul_all_reduce")
-            assert (expired.op, expired.call, expired.rank, expired.absent) == (name, 2, rank, (1,)), str(expired)
+            assert (expired.op, expired.call, expired.rank, expired.absent_ranks) == (name, 2, rank, (1,)), str(expired)
             assert str(expired).startswith(f"{name}, call 2: rank {rank} waited for ")
 
 

@@ -349,17 +349,17 @@ def strides(_group: dist.ProcessGroup) -> None:
 def errors(_group: dist.ProcessGroup) -> None:
     c = case(AttentionMask(20, 20))
     far = torch.empty(2, dtype=torch.bfloat16, device="meta").as_strided((1, 20, 4, 16), (0, 2**23, 16, 1))
-    from fused_tp.triton_kernels.attention.launch import check_rows
+    from fused_tp.triton_kernels.attention.launch import check_row_strides
 
-    check_rows(q=c.q)
+    check_row_strides(q=c.q)
     with pytest.raises(ValueError, match="rows of q are 8388608 elements apart"):
-        check_rows(k=c.k, q=far)
+        check_row_strides(k=c.k, q=far)
     from fused_tp.attention.kernels.base import KernelQuery
     from fused_tp.attention.kernels.triton import triton_availability
 
     cpu = torch.device("cpu")
     assert triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 256))
-    assert "head dims go from 1 to 256" in triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
+    assert "head dims must be from 1 to 256" in triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
 
 
 CONTRACTS = (vectors_of_heads, dropout_bits, states, leaks, strides)

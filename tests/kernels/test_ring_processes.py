@@ -134,7 +134,7 @@ def untold(group: Any) -> tuple[str, bool]:
     dist.barrier(group)
     with mock.patch.object(ring_keys.KeysPuller, "relay_launch", silent):
         out, lse = calls[2].launch(workspace)
-    return str(workspace.expired()), bool(out.isnan().all() and lse.isnan().all())
+    return str(workspace.expired_wait()), bool(out.isnan().all() and lse.isnan().all())
 
 
 @pytest.mark.full
@@ -173,7 +173,7 @@ def test_explain_says_what_is_one_launch_and_what_goes_by_messages() -> None:
         assert "forward: fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel" in fits
         assert "backward: pipelined over gloo" in fits and "its backward runs step by step" in fits
         assert "each step: triton, because one launch of its kernel computes all steps" in fits
-        assert "forward: pipelined over gloo" in wide and "head dims go from 1 to 256" in wide
+        assert "forward: pipelined over gloo" in wide and "head dims must be from 1 to 256" in wide
         assert "forward: one_sided over shm" in double
         assert "forward: pipelined over gloo" in forced and "torch-blocks selects other kernels" in forced
 
@@ -190,7 +190,7 @@ def half_way(_: Any, place: str) -> list[str]:
     from fused_tp.triton_kernels.comm import gather
 
     group = own_group()
-    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run_kernel, ring_forward._launch
+    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run_kernel, ring_forward._make_launch
 
     def failing(*args: Any) -> Any:
         if place == "arguments":
@@ -207,7 +207,7 @@ def half_way(_: Any, place: str) -> list[str]:
         fused_tp.ring_attention(q, q, q, group=group)
         if group.rank() == 0:
             with (
-                mock.patch.object(ring_forward, "_launch", failing),
+                mock.patch.object(ring_forward, "_make_launch", failing),
                 mock.patch.object(gather, "run_kernel", noted),
                 pytest.raises(MemoryError),
             ):

@@ -66,7 +66,7 @@ def barrier(workspace):
 def ring(workspace, x):
     out = torch.empty_like(x)
     tiles = x.numel() // TILE**2
-    (offset,) = workspace.layout([(tiles, TILE**2 * 4)])
+    (offset,) = workspace.slot_offsets([(tiles, TILE**2 * 4)])
     ring_kernel[(tiles,)](x, out, **workspace.arguments(), offset=offset, WORLD=workspace.world_size)
     return out
 
@@ -84,14 +84,14 @@ def give_up(group, quitter):
     begun = time.monotonic()
     give_up_kernel[(1,)](**workspace.arguments(), good=int(group.rank() != quitter), WORLD=group.size())
     assert time.monotonic() - begun < 15
-    return workspace.expired()
+    return workspace.expired_wait()
 
 
 def test_who_gave_up_is_not_waited_for():
     answers = interpreted_ranks(3, give_up, 1)
     assert answers[:2] == [None, None]
-    expired = replace(answers[2], absent=())  # rank 0 may or may not have begun by then
-    assert expired == ExpiredWait("matmul_all_reduce", 1, 2, 5, source=1, absent=(), gave_up=True)
+    expired = replace(answers[2], absent_ranks=())  # rank 0 may or may not have begun by then
+    assert expired == ExpiredWait("matmul_all_reduce", 1, 2, 5, source=1, absent_ranks=(), gave_up=True)
     assert "rank 1 gave up" in str(expired)
 
 
@@ -108,16 +108,16 @@ def goes_on_after_giving_up(group):
         dist.barrier(group)
     dist.barrier(group)  # keep memory that the peer may still write to until it is done
     assert time.monotonic() - begun < 15
-    return [out.unique().tolist() for out in outs], workspace.expired()
+    return [out.unique().tolist() for out in outs], workspace.expired_wait()
 
 
 def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
     (_, expired0), (outs, expired1) = interpreted_ranks(2, goes_on_after_giving_up)
-    assert expired0 == ExpiredWait("matmul_all_reduce", 2, 0, 0, source=1, absent=(1,), gave_up=False)
+    assert expired0 == ExpiredWait("matmul_all_reduce", 2, 0, 0, source=1, absent_ranks=(1,), gave_up=False)
     # Rank 0 delivered its part of call 2 before it gave up; later calls, from call 4 on, use the same half.
     assert outs[0] == [20.0]
     # At the end of call 2 rank 1 learns at once that rank 0 is lost, and does not wait 20 s for it.
-    assert expired1 == ExpiredWait("matmul_all_reduce", 2, 1, None, source=0, absent=(), gave_up=True)
+    assert expired1 == ExpiredWait("matmul_all_reduce", 2, 1, None, source=0, absent_ranks=(), gave_up=True)
     assert str(expired1).endswith(
         "waited for its beginning of rank 0; "
         "rank 0 gave up: it raised an error or waited for a rank that did not arrive in time"
@@ -145,14 +145,14 @@ def test_one_program_is_the_last_and_the_counter_is_left_at_zero(group):
 def test_a_workspace_that_is_too_small_says_what_is_needed(group):
     workspace = workspace_of(group, nbytes=2 * 8192)
     # Flags and begun words come first, with room for 16; then each run of slots, aligned to a cache line.
-    assert workspace.layout([(2, 64), (1, 32)]) == [128, 256]
-    assert workspace.layout([(14, 512)]) == [128]
+    assert workspace.slot_offsets([(2, 64), (1, 32)]) == [128, 256]
+    assert workspace.slot_offsets([(14, 512)]) == [128]
     with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 32768\. Create a larger one"):
-        workspace.layout([(15, 512)])
+        workspace.slot_offsets([(15, 512)])
     with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 16896\. Create a larger one"):
-        workspace.layout([(1, 8192)])
+        workspace.slot_offsets([(1, 8192)])
     with pytest.raises(ValueError, match=r"has 64 counters of tile rows; this call needs 65"):
-        workspace.layout([(1, 64)], counters=65)
+        workspace.slot_offsets([(1, 64)], counters=65)
     dist.barrier(group)
 
 

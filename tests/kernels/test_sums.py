@@ -107,7 +107,7 @@ def test_launches_depend_on_what_all_ranks_know():
     # Each rank decides on its own how to load its operands.
     for kx, kw, tma in ((16, 40, True), (17, 40, False)):
         products = [(torch.empty(2, 70, k).bfloat16()[0], torch.empty(2, 48, k).bfloat16()[0]) for k in (kx, kw)]
-        assert plan_loads(products, large).tma == tma
+        assert plan_loads(products, large).uses_tma == tma
     with pytest.raises(ValueError, match="sm_margin must leave"):
         launch_for(torch.bfloat16, 8, 8, 2, arch=90, sms=132, sm_margin=132)
 

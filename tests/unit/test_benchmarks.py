@@ -33,15 +33,15 @@ from benchmarks.case import (
 )
 from benchmarks.ranks import RankContext, RankFailure, Ranks
 from benchmarks.results import (
+    Comparison,
     MeasuredMachine,
     Record,
-    RivalTimes,
+    make_records,
     merge_records,
     read_records,
-    records_of,
     write_atomically,
 )
-from benchmarks.runner import Times, take_turns
+from benchmarks.runner import CaseTimes, take_turns
 from benchmarks.table import markdown
 from fused_tp.cli.main import main as command
 
@@ -56,7 +56,7 @@ RECORD = Record(
     ms=Quartiles(2.0, 1.5, 2.5),
     rounds=9,
     calls=4,
-    comparison=RivalTimes("time ratio", Quartiles(0.9, 0.85, 0.95), bar=0.97, aim=None),
+    comparison=Comparison("time ratio", Quartiles(0.9, 0.85, 0.95), bar=0.97, aim=None),
     world_size=2,
     note="one_sided over shm",
     machine=MACHINE,
@@ -139,23 +139,23 @@ def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
         "op/fp32/M=1", dict, {}, {"floor": Rival(TIME_RATIO, bar=1.1), "whole": Rival(EFFICIENCY)}, flops=1e9
     )
 
-    def of_rank(ours: list[float]) -> Times:
+    def of_rank(ours: list[float]) -> CaseTimes:
         seconds = {FUSED_TP: ours, "floor": [1.0, 1.0], "whole": [4.0, 4.0], "unranked": [9.0, 9.0]}
-        return Times(seconds, dict.fromkeys(seconds, 1), dict.fromkeys(seconds, ""), {})
+        return CaseTimes(seconds, dict.fromkeys(seconds, 1), dict.fromkeys(seconds, ""), {})
 
     times = [of_rank([1.0, 2.0]), of_rank([2.0, 1.0])]
-    ours, floor, whole, unranked = records_of(case, times, 2, MACHINE, {})
+    ours, floor, whole, unranked = make_records(case, times, 2, MACHINE, {})
     assert ours.comparison is None
     assert ours.ms.median == 2000.0 and ours.note == ""
-    assert floor.comparison == RivalTimes("time ratio", Quartiles(2.0, 2.0, 2.0), 1.1, None)
+    assert floor.comparison == Comparison("time ratio", Quartiles(2.0, 2.0, 2.0), 1.1, None)
     assert whole.comparison is not None and whole.comparison.value.median == 1.0
     assert unranked.comparison is None
-    without_ours = Times({"floor": [1.0]}, {"floor": 1}, {"floor": ""}, {FUSED_TP: "absent"})
-    assert records_of(case, [without_ours], 1, MACHINE, {})[0].comparison is None
+    without_ours = CaseTimes({"floor": [1.0]}, {"floor": 1}, {"floor": ""}, {FUSED_TP: "absent"})
+    assert make_records(case, [without_ours], 1, MACHINE, {})[0].comparison is None
 
 
 def test_table() -> None:
-    missed = replace(RECORD, contestant="other", comparison=RivalTimes("speedup", Quartiles(1.2, 1.1, 1.3), 1.3, 1.6))
+    missed = replace(RECORD, contestant="other", comparison=Comparison("speedup", Quartiles(1.2, 1.1, 1.3), 1.3, 1.6))
     text = markdown(
         [replace(RECORD, contestant=FUSED_TP, comparison=None), RECORD, missed], ["fp8: no time left."], 7.5
     )
@@ -290,7 +290,7 @@ def test_a_case_from_end_to_end() -> None:
     case = BenchCase("small/fp32", small_case, {"elements": 64}, {"late": Rival(TIME_RATIO, bar=1.0)})
     wrong = BenchCase("small/wrong", wrong_case, {})
     said: list[str] = []
-    (ran, records), (failed, none) = cpu.run([case, wrong], rounds=3, say=said.append)
+    (ran, records), (failed, none) = cpu.run_cases([case, wrong], rounds=3, say=said.append)
     assert (ran, failed) == (case, wrong)
     ours, late = records
     assert (ours.contestant, late.contestant) == (FUSED_TP, "late")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import cpu, tune
-from benchmarks.tune import retuned
+from benchmarks.tune import with_new_rules
 from fused_tp.backends.autotune import fastest
 from fused_tp.cli.main import main
 from fused_tp.core import dispatch
@@ -36,7 +36,7 @@ def test_who_takes_the_incumbents_place() -> None:
 
 def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     winners = [(1 << 14, "plain"), (1 << 18, "one_sided"), (1 << 22, "one_sided")]
-    table = retuned(dispatch.load_table(), "shm", "matmul_all_reduce", torch.float32, 2, winners)
+    table = with_new_rules(dispatch.load_table(), "shm", "matmul_all_reduce", torch.float32, 2, winners)
     path = tmp_path / "dispatch.json"
     path.write_text(json.dumps({"arch": table}))
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
@@ -58,16 +58,16 @@ def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.
     assert chosen("matmul_all_reduce", torch.float32, 4, transport="gloo") == gloo
 
 
-def made_up(seconds: dict[str, float], noise: float = 0.0) -> Callable[..., list[tune.Measured]]:
+def made_up(seconds: dict[str, float], noise: float = 0.0) -> Callable[..., list[tune.OpTimes]]:
     """Fake measurement of every op at two sizes, by seconds per schedule; `noise` lengthens every third round."""
 
-    def measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[tune.Measured]:
+    def measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[tune.OpTimes]:
         times = {
             name: [t * (1 + noise * ((i + place) % 3 == 0)) for i in range(rounds)]
             for place, (name, t) in enumerate(seconds.items())
         }
         cases = itertools.product(tune.OPS, tune.DTYPES.values(), (16, 1024))
-        return [tune.Measured(op, dtype, rows, times) for op, dtype, rows in cases]
+        return [tune.OpTimes(op, dtype, rows, times) for op, dtype, rows in cases]
 
     return measure
 
@@ -75,7 +75,7 @@ def made_up(seconds: dict[str, float], noise: float = 0.0) -> Callable[..., list
 def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "dispatch.json"
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))  # as a user sets it to have the table written there
-    monkeypatch.setattr(tune, "_measure", made_up({"one_sided": 2.0, "pipelined": 1.0, "plain": 3.0}))
+    monkeypatch.setattr(tune, "_measure_schedules", made_up({"one_sided": 2.0, "pipelined": 1.0, "plain": 3.0}))
     said: list[str] = []
     tune.tune(path, 2, say=said.append)
     assert (
@@ -83,7 +83,7 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
         in said
     )
     assert said[-1].startswith(f"{path}: 18 choices changed; FUSED_TP_TABLE names it already.")
-    assert said[-1].endswith("A process reads its table once: start anew what runs already.")
+    assert said[-1].endswith("A process reads its table once: restart running processes.")
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
     answer = explain_hypothetical(
         "matmul_all_reduce", (16, 1024), (2048, 1024), dtype=torch.float32, world_size=2, transport="shm", arch="cpu"
@@ -94,7 +94,9 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
     )
     assert '     {"schedule": "pipelined", "dtypes": ["float32"], "world_sizes": [2]},\n' in path.read_text()
     # A later, noisy run with about equal schedules leaves every byte of the table unchanged.
-    monkeypatch.setattr(tune, "_measure", made_up({"one_sided": 1.0, "pipelined": 1.0, "plain": 1.0}, noise=1.0))
+    monkeypatch.setattr(
+        tune, "_measure_schedules", made_up({"one_sided": 1.0, "pipelined": 1.0, "plain": 1.0}, noise=1.0)
+    )
     before = path.read_bytes()
     tune.tune(path, 2, say=said.append)
     assert path.read_bytes() == before and "no choices changed" in said[-1]
@@ -102,7 +104,7 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
 
 def test_a_table_elsewhere_says_how_to_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FUSED_TP_TABLE", raising=False)
-    monkeypatch.setattr(tune, "_measure", made_up({"pipelined": 1.0, "plain": 1.0}))
+    monkeypatch.setattr(tune, "_measure_schedules", made_up({"pipelined": 1.0, "plain": 1.0}))
     said: list[str] = []
     tune.tune(tmp_path / "my tables" / "one.json", 2, say=said.append)
     (line,) = said
@@ -113,7 +115,7 @@ def test_a_table_elsewhere_says_how_to_use_it(tmp_path: Path, monkeypatch: pytes
 def test_the_kernels_of_attention_go_into_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "dispatch.json"
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
-    monkeypatch.setattr(tune, "_measure", lambda *_: [])
+    monkeypatch.setattr(tune, "_measure_schedules", lambda *_: [])
     native, torchs = (
         {"native-cpu": [1.0] * 9, "torch-cpu": [2.0] * 9},
         {"native-cpu": [2.0] * 9, "torch-cpu": [1.0] * 9},
@@ -141,7 +143,7 @@ def test_the_kernels_of_attention_go_into_the_table(tmp_path: Path, monkeypatch:
 def test_too_few_rounds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "dispatch.json"
     assert main(["bench", "--tune", "--rounds", "3", "--table", str(path)]) == 1
-    assert "rounds is 3; a choice by three quarters of the rounds needs 9 at least." in capsys.readouterr().err
+    assert "rounds is 3; a choice by three quarters of the rounds needs at least 9." in capsys.readouterr().err
     assert not path.exists()
 
 
@@ -149,7 +151,7 @@ def test_too_few_rounds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_table_that_cannot_be_written_is_refused_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    monkeypatch.setattr(tune, "_measure", lambda *_: pytest.fail("measures"))
+    monkeypatch.setattr(tune, "_measure_schedules", lambda *_: pytest.fail("measures"))
     (tmp_path / "file").touch()
     assert cpu.from_command_line(["--tune", "--table", str(tmp_path / place)]) == 2
     assert capsys.readouterr().err.startswith("--table: ")
@@ -157,12 +159,12 @@ def test_a_table_that_cannot_be_written_is_refused_before_measuring(
 
 
 def test_tuning_again_replaces_its_own_rules_only() -> None:
-    first = retuned(
+    first = with_new_rules(
         dispatch.load_table(), "gloo", "all_gather_matmul", torch.float32, 2, [(1, "plain"), (2, "pipelined")]
     )
-    second = retuned(first, "gloo", "all_gather_matmul", torch.float32, 2, [(1, "plain"), (2, "pipelined")])
+    second = with_new_rules(first, "gloo", "all_gather_matmul", torch.float32, 2, [(1, "plain"), (2, "pipelined")])
     assert second == first
-    other = retuned(first, "gloo", "all_gather_matmul", torch.bfloat16, 2, [(1, "plain")])
+    other = with_new_rules(first, "gloo", "all_gather_matmul", torch.bfloat16, 2, [(1, "plain")])
     rules = other["cpu"]["gloo"]["all_gather_matmul"]
     assert [rule.get("dtypes") for rule in rules[:3]] == [["bfloat16"], ["float32"], ["float32"]]
     assert dispatch.load_table()["cpu"].get("gloo") is None  # the shipped table is unchanged

@@ -18,8 +18,8 @@ from benchmarks import gpu, gpu_attention, gpu_collectives, gpu_timing
 from benchmarks.case import FUSED_TP, MICROSECONDS, BenchCase, Makers, Rival
 from benchmarks.gpu_timing import GpuContext, TimeBudget, assert_near, checked_rows
 from benchmarks.local_ranks import run_local
-from benchmarks.results import MeasuredMachine, Record, records_of
-from benchmarks.runner import Times, run_case
+from benchmarks.results import MeasuredMachine, Record, make_records
+from benchmarks.runner import CaseTimes, run_case
 from benchmarks.table import markdown
 from fused_tp.core.availability import unavailable
 from fused_tp.triton_kernels.comm import streams
@@ -45,10 +45,10 @@ def test_budget() -> None:
     budget = TimeBudget(60, clock)
     assert budget.fits(60) and not budget.fits(61)
     clock.seconds += 20
-    assert (budget.spent(), budget.left()) == (20, 40)
-    budget.record(planned=10, taken=20)
+    assert (budget.spent_seconds(), budget.remaining_seconds()) == (20, 40)
+    budget.record(planned_seconds=10, taken_seconds=20)
     assert budget.fits(20) and not budget.fits(21)  # everything takes twice the planned time
-    budget.record(planned=40, taken=5)
+    budget.record(planned_seconds=40, taken_seconds=5)
     assert budget.fits(40)  # faster than planned is luck
 
 
@@ -104,11 +104,11 @@ def test_wrong_answers_are_noticed() -> None:
 
 def test_records_and_table_of_a_gpu() -> None:
     seconds = {FUSED_TP: [1.0e-5, 1.1e-5, 1.3e-5], "copy": [2e-6] * 3}
-    times = Times(seconds, dict.fromkeys(seconds, 20), {FUSED_TP: "a config", "copy": ""}, {})
+    times = CaseTimes(seconds, dict.fromkeys(seconds, 20), {FUSED_TP: "a config", "copy": ""}, {})
     notes = {}
     for what in ({}, {"flops": 1e7}, {"nbytes": 1e6}):
         found = {"torch": "2", "driver": "580.0", "SM clock": "900 MHz"}
-        ours, copy = records_of(replace(case("one"), **what), [times], 2, MACHINE, found)
+        ours, copy = make_records(replace(case("one"), **what), [times], 2, MACHINE, found)
         assert Record.from_json(ours.to_json()).machine == MACHINE and ours.world_size == 2
         notes[ours.note] = copy.note
     assert notes == {
@@ -124,8 +124,8 @@ def test_records_and_table_of_a_gpu() -> None:
 
 def test_summary_for_a_report() -> None:
     seconds = {FUSED_TP: [1.0e-5] * 3, "copy": [2e-6] * 3}
-    times = Times(seconds, dict.fromkeys(seconds, 20), dict.fromkeys(seconds, ""), {})
-    records = records_of(case("one"), [times], 2, MACHINE, {"driver": "580.0"})
+    times = CaseTimes(seconds, dict.fromkeys(seconds, 20), dict.fromkeys(seconds, ""), {})
+    records = make_records(case("one"), [times], 2, MACHINE, {"driver": "580.0"})
     found = gpu.summary(records, ["two failed. AssertionError: two: fused_tp computes a wrong result"])
     assert found["note"].startswith("1 cases timed, 1 of 1 bars met; 1 failed: two failed. AssertionError")
     assert found["versions"] == {"driver": "580.0"} and found["machine"]["gpu"] == MACHINE.gpu
@@ -247,7 +247,9 @@ def interpreted_cases(_group: dist.ProcessGroup) -> tuple[list[tuple[list[str], 
             results.append((list(times.seconds), [len(seconds) for seconds in times.seconds.values()]))
         from benchmarks import gpu_matmul
 
-        patch.setattr(gpu_matmul.FusedRanks, "expected", lambda self, rank: (slice(None), torch.ones(40, 48).double()))
+        patch.setattr(
+            gpu_matmul.FusedRanks, "expected_result", lambda self, rank: (slice(None), torch.ones(40, 48).double())
+        )
         tiny = BenchCase("tiny", gpu_matmul.rank_contestants, {**TINY, "op": "reduce-scatter", "world_size": 1})
         with pytest.raises(AssertionError) as raised:
             run_case(context, tiny, 2)
@@ -298,7 +300,7 @@ def latency_without_check(context: GpuContext, **parameters: Any) -> Makers:
 
 
 def test_cases_of_collectives(native: GpuContext) -> None:
-    def run(make: Any, **parameters: Any) -> Times:
+    def run(make: Any, **parameters: Any) -> CaseTimes:
         return run_case(native, BenchCase("tiny", make, {**parameters, "world_size": 1}), 2)
 
     for op in gpu_collectives.EXCHANGES:
@@ -379,7 +381,7 @@ def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
 def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for moment, (said, expected) in enumerate((("", {}), ("580.1, 1980 MHz, [N/A], 3201 MHz, [N/A]", CLOCKS))):
         monkeypatch.setattr(gpu_timing, "output_of", lambda *command, said=said: said.splitlines())
-        assert gpu_timing.nvidia_smi(0, moment) == expected
+        assert gpu_timing.query_nvidia_smi(0, moment) == expected
 
 
 CLOCKS = {"driver": "580.1", "SM clock": "1980 MHz", "memory clock": "3201 MHz"}

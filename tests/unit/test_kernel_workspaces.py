@@ -47,7 +47,7 @@ class GaveUp(Said):
 
 def workspace_of(buffer: Tensor, handle: Any, *, timeout_seconds: float, rescue: Any) -> mock.Mock:
     assert rescue is Memory.rescue or rescue is None  # None: of ranks that are threads on a CPU
-    return mock.Mock(state=buffer, expired=mock.Mock(return_value=None))
+    return mock.Mock(state=buffer, expired_wait=mock.Mock(return_value=None))
 
 
 def made(messages: Any = None) -> tuple[Workspaces, Memory]:
@@ -81,7 +81,7 @@ def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
     workspaces._slots["sum"].captured = True
     with workspaces.use("sum", 2 * MIB, "op") as larger:
         assert larger is not captured
-    captured.expired.return_value = Said("a replay has expired")
+    captured.expired_wait.return_value = Said("a replay has expired")
     with pytest.raises(CollectiveTimeoutError, match="a replay has expired"), workspaces.use("sum", 1, "op"):
         pass
 
@@ -100,7 +100,7 @@ def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "7")
     workspaces, _ = made(mock.Mock(fatal_error=None, peer_failure_message=lambda: heard))
     with pytest.raises(kind) as raised, workspaces.use("sum", 1, "op") as workspace:
-        workspace.expired.return_value = left
+        workspace.expired_wait.return_value = left
     assert str(raised.value) == sentence and workspace.leave.called, "a peer that comes later waits in vain"
     with pytest.raises(FusedTPError, match="unusable since an earlier failure: "):
         workspaces.raise_if_failed()
@@ -119,7 +119,7 @@ def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
     workspaces._on_peer_lost(1)
     for one in of_kinds:
         one.stop_waiting.assert_called_once_with(1)
-    of_kinds[0].expired.return_value = Said("a wait that was ended")
+    of_kinds[0].expired_wait.return_value = Said("a wait that was ended")
     with pytest.raises(PeerLostError, match="Rank 0 of 2 lost rank 1"):
         workspaces.raise_if_failed()
 
@@ -130,7 +130,7 @@ def test_a_workspace_may_be_made_while_the_watch_looks_at_the_others() -> None:
         pass
 
     # Simulates the calling thread, which may run at any time.
-    first.expired = lambda: workspaces._slot("gather", 1, "op") and None
+    first.expired_wait = lambda: workspaces._slot("gather", 1, "op") and None
     assert workspaces._expired() is None
 
 

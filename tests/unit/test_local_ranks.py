@@ -47,7 +47,7 @@ def test_a_rank_is_memory_for_kernels() -> None:
     assert (memory.arch, memory.sms, memory.rank, memory.world_size) == (0, CPU_PROGRAMS, 0, 1)
     with torch.device("meta"):  # the default device of new tensors
         workspace = Workspace(buffer, handle, timeout_seconds=1)
-    assert workspace.expired() is None and workspace.error.device == torch.device("cpu")
+    assert workspace.expired_wait() is None and workspace.error.device == torch.device("cpu")
 
 
 def test_bounds_and_ranks_are_checked() -> None:
@@ -61,7 +61,7 @@ def test_bounds_and_ranks_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             call()
-    with pytest.raises(RankMismatchError, match=r"rank \d asked for \d+ bytes, rank \d for"):
+    with pytest.raises(RankMismatchError, match=r"rank \d requested \d+ bytes, rank \d requested"):
         run_local(2, lambda rank: rank.allocate(8 + 8 * rank.rank))
 
 

@@ -95,6 +95,6 @@ def test_steps_are_predicted() -> None:
     for ranks, way in ((1, "one process"), (2, "tp2, sequence parallel")):
         settings = {**planner.train_settings(model, 6), "parallel": planner.CONFIGURATIONS[way]}
         found = max(run_fresh(ranks, fastest_step, settings, timeout=200))
-        assert planner.predict(here, model, planner.CONFIGURATIONS[way]).time.total == pytest.approx(found, rel=0.4), (
-            way
-        )
+        assert planner.make_cost_model(here, model, planner.CONFIGURATIONS[way]).time.total == pytest.approx(
+            found, rel=0.4
+        ), way

@@ -47,7 +47,7 @@ def test_switches_and_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         native.parse_switch("FUSED_TP_CUDA")
     for text in ("0", "-2", "many", "1.5"):
         monkeypatch.setenv("MAX_JOBS", text)
-        with pytest.raises(native.SettingError, match=f"MAX_JOBS is '{text}'; set it to how many files"):
+        with pytest.raises(native.SettingError, match=f"MAX_JOBS is '{text}'; set it to the number of files"):
             native.run_steps([], tmp_path)
 
 
@@ -68,7 +68,7 @@ for word; do case "$word" in {tests} arch=*) exit 1;; esac; done
 def no_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(native, "TOOLKIT", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(native, "DEFAULT_TOOLKIT", str(tmp_path / "nowhere"))
     which = shutil.which
     monkeypatch.setattr(native.shutil, "which", lambda name: None if name == "nvcc" else which(name))
 
@@ -117,8 +117,10 @@ def test_default_architectures_are_those_that_nvcc_knows(
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     build = native.CudaBuild()
     assert build.built_for == "sm_80 sm_90a compute_90, nvcc 12.4.131"
-    assert "nvcc 12.4.131 does not know sm_100a: left out of the device kernels." in capsys.readouterr().out
-    with pytest.raises(native.NotBuiltError, match=r"nvcc 12.4.131 .* does not know sm_100a"):
+    assert (
+        "nvcc 12.4.131 does not support sm_100a, so the device kernels are built without it." in capsys.readouterr().out
+    )
+    with pytest.raises(native.NotBuiltError, match=r"nvcc 12.4.131 .* does not support sm_100a"):
         native.CudaBuild("90a;100a")
 
 

@@ -74,7 +74,7 @@ def test_numbers_that_mean_nothing_are_refused(kernels: Any) -> None:
 def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
     expected = {
         tmp_path / "nowhere.so": "could not be loaded: .*nowhere.so",
-        Path(_core.__file__): "is no library of device kernels: .*fused_tp_launchers",
+        Path(_core.__file__): "is not a library of device kernels: .*fused_tp_launchers",
         double(abi="kAbiVersion+1"): f"version {_core.DEVICE_KERNELS_ABI + 1} and this fused_tp needs version",
     }
     for path, sentence in expected.items():

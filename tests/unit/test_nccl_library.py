@@ -56,10 +56,10 @@ def test_libraries_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     nowhere, too_old = str(tmp_path / "nowhere.so"), str(libraries.nccl_of_version(21805, tmp_path))
     refused = [
         (_core.NcclLibrary, nowhere, r"could not be loaded: .*nowhere\.so"),
-        (_core.NcclLibrary, _core.__file__, "is no NCCL"),
+        (_core.NcclLibrary, _core.__file__, "is not NCCL"),
         (_core.NcclLibrary, too_old, r"is version 2\.18\.5; fused_tp needs 2\.19\.0 or later"),
         (_core.Driver, nowhere, r"the CUDA driver could not be loaded: .*nowhere\.so"),
-        (_core.Driver, _core.__file__, r"has no cuInit: this CUDA driver is too old, 12\.0 or later is needed"),
+        (_core.Driver, _core.__file__, r"has no cuInit: this CUDA driver is too old; fused_tp needs 12\.0 or later"),
     ]
     for library, path, sentence in refused:
         with pytest.raises(RuntimeError, match=sentence):
@@ -71,7 +71,7 @@ def test_driver_names_devices_and_calls_that_fail() -> None:
     assert driver.has_stream_memory_ops(0)
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_DEVICE"):
         driver.has_stream_memory_ops(8)
-    with pytest.raises(RuntimeError, match="device 9 does not exist: this process sees 8"):
+    with pytest.raises(RuntimeError, match="device 9 does not exist: this process sees 8 devices"):
         driver.synchronize(9, 0, 1)
     libraries.double_knobs().cuda_double_fail(b"cuStreamQuery", 700)
     with pytest.raises(RuntimeError, match=r"cuStreamQuery failed with CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.profile_case import CASES, from_command_line, merge
+from benchmarks.profile_case import CASES, from_command_line, merge_traces
 from tests.workers import REPOSITORY
 
 pytestmark = pytest.mark.full
@@ -50,10 +50,10 @@ def test_a_trace_of_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("torch",), "name a case"),
+        (("torch",), "no case is named"),
         (("torch", "mlp", "--world", "none"), "--world is none; it must be a number of ranks"),
         (("torch", "mlp", "--out"), "--out needs a value"),
-        (("torch", "mlp", "--tokens", "8"), "--tokens is not known; options of the case go behind --"),
+        (("torch", "mlp", "--tokens", "8"), "unknown option --tokens; put options of the case after --"),
         (("nsys", "mlp"), "'torch' needs n"),
         (("ncu", "mlp"), "'torch' needs n"),
     ],
@@ -75,7 +75,7 @@ def test_merging_puts_ranks_on_one_clock(tmp_path: Path) -> None:
             {"ph": "X", "name": "kernel", "pid": 0, "ts": 10.0, "dur": 1.0, "id": 7},
         ]
         (tmp_path / f"{rank}.json").write_text(json.dumps({"baseTimeNanoseconds": base, "traceEvents": events}))
-    merge(tmp_path / "all.json", [tmp_path / "0.json", tmp_path / "1.json"])
+    merge_traces(tmp_path / "all.json", [tmp_path / "0.json", tmp_path / "1.json"])
     merged = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in merged[::2]] == ["rank 0: GPU 0", "rank 1: GPU 0"]
     assert [(event["ts"], event["pid"], event["id"]) for event in merged[1::2]] == [

@@ -46,7 +46,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
         },
         keys=lambda rank, layout: torch.empty(layout.shape, dtype=layout.dtype),
     )
-    launch = ring_forward._launch(
+    launch = ring_forward._make_launch(
         q,
         q,
         q.new_empty((1, 4, seq // 2), dtype=torch.float32),

@@ -277,10 +277,10 @@ def test_an_archive_that_is_broken_or_of_another_triton_costs_nothing_else(
     whole = good.read_bytes()
     flipped = tmp_path / "flipped.tar.xz"
     flipped.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
-    with pytest.raises(ValueError, match="is no archive of kernels"):
+    with pytest.raises(ValueError, match="is not an archive of kernels"):
         archive.unpack(flipped, tmp_path / "other")
     code, found = body(monkeypatch, tmp_path / "found.json", "compile", "90", str(flipped))
-    assert code == 1 and found["kernels"] == 5 and "is no archive" in found["archive"]
+    assert code == 1 and found["kernels"] == 5 and "is not an archive" in found["archive"]
     code, found = body(monkeypatch, tmp_path / "found.json", "compile", "90", str(good))
     assert code == 0 and found["note"].endswith(
         "has none of them: it was built from other sources, or for another Triton or GPU"
@@ -483,7 +483,7 @@ from fused_tp.selftest import kernel_cache, kernels
 from fused_tp.triton_kernels import archive
 from unittest import mock
 
-archive.SHIPPED = Path(sys.argv[1]).parent / "shipped"
+archive.SHIPPED_FOLDER = Path(sys.argv[1]).parent / "shipped"
 few = [case for case in kernels.CASES if case.op in ("attention", "direct") and case.world < 3 and not case.late_ranks]
 few = [kernels.keep_first_shape(case) for case in few if case.dtype.itemsize == 2]
 if sys.argv[2] == "unpack":
@@ -522,12 +522,12 @@ if sys.argv[2] == "pack":
     kernels, hits = run_there("pack")
     assert kernels > 3 and hits == 0
     assert run_there("unpack") == (kernels, kernels)
-    with pytest.raises(ValueError, match="is no archive of kernels"):
+    with pytest.raises(ValueError, match="is not an archive of kernels"):
         (tmp_path / "text").write_text("no archive")
         from fused_tp.triton_kernels.archive import unpack
 
         unpack(tmp_path / "text", tmp_path)
-    with pytest.raises(ValueError, match="is no archive of kernels"):
+    with pytest.raises(ValueError, match="is not an archive of kernels"):
         group = b'["../outside.cubin"]'
         with tarfile.open(tmp_path / "leaves.tar.xz", "w:xz") as tar:
             info = tarfile.TarInfo("KEY/__grp__k.json")

@@ -40,8 +40,8 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
         gc.collect()
         return next(numbers)
 
-    monkeypatch.setattr(streams, "_create", create)
-    monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(streams, "_create_stream", create)
+    monkeypatch.setattr(streams, "_free_streams", {})
     device = torch.device("cuda", 0)
     found: list[list[int]] = []
 
@@ -73,7 +73,7 @@ def test_copies_come_first_where_streams_share_queues(
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    assert streams.runs_copies_at_once(torch.device("cpu")) is not few
+    assert streams.runs_copies_concurrently(torch.device("cpu")) is not few
 
 
 class Driver:
@@ -130,8 +130,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
 
     rescue = cached_property(lambda rank: rank.own_streams(rank, 1)[0])
     rescue.__set_name__(LocalRank, "rescue")
-    monkeypatch.setattr(streams, "_create", create)
-    monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(streams, "_create_stream", create)
+    monkeypatch.setattr(streams, "_free_streams", {})
     monkeypatch.setattr(LocalRank, "own_streams", own_streams)
     monkeypatch.setattr(LocalRank, "rescue", rescue)
     yield lambda: count() - before
@@ -169,7 +169,7 @@ def test_each_stream_of_four_ranks_has_a_queue_of_its_own(
     def ranks(rank: LocalRank) -> object:
         def make(buffer: Any, handle: Any, *, timeout_seconds: float, rescue: Any) -> Any:
             assert rescue is rank.rescue
-            return SimpleNamespace(state=torch.empty(0), expired=lambda: None, buffer=buffer)
+            return SimpleNamespace(state=torch.empty(0), expired_wait=lambda: None, buffer=buffer)
 
         def make_ring(buffer: Any, handle: Any, **how: Any) -> Any:
             on_gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))

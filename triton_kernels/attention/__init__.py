@@ -1,4 +1,4 @@
-"""Flash attention: forward and backward from and to sums in fp32, decoding, and a ring of ranks in one launch."""
+"""Flash attention: forward and backward that accumulate in fp32, decoding, and ring attention in one launch."""
 
 from .backward import flash_backward
 from .forward import flash_attention, flash_forward

@@ -1,7 +1,7 @@
 """Gradients of attention over some or all of the keys that the queries see, added to sums in fp32.
 
     p  = exp(score - lse),  p' = dropped(p),  dp = grad_out v^T
-    ds = p' * dp - p * sums                        sums = sum_d grad_out * out (- grad_lse), made once for all keys
+    ds = p' * dp - p * sums                        sums = sum_d grad_out * out (- grad_lse), computed once for all keys
     dv = p'^T grad_out,  dk = scale * (dcap * ds)^T q,  dq = scale * (dcap * ds) k,  dslope = -sum ds * distance
 
 One kernel computes dq for tiles of queries, the other dk and dv for tiles of keys: each sum has one program that adds
@@ -48,8 +48,8 @@ from .blocks import (
 from .configs import AttentionConfig
 from .launch import (
     Terms,
-    check_rows,
-    config_for,
+    check_row_strides,
+    default_config,
     heads_tensor,
     launch_tiles,
     mask_arguments,
@@ -273,29 +273,35 @@ def flash_backward(
     The other arguments and errors are those of `forward.flash_forward`.
     """
     grad_out, lse, sums = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, lse, sums))
-    check_rows(q=q, k=k, v=v, grad_out=grad_out)
+    check_row_strides(q=q, k=k, v=v, grad_out=grad_out)
     if q.numel() == 0 or k.numel() == 0:
         return
-    on = step.vectors_on(q.device)
+    vectors = step.vectors_on(q.device)
     tensors: dict[str, Any] = {"grad_out": heads_tensor(grad_out), "lse": heads_tensor(lse), "sums": heads_tensor(sums)}
     qkv = q, k, v
 
-    config = queries_config or config_for("queries", q, v, terms, precision)
+    config = queries_config or default_config("queries", q, v, terms, precision)
     tiles = query_tiles(step, config.rows, config.block, q.device)
-    of_tiles = None
+    tile_slope_grads = None
     if d_slopes is not None:
-        of_tiles = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
-    own: dict[str, Any] = {"dq": heads_tensor(dq), "d_slopes": of_tiles, "mask": mask_arguments(on, "starts", "stops")}
-    tma = {"k_tma": k, "v_tma": v}
-    launch_tiles(queries_kernel, tiles, config, qkv, terms, precision, tma, **tensors, **own)
-    if d_slopes is not None and of_tiles is not None:
-        d_slopes += of_tiles.sum((0, 1))
+        tile_slope_grads = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
+    arguments: dict[str, Any] = {
+        "dq": heads_tensor(dq),
+        "d_slopes": tile_slope_grads,
+        "mask": mask_arguments(vectors, "starts", "stops"),
+    }
+    tma_tensors = {"k_tma": k, "v_tma": v}
+    launch_tiles(queries_kernel, tiles, config, qkv, terms, precision, tma_tensors, **tensors, **arguments)
+    if d_slopes is not None and tile_slope_grads is not None:
+        d_slopes += tile_slope_grads.sum((0, 1))
 
-    config = keys_config or config_for("keys", q, v, terms, precision)
+    config = keys_config or default_config("keys", q, v, terms, precision)
     tiles = key_tiles(step, config.rows, config.block, q.device)
-    own = {"dk": heads_tensor(dk), "dv": heads_tensor(dv), "mask": mask_arguments(on, "first", "last")}
-    tma = {"q_tma": q, "grad_tma": grad_out}
-    launch_tiles(keys_kernel, tiles, config, qkv, terms, precision, tma, of_keys=True, **tensors, **own)
+    arguments = {"dk": heads_tensor(dk), "dv": heads_tensor(dv), "mask": mask_arguments(vectors, "first", "last")}
+    tma_tensors = {"q_tma": q, "grad_tma": grad_out}
+    launch_tiles(
+        keys_kernel, tiles, config, qkv, terms, precision, tma_tensors, are_key_tiles=True, **tensors, **arguments
+    )
 
 
 fix_cache_keys(__name__)

@@ -49,7 +49,7 @@ class HeadRows(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """int32 vectors: the interval [first, last) of the other side that each row sees, and positions of tokens."""
+    """int32 vectors: the interval [first, last) of keys (or queries) that each row sees, and positions of tokens."""
 
     first: Any
     last: Any

@@ -25,12 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
-from ..device import kind_of, on_device, sms_of
+from ..device import on_device, operand_kind, sms_of
 from ..language import rounded
 from .blocks import Score, SeenKeys
 from .configs import AttentionConfig, decode_config, padded_head_dim
 from .forward import add_key_block, empty_sums, normalize_sums
-from .launch import Terms, check_rows, constants, heads_tensor
+from .launch import Terms, check_row_strides, heads_tensor, kernel_constants
 
 _PROGRAMS_PER_SM = 2
 _FEWEST_BLOCKS = 4  # fewest blocks of keys in a part; below, merging parts costs more than it saves
@@ -160,7 +160,7 @@ def flash_decode(
     v: Tensor,
     starts: Tensor,
     stops: Tensor,
-    most: int,
+    max_keys: int,
     terms: Terms,
     *,
     pages: Tensor | None = None,
@@ -177,37 +177,37 @@ def flash_decode(
             `pages` [pages, page_size, kv_heads, ...].
         starts, stops: int32 [batch, new], like all tables with a dense last dim and on the device of q: query i of a
             text sees the rows [starts, stops) of it. No others are read.
-        most: largest number of keys of a text between its lowest start and its highest stop.
+        max_keys: largest number of keys of a text between its lowest start and its highest stop.
         pages: int32 [batch, most pages of a text].
         places, k_indices: for slopes only: int32 [batch, new] places of queries and [rows] of the cache's rows.
-        splits: number of parts of a text of `most` keys; None: as many as keep the GPU busy.
+        splits: number of parts of a text of `max_keys` keys; None: as many as keep the GPU busy.
         config: tiles that replace the default ones.
 
     Raises:
-        ValueError: rows are too far apart, see `launch.check_rows`.
+        ValueError: rows are too far apart, see `launch.check_row_strides`.
     """
-    check_rows(q=q, k=k, v=v)
-    batch, new, heads, head_dim = q.shape
+    check_row_strides(q=q, k=k, v=v)
+    batch, new_tokens, heads, head_dim = q.shape
     kv_heads, v_head_dim = k.shape[2], v.shape[3]
-    found = q.new_empty((batch, new, heads, v_head_dim + 1), dtype=torch.float32)
-    if found.numel() == 0:
-        return found
+    results = q.new_empty((batch, new_tokens, heads, v_head_dim + 1), dtype=torch.float32)
+    if results.numel() == 0:
+        return results
     group = heads // kv_heads
-    config = config or decode_config(kind_of(q.dtype, "ieee"), max(head_dim, v_head_dim), group * new)
-    tiles = -(-group * new // config.rows)
+    config = config or decode_config(operand_kind(q.dtype, "ieee"), max(head_dim, v_head_dim), group * new_tokens)
+    tiles = -(-group * new_tokens // config.rows)
     programs = batch * kv_heads * tiles
     if splits is None:
-        splits = min(sms_of(q.device) * _PROGRAMS_PER_SM // programs, most // (_FEWEST_BLOCKS * config.block))
-    span = max(1, -(-most // (max(1, splits) * config.block))) * config.block
-    splits = max(1, -(-most // span))
+        splits = min(sms_of(q.device) * _PROGRAMS_PER_SM // programs, max_keys // (_FEWEST_BLOCKS * config.block))
+    span = max(1, -(-max_keys // (max(1, splits) * config.block))) * config.block
+    splits = max(1, -(-max_keys // span))
     parts = None
     if splits > 1:
         rows = (programs, splits, config.rows)
         parts = SplitParts(
             *(q.new_empty(size, dtype=torch.float32) for size in ((*rows, padded_head_dim(v_head_dim)), rows, rows))
         )
-    shape = {"kv_heads": kv_heads, "group": group, "new": new, "tiles": tiles, "splits": splits}
-    c = constants(config, q, v, terms)
+    sizes = {"kv_heads": kv_heads, "group": group, "new": new_tokens, "tiles": tiles, "splits": splits}
+    c = kernel_constants(config, q, v, terms)
     with on_device(q):
         parts_kernel[(programs, splits)](
             q=heads_tensor(q),
@@ -220,17 +220,17 @@ def flash_decode(
             k_indices=k_indices if c.ALIBI else None,
             scores=terms.arguments()["scores"],
             parts=parts,
-            found=heads_tensor(found) if splits == 1 else None,
+            found=heads_tensor(results) if splits == 1 else None,
             span=span,
             page_size=k.shape[1],
             pages_stride=0 if pages is None else pages.stride(0),
-            **shape,
+            **sizes,
             C=c,
             **config.options(),
         )
         if splits > 1:
-            merge_kernel[(programs,)](parts=parts, found=heads_tensor(found), **shape, C=c, num_warps=8)
-    return found
+            merge_kernel[(programs,)](parts=parts, found=heads_tensor(results), **sizes, C=c, num_warps=8)
+    return results
 
 
 fix_cache_keys(__name__)

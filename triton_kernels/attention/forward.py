@@ -1,4 +1,4 @@
-"""Attention of queries over some or all of the keys that they see, from and to a state in fp32.
+"""Attention of queries over some or all of their keys, accumulated in an fp32 state.
 
     s[i, j] = score(q[i] . k[j]) in base 2                              blocks.py
     n[i]    = max(n[i], ceil(max_j s[i, j]))
@@ -57,8 +57,8 @@ from .blocks import (
 from .configs import AttentionConfig
 from .launch import (
     Terms,
-    check_rows,
-    config_for,
+    check_row_strides,
+    default_config,
     dense_vector,
     heads_tensor,
     launch_tiles,
@@ -229,15 +229,15 @@ def flash_forward(
 
     Args:
         q, k, v: bf16, fp16 or fp32 of any strides with a dense last dim.
-        fresh: `state` holds nothing yet and is not read; it need not be initialised.
+        fresh: `state` holds nothing yet and is not read; it need not be initialized.
         precision: precision of fp32 products, "ieee" or "tf32" (tensor cores, 10 bits of mantissa).
         config: tiles that replace the default ones.
 
     Raises:
-        ValueError: rows are too far apart, see `launch.check_rows`.
+        ValueError: rows are too far apart, see `launch.check_row_strides`.
     """
     results = {"state": StateArguments(*map(heads_tensor, state))}
-    _launch(q, k, v, step, terms, results, precision, config, first=fresh)
+    _launch(q, k, v, step, terms, results, precision, config, is_first_step=fresh)
 
 
 def flash_attention(
@@ -259,7 +259,7 @@ def flash_attention(
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     results = {"out": heads_tensor(out), "lse": heads_tensor(lse), "sinks": dense_vector(sinks)}
-    _launch(q, k, v, step, terms, results, precision, config, first=True)
+    _launch(q, k, v, step, terms, results, precision, config, is_first_step=True)
     return out, lse
 
 
@@ -273,21 +273,31 @@ def _launch(
     precision: str,
     config: AttentionConfig | None,
     *,
-    first: bool,
+    is_first_step: bool,
 ) -> None:
     """Launch `forward_kernel`; `results` are the state, or out, lse and sinks."""
-    check_rows(q=q, k=k, v=v)
+    check_row_strides(q=q, k=k, v=v)
     if q.numel() == 0:
         return
-    config = config or config_for("forward", q, v, terms, precision)
+    config = config or default_config("forward", q, v, terms, precision)
     tiles = query_tiles(step, config.rows, config.block, q.device)
-    tma = {"k_tma": k, "v_tma": v}
-    own = {
+    tma_tensors = {"k_tma": k, "v_tma": v}
+    arguments = {
         **dict.fromkeys(("state", "out", "lse", "sinks")),
         **results,
         "mask": mask_arguments(step.vectors_on(q.device), "starts", "stops"),
     }
-    launch_tiles(forward_kernel, tiles, config, (q, k, v), terms, precision, tma, first=first, **own)
+    launch_tiles(
+        forward_kernel,
+        tiles,
+        config,
+        (q, k, v),
+        terms,
+        precision,
+        tma_tensors,
+        is_first_step=is_first_step,
+        **arguments,
+    )
 
 
 fix_cache_keys(__name__)

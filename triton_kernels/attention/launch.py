@@ -14,8 +14,8 @@ from ..device import (
     LEAST_SHARED_BYTES,
     arch_of,
     fits_tma,
-    kind_of,
     on_device,
+    operand_kind,
     runs_kernels,
     shared_bytes_of,
     tma_descriptor,
@@ -25,7 +25,7 @@ from .blocks import AttentionConstants, HeadsTensor, Mask, ScoreArguments
 from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded_head_dim
 
 _L2_BYTES = 16 << 20  # keys and values of all heads in flight fit in this; a third of an H100's L2
-_ROW_STRIDES = 2**31 // 256  # stride limit: blocks have up to 128 rows, and offsets inside a block have 32 bits
+_MAX_ROW_STRIDE = 2**31 // 256  # stride limit: blocks have up to 128 rows, and offsets inside a block have 32 bits
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DropoutArguments:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a score besides q.k: see blocks.py. `slopes` [heads]."""
+    """Parameters of a score besides q.k, for which blocks.py has the formula. `slopes` has shape [heads]."""
 
     scale: float
     softcap: float = 0.0
@@ -52,19 +52,19 @@ class Terms:
         return self.softcap == 0.0 and self.slopes is None and not (self.dropout and self.dropout.p > 0)
 
     def arguments(self) -> dict[str, Any]:
-        """Kernel arguments of the terms: scores, seeds and the like, without `C`."""
-        drop = self.dropout or DropoutArguments(0.0, 0)
-        keep_scale = 1.0 / (1.0 - drop.p)
+        """Return the kernel arguments that describe these terms: `scores`, the seeds and the dropout threshold."""
+        dropout = self.dropout or DropoutArguments(0.0, 0)
+        keep_scale = 1.0 / (1.0 - dropout.p)
         return {
             "scores": ScoreArguments(dense_vector(self.slopes), float(self.scale), float(self.softcap), keep_scale),
-            "seed_low": _as_signed(drop.seed & 0xFFFFFFFF),
-            "seed_high": _as_signed(drop.seed >> 32),
-            "dropped_below": _as_signed(min(int(drop.p * 2**32), 0xFFFFFFFF)),
-            "first_head": drop.first_head,
+            "seed_low": _as_signed(dropout.seed & 0xFFFFFFFF),
+            "seed_high": _as_signed(dropout.seed >> 32),
+            "dropped_below": _as_signed(min(int(dropout.p * 2**32), 0xFFFFFFFF)),
+            "first_head": dropout.first_head,
         }
 
 
-def constants(
+def kernel_constants(
     config: AttentionConfig,
     q: Tensor,
     v: Tensor,
@@ -72,33 +72,42 @@ def constants(
     precision: str = "ieee",
     *,
     tma: bool = False,
-    first: bool = False,
+    is_first_step: bool = False,
 ) -> AttentionConstants:
     """Return the constexpr `C` of an attention kernel."""
     dims = q.shape[3], v.shape[3], padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     dropout = terms.dropout is not None and terms.dropout.p > 0.0
-    score = terms.softcap != 0.0, terms.slopes is not None, dropout
-    return AttentionConstants(*dims, precision, config.rows, config.block, tma, *score, first)
+    score_flags = terms.softcap != 0.0, terms.slopes is not None, dropout
+    return AttentionConstants(*dims, precision, config.rows, config.block, tma, *score_flags, is_first_step)
 
 
 def kernel_arguments(
-    config: AttentionConfig, q: Tensor, v: Tensor, terms: Terms, precision: str, *, tma: bool, first: bool = False
+    config: AttentionConfig,
+    q: Tensor,
+    v: Tensor,
+    terms: Terms,
+    precision: str,
+    *,
+    tma: bool,
+    is_first_step: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of all kernels: those of `terms`, the `constants` and the compiler's options."""
-    c = constants(config, q, v, terms, precision, tma=tma, first=first)
+    """Return the arguments that all kernels take: those of `terms`, the constants and the compiler's options."""
+    c = kernel_constants(config, q, v, terms, precision, tma=tma, is_first_step=is_first_step)
     return {**terms.arguments(), "C": c, **config.options()}
 
 
 def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device | None) -> str | None:
-    """Reason why the kernels cannot compute attention, or None. No device: a GPU that need not be present."""
+    """Return why the kernels cannot compute attention, or None. `device` None: a GPU that need not be present."""
     if dtype not in DTYPES:
         return f"the Triton kernels of attention compute in bf16, fp16 and fp32, not in {dtype}"
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
-        return f"head dims go from 1 to {MAX_HEAD_DIM}; here they are {head_dim} and {v_head_dim}"
+        return f"head dims must be from 1 to {MAX_HEAD_DIM}; they are {head_dim} and {v_head_dim}"
     if device is None:
         return None
     if not INTERPRETED.value and not runs_kernels(device):
-        return f"Triton kernels run on a GPU, not on {device}, unless TRITON_INTERPRET=1 was set early"
+        return (
+            f"Triton kernels run on a GPU, not on {device}, unless TRITON_INTERPRET=1 is set before Triton is imported"
+        )
     if not INTERPRETED.value and not arch_of(device):
         return "the Triton kernels of attention need a GPU of sm_80 or later"
     if not INTERPRETED.value and shared_bytes_of(device) < LEAST_SHARED_BYTES:
@@ -109,16 +118,16 @@ def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.d
     return None
 
 
-def check_rows(**tensors: Tensor) -> None:
+def check_row_strides(**tensors: Tensor) -> None:
     """Raise ValueError if offsets inside a block of rows of a tensor [B, S, H, D] do not fit 32 bits.
 
     The ops have checked all other arguments.
     """
     for name, x in tensors.items():
-        if x.shape[1] > 1 and x.stride(1) >= _ROW_STRIDES:
+        if x.shape[1] > 1 and x.stride(1) >= _MAX_ROW_STRIDE:
             raise ValueError(
-                f"rows of {name} are {x.stride(1)} elements apart; the kernels take less than {_ROW_STRIDES}. Make it "
-                "contiguous, or compute fewer heads or batch rows at once."
+                f"rows of {name} are {x.stride(1)} elements apart; the kernels need fewer than {_MAX_ROW_STRIDE}. Make "
+                f"{name} contiguous, or compute fewer heads or batch rows at once."
             )
 
 
@@ -127,10 +136,10 @@ def dense_vector(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().float().contiguous()
 
 
-def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
+def default_config(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
     """Return the default config of `kernel` (`configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
-    arch, kind = arch_of(q.device), kind_of(q.dtype, precision)
+    arch, kind = arch_of(q.device), operand_kind(q.dtype, precision)
     shared_bytes = shared_bytes_of(q.device) if arch else LEAST_SHARED_BYTES
     return attention_config(kernel, arch, kind, widest, plain=terms.plain, shared_bytes=shared_bytes)
 
@@ -142,27 +151,29 @@ def launch_tiles(
     qkv: tuple[Tensor, Tensor, Tensor],
     terms: Terms,
     precision: str,
-    tma: Mapping[str, Tensor],
+    tma_tensors: Mapping[str, Tensor],
     *,
-    of_keys: bool = False,
-    first: bool = False,
+    are_key_tiles: bool = False,
+    is_first_step: bool = False,
     **arguments: Any,
 ) -> None:
-    """Launch a program for each tile and head, of keys or queries; tensors of `tma` are loaded by TMA if possible."""
+    """Launch a program for each tile and head, of keys or of queries; TMA loads `tma_tensors` if they are aligned."""
     q, k, v = qkv
-    heads, shared = k.shape[2] if of_keys else q.shape[2], q.shape[2] // k.shape[2]
+    heads, shared = k.shape[2] if are_key_tiles else q.shape[2], q.shape[2] // k.shape[2]
     # Tiles of keys read the rows of all query heads that share their key head.
-    read = q if of_keys else k
-    per_head = read.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() * (shared if of_keys else 1)
-    together = max(1, _L2_BYTES // max(1, per_head)) * (1 if of_keys else shared)
+    other_side = q if are_key_tiles else k
+    bytes_per_head = (
+        other_side.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() * (shared if are_key_tiles else 1)
+    )
+    together = max(1, _L2_BYTES // max(1, bytes_per_head)) * (1 if are_key_tiles else shared)
     batch_heads = q.shape[0] * heads
-    loaded = descriptors(config, *tma.values())
+    descriptors_or_none = descriptors(config, *tma_tensors.values())
     with on_device(q):
         kernel[(len(tiles) * batch_heads,)](
             q=heads_tensor(q),
             k=heads_tensor(k),
             v=heads_tensor(v),
-            **dict(zip(tma, loaded, strict=True)),
+            **dict(zip(tma_tensors, descriptors_or_none, strict=True)),
             **arguments,
             tiles=tiles,
             tile_count=len(tiles),
@@ -170,7 +181,9 @@ def launch_tiles(
             batch_heads=batch_heads,
             together=min(together, batch_heads),
             shared=shared,
-            **kernel_arguments(config, q, v, terms, precision, tma=loaded[0] is not None, first=first),
+            **kernel_arguments(
+                config, q, v, terms, precision, tma=descriptors_or_none[0] is not None, is_first_step=is_first_step
+            ),
         )
 
 
@@ -188,9 +201,9 @@ def heads_tensor(x: Tensor) -> HeadsTensor:
     return HeadsTensor(x, x.stride()[:-1])
 
 
-def mask_arguments(on: Mapping[str, Tensor], first: str, last: str) -> Mask:
+def mask_arguments(vectors: Mapping[str, Tensor], first: str, last: str) -> Mask:
     """Return the vectors of a `StepMask`, or of a ring's chunks, as a kernel argument."""
-    return Mask(on[first], on[last], on["places"], on["q_indices"], on["k_indices"])
+    return Mask(vectors[first], vectors[last], vectors["places"], vectors["q_indices"], vectors["k_indices"])
 
 
 def _as_signed(word: int) -> int:

@@ -30,7 +30,7 @@ from ..cache_keys import fix_cache_keys
 from ..comm import gather
 from ..comm.gather import KernelLaunch
 from ..comm.signals import current_call, is_last, is_unbroken, put_local, wait
-from ..comm.streams import runs_copies_at_once
+from ..comm.streams import runs_copies_concurrently
 from ..device import on_device
 from ..language import async_fence, or_nan, rounded
 from . import ring_keys
@@ -39,8 +39,8 @@ from .configs import AttentionConfig
 from .forward import add_all_keys, add_sink, empty_sums, normalize_sums
 from .launch import (
     Terms,
-    check_rows,
-    config_for,
+    check_row_strides,
+    default_config,
     dense_vector,
     descriptors,
     heads_tensor,
@@ -58,8 +58,8 @@ RING_UNSPECIALIZED = (
 )
 
 
-class Tables(NamedTuple):
-    """int32 tables of tiles and chunks, see `Chunks`."""
+class RingTables(NamedTuple):
+    """int32 tables of tiles and chunks, see `ChunkMasks`."""
 
     tiles: Any
     bounds: Any
@@ -142,14 +142,16 @@ def ring_kernel(
             put_local(call, done_flag(group, WORLD))
 
 
-class Chunks(Protocol):
+class ChunkMasks(Protocol):
     """Masks of this rank's queries over its own keys and each chunk; the first chunk is its own keys."""
 
     def tables_on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
-        """int32 tensors on `device`, for tiles of `rows` queries against blocks of `block` keys: tiles [tiles, 2] and
-        bounds [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks [chunks, CHUNK_COLUMNS]; starts, stops
-        [chunks, queries], in keys of the chunk; places, q_indices [queries]; and k_indices, those of own keys, then
-        those of each chunk, concatenated."""
+        """Return int32 tensors on `device` for tiles of `rows` queries against blocks of `block` keys.
+
+        They are tiles [tiles, 2] and bounds [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks
+        [chunks, CHUNK_COLUMNS]; starts, stops [chunks, queries], in keys of the chunk; places, q_indices [queries];
+        and k_indices, those of own keys, then those of each chunk, concatenated.
+        """
         ...
 
 
@@ -157,7 +159,7 @@ def ring_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    chunks: Chunks,
+    chunks: ChunkMasks,
     terms: Terms,
     layout: KeysLayout,
     *,
@@ -183,52 +185,55 @@ def ring_forward(
     Raises:
         ValueError: rows are too far apart, or the workspace is too small. No kernel has been launched then.
     """
-    check_rows(q=q, k=k, v=v)
+    check_row_strides(q=q, k=k, v=v)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)
     puller = KeysPuller(layout, workspace)
     with on_device(q):
-        at_once = q.is_cuda and runs_copies_at_once(q.device)
-        length = layout.groups if at_once else layout.slots
-        windows = [range(first, min(first + length, layout.groups)) for first in range(0, layout.groups, length)]
+        runs_concurrently = q.is_cuda and runs_copies_concurrently(q.device)
+        groups_per_launch = layout.groups if runs_concurrently else layout.slots
+        group_ranges = [
+            range(first, min(first + groups_per_launch, layout.groups))
+            for first in range(0, layout.groups, groups_per_launch)
+        ]
         # All allocations happen before `stage`, which notifies the peers that this rank has begun the call.
         launches = [
-            _launch(q, out, lse, chunks, terms, layout, workspace, programs, sinks, precision, config, groups)
+            _make_launch(q, out, lse, chunks, terms, layout, workspace, programs, sinks, precision, config, groups)
             if q.numel()
             else None
-            for groups in windows
+            for groups in group_ranges
         ]
         if q.is_cuda:
-            _load(workspace, [stage, *puller.relays_to_load(), launches[0]])
+            _load_kernels(workspace, [stage, *puller.relays_to_load(), launches[0]])
         gather.run_kernel(stage)
-        for groups, launch in zip(windows, launches, strict=True):
+        for groups, launch in zip(group_ranges, launches, strict=True):
             event = ring_keys.staging_event(q)
-            if not at_once:
+            if not runs_concurrently:
                 puller.pull(event, groups)
             if launch is not None:  # there are queries
                 gather.run_kernel(launch)
-            if at_once:
+            if runs_concurrently:
                 # Copies are issued after the kernel: it begins with own keys while the host issues the copies.
                 puller.pull(event, groups)
     return out, lse
 
 
-def _load(workspace: RingWorkspace, launches: list[KernelLaunch | None]) -> None:
+def _load_kernels(workspace: RingWorkspace, launches: list[KernelLaunch | None]) -> None:
     """Load the kernels that no call of this workspace has loaded yet."""
-    needed = [launch for launch in launches if launch is not None]
-    key = tuple(specialization_key(launch) for launch in needed)
-    if key not in workspace.loaded:
-        for launch in needed:
+    present_launches = [launch for launch in launches if launch is not None]
+    key = tuple(specialization_key(launch) for launch in present_launches)
+    if key not in workspace.loaded_keys:
+        for launch in present_launches:
             gather.load_kernel(launch)
-        workspace.loaded.add(key)
+        workspace.loaded_keys.add(key)
 
 
-def _launch(
+def _make_launch(
     q: Tensor,
     out: Tensor,
     lse: Tensor,
-    chunks: Chunks,
+    chunks: ChunkMasks,
     terms: Terms,
     layout: KeysLayout,
     workspace: RingWorkspace,
@@ -238,7 +243,7 @@ def _launch(
     config: AttentionConfig | None,
     groups: range,
 ) -> KernelLaunch:
-    config = config or config_for("ring", q, out, terms, precision)
+    config = config or default_config("ring", q, out, terms, precision)
     tables = chunks.tables_on(q.device, config.rows, config.block)
     keys, values = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
     k_tma, v_tma = descriptors(config, keys, values)
@@ -254,12 +259,12 @@ def _launch(
         "lse": heads_tensor(lse),
         "sinks": dense_vector(sinks),
         "mask": mask_arguments(tables, "starts", "stops"),
-        "tables": Tables(tables["tiles"], tables["bounds"], tables["chunks"]),
+        "tables": RingTables(tables["tiles"], tables["bounds"], tables["chunks"]),
         "tile_count": len(tables["tiles"]),
         "heads": heads,
         "batch_heads": q.shape[0] * heads,
         "together": together,
-        "shared": together // layout.per_group,
+        "shared": together // layout.pairs_per_group,
         "chunk_count": 1 + len(layout.chunks),
         "queries": q.shape[1],
         "own_rows": layout.own_rows,
@@ -273,8 +278,8 @@ def _launch(
         **workspace.arguments(ring_keys.scaled_timeout(workspace.timeout_ns, 2)),
         **kernel_arguments(config, q, values, terms, precision, tma=k_tma is not None),
     }
-    works = len(tables["tiles"]) * together * len(groups)
-    return ring_kernel, (max(1, min(programs, works)),), arguments
+    work_items = len(tables["tiles"]) * together * len(groups)
+    return ring_kernel, (max(1, min(programs, work_items)),), arguments
 
 
 def specialization_key(launch: KernelLaunch) -> tuple[Any, ...]:
@@ -284,20 +289,22 @@ def specialization_key(launch: KernelLaunch) -> tuple[Any, ...]:
     """
     kernel, _, arguments = launch
     return tuple(
-        value if name.isupper() or name not in kernel.arg_names else _kind(value, name not in kernel.do_not_specialize)
+        value
+        if name.isupper() or name not in kernel.arg_names
+        else _argument_key(value, name not in kernel.do_not_specialize)
         for name, value in arguments.items()
     )
 
 
-def _kind(value: Any, specialised: bool) -> Any:
-    """Properties of an argument that Triton specializes on: its type, divisibility by 16, and equality to 1."""
+def _argument_key(value: Any, is_specialized: bool) -> Any:
+    """Return the properties of an argument that Triton specializes on: type, divisibility by 16, equality to 1."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, tuple):
-        return tuple(_kind(x, specialised) for x in value)
+        return tuple(_argument_key(x, is_specialized) for x in value)
     if isinstance(value, int):
-        wide = not -(1 << 31) <= value < 1 << 31
-        return (wide, value % 16 == 0, value == 1) if specialised else wide
+        is_64_bit = not -(1 << 31) <= value < 1 << 31
+        return (is_64_bit, value % 16 == 0, value == 1) if is_specialized else is_64_bit
     if hasattr(value, "block_shape"):
         return value.base.dtype, tuple(value.block_shape)
     return type(value)  # floats and None

@@ -148,7 +148,7 @@ class KeysLayout:
     dtype: torch.dtype
 
     @property
-    def per_group(self) -> int:
+    def pairs_per_group(self) -> int:
         return self.pairs // self.groups
 
     @property
@@ -167,22 +167,26 @@ class KeysLayout:
     @cached_property
     def chunk_offsets(self) -> tuple[int, ...]:
         """First row of each chunk in its slot, and the end of the last chunk."""
-        found = [0]
+        offsets = [0]
         for chunk in self.chunks:
-            found.append(found[-1] + chunk.rows)
-        return tuple(found)
+            offsets.append(offsets[-1] + chunk.rows)
+        return tuple(offsets)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of a rank's memory: rows, heads, elements."""
-        return self.first_slot_row + self.slots * self.max_chunk_rows, self.per_group, self.head_dim + self.v_head_dim
+        return (
+            self.first_slot_row + self.slots * self.max_chunk_rows,
+            self.pairs_per_group,
+            self.head_dim + self.v_head_dim,
+        )
 
     def nbytes(self, world_size: int) -> int:
         """Return the bytes of the smallest workspace for this layout; the same on all ranks."""
         return data_offset(world_size) + prod(self.shape) * self.dtype.itemsize
 
     def own_row_range(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
-        """Rows [start, stop) of `rank`'s memory that hold its keys [first, first + rows), in heads of `group`."""
+        """Return the rows [start, stop) of `rank`'s memory for its keys [first, first + rows), in heads of `group`."""
         start = group * self.rows[rank] + first
         return start, start + rows
 
@@ -201,24 +205,24 @@ def data_offset(world_size: int) -> int:
 def group_count(pairs: int, shard_bytes: int) -> int:
     """Return the number of groups of the heads, if the longest shard's keys and values have `shard_bytes` bytes.
 
-    >>> groups_of(16, 64 << 20), groups_of(6, 3 << 20), groups_of(7, 0)
+    >>> group_count(16, 64 << 20), group_count(6, 3 << 20), group_count(7, 0)
     (8, 3, 1)
     """
-    most = max(1, min(MAX_GROUPS.value, shard_bytes // LEAST_GROUP_BYTES))
-    return max(count for count in range(1, most + 1) if pairs % count == 0)
+    max_groups = max(1, min(MAX_GROUPS.value, shard_bytes // LEAST_GROUP_BYTES))
+    return max(count for count in range(1, max_groups + 1) if pairs % count == 0)
 
 
 def scaled_timeout(timeout_ns: int, times: int) -> int:
     """Return `times` times the deadline, limited to the longest one that kernels can count.
 
-    >>> longer(5, 3), longer(1 << 62, 3) == (1 << 63) - 1
+    >>> scaled_timeout(5, 3), scaled_timeout(1 << 62, 3) == (1 << 63) - 1
     (15, True)
     """
     return min(times * timeout_ns, _LONGEST_NS)
 
 
 class RingWorkspace(GatherWorkspace):
-    """Memory for one rank's calls of ring attention, and for nothing else; at least `KeysLayout.nbytes` bytes."""
+    """Memory for one rank's calls of ring attention only; at least `KeysLayout.nbytes` bytes."""
 
     def __init__(
         self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
@@ -236,15 +240,15 @@ class RingWorkspace(GatherWorkspace):
         Raises:
             ValueError: the workspace is too small.
         """
-        self.require(layout.nbytes(self.world_size))
+        self.require_bytes(layout.nbytes(self.world_size))
         offset = (self.buffer_offset + data_offset(self.world_size)) // layout.dtype.itemsize
         return self.handle.get_buffer(rank, layout.shape, layout.dtype, offset)
 
 
 def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> KernelLaunch:
     """Return the launch that begins a call, with at most `programs` programs."""
-    needed = {chunk.source for chunk in layout.chunks}
-    unneeded = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed)
+    needed_ranks = {chunk.source for chunk in layout.chunks}
+    unneeded_bits = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed_ranks)
     arguments = {
         "k": heads_tensor(k),
         "v": heads_tensor(v),
@@ -252,8 +256,8 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "rows": layout.own_rows,
         "heads": k.shape[2],
         "pairs": layout.pairs,
-        "per_group": layout.per_group,
-        "unneeded": unneeded,
+        "per_group": layout.pairs_per_group,
+        "unneeded": unneeded_bits,
         "WORLD": workspace.world_size,
         "D": layout.head_dim,
         "DV": layout.v_head_dim,
@@ -284,27 +288,37 @@ class KeysPuller:
         self.layout = layout
         self._memory = [workspace.keys(rank, layout) for rank in range(workspace.world_size)]
         self._sources = list(dict.fromkeys(chunk.source for chunk in layout.chunks))
-        self._last = {chunk.source: number for number, chunk in enumerate(layout.chunks)}
-        self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
+        self._last_chunks = {chunk.source: number for number, chunk in enumerate(layout.chunks)}
+        self._first_chunks = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
 
-    def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> KernelLaunch:
-        """Relay between two copies: it signals the copy `before` and waits until the copy `behind` may run."""
+    def relay_launch(self, previous: _Pull | None, following: _Pull | None) -> KernelLaunch:
+        """Return the relay between two copies: it signals the end of `previous` and waits until `following` may run."""
         layout, chunks = self.layout, self.layout.chunks
-        told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
-        if before is not None:
-            source = chunks[before.chunk].source
-            last = before.chunk == self._last[source] and before.group == layout.groups - 1
-            told = {"group": before.group, "chunk": before.chunk, "source": source, "last": int(last)}
-        awaited = freed = NONE.value
-        if behind is not None:
-            source = chunks[behind.chunk].source
-            if behind.group >= layout.slots:
-                freed = behind.group - layout.slots
-            elif behind.group == 0 and behind.chunk == self._first[source]:
-                awaited = source
-        arguments = told | {"awaited": awaited, "freed": freed, "WORLD": self.workspace.world_size, "num_warps": 1}
+        signal_arguments = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
+        if previous is not None:
+            source = chunks[previous.chunk].source
+            is_last = previous.chunk == self._last_chunks[source] and previous.group == layout.groups - 1
+            signal_arguments = {
+                "group": previous.group,
+                "chunk": previous.chunk,
+                "source": source,
+                "last": int(is_last),
+            }
+        awaited_rank = freed_group = NONE.value
+        if following is not None:
+            source = chunks[following.chunk].source
+            if following.group >= layout.slots:
+                freed_group = following.group - layout.slots
+            elif following.group == 0 and following.chunk == self._first_chunks[source]:
+                awaited_rank = source
+        arguments = signal_arguments | {
+            "awaited": awaited_rank,
+            "freed": freed_group,
+            "WORLD": self.workspace.world_size,
+            "num_warps": 1,
+        }
         # The kernel that frees the group waits for chunks of peers first, and those waits must expire before this one.
-        timeout_ns = scaled_timeout(self.workspace.timeout_ns, 1 if freed == NONE.value else 3)
+        timeout_ns = scaled_timeout(self.workspace.timeout_ns, 1 if freed_group == NONE.value else 3)
         arguments |= self.workspace.arguments(timeout_ns)
         return relay_kernel, (1,), arguments
 
@@ -313,43 +327,46 @@ class KeysPuller:
 
         A relay that frees slots waits three times as long, and a timeout that exceeds 32 bits has another variant.
         """
-        kinds = [self.relay_launch(None, None)]
+        launches = [self.relay_launch(None, None)]
         if self.layout.chunks and self.layout.groups > self.layout.slots:
-            kinds.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
-        return kinds
+            launches.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
+        return launches
 
-    def pull(self, staged: torch.cuda.Event | None, groups: range) -> None:
-        """Pull the chunks of these groups after `staged`; the current stream continues once all have been copied.
-        `staged` None: on a CPU, where all chunks are copied now, as one chain."""
+    def pull(self, staged_event: torch.cuda.Event | None, groups: range) -> None:
+        """Pull the chunks of these groups after `staged_event`; the current stream continues once all have been copied.
+
+        `staged_event` None: on a CPU, where all chunks are copied now, as one chain.
+        """
         streams = self.workspace.streams
-        if staged is None:
-            self._run(groups, self._sources)
+        if staged_event is None:
+            self._pull_chain(groups, self._sources)
         for i, stream in enumerate(streams):
-            assert staged is not None
-            stream.wait_event(staged)
+            assert staged_event is not None
+            stream.wait_event(staged_event)
             with torch.cuda.stream(stream):
-                self._run(groups, self._sources[i :: len(streams)])
+                self._pull_chain(groups, self._sources[i :: len(streams)])
         for stream in streams:
             torch.cuda.current_stream(self.workspace.buffer.device).wait_stream(stream)
 
-    def _run(self, groups: range, sources: Sequence[int]) -> None:
-        before = None
+    def _pull_chain(self, groups: range, sources: Sequence[int]) -> None:
+        previous = None
         for group in groups:
             for number, chunk in enumerate(self.layout.chunks):
                 if chunk.source in sources:
-                    pulled = _Pull(group, number)
-                    run_kernel(self.relay_launch(before, pulled))
-                    self.copy(pulled)
-                    before = pulled
-        if before is not None:
-            run_kernel(self.relay_launch(before, None))
+                    pull = _Pull(group, number)
+                    run_kernel(self.relay_launch(previous, pull))
+                    self._copy_chunk(pull)
+                    previous = pull
+        if previous is not None:
+            run_kernel(self.relay_launch(previous, None))
 
-    def copy(self, pull: _Pull) -> None:
+    def _copy_chunk(self, pull: _Pull) -> None:
         layout = self.layout
         chunk = layout.chunks[pull.chunk]
-        start, stop = layout.own_row_range(chunk.source, pull.group, chunk.first, chunk.rows)
-        to, end = layout.chunk_row_range(pull.group, pull.chunk)
-        self._memory[layout.rank][to:end].copy_(self._memory[chunk.source][start:stop], non_blocking=True)
+        source_start, source_stop = layout.own_row_range(chunk.source, pull.group, chunk.first, chunk.rows)
+        target_start, target_stop = layout.chunk_row_range(pull.group, pull.chunk)
+        source = self._memory[chunk.source][source_start:source_stop]
+        self._memory[layout.rank][target_start:target_stop].copy_(source, non_blocking=True)
 
 
 def staging_event(x: Tensor) -> torch.cuda.Event | None:

@@ -24,7 +24,7 @@ COLUMNS = 6  # columns of a tile: row, end of rows, begin, end, begin and end of
 
 
 class StepMask(Protocol):
-    """Mask of `rows` queries over `keys` keys; a step of a ring is one.
+    """Mask of `rows` queries over `keys` keys, such as those of one step of a ring.
 
     `starts`, `stops` and `queries_per_key` (first, last) are int32 arrays; the breaks are rows before which tokens of
     the whole sequence are missing. `vectors_on` returns int32 tensors on a device by name: starts, stops, first, last,
@@ -55,10 +55,10 @@ def key_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Te
 
 
 def _cached_tiles(step: StepMask, name: str, device: torch.device, *arguments: Any) -> Tensor:
-    known = step.vectors_on(device)
-    if name not in known:
-        known[name] = torch.from_numpy(tiles_of(*arguments)).to(device)
-    return known[name]
+    vectors = step.vectors_on(device)
+    if name not in vectors:
+        vectors[name] = torch.from_numpy(tiles_of(*arguments)).to(device)
+    return vectors[name]
 
 
 def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: int) -> Any:
@@ -69,41 +69,41 @@ def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: i
     >>> tiles_of(np.zeros(4, int), np.arange(1, 5), (), 2, 2).tolist()  # causal
     [[2, 4, 0, 4, 0, 2], [0, 2, 0, 2, 0, 0]]
     """
-    first, behind = _rows_of_tiles(starts, stops, breaks, rows)
-    begin, end = starts[first].astype(np.int64), stops[behind - 1].astype(np.int64)
+    first_rows, end_rows = _rows_of_tiles(starts, stops, breaks, rows)
+    begin, end = starts[first_rows].astype(np.int64), stops[end_rows - 1].astype(np.int64)
     end = np.maximum(begin, end)
-    full_begin, full_end = _whole_blocks(begin, end, starts[behind - 1], stops[first], block)
-    table = np.stack((first, behind, begin, end, full_begin, full_end), 1)
+    full_begin, full_end = _whole_blocks(begin, end, starts[end_rows - 1], stops[first_rows], block)
+    table = np.stack((first_rows, end_rows, begin, end, full_begin, full_end), 1)
     return np.ascontiguousarray(table[np.argsort(begin - end, kind="stable")].astype(np.int32))
 
 
 def tiles_of_chunks(
-    seen: tuple[Any, Any], breaks: Sequence[int], starts: Any, stops: Any, rows: int, block: int
+    seen_intervals: tuple[Any, Any], breaks: Sequence[int], starts: Any, stops: Any, rows: int, block: int
 ) -> tuple[Any, Any]:
     """`tiles_of` for keys in chunks: int32 (tiles [tiles, 2], bounds [tiles, chunks, 4]), tiles with most work first.
 
     A tile is (row, end of rows), its bounds are (begin, end, full begin, full end) in each chunk.
 
     Args:
-        seen: starts and stops [queries] over all keys, which determine the rows of the tiles.
-        starts, stops: [chunks, queries], in each chunk; a query sees nothing of it if stop is not above start.
+        seen_intervals: starts and stops [queries] over all keys, which determine the rows of the tiles.
+        starts, stops: [chunks, queries], in each chunk; a query sees no key of a chunk if stop <= start.
 
     >>> starts, stops = np.zeros((2, 4), int), np.array([[1, 2, 3, 4], [0, 0, 2, 2]])
     >>> tiles, bounds = tiles_of_chunks((starts[0], stops[0]), (), starts, stops, 2, 2)
     >>> tiles.tolist(), bounds.tolist()
     ([[2, 4], [0, 2]], [[[0, 4, 0, 2], [0, 2, 0, 2]], [[0, 2, 0, 0], [0, 0, 0, 0]]])
     """
-    first, behind = _rows_of_tiles(*seen, breaks, rows)
-    nothing = stops <= starts
-    never = np.iinfo(np.int32).max
-    low, high = np.where(nothing, never, starts), np.where(nothing, 0, stops)
-    begin, end = np.minimum.reduceat(low, first, 1), np.maximum.reduceat(high, first, 1)
-    full_begin, full_end = np.maximum.reduceat(low, first, 1), np.minimum.reduceat(high, first, 1)
+    first_rows, end_rows = _rows_of_tiles(*seen_intervals, breaks, rows)
+    sees_nothing = stops <= starts
+    int32_max = np.iinfo(np.int32).max
+    low, high = np.where(sees_nothing, int32_max, starts), np.where(sees_nothing, 0, stops)
+    begin, end = np.minimum.reduceat(low, first_rows, 1), np.maximum.reduceat(high, first_rows, 1)
+    full_begin, full_end = np.maximum.reduceat(low, first_rows, 1), np.minimum.reduceat(high, first_rows, 1)
     begin = np.minimum(begin, end)
     full_begin, full_end = _whole_blocks(begin, end, full_begin.astype(np.int64), full_end, block)
     order = np.argsort((begin - end).sum(0), kind="stable")
     bounds = np.stack((begin, end, full_begin, full_end), -1).transpose(1, 0, 2)[order]
-    tiles = np.stack((first, behind), 1)[order]
+    tiles = np.stack((first_rows, end_rows), 1)[order]
     return np.ascontiguousarray(tiles.astype(np.int32)), np.ascontiguousarray(bounds.astype(np.int32))
 
 
@@ -111,8 +111,8 @@ def _whole_blocks(begin: Any, end: Any, latest_start: Any, earliest_stop: Any, b
     """Return (begin, end) of the blocks that all rows of a tile see; (begin, begin) if there are none."""
     full_begin = begin + -(-(latest_start - begin) // block) * block
     full_end = begin + (np.minimum(earliest_stop, end) - begin) // block * block
-    some = full_end > full_begin
-    return np.where(some, full_begin, begin), np.where(some, full_end, begin)
+    has_blocks = full_end > full_begin
+    return np.where(has_blocks, full_begin, begin), np.where(has_blocks, full_end, begin)
 
 
 def _rows_of_tiles(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> tuple[Any, Any]:
@@ -125,10 +125,10 @@ def _rows_of_tiles(starts: Any, stops: Any, breaks: Sequence[int], rows: int) ->
 
 
 def _segments(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> Any:
-    """Ends of the runs of rows that tiles may not straddle: 0, ..., the number of rows."""
+    """Return the ends of the runs of rows that tiles may not straddle: 0, ..., the number of rows."""
     # Neighbours that see no common key belong to two documents. Short documents share a tile.
     bounds = np.concatenate(([0], np.flatnonzero(starts[1:] >= stops[:-1]) + 1, [len(starts)]))
-    long = np.diff(bounds) >= rows
-    documents = bounds[1:-1][long[:-1] | long[1:]]
+    is_long = np.diff(bounds) >= rows
+    documents = bounds[1:-1][is_long[:-1] | is_long[1:]]
     gaps = np.flatnonzero(starts[1:] > stops[:-1]) + 1
     return np.unique(np.concatenate(([0], documents, gaps, np.asarray(breaks, dtype=np.int64), [len(starts)])))

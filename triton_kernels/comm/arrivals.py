@@ -31,7 +31,7 @@ from .signals import POLLS_PER_CLOCK, program_time, read_flag
 
 
 class Arrivals(NamedTuple):
-    """Kernel arguments that describe the gather it waits for."""
+    """Kernel arguments that describe the gather that the kernel waits for."""
 
     arrived: Any  # int64 [W]
     order: Any  # int64 [W]

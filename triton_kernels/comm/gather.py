@@ -163,9 +163,9 @@ def region_offset(world_size: int) -> int:
 
 
 class GatherWorkspace(Workspace):
-    """Memory for one rank's gathers on one stream: a `Workspace` for gathers only, which other workspaces cannot do."""
+    """Memory for one rank's gathers on one stream: a `Workspace` that serves gathers only."""
 
-    halves = 1  # all calls use the same memory; see the module docstring
+    half_count = 1  # all calls use the same memory; see the module docstring
 
     def __init__(
         self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
@@ -175,12 +175,14 @@ class GatherWorkspace(Workspace):
         # Offset of the buffer in the memory that `handle.get_buffer` returns, the same on all ranks.
         self.buffer_offset = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
         self.nbytes = buffer.nbytes
-        self.loaded: set[Any] = set()  # keys of calls whose kernels are on the device
+        self.loaded_keys: set[Any] = set()  # keys of calls whose kernels are on the device
 
-    def require(self, needed: int) -> None:
+    def require_bytes(self, needed_bytes: int) -> None:
         """Raise ValueError if the workspace has fewer than `needed` bytes."""
-        if needed > self.nbytes:
-            raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Create a larger one.")
+        if needed_bytes > self.nbytes:
+            raise ValueError(
+                f"The workspace has {self.nbytes} bytes; this call needs {needed_bytes}. Create a larger one."
+            )
 
     def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
         """Return the tensor [rows, k] at the beginning of `rank`'s region."""

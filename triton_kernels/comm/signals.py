@@ -49,8 +49,8 @@ stays usable. A rank that gave up
       rank's own memory.
 
 So the data is right whenever a wait returns True. `Workspace.leave` ends the waits of peers in the same way, for a host
-that makes no more calls. The record is in host memory, where `Workspace.expired` reads it while kernels run; its first
-word is written last, after a release at system scope.
+that makes no more calls. The record is in host memory, so that `Workspace.expired_wait` can read it while kernels run;
+its first word is written last, after a release at system scope.
 
 A CUDA graph may be captured if the workspace was created before, is large enough, and is used by one stream (or branch
 of the graph) at a time; if an earlier call loaded the kernels; and if all ranks replay graphs with the same calls in
@@ -77,11 +77,11 @@ from .streams import own_streams
 EPOCH = tl.constexpr(0)  # number of calls that have ended; negative once this rank has given up
 ENDED = tl.constexpr(1)  # number of programs of this call that have ended
 CLOCK = tl.constexpr(2)  # latest time that a waiting program has read
-EXPIRED = tl.constexpr(3)  # number of the call whose wait timed out; 0: none; LEFT: the host has aborted this rank
+EXPIRED = tl.constexpr(3)  # number of the call whose wait timed out; 0: none; HOST_ABORTED
 STOP = tl.constexpr(4)  # bit s: the host knows that rank s will not arrive, so waits for it end at once
 COUNTERS = tl.constexpr(16)  # first of the counters, one for each row of tiles; zero between calls
 
-LEFT = -1  # less than the number of any call
+HOST_ABORTED = -1  # value of EXPIRED if the host has aborted this rank; less than the number of any call
 
 # Words of the error record, int64. The host may read them once ERROR_SET is not 0.
 ERROR_SET = tl.constexpr(0)
@@ -343,13 +343,13 @@ def begin_kernel(ws, rank, WORLD: tl.constexpr):
 # -- host side ---------------------------------------------------------------------------------------------------------
 
 
-def aligned(nbytes: int) -> int:
+def align_up(nbytes: int) -> int:
     """Return `nbytes` rounded up to a multiple of DATA_ALIGNMENT."""
     return -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
 def flag_bytes(half_bytes: int) -> int:
-    """Bytes at the front of a half that hold only begun words and flags, in every launch.
+    """Return the number of bytes at the front of a half that are reserved for begun words and flags, in every launch.
 
     If a launch with fewer flags stored data there, its bytes would look like set flags to a later launch with more
     flags: about half of all numbers are >= any epoch.
@@ -358,14 +358,14 @@ def flag_bytes(half_bytes: int) -> int:
 
 
 def needed_bytes(world_size: int, slot_bytes: Sequence[tuple[int, int]]) -> int:
-    """Return the bytes of the smallest workspace (both halves) in which `layout(slot_bytes)` fits."""
-    flags = aligned(8 * (world_size + sum(count for count, _ in slot_bytes)))
-    data = sum(aligned(count * nbytes) for count, nbytes in slot_bytes)
-    return 2 * max(FLAG_SHARE * flags, aligned(-(-data * FLAG_SHARE // (FLAG_SHARE - 1))))
+    """Return the bytes of the smallest workspace (both halves) in which `slot_offsets(slot_bytes)` fit."""
+    flags = align_up(8 * (world_size + sum(count for count, _ in slot_bytes)))
+    data = sum(align_up(count * nbytes) for count, nbytes in slot_bytes)
+    return 2 * max(FLAG_SHARE * flags, align_up(-(-data * FLAG_SHARE // (FLAG_SHARE - 1))))
 
 
 class Handle(Protocol):
-    """The interface of a symmetric memory handle, ours or torch's, that a workspace uses."""
+    """The interface of a symmetric memory handle, from torch or from fused_tp, that a workspace uses."""
 
     rank: int
     world_size: int
@@ -387,21 +387,21 @@ class ExpiredWait:
     rank: int  # the rank that waited
     tile: int | None  # None: it waited for the call to begin
     source: int  # the rank that it waited for
-    absent: tuple[int, ...]  # ranks that had not begun the call
+    absent_ranks: tuple[int, ...]  # ranks that had not begun the call
     gave_up: bool  # `source` gave up, because it waited for another rank in vain or raised an error
 
     def __str__(self) -> str:
-        what = "its beginning" if self.tile is None else f"tile {self.tile}"
+        awaited = "its beginning" if self.tile is None else f"tile {self.tile}"
         if self.gave_up:
-            why = f"rank {self.source} gave up: it raised an error or waited for a rank that did not arrive in time"
-        elif not self.absent:
-            why = f"rank {self.source} began the call but did not deliver in time"
+            reason = f"rank {self.source} gave up: it raised an error or waited for a rank that did not arrive in time"
+        elif not self.absent_ranks:
+            reason = f"rank {self.source} began the call but did not deliver in time"
         else:
-            why = ""
-        if self.absent:
-            ranks = f"rank{'s' * (len(self.absent) > 1)} {', '.join(str(rank) for rank in self.absent)}"
-            why += f"{' and ' * bool(why)}{ranks} had not begun the call"
-        return f"{self.op}, call {self.call}: rank {self.rank} waited for {what} of rank {self.source}; {why}"
+            reason = ""
+        if self.absent_ranks:
+            ranks = f"rank{'s' * (len(self.absent_ranks) > 1)} {', '.join(str(rank) for rank in self.absent_ranks)}"
+            reason += f"{' and ' * bool(reason)}{ranks} had not begun the call"
+        return f"{self.op}, call {self.call}: rank {self.rank} waited for {awaited} of rank {self.source}; {reason}"
 
 
 class Workspace:
@@ -413,20 +413,20 @@ class Workspace:
         handle: maps the peers' buffers. All ranks create their workspaces at the same time (there is a barrier).
         timeout_seconds: longest wait for a peer.
         counters: largest number of rows of tiles in a launch that counts them.
-        rescue: a GPU stream in which no work waits, which workspaces may share; None: a stream of its own.
+        rescue: GPU stream in which no work waits; workspaces may share it. None: create one for this workspace.
 
     Attributes:
-        halves: number of halves of the buffer, used by alternate calls; 1: all calls use the same memory.
+        half_count: 2: calls alternate between the halves of the buffer; 1: all calls use the same memory.
         multicast_address: address at which one store writes `buffer` of all ranks; 0 without NVLink SHARP.
 
     CUDA graphs may use it: create it before the capture, with room for the largest call (`needed_bytes`); `signals`
     lists the other conditions. Per call, the host allocates nothing, copies nothing and waits for nothing.
 
     Raises:
-        ValueError: `buffer` is not the memory of `handle`, or not at a multiple of 64 bytes on every rank.
+        ValueError: `buffer` is not the memory of `handle`, or does not begin at a multiple of 64 bytes on every rank.
     """
 
-    halves = 2
+    half_count = 2
 
     def __init__(
         self,
@@ -444,7 +444,7 @@ class Workspace:
         multicast = getattr(handle, "multicast_ptr", 0) or 0
         self.multicast_address: int = multicast and multicast + offset
         self.timeout_ns = int(timeout_seconds * 1e9)
-        self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT if self.halves == 2 else 0
+        self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT if self.half_count == 2 else 0
         self.counters = counters
         device = buffer.device
         self.buffer, self._handle = buffer, handle  # also keeps the peers' memory alive if ranks are threads
@@ -452,15 +452,15 @@ class Workspace:
         self.state = torch.zeros(COUNTERS.value + counters, dtype=torch.int64, device=device)
         # Host memory that the GPU maps, so that reading it waits for no kernel.
         self.error = torch.zeros(ERROR_WORDS, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
-        self._error_set = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * ERROR_SET.value)
-        self._stopped = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
+        self._error_flag = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * ERROR_SET.value)
+        self._stop_bits = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
         if rescue is None and buffer.is_cuda:
             rescue = own_streams(self, device, 1, urgent=True)[0]
         self._rescue = rescue
         # Loads the kernel that `leave` needs. Loading waits for running kernels, one of which might wait for `leave`.
-        self._expire(0)
+        self._set_expired(0)
         if buffer.is_cuda:
-            self._load_begin()
+            self._load_begin_kernel()
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))
 
@@ -470,8 +470,8 @@ class Workspace:
         ws = WorkspaceArguments(self.addresses, self.state, self.error, self.half_bytes, timeout_ns)
         return {"ws": ws, "rank": self.rank}
 
-    def layout(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
-        """Return the byte offsets in a half of runs of slots, given as (number, bytes of each), after all flags.
+    def slot_offsets(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
+        """Return the byte offset, in a half, of each run of slots, given as (number of slots, bytes of each).
 
         Raises:
             ValueError: the workspace is too small; the message states the bytes that the launch needs.
@@ -490,27 +490,27 @@ class Workspace:
         offset = flag_bytes(self.half_bytes)
         for count, nbytes in slot_bytes:
             offsets.append(offset)
-            offset += aligned(count * nbytes)
+            offset += align_up(count * nbytes)
         return offsets
 
-    def leave(self, ended: Sequence[int] = ()) -> None:
+    def leave(self, ended_ranks: Sequence[int] = ()) -> None:
         """End all waits of peers for this rank, now and later, for a host that will launch nothing more.
 
-        This is one more call, queued behind the calls already launched, in which this rank gives up at once. It does
-        not access the memory of ranks that have `ended`, which may be unmapped.
+        This launches one more call, queued behind the earlier ones, in which this rank gives up at once. It does
+        not access the memory of `ended_ranks`, which may be unmapped.
         """
-        self._expire(LEFT)
-        for rank in ended:  # in place, because native kernels and graphs hold the address of the table
+        self._set_expired(HOST_ABORTED)
+        for rank in ended_ranks:  # in place, because native kernels and graphs hold the address of the table
             self.addresses[rank : rank + 1].copy_(self.addresses[self.rank : self.rank + 1])
-        self._begin()
+        self._launch_begin()
 
-    def _expire(self, value: int) -> None:
+    def _set_expired(self, value: int) -> None:
         self.state[EXPIRED.value : EXPIRED.value + 1].fill_(value)
 
-    def _begin(self) -> None:
+    def _launch_begin(self) -> None:
         begin_kernel[(1,)](**self._begin_arguments())
 
-    def _load_begin(self) -> None:
+    def _load_begin_kernel(self) -> None:
         with torch.cuda.device(self.buffer.device):
             begin_kernel.warmup(**self._begin_arguments(), grid=(1,))[1, 1, 1]
 
@@ -522,40 +522,40 @@ class Workspace:
     def stop_waiting(self, rank: int | None = None) -> None:
         """End every wait of this rank's kernels for `rank` (None: all), now and later, as if its deadline had passed.
 
-        For a host that knows that a peer's process has exited. Any thread may call this, not only the launching one.
+        Use it if the host knows that a peer's process has exited. Any thread may call it, not only the launching one.
         """
-        self._stopped |= -1 if rank is None else 1 << rank
+        self._stop_bits |= -1 if rank is None else 1 << rank
         word = self.state[STOP.value : STOP.value + 1]
         if self._rescue is None:
-            word.copy_(self._stopped)
+            word.copy_(self._stop_bits)
         else:
             # A copy from host memory, not a kernel: waiting kernels may leave no SM free.
             with torch.cuda.stream(self._rescue):
-                word.copy_(self._stopped, non_blocking=True)
+                word.copy_(self._stop_bits, non_blocking=True)
 
-    def expired(self) -> ExpiredWait | None:
+    def expired_wait(self) -> ExpiredWait | None:
         """Return the first wait to expire, or None. Never blocks, even while kernels run.
 
         Once a wait has expired, calls of this workspace return wrong results on some ranks: do not use it again.
         """
-        if not self._error_set.value:  # checked in every call, and reading a tensor's element takes microseconds
+        if not self._error_flag.value:  # checked in every call, and reading a tensor's element takes microseconds
             return None
         words = [int(word) for word in self.error.tolist()]  # complete: the word above was written last
         tile = words[ERROR_TILE.value]
-        absent = words[ERROR_ABSENT.value]
+        absent_bits = words[ERROR_ABSENT.value]
         return ExpiredWait(
             op=OPS[words[ERROR_OP.value]],
             call=words[ERROR_CALL.value],
             rank=words[ERROR_RANK.value],
             tile=None if tile < 0 else tile,
             source=words[ERROR_SOURCE.value],
-            absent=tuple(rank for rank in range(self.world_size) if absent >> rank & 1),
+            absent_ranks=tuple(rank for rank in range(self.world_size) if absent_bits >> rank & 1),
             gave_up=bool(words[ERROR_GAVE_UP.value]),
         )
 
 
 def _checked_offset(buffer: Tensor, handle: Handle) -> int:
-    """Byte offset of `buffer` in `handle`'s memory, the same on all ranks, checked as `Workspace` requires."""
+    """Return the byte offset of `buffer` in `handle`'s memory, the same on all ranks; raise as `Workspace`."""
     # torch's handle holds the address of an allocation; tensors of a memory pool begin at an offset in it.
     offset = buffer.data_ptr() - handle.buffer_ptrs[handle.rank]
     if offset not in (0, getattr(handle, "offset", 0)):

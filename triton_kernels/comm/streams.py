@@ -1,4 +1,4 @@
-"""Streams with one owner; torch instead hands out the 32 streams of a pool in turn, to all callers.
+"""Streams with one owner each. torch instead returns the 32 streams of a pool in turn, to all callers.
 
 Work that a kernel waits for must not be queued behind that kernel. On a pool stream it may be: the caller's own stream
 can be the same one, also through the capture of a CUDA graph. Nor may it be queued behind a kernel that does not fit
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not serialized with the default stream
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread invalidates a capture
+_STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not serialized with the default stream
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread invalidates a capture
 
-_DEFAULT_QUEUES = 8
+_DEFAULT_QUEUE_COUNT = 8
 
-_free: dict[tuple[int, bool], list[torch.cuda.ExternalStream]] = {}
-_lock = threading.RLock()  # reentrant: the garbage collector may return streams while some are handed out
+_free_streams: dict[tuple[int, bool], list[torch.cuda.ExternalStream]] = {}
+_lock = threading.RLock()  # reentrant: the garbage collector may return streams while this thread holds the lock
 
 
 def own_streams(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream]:
@@ -37,19 +37,19 @@ def own_streams(owner: object, device: torch.device, count: int, *, urgent: bool
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _lock:
-        kind = index, urgent
-        free = _free.setdefault(kind, [])
-        streams = [free.pop() if free else _create(index, urgent) for _ in range(count)]
-    weakref.finalize(owner, _give_back, kind, streams).atexit = False
+        key = index, urgent
+        free_streams = _free_streams.setdefault(key, [])
+        streams = [free_streams.pop() if free_streams else _create_stream(index, urgent) for _ in range(count)]
+    weakref.finalize(owner, _return_streams, key, streams).atexit = False
     return list(streams)
 
 
-def _give_back(kind: tuple[int, bool], streams: list[torch.cuda.ExternalStream]) -> None:
+def _return_streams(key: tuple[int, bool], streams: list[torch.cuda.ExternalStream]) -> None:
     with _lock:
-        _free[kind].extend(streams)
+        _free_streams[key].extend(streams)
 
 
-def _create(index: int, urgent: bool) -> torch.cuda.ExternalStream:
+def _create_stream(index: int, urgent: bool) -> torch.cuda.ExternalStream:
     torch.cuda.init()
     # Created by the driver: torch's cudart().cudaStreamCreate makes one that is serialized with the default stream.
     handle = new_stream(ctypes.CDLL("libcuda.so.1"), index, urgent)
@@ -57,53 +57,57 @@ def _create(index: int, urgent: bool) -> torch.cuda.ExternalStream:
 
 
 def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
-    """Handle of a new stream of GPU `index`, also while this thread captures a CUDA graph; `urgent` as `own_streams`.
+    """Create a stream of GPU `index` and return its handle, also while this thread captures a CUDA graph.
 
     No stream is queried, and this thread's context is restored. The device's primary context, which torch uses too,
     stays retained for as long as the process runs, as it does for torch.
 
     Args:
         driver: libcuda, loaded by ctypes.
+        urgent: see `own_streams`.
 
     Raises:
         RuntimeError: a call of the driver fails.
     """
 
-    def call(name: str, *arguments: object) -> None:
+    def call_driver(name: str, *arguments: object) -> None:
         status = getattr(driver, name)(*arguments)
         if status != 0:
-            raise RuntimeError(f"The CUDA driver made no stream: error {status} of {name}.")
+            raise RuntimeError(f"The CUDA driver could not create a stream: {name} returned error {status}.")
 
-    device, mode = ctypes.c_int(), ctypes.c_int(_RELAXED)
-    context, before, handle = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    call("cuDeviceGet", ctypes.byref(device), index)
-    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    device, mode = ctypes.c_int(), ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    context, previous_context, handle = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    call_driver("cuDeviceGet", ctypes.byref(device), index)
+    call_driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     try:
-        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        call("cuCtxPushCurrent_v2", context)
+        call_driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        call_driver("cuCtxPushCurrent_v2", context)
         try:
             least, greatest = ctypes.c_int(), ctypes.c_int()
-            call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+            call_driver("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
             priority = (greatest if urgent else least).value
-            call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
+            call_driver("cuStreamCreateWithPriority", ctypes.byref(handle), _STREAM_NON_BLOCKING, priority)
         finally:
-            call("cuCtxPopCurrent_v2", ctypes.byref(before))
+            call_driver("cuCtxPopCurrent_v2", ctypes.byref(previous_context))
     finally:
-        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # restores the previous mode
+        call_driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # restores the previous mode
     if handle.value is None:
-        raise RuntimeError("The CUDA driver made no stream: cuStreamCreateWithPriority gave none.")
+        raise RuntimeError(
+            "The CUDA driver could not create a stream: cuStreamCreateWithPriority returned a null handle."
+        )
     return handle.value
 
 
-def runs_copies_at_once(device: torch.device) -> bool:
-    """True if a kernel and the copies it waits for run at once on `device`; otherwise copies must be first.
+def runs_copies_concurrently(device: torch.device) -> bool:
+    """True if a kernel and the copies that it waits for run concurrently on `device`; else enqueue the copies first.
 
-    CUDA does not guarantee it for branches of a CUDA graph, with CUDA_LAUNCH_BLOCKING=1, and if
+    CUDA does not guarantee concurrency for branches of a CUDA graph, with CUDA_LAUNCH_BLOCKING=1, and if
     CUDA_DEVICE_MAX_CONNECTIONS, which Megatron sets to 1, leaves the GPU fewer queues than it has by default: streams
     then share queues, and a copy can be queued behind the kernel that waits for it.
     """
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if (queues.isdecimal() and int(queues) < _DEFAULT_QUEUES) or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1":
+    has_few_queues = queues.isdecimal() and int(queues) < _DEFAULT_QUEUE_COUNT
+    if has_few_queues or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1":
         return False
     if device.type != "cuda":
         return True

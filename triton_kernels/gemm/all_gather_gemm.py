@@ -71,7 +71,7 @@ MAX_WEIGHTS = 3
 
 
 class Weight(NamedTuple):
-    """Result, size and strides of one weight of a launch; the weight and its bias are arguments of their own.
+    """Result, size and strides of one weight of a launch; the weight and its bias are separate arguments.
 
     The bias may be None, and Triton 3.6 forgets other constants of a tuple that contains None, such as a stride of 1.
     """
@@ -201,20 +201,20 @@ def all_gather_gemm(
     rows: int,
     rows_per_rank: int | None = None,
     biases: Sequence[Tensor | None] | None = None,
-    gathered: bool = False,
+    return_gathered: bool = False,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return ([y_i [M, N_i]], gathered x [M, K] or None): y_i = gathered x @ weights[i]^T (+ biases[i]), read directly.
 
     Args:
         x_shard: [M_r, K] bf16, fp16 or fp32, K the same on all ranks; any strides.
         weights: [N_i, K] of that dtype; any strides. Their number and N_i may differ between ranks; may be empty if
-            `gathered` is True.
+            `return_gathered` is True.
         workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
         launch: tiles and programs of this rank; see `launch_for`.
         rows: M, number of rows over all ranks.
         rows_per_rank: rows of x per rank (the last ranks may have fewer), equal on all ranks; None: ceil(M / W).
         biases: [N_i] each, or None.
-        gathered: True to return gathered x too.
+        return_gathered: True to return gathered x too.
 
     Raises:
         ValueError: the workspace is too small. No kernel has been launched then.
@@ -222,83 +222,88 @@ def all_gather_gemm(
     biases = [None] * len(weights) if biases is None else list(biases)
     per_rank = -(-rows // workspace.world_size) if rows_per_rank is None else rows_per_rank
     shards = Shards(rows, per_rank, x_shard.shape[1])
-    workspace.require(workspace_bytes(per_rank, shards.k, x_shard.dtype, workspace.world_size))
+    workspace.require_bytes(workspace_bytes(per_rank, shards.k, x_shard.dtype, workspace.world_size))
     ys = [x_shard.new_empty(rows, weight.shape[0]) for weight in weights]
-    gathered_out = x_shard.new_empty(rows, shards.k) if gathered else None
+    gathered_out = x_shard.new_empty(rows, shards.k) if return_gathered else None
     if rows == 0:
         return ys, gathered_out
 
     # A single rank has no peer that would read a staged shard.
-    read_in_place = workspace.world_size == 1 and is_read_in_place(x_shard) and not gathered
-    stage = gather.stage_launch(x_shard[:0] if read_in_place else x_shard, workspace, launch.programs)
+    reads_in_place = workspace.world_size == 1 and is_read_in_place(x_shard) and not return_gathered
+    stage = gather.stage_launch(x_shard[:0] if reads_in_place else x_shard, workspace, launch.programs)
     x_own = x_shard
     if not is_read_in_place(x_shard):
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
     # A call without weights still launches the kernel, which gathers x and puts pulled.
-    groups = _groups(weights, ys, biases) or [[(x_shard.new_empty(0, shards.k), x_shard.new_empty(rows, 0), None)]]
+    weight_groups = _launch_groups(weights, ys, biases) or [
+        [(x_shard.new_empty(0, shards.k), x_shard.new_empty(rows, 0), None)]
+    ]
     peers = Peers(workspace.rank, workspace.world_size, workspace.arguments())
     matmuls = [
         matmul_launch(
-            x_own, group, gathered_out if index == 0 else None, shards, peers, launch, direct=True,
-            last=index == len(groups) - 1,
+            x_own, weight_group, gathered_out if index == 0 else None, shards, peers, launch, is_direct=True,
+            is_last_launch=index == len(weight_groups) - 1,
         )
-        for index, group in enumerate(groups)
+        for index, weight_group in enumerate(weight_groups)
     ]  # fmt: skip
     if x_shard.is_cuda:
-        key = _key(x_shard, weights, biases, shards, launch, gathered, workspace.timeout_ns)
-        if key not in workspace.loaded:
+        key = _variant_key(x_shard, weights, biases, shards, launch, return_gathered, workspace.timeout_ns)
+        if key not in workspace.loaded_keys:
             for kernel in (stage, *matmuls):
                 gather.load_kernel(kernel)
-            workspace.loaded.add(key)
+            workspace.loaded_keys.add(key)
     for kernel in (stage, *matmuls):
         gather.run_kernel(kernel)
     return ys, gathered_out
 
 
-def multiply_arriving(
+def multiply_arriving_shards(
     x_own: Tensor,
     gathered: Tensor,
     weights: Sequence[Tensor],
     *,
-    start: Callable[[], Arrivals],
+    start_gather: Callable[[], Arrivals],
     rank: int,
     world_size: int,
     launch: Launch,
     rows_per_rank: int,
     timeout_ns: int,
-    loaded: set[Any],
+    loaded_keys: set[Any],
     biases: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """Return [y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), for shards that arrive meanwhile.
+    """Return [y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), for shards that arrive while it multiplies.
 
     Args:
         x_own: [M_r, K], this rank's rows, contiguous.
-        gathered: [M, K], where the peers' shards arrive; this rank's rows of it are not read.
+        gathered: [M, K], where the peers' shards arrive; this rank's rows in it are not read.
         weights: [N_i, K]; any strides.
-        start: starts the gather and returns the words that signal arrivals. It is called once the kernels are loaded:
-            loading may wait for running kernels, while peers wait for this rank.
+        start_gather: starts the gather and returns the words that signal arrivals. It is called once the kernels are
+            loaded: loading may wait for running kernels, while peers wait for this rank.
         rank, world_size: of the group. `launch` and `rows_per_rank` (c) are equal on all its ranks.
         timeout_ns: longest wait of the kernel for its own rank's copies.
-        loaded: keys of calls whose kernels are on the device; kept by the caller for all calls.
+        loaded_keys: keys of calls whose kernels are on the device; kept by the caller for all calls.
         biases: [N_i] each, or None.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
     rows, k = gathered.shape
     shards = Shards(rows, rows_per_rank, k)
     ys = [x_own.new_empty(rows, weight.shape[0]) for weight in weights]
-    groups = _groups(weights, ys, biases)
+    weight_groups = _launch_groups(weights, ys, biases)
 
-    def launches(arrivals: Arrivals) -> list[KernelLaunch]:
+    def make_launches(arrivals: Arrivals) -> list[KernelLaunch]:
         peers = Peers(rank, world_size, {"arrivals": arrivals, "rank": rank})
-        return [matmul_launch(x_own, group, gathered, shards, peers, launch, direct=False) for group in groups]
+        return [
+            matmul_launch(x_own, weight_group, gathered, shards, peers, launch, is_direct=False)
+            for weight_group in weight_groups
+        ]
 
     if x_own.is_cuda:
-        key = _key(x_own, weights, biases, shards, launch, world_size, timeout_ns)
-        if key not in loaded:
-            for kernel in launches(no_arrivals(world_size, timeout_ns, x_own.device)):
+        key = _variant_key(x_own, weights, biases, shards, launch, world_size, timeout_ns)
+        if key not in loaded_keys:
+            for kernel in make_launches(no_arrivals(world_size, timeout_ns, x_own.device)):
                 gather.load_kernel(kernel)
-            loaded.add(key)
-    for kernel in launches(start()):
+            loaded_keys.add(key)
+    for kernel in make_launches(start_gather()):
         gather.run_kernel(kernel)
     return ys
 
@@ -317,64 +322,64 @@ class Peers(NamedTuple):
     arguments: dict[str, Any]
 
 
-def _groups(
+def _launch_groups(
     weights: Sequence[Tensor], ys: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[list[tuple[Tensor, Tensor, Tensor | None]]]:
     """Return (weight, result, bias) of the weights of each launch, without those whose result is empty."""
-    used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
-    return [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
+    nonempty_results = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
+    return [nonempty_results[i : i + MAX_WEIGHTS] for i in range(0, len(nonempty_results), MAX_WEIGHTS)]
 
 
 def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:
-    """Bytes of the smallest `GatherWorkspace` for shards of at most [rows_per_rank, k]; the same on all ranks."""
+    """Return the bytes of the smallest `GatherWorkspace` for shards of up to [rows_per_rank, k]; equal on all ranks."""
     return gather.region_offset(world_size) + rows_per_rank * k * dtype.itemsize
 
 
 def matmul_launch(
     x_own: Tensor,
-    used: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    weight_group: Sequence[tuple[Tensor, Tensor, Tensor | None]],
     gathered_out: Tensor | None,
     shards: Shards,
     peers: Peers,
     launch: Launch,
-    direct: bool,
+    is_direct: bool,
     *,
-    last: bool = True,
+    is_last_launch: bool = True,
 ) -> KernelLaunch:
-    """Return the matmul of up to MAX_WEIGHTS weights, each with its result and bias.
+    """Return the launch that multiplies by up to MAX_WEIGHTS weights, each with its result and bias.
 
-    With a single rank it waits for nothing; benchmarks use this as the baseline.
+    With a single rank the kernel waits for nothing; benchmarks use it as the baseline.
     """
-    weights = [weight for weight, _, _ in used]
-    if direct:
+    weights = [weight for weight, _, _ in weight_group]
+    if is_direct:
         plan = LoadPlan(launch.config, False, False, is_swapped(weights[0]))
     else:
         assert gathered_out is not None
         if not x_own.shape[0]:
             x_own = gathered_out  # no tile of it will be loaded
         plan = plan_loads([(x, weight) for x in (x_own, gathered_out) for weight in weights], launch)
-    if not plan.tma:
+    if not plan.uses_tma:
         plan = plan._replace(config=pointer_config(plan.config))
     config = plan.config
-    operands = {"x_own": x_own, "x": None if direct else gathered_out}
+    operands = {"x_own": x_own, "x": None if is_direct else gathered_out}
     operands |= {f"w{i}": weights[i] if i < len(weights) else None for i in range(MAX_WEIGHTS)}
     arguments: dict[str, Any] = dict(operands)
-    if plan.tma:
+    if plan.uses_tma:
         for name, t in operands.items():
             block = (config.block_n if name.startswith("w") else config.block_m, config.block_k)
             arguments[name] = None if t is None else descriptor(t, block)
-    arguments |= {f"b{i}": used[i][2] if i < len(used) else None for i in range(MAX_WEIGHTS)}
+    arguments |= {f"b{i}": weight_group[i][2] if i < len(weight_group) else None for i in range(MAX_WEIGHTS)}
     arguments |= {
-        "weights": tuple(Weight(y, weight.shape[0], weight.stride()) for weight, y, _ in used),
-        "gathered_ptr": gathered_out if direct else None,
+        "weights": tuple(Weight(y, weight.shape[0], weight.stride()) for weight, y, _ in weight_group),
+        "gathered_ptr": gathered_out if is_direct else None,
         "M": shards.rows,
         "K": shards.k,
         "rows_per_rank": shards.rows_per_rank,
         "ws": None,
         "arrivals": None,
         "WORLD": peers.world_size,
-        "DIRECT": direct,
-        "LAST": last,
+        "DIRECT": is_direct,
+        "LAST": is_last_launch,
         # Flattened loops of several weights at 128x128 keep so many registers across loops that they spill.
         "C": plan.constants(
             launch.precision,
@@ -385,7 +390,7 @@ def matmul_launch(
     arguments |= peers.arguments
     tiles_m = sum(-(-shards.rank_rows(rank)[1] // config.block_m) for rank in range(peers.world_size))
     tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
-    programs = launch.programs if direct and gathered_out is not None else min(launch.programs, max(1, tiles))
+    programs = launch.programs if is_direct and gathered_out is not None else min(launch.programs, max(1, tiles))
     return all_gather_gemm_kernel, (programs,), arguments | config.options()
 
 
@@ -404,14 +409,17 @@ def pointer_config(config: GemmConfig) -> GemmConfig:
     return dataclasses.replace(config, block_n=config.block_n // 2)
 
 
-def _key(
+def _variant_key(
     x_shard: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     shards: Shards,
     *rest: Any,
 ) -> tuple[Any, ...]:
-    """Key of a call: equal keys run the same compiled kernels. Triton specializes for 1 and for multiples of 16."""
+    """Return the key of a call: calls with equal keys run the same compiled kernels.
+
+    Triton specializes for 1 and for multiples of 16.
+    """
     tensors = [x_shard, *weights, *(bias for bias in biases if bias is not None)]
     layouts = tuple(
         (tuple((size == 1, size % 16) for size in (*t.shape, *t.stride())), t.data_ptr() % 16) for t in tensors

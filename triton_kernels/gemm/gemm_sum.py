@@ -5,8 +5,8 @@
                     normed [M, N] = out / sqrt(mean(out^2) + eps) * norm_weight, if a norm is requested
     reduce-scatter  out [M_r, N] = rows r*c to (r+1)*c of sum_r x_r @ w_r^T (+ bias)
 
-c is ceil(M / W), or as given; the last ranks may have fewer rows, or none. A rank may have several pairs (x, w), each
-with a K of its own, whose products are added in fp32 before anything is sent: dX of layers that share an input.
+c is `rows_per_rank`, by default ceil(M / W); the last ranks may have fewer rows, or none. A rank may have several pairs
+(x, w) with different K, whose products are added in fp32 before anything is sent: dX of layers that share an input.
 
 Each rank multiplies all of [M, N] and stores each tile, in the dtype of out, in the memory of the ranks that sum it:
 once its flag is set the data is local, and no read waits for the link. The terms are added in fp32 in rank order and
@@ -361,7 +361,9 @@ def gemm_all_reduce(
         return out, normed
     world = workspace.world_size
     slots = _all_reduce_slots(m, n, x.dtype, world, launch, two_shot)
-    terms_offset, sums_offset = workspace.layout(slots, counters=0 if normed is None else launch.tiles(m, n)[0])
+    terms_offset, sums_offset = workspace.slot_offsets(
+        slots, counters=0 if normed is None else launch.tile_counts(m, n)[0]
+    )
     gemm_all_reduce_kernel[(launch.programs,)](
         bias_ptr=bias,
         residual=None if residual is None else Matrix(residual, residual.stride(0)),
@@ -390,7 +392,7 @@ def _all_reduce_slots(
     m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, two_shot: bool
 ) -> list[tuple[int, int]]:
     """Return (number of slots, bytes of each) of terms and of sums."""
-    tiles_m, tiles_n = launch.tiles(m, n)
+    tiles_m, tiles_n = launch.tile_counts(m, n)
     slot_bytes = launch.block_m * launch.block_n * dtype.itemsize
     tiles = tiles_m * tiles_n
     per_owner = -(-tiles // world_size)
@@ -427,7 +429,7 @@ def gemm_reduce_scatter(
     out = x.new_empty(rows, n)
     if m == 0 or n == 0:
         return out
-    (terms_offset,) = workspace.layout(_reduce_scatter_slots(rows_per_rank, n, x.dtype, world, launch))
+    (terms_offset,) = workspace.slot_offsets(_reduce_scatter_slots(rows_per_rank, n, x.dtype, world, launch))
     gemm_reduce_scatter_kernel[(launch.programs,)](
         bias_ptr=bias,
         out=Matrix(out, n),
@@ -454,7 +456,7 @@ def _reduce_scatter_slots(
     rows_per_rank: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch
 ) -> list[tuple[int, int]]:
     """Return (number of slots, bytes of each) of terms."""
-    tiles_m, tiles_n = launch.tiles(rows_per_rank, n)
+    tiles_m, tiles_n = launch.tile_counts(rows_per_rank, n)
     return [(world_size * tiles_m * tiles_n, launch.block_m * launch.block_n * dtype.itemsize)]
 
 

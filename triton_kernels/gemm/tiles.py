@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
 from ..device import fits_tma as rows_fit_tma
-from ..device import kind_of, tma_descriptor
+from ..device import operand_kind, tma_descriptor
 from ..language import dot, rounded, split_columns, zeros
 
 ARCHITECTURES = (80, 90, 100)
@@ -213,8 +213,8 @@ class GemmConfig:
         registers = min(255, 65536 // (self.programs_per_sm * self.num_warps * 32))
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
 
-    def half_k(self) -> GemmConfig:
-        """Return the same tiles with half the block_k, unless that is short: for loops with many pointers."""
+    def with_half_block_k(self) -> GemmConfig:
+        """Return the same config with half the block_k if that is at least 32: for loops with many pointers."""
         return replace(self, block_k=self.block_k // 2) if self.block_k > 32 else self
 
     def __str__(self) -> str:
@@ -227,16 +227,16 @@ class GemmConfig:
 class FusedConfig:
     """Tiles of a matmul that communicates: the same on all ranks, however each rank loads its operands."""
 
-    pointers: GemmConfig
-    tma: GemmConfig | None = None
-    speed: float = 1.0  # relative speed of the inner loop on a full GPU (largest tiles: 1); weighs the waves
+    pointer_config: GemmConfig
+    tma_config: GemmConfig | None = None  # None: operands are always loaded by pointers
+    speed: float = 1.0  # of the inner loop on a full GPU, relative to the largest tiles; for `launch_for`
 
 
-_FLAT = {"flatten": True, "split_store": True}
-_INTERPRETED = GemmConfig(32, 32, 32, num_warps=4, num_stages=1, group_m=2, split_store=True)
+_FLAT_OPTIONS = {"flatten": True, "split_store": True}
+_INTERPRETED_CONFIG = GemmConfig(32, 32, 32, num_warps=4, num_stages=1, group_m=2, split_store=True)
 _SMALL_16, _SMALL_32 = (GemmConfig(64, 64, block_k, 4, 4, programs_per_sm=2) for block_k in (64, 32))
-_FUSED: dict[int, dict[str, list[FusedConfig]]] = {
-    0: {kind: [FusedConfig(_INTERPRETED, _INTERPRETED)] for kind in ("16", "tf32")},
+_FUSED_CONFIGS: dict[int, dict[str, list[FusedConfig]]] = {
+    0: {kind: [FusedConfig(_INTERPRETED_CONFIG, _INTERPRETED_CONFIG)] for kind in ("16", "tf32")},
     80: {
         "16": [
             FusedConfig(GemmConfig(128, 128, 32, 8, 4)),
@@ -250,19 +250,19 @@ _FUSED: dict[int, dict[str, list[FusedConfig]]] = {
     },
     90: {
         "16": [
-            FusedConfig(GemmConfig(128, 256, 64, 8, 3), GemmConfig(128, 256, 64, 8, 4, **_FLAT)),
-            FusedConfig(GemmConfig(128, 128, 64, 8, 4), GemmConfig(128, 128, 64, 8, 4, **_FLAT), 0.85),
+            FusedConfig(GemmConfig(128, 256, 64, 8, 3), GemmConfig(128, 256, 64, 8, 4, **_FLAT_OPTIONS)),
+            FusedConfig(GemmConfig(128, 128, 64, 8, 4), GemmConfig(128, 128, 64, 8, 4, **_FLAT_OPTIONS), 0.85),
             FusedConfig(_SMALL_16, replace(_SMALL_16, flatten=True), 0.5),
         ],
         "tf32": [
-            FusedConfig(GemmConfig(128, 128, 32, 8, 3), GemmConfig(128, 128, 32, 8, 4, **_FLAT)),
+            FusedConfig(GemmConfig(128, 128, 32, 8, 3), GemmConfig(128, 128, 32, 8, 4, **_FLAT_OPTIONS)),
             FusedConfig(_SMALL_32, replace(_SMALL_32, flatten=True), 0.6),
         ],
     },
     100: {
         "16": [
-            FusedConfig(GemmConfig(128, 256, 64, 8, 2), GemmConfig(128, 256, 64, 8, 4, **_FLAT)),
-            FusedConfig(GemmConfig(128, 128, 64, 8, 3), GemmConfig(128, 128, 64, 8, 4, **_FLAT), 0.7),
+            FusedConfig(GemmConfig(128, 256, 64, 8, 2), GemmConfig(128, 256, 64, 8, 4, **_FLAT_OPTIONS)),
+            FusedConfig(GemmConfig(128, 128, 64, 8, 3), GemmConfig(128, 128, 64, 8, 4, **_FLAT_OPTIONS), 0.7),
             FusedConfig(_SMALL_16, _SMALL_16, 0.4),
         ],
         "tf32": [
@@ -272,21 +272,21 @@ _FUSED: dict[int, dict[str, list[FusedConfig]]] = {
     },
 }
 # These run on CUDA cores of any architecture, because no matrix unit multiplies all 24 bits of fp32.
-_FUSED_IEEE = [
+_IEEE_CONFIGS = [
     FusedConfig(GemmConfig(64, 64, 16, 8, 3)),
     FusedConfig(GemmConfig(32, 32, 16, 4, 3, programs_per_sm=2), speed=0.5),
 ]
 
 
 def fused_configs(arch: int, kind: str) -> tuple[FusedConfig, ...]:
-    """Tile configs of a matmul of `kind` operands (`device.KINDS`) that is fused with a collective on `arch`.
+    """Return the tile configs, on `arch`, of a matmul of `kind` operands (`device.OPERAND_KINDS`) with a collective.
 
     `arch` is one of ARCHITECTURES, or 0 for the interpreter.
     """
     if kind == "ieee" and arch in ARCHITECTURES:
-        return tuple(_FUSED_IEEE)
+        return tuple(_IEEE_CONFIGS)
     family = "16" if kind in ("bf16", "fp16") else "tf32"
-    return tuple(_FUSED.get(arch, {}).get(family, ()))
+    return tuple(_FUSED_CONFIGS.get(arch, {}).get(family, ()))
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -304,22 +304,22 @@ def fits_tma(t: Tensor) -> bool:
 
 
 def descriptor(t: Tensor, block: Sequence[int]) -> Any:
-    """TMA descriptor of blocks [rows, columns] of `t`; if it `is_swapped`, of the transpose's [columns, rows]."""
+    """Return the TMA descriptor of blocks [rows, columns] of `t`; if `is_swapped`, of [columns, rows] of t^T."""
     return tma_descriptor(t.t(), block[::-1]) if is_swapped(t) else tma_descriptor(t, block)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Programs and tiles of a launch; equal on all ranks, because flags are counted in tiles and programs.
+    """Programs and tiles of a launch, equal on all ranks, because the number of flags depends on them.
 
-    Each rank loads its operands in its own way: by TMA if they are aligned for it, else by pointers.
+    Ranks may load their operands differently: by TMA if they are aligned for it, else by pointers.
     """
 
     programs: int  # at most as many as the device runs at once
-    config: GemmConfig  # for loads by pointers
+    config: GemmConfig  # for operands loaded by pointers
     precision: str = "ieee"  # of fp32: "ieee" or "tf32"
     strip_elements: int | None = None  # elements summed over ranks at a time; None: as many as registers hold
-    tma_config: GemmConfig | None = None  # for loads by TMA; None: never
+    tma_config: GemmConfig | None = None  # for operands loaded by TMA; None: never used
 
     def __post_init__(self) -> None:
         tma = self.tma_config
@@ -334,11 +334,11 @@ class Launch:
     def block_n(self) -> int:
         return self.config.block_n
 
-    def tiles(self, m: int, n: int) -> tuple[int, int]:
+    def tile_counts(self, m: int, n: int) -> tuple[int, int]:
         return -(-m // self.block_m), -(-n // self.block_n)
 
     def strip_rows(self, config: GemmConfig, element_bytes: int) -> int:
-        """Rows of a tile that are summed over ranks at a time: the terms of 8 ranks then take half the registers."""
+        """Return the number of rows of a tile to sum at a time: the terms of 8 ranks then take half the registers."""
         elements = self.strip_elements or 1024 // element_bytes * config.num_warps
         return max(1, min(config.block_m, elements // config.block_n))
 
@@ -369,57 +369,61 @@ def launch_for(
     """
     if not 0 <= sm_margin < sms:
         raise ValueError(f"sm_margin must leave at least one of the {sms} SMs; got {sm_margin}.")
-    kind = kind_of(dtype, precision)
+    kind = operand_kind(dtype, precision)
 
-    def tiles(config: GemmConfig) -> int:
+    def tile_count(config: GemmConfig) -> int:
         # No tile spans the rows of two ranks, if rows belong to ranks.
         rows_per_rank = -(-m // world_size)
         return world_size * -(-rows_per_rank // config.block_m) * -(-n // config.block_n)
 
-    def at_once(config: GemmConfig) -> int:
-        return max(1, min(config.programs_per_sm * (sms - sm_margin), tiles(config)))
+    def program_count(config: GemmConfig) -> int:
+        return max(1, min(config.programs_per_sm * (sms - sm_margin), tile_count(config)))
 
-    def time(choice: FusedConfig) -> float:
-        config = choice.pointers
-        rounds = -(-tiles(config) // at_once(config))
-        return rounds * config.block_m * config.block_n * config.programs_per_sm / choice.speed
+    def estimate_time(fused_config: FusedConfig) -> float:
+        config = fused_config.pointer_config
+        rounds = -(-tile_count(config) // program_count(config))
+        return rounds * config.block_m * config.block_n * config.programs_per_sm / fused_config.speed
 
-    best = min(fused_configs(arch, kind), key=time)
+    best = min(fused_configs(arch, kind), key=estimate_time)
     return Launch(
-        at_once(best.pointers), best.pointers, precision if kind == precision else "ieee", tma_config=best.tma
+        program_count(best.pointer_config),
+        best.pointer_config,
+        precision if kind == precision else "ieee",
+        tma_config=best.tma_config,
     )
 
 
 class LoadPlan(NamedTuple):
-    """Tiles of a launch, and the way in which this rank loads its operands."""
+    """Tiles of a launch, and how this rank loads its operands."""
 
     config: GemmConfig
-    tma: bool
+    uses_tma: bool
     x_swapped: bool
     w_swapped: bool
 
     def constants(self, precision: str, *, even_k: bool, flatten: bool = True) -> GemmConstants:
-        """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with the one over K."""
+        """Return the kernel's constants. `flatten` False: its loop over tiles cannot be flattened with that over K."""
         c = self.config
         return GemmConstants(
             *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten),
-            *(precision, self.tma, self.x_swapped, self.w_swapped, even_k),
+            *(precision, self.uses_tma, self.x_swapped, self.w_swapped, even_k),
         )
 
 
 def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> LoadPlan:
     """Choose TMA if all operands are aligned for it and have the same order of strides, else pointers."""
     xs, ws = [x for x, _ in products], [w for _, w in products]
-    swapped = [{is_swapped(t) for t in tensors} for tensors in (xs, ws)]
+    stride_orders = [{is_swapped(t) for t in tensors} for tensors in (xs, ws)]
     # With pointers, the order of the other operands' strides only affects speed.
-    of_first = is_swapped(xs[0]), is_swapped(ws[0])
+    x_swapped, w_swapped = is_swapped(xs[0]), is_swapped(ws[0])
     # Tensor cores transpose 16-bit numbers only.
-    transposes = not any(of_first) or xs[0].element_size() == 2
-    alike = all(len(found) == 1 for found in swapped)
-    if launch.tma_config is not None and alike and transposes and all(map(fits_tma, (*xs, *ws))):
-        return LoadPlan(launch.tma_config, True, *of_first)
+    can_transpose = not (x_swapped or w_swapped) or xs[0].element_size() == 2
+    have_equal_orders = all(len(orders) == 1 for orders in stride_orders)
+    if launch.tma_config is not None and have_equal_orders and can_transpose and all(map(fits_tma, (*xs, *ws))):
+        return LoadPlan(launch.tma_config, True, x_swapped, w_swapped)
     # Several products take as many loops, all of whose pointers are live at once: halve the pointers of each.
-    return LoadPlan(launch.config.half_k() if len(products) > 1 else launch.config, False, *of_first)
+    config = launch.config.with_half_block_k() if len(products) > 1 else launch.config
+    return LoadPlan(config, False, x_swapped, w_swapped)
 
 
 def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch, *, flatten: bool) -> dict[str, Any]:
@@ -435,7 +439,7 @@ def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch,
     config = plan.config
     arguments: dict[str, Any] = dict.fromkeys(f"{name}{i}" for i in range(MAX_PRODUCTS) for name in "xw")
     for i, (x, w) in enumerate(products):
-        if plan.tma:
+        if plan.uses_tma:
             arguments[f"x{i}"] = descriptor(x, (config.block_m, config.block_k))
             arguments[f"w{i}"] = descriptor(w, (config.block_n, config.block_k))
         else:

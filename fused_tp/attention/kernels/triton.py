@@ -84,9 +84,9 @@ class TritonFlash(AttentionKernel):
 @cache
 def _load_kernels() -> ModuleType:
     from fused_tp.triton_kernels import attention
-    from fused_tp.triton_kernels.archive import install_shipped
+    from fused_tp.triton_kernels.archive import install_shipped_kernels
 
-    install_shipped()
+    install_shipped_kernels()
     return attention
 
 

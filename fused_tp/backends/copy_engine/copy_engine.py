@@ -313,7 +313,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             # A rank must not free memory to which a peer may still write. So each rank waits for its own streams, and
             # then allocates the new memory, which waits for all ranks. Twice the timeout suffices, because the
             # watchdog aborts every wait of a stream after the timeout.
-            if old_slot is not None and not old_slot.core.quiet(2 * settings.timeout_seconds()):
+            if old_slot is not None and not old_slot.core.wait_idle(2 * settings.timeout_seconds()):
                 raise CollectiveTimeoutError("earlier calls did not finish")
             buffer, handle = self._memory.allocate(nbytes)
             if buffer.is_cuda:

@@ -227,10 +227,10 @@ def _workspace_class() -> Any:
                 self.world_size,
             )
 
-        def _begin(self) -> None:
+        def _launch_begin(self) -> None:
             native_kernels().barrier(self.native, current_stream(self.buffer.device))
 
-        def _load_begin(self) -> None:
+        def _load_begin_kernel(self) -> None:
             """Do nothing, because `_preload` has loaded all kernels."""
 
         @property

@@ -198,7 +198,7 @@ class ShmTransport:
     @property
     def is_settled(self) -> bool:
         """True if `begin` with `reuse` would not wait."""
-        settled: bool = self.core_group.settled()
+        settled: bool = self.core_group.is_settled()
         return settled
 
     def write_and_all_reduce(

@@ -353,7 +353,7 @@ class Workspaces(GroupKernels[_Slot]):
 
     def _expired(self) -> Any:
         """Return the `triton_kernels.comm.signals.Expired` of a timed-out wait, or None."""
-        return next(filter(None, (slot.workspace.expired() for slot in self._all_slots())), None)
+        return next(filter(None, (slot.workspace.expired_wait() for slot in self._all_slots())), None)
 
     def _leave(self, slot: _Slot, why: str) -> None:
         # Also after the loss of a peer, although every rank detects it: a peer may wait for this rank in a call whose

@@ -81,9 +81,9 @@ class FusedKernel(KernelSchedule):
     @staticmethod
     def load() -> None:
         """Import the kernels, and install precompiled ones in Triton's cache. Exceptions pass through."""
-        from fused_tp.triton_kernels.archive import install_shipped
+        from fused_tp.triton_kernels.archive import install_shipped_kernels
 
-        install_shipped()
+        install_shipped_kernels()
         import fused_tp.triton_kernels.attention.ring_forward
         import fused_tp.triton_kernels.gemm.all_gather_gemm
         import fused_tp.triton_kernels.gemm.gemm_sum  # noqa: F401  # to see that they can be imported
@@ -106,12 +106,12 @@ class FusedKernel(KernelSchedule):
         return self.fallback._sum_rows(rows, dim_shards)  # there is no kernel for a sum without a matmul
 
     def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        from fused_tp.triton_kernels.comm.streams import runs_copies_at_once
+        from fused_tp.triton_kernels.comm.streams import runs_copies_concurrently
 
         direct = prod(dim_shards.shape) * request.x_shard.dtype.itemsize <= DIRECT_BYTES
         if self.copies is None or direct:
             return self._gather_matmul_direct(request, dim_shards)
-        if not runs_copies_at_once(request.x_shard.device):
+        if not runs_copies_concurrently(request.x_shard.device):
             return self.copies._gather_matmul(request, dim_shards)
         return self.gather_matmul_copied(
             request, dim_shards, self.copies.engine, self._gather_launch(request, dim_shards)
@@ -122,7 +122,7 @@ class FusedKernel(KernelSchedule):
     ) -> tuple[list[Tensor], Tensor | None]:
         """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
         from fused_tp.triton_kernels.comm.arrivals import Arrivals
-        from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving
+        from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving_shards
 
         own = as_rows(request.x_shard).contiguous()
         if own.data_ptr() % 16:
@@ -140,17 +140,17 @@ class FusedKernel(KernelSchedule):
                 offered = call.offer(own, places)
                 return Arrivals(offered.arrived, offered.order, offered.expired, timeout_ns)
 
-            outputs = multiply_arriving(
+            outputs = multiply_arriving_shards(
                 own,
                 gathered,
                 request.weights,
-                start=start,
+                start_gather=start,
                 rank=self.rank,
                 world_size=self.world_size,
                 launch=launch,
                 rows_per_rank=dim_shards.row_counts[0],
                 timeout_ns=timeout_ns,
-                loaded=self._loaded,
+                loaded_keys=self._loaded,
                 biases=[_dense(bias) for bias in request.biases],
             )
             call.finish(*outputs, *([gathered] if request.return_gathered else []))
@@ -172,7 +172,7 @@ class FusedKernel(KernelSchedule):
                 rows=sum(dim_shards.row_counts),
                 rows_per_rank=rows_per_rank,
                 biases=[_dense(bias) for bias in request.biases],
-                gathered=request.return_gathered,
+                return_gathered=request.return_gathered,
             )
         return [
             dim_shards.from_rank_major(y) for y in outputs
@@ -218,7 +218,7 @@ class FusedKernel(KernelSchedule):
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         rows = prod(x.shape[:-1])
-        tile_rows, _ = self._launch_options(x.dtype, rows, weight.shape[0]).tiles(rows, 1)
+        tile_rows, _ = self._launch_options(x.dtype, rows, weight.shape[0]).tile_counts(rows, 1)
         if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_tile_rows:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])

@@ -71,14 +71,14 @@ std::vector<Real> run(const Case& test_case, int threads, const char* isa) {
   Problem problem{};
   problem.shape = s;
   problem.intervals = {starts.data(), stops.data(), places.data(), q_indices.data(), k_indices.data()};
-  problem.scores = {0.2,
-                    test_case.softcap,
-                    test_case.slopes ? slopes.data() : nullptr,
-                    test_case.dropout,
-                    1u << 30,
-                    4.0 / 3,
-                    0x123456789ull,
-                    2};
+  problem.score_parameters = {0.2,
+                              test_case.softcap,
+                              test_case.slopes ? slopes.data() : nullptr,
+                              test_case.dropout,
+                              1u << 30,
+                              4.0 / 3,
+                              0x123456789ull,
+                              2};
   problem.dtype = test_case.dtype;
   problem.q = {q.data(), dense(s.rows, s.heads, s.dim)};
   problem.k = {k.data(), dense(s.keys, s.kv_heads, s.dim)};
@@ -86,7 +86,7 @@ std::vector<Real> run(const Case& test_case, int threads, const char* isa) {
   const AccumulatorView out{weighted.data(), dense(s.rows, s.heads, s.v_dim)};
   forward({problem, out, {highest.data(), per_row}, {total.data(), per_row}}, threads, isa);
   for (int64_t i = 0; i < q_count; ++i) lse[i] = highest[i] + std::log(total[i]);
-  Backward step{};
+  BackwardProblem step{};
   static_cast<Problem&>(step) = problem;
   step.grad_out = {g.data(), out.strides};
   step.lse = {lse.data(), per_row};
@@ -125,7 +125,7 @@ bool few_rows_are_reproducible(const char* isa) {
       const auto bias = random_elements(columns, dtype, 3);
       std::vector<char> single(rows * columns * element_size(dtype)), threaded = single;
       matmul::FewRowsProblem problem{x.data(),      depth, w.data(), depth, bias.data(),
-                              single.data(), rows,  columns,  depth, dtype};
+                                     single.data(), rows,  columns,  depth, dtype};
       matmul::few_rows(problem, 1, isa);
       problem.y = threaded.data();
       matmul::few_rows(problem, 3, isa);

@@ -89,7 +89,7 @@ void expect_failure(Communicator& communicator, const Ticket& ticket) {
     EXPECT(!"reached");
   } catch (const Error&) {
   }
-  EXPECT(communicator.failed() && !communicator.failure().empty());
+  EXPECT(communicator.has_failed() && !communicator.failure().empty());
 }
 
 // Rank 0 is absent; `end` makes the others notice.
