@@ -107,11 +107,11 @@ def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: RunOnSchedule
             choice = _measure_candidates(name, key, group, run, saved)
         if choice is None:
             return None
-        call = _choice_keys(name, key)[-1]
-        saved["choices"][call] = choice
+        call_key = _choice_keys(name, key)[-1]
+        saved["choices"][call_key] = choice
         if group.rank == 0:
             _save_choices(saved)
-            _LOG.info("autotune: %s: %s", call, describe_choice(choice))
+            _LOG.info("autotune: %s: %s", call_key, describe_choice(choice))
     return schedule_named(choice["schedule"], group, key.device)
 
 
@@ -130,30 +130,38 @@ def describe_choices(group: Group) -> dict[str, str]:
 
 def saved_files() -> list[tuple[Path, dict[str, Any]]]:
     """Return (path, content) of all files of saved choices in the folder that this process uses."""
-    found = ((path, _read_choices(path)) for path in sorted(_results_folder().glob("autotune-*.json")))
-    return [(path, content) for path, content in found if content is not None]
+    contents = ((path, _read_choices(path)) for path in sorted(_results_folder().glob("autotune-*.json")))
+    return [(path, content) for path, content in contents if content is not None]
 
 
 def usable_schedules(
-    op: str, dtype: torch.dtype, device: torch.device, group: Group, among: Collection[str] | None = None
+    op: str, dtype: torch.dtype, device: torch.device, group: Group, names: Collection[str] | None = None
 ) -> list[str]:
     """Return the names of the schedules available to `group` for `op`, "plain" first. All ranks call together.
 
     Args:
         names: names of schedules to consider; None: all.
     """
-    rest = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (among is None or spec.name in among))
+    rest = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (names is None or spec.name in names))
     return [PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
 def _candidate_schedules(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
     """Return the schedules that support a call and have not returned wrong results; always includes "plain"."""
-    among = None
+    names = None
     if settings.autotune() == settings.AUTOTUNE_UNSET:
-        right = saved.get("right", {})
-        among = [one for one in SCHEDULES if one in _ALWAYS_CANDIDATES or right.get(_verdict_key(one, name, key.dtype))]
-    found = usable_schedules(key.op, key.dtype, key.device, group, among)
-    return [one for one in found if one == PLAIN or not saved["wrong"].get(_verdict_key(one, name, key.dtype))]
+        verified = saved.get("right", {})
+        names = [
+            schedule
+            for schedule in SCHEDULES
+            if schedule in _ALWAYS_CANDIDATES or verified.get(_verdict_key(schedule, name, key.dtype))
+        ]
+    usable = usable_schedules(key.op, key.dtype, key.device, group, names)
+    return [
+        schedule
+        for schedule in usable
+        if schedule == PLAIN or not saved["wrong"].get(_verdict_key(schedule, name, key.dtype))
+    ]
 
 
 def _valid_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -175,19 +183,19 @@ def known_problem(group: Group, device: torch.device, schedule: str, name: str, 
     return str(_load_choices_once(group, device)["wrong"].get(_verdict_key(schedule, name, dtype), ""))
 
 
-def record_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
+def record_problems(group: Group, device: torch.device, problems: Mapping[tuple[str, str, torch.dtype], str]) -> None:
     """Save problems by (schedule, op, dtype); an empty problem clears an earlier one. All ranks call together."""
     saved = _load_choices_once(group, device)
-    saved["wrong"].update({_verdict_key(*what): problem for what, problem in found.items()})
-    saved["right"].update({_verdict_key(*what): "" for what in found})
+    saved["wrong"].update({_verdict_key(*case): problem for case, problem in problems.items()})
+    saved["right"].update({_verdict_key(*case): "" for case in problems})
     if group.rank == 0:
         _save_choices(saved)
 
 
-def record_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
-    """Save that the (schedule, op, dtype) in `found` are verified by fused-tp tune. All ranks call together."""
+def record_verified(group: Group, device: torch.device, verified: Iterable[tuple[str, str, torch.dtype]]) -> None:
+    """Save that the (schedule, op, dtype) in `verified` are verified by fused-tp tune. All ranks call together."""
     saved = _load_choices_once(group, device)
-    saved["right"].update(dict.fromkeys((_verdict_key(*what) for what in found), "checked by fused-tp tune"))
+    saved["right"].update(dict.fromkeys((_verdict_key(*case) for case in verified), "checked by fused-tp tune"))
     if group.rank == 0:
         _save_choices(saved)
 
@@ -197,7 +205,7 @@ def _measure_candidates(
 ) -> dict[str, Any] | None:
     """Measure all candidates and return the choice; None if memory is short. Records wrong results in `saved`."""
     names = _candidate_schedules(name, key, group, saved)
-    schedules = {one: schedule_named(one, group, key.device) for one in names}
+    schedules = {candidate: schedule_named(candidate, group, key.device) for candidate in names}
     reference = _tensors(run(schedules[PLAIN]))
     if settings.autotune() == settings.AUTOTUNE_UNSET:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
@@ -208,26 +216,44 @@ def _measure_candidates(
     trials = exchange(
         group,
         f"autotuning of {name}: first calls",
-        {one: _try_schedule(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
+        {
+            candidate: _try_schedule(candidate, schedule, run, reference, key.device)
+            for candidate, schedule in schedules.items()
+        },
     )
-    for one in names:
+    for candidate in names:
         problem = _schedule_problem(
-            [trial[one] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS
+            [trial[candidate] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS
         )
-        if problem and one != PLAIN:
-            saved["wrong"][_verdict_key(one, name, key.dtype)] = problem
-            del schedules[one]
-    first_calls = {one: max(trial[one]["seconds"] for trial in trials) for one in schedules}
-    shortest = min(first_calls.values())
-    rivals = [one for one in schedules if one == PLAIN or first_calls[one] < MAX_SLOWDOWN * shortest]
-    calls = min(MAX_CALLS, 1 + int(ROUND_SECONDS / max(shortest, 1e-9)))
-    rounds = [[_seconds_per_call(schedules[one], run, calls, key.device) for one in rivals] for _ in range(NUM_ROUNDS)]
-    by_rank = exchange(group, f"autotuning of {name}: times", rounds)
-    slowest = {
-        one: [max(times[i][at] for times in by_rank) for i in range(NUM_ROUNDS)] for at, one in enumerate(rivals)
+        if problem and candidate != PLAIN:
+            saved["wrong"][_verdict_key(candidate, name, key.dtype)] = problem
+            del schedules[candidate]
+    first_call_seconds = {candidate: max(trial[candidate]["seconds"] for trial in trials) for candidate in schedules}
+    shortest_seconds = min(first_call_seconds.values())
+    measured_names = [
+        candidate
+        for candidate in schedules
+        if candidate == PLAIN or first_call_seconds[candidate] < MAX_SLOWDOWN * shortest_seconds
+    ]
+    calls_per_round = min(MAX_CALLS, 1 + int(ROUND_SECONDS / max(shortest_seconds, 1e-9)))
+    rounds = [
+        [
+            _measure_seconds_per_call(schedules[candidate], run, calls_per_round, key.device)
+            for candidate in measured_names
+        ]
+        for _ in range(NUM_ROUNDS)
+    ]
+    rounds_by_rank = exchange(group, f"autotuning of {name}: times", rounds)
+    slowest_seconds = {
+        candidate: [max(times[i][column] for times in rounds_by_rank) for i in range(NUM_ROUNDS)]
+        for column, candidate in enumerate(measured_names)
     }
-    medians = {one: statistics.median(times) for one, times in slowest.items()}
-    return {"schedule": fastest(slowest), "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
+    median_seconds = {candidate: statistics.median(times) for candidate, times in slowest_seconds.items()}
+    return {
+        "schedule": choose_fastest(slowest_seconds),
+        "seconds": median_seconds,
+        "slower": sorted(set(schedules) - set(measured_names)),
+    }
 
 
 def _try_schedule(
@@ -235,19 +261,19 @@ def _try_schedule(
 ) -> dict[str, Any]:
     """Run the call three times on a schedule; return its problem, its duration and the checksums of its results."""
     try:
-        first = _tensors(run(schedule))
-        seconds = _seconds_per_call(schedule, run, 1, device)
-        again = _tensors(run(schedule))
+        first_result = _tensors(run(schedule))
+        seconds = _measure_seconds_per_call(schedule, run, 1, device)
+        second_result = _tensors(run(schedule))
     except FusedTPError as error:
         suffix = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
         raise error.copy(suffix, tried=name) from error
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
     return {
-        "problem": describe_difference(first, reference),
+        "problem": describe_difference(first_result, reference),
         "seconds": seconds,
-        "bits": [tensor_checksum(t) for t in first],
-        "again": [tensor_checksum(t) for t in again],
+        "bits": [tensor_checksum(t) for t in first_result],
+        "again": [tensor_checksum(t) for t in second_result],
     }
 
 
@@ -289,26 +315,26 @@ def describe_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -
         eps = torch.finfo(reference.dtype).eps
         tolerance = 8 * (eps if reference.dtype == torch.float64 else max(eps, 2.0**-11))
         wide_dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
-        is_known = reference.isfinite()
-        rms = torch.where(is_known, reference, 0).to(wide_dtype).square().mean().sqrt()
+        is_finite = reference.isfinite()
+        rms = torch.where(is_finite, reference, 0).to(wide_dtype).square().mean().sqrt()
         error = (result.to(wide_dtype) - reference.to(wide_dtype)).abs()
-        allowed = tolerance * (reference.to(wide_dtype).abs() + rms)
-        is_wrong = is_known & ~(error <= allowed)
+        allowed_error = tolerance * (reference.to(wide_dtype).abs() + rms)
+        is_wrong = is_finite & ~(error <= allowed_error)
         if is_wrong.any():
             wrong_share = is_wrong.sum().item() / reference.numel()
-            worst = float((error / rms)[is_wrong].max())
-            return f"{wrong_share:.2%} of the result are wrong, by up to {worst:.2g} of its root mean square"
+            worst_ratio = float((error / rms)[is_wrong].max())
+            return f"{wrong_share:.2%} of the result are wrong, by up to {worst_ratio:.2g} of its root mean square"
     return ""
 
 
-def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
+def choose_fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
     """Choose from seconds by name and round: the incumbent, unless another is clearly faster in most rounds.
 
     A rival must take less than `MAX_TIME_RATIO` of the incumbent's time in three quarters of the rounds, so that noise
     changes no choice; of such rivals, the one with the smallest median ratio is chosen. Without times of the incumbent,
     the one with the smallest median time is.
 
-    >>> fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
+    >>> choose_fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
     'pipelined'
     """
     if incumbent not in seconds:
@@ -321,13 +347,13 @@ def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> s
     return min(faster, key=lambda name: statistics.median(ratios[name]), default=incumbent)
 
 
-def _seconds_per_call(schedule: Schedule, run: RunOnSchedule, calls: int, device: torch.device) -> float:
+def _measure_seconds_per_call(schedule: Schedule, run: RunOnSchedule, num_calls: int, device: torch.device) -> float:
     _synchronize(device)
     start = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(num_calls):
         run(schedule)
     _synchronize(device)
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / num_calls
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -392,22 +418,25 @@ def describe_choice(choice: Mapping[str, Any]) -> str:
 
 
 def _results_folder() -> Path:
-    named = settings.autotune()
-    if named in (None, settings.AUTOTUNE_UNSET, "1"):
+    setting = settings.autotune()
+    if setting in (None, settings.AUTOTUNE_UNSET, "1"):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
-    return Path(str(named))
+    return Path(str(setting))
 
 
 def _describe_machine(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the hardware and versions for which saved choices are valid. A collective call."""
     hosts = exchange(group, "autotuning: hosts", host_id())
-    ranks = [hosts.count(host) for host in dict.fromkeys(hosts)]
+    ranks_per_host = [hosts.count(host) for host in dict.fromkeys(hosts)]
     if device.type == "cuda":
-        name, driver = torch.cuda.get_device_name(device), getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
+        device_name, driver = torch.cuda.get_device_name(device), getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
     else:
-        name, driver = f"{platform.machine()}, {os.cpu_count()} processors", f"{torch.get_num_threads()} threads a rank"
+        device_name, driver = (
+            f"{platform.machine()}, {os.cpu_count()} processors",
+            f"{torch.get_num_threads()} threads a rank",
+        )
     versions = {"fused_tp": version("fused-tp"), "torch": torch.__version__}
-    return {**versions, "ranks of each host": ranks, "device": name, "driver": driver}
+    return {**versions, "ranks of each host": ranks_per_host, "device": device_name, "driver": driver}
 
 
 def _load_choices_once(group: Group, device: torch.device) -> dict[str, Any]:
@@ -421,9 +450,9 @@ def _load_choices(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the content of rank 0's file of saved choices. A collective call."""
     machine = _describe_machine(group, device)
     path = _results_folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
-    mine = _read_choices(path) if group.rank == 0 else None
-    theirs = exchange(group, "autotuning: saved choices", mine)[0] or {}
-    sections = {section: theirs.get(section, {}) for section in _SECTIONS}
+    own_content = _read_choices(path) if group.rank == 0 else None
+    content = exchange(group, "autotuning: saved choices", own_content)[0] or {}
+    sections = {section: content.get(section, {}) for section in _SECTIONS}
     return {"about": _FILE_DESCRIPTION, "machine": machine, **sections, "path": str(path)}
 
 

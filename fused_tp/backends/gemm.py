@@ -157,7 +157,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return sum_i x_i @ w_i^T + bias with the leading dims of x; in `out` [rows, N] if given."""
-    (x, w), *others = products
+    (x, w), *other_products = products
     if out is None:
         out = linear(x, w, bias)
     elif (
@@ -172,7 +172,7 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
         torch.mm(as_rows(x), w.t(), out=out)
     else:
         torch.addmm(bias, as_rows(x), w.t(), out=out)
-    for x, w in others:
+    for x, w in other_products:
         as_rows(out).addmm_(as_rows(x), w.t())
     return out
 

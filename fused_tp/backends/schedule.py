@@ -184,7 +184,7 @@ class RowSchedule(Schedule):
         if (fallback := self._fallback_for("all_reduce", partial.dtype, partial.shape)) is not None:
             return fallback.all_reduce(partial)
         self.check("all_reduce", partial.shape, partial)
-        return self._all_reduced(partial)
+        return self._sum_partial(partial)
 
     def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         x_shard, dim = request.x_shard, request.gather_dim
@@ -226,7 +226,7 @@ class RowSchedule(Schedule):
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
-        return add_rms_norm(self._all_reduced(partial), residual, norm_weight, eps)
+        return add_rms_norm(self._sum_partial(partial), residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -249,7 +249,7 @@ class RowSchedule(Schedule):
         """Implement `all_gather`; `dim_shards` is the sharding of the gathered x."""
 
     @abstractmethod
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         """Implement `all_reduce`."""
 
     def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:

@@ -92,7 +92,7 @@ def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
 
                 def start(call: Any = call, own: Tensor = own, gathered: Tensor = gathered) -> Arrivals:
                     offered = call.offer(own, list(gathered.split(8)))
-                    return Arrivals(offered.arrived, offered.order, offered.expired, 5 * 10**9)
+                    return Arrivals(offered.arrival_flags, offered.order_scratch, offered.expired_address, 5 * 10**9)
 
                 on_gpu = own.as_subclass(OnGpu)
                 multiply_arriving(on_gpu, gathered, [weight], start=start, rank=rank.rank, loaded=set(), **how)

@@ -495,7 +495,7 @@ def joined(group: Any, folder: str) -> list[Any]:
     found.append({verdict.problem for verdict in verdicts})
     found.append({verdict.schedule for verdict in verdicts})
     found.append(tried(16))
-    autotune.record_wrong(described, CPU, {("one_sided", "matmul_all_reduce", FP32): "in a later call"})
+    autotune.record_problems(described, CPU, {("one_sided", "matmul_all_reduce", FP32): "in a later call"})
     found.append(tried(32))
     return found
 

@@ -167,7 +167,7 @@ def test_it_does_not_grow_under_capture(driver: Any) -> None:
         with pytest.raises(RuntimeError, match="Run the same ops once before the capture"):
             engine.call("all_gather", gather_bytes=1 << 30)
     first = engine._slots[""]
-    assert first.captured
+    assert first.is_captured
     with engine.call("all_gather", gather_bytes=1 << 20) as call:
         call.finish()
     assert engine._outgrown == [first]  # the graph may still use it
@@ -189,7 +189,7 @@ def test_a_gather_that_a_kernel_waits_for_takes_three_calls_of_the_driver(driver
             with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
                 offered = call.offer(shard, list(gathered))
                 for source in range(world):
-                    while source != rank.rank and not offered.arrived[source]:
+                    while source != rank.rank and not offered.arrival_flags[source]:
                         time.sleep(1e-4)
                 assert torch.equal(gathered, (10.0 * number + torch.arange(world))[:, None].expand(world, 100))
                 call.finish(gathered)

@@ -78,7 +78,7 @@ def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
     workspaces, _ = made()
     with workspaces.use("sum", 1, "op") as captured:
         pass
-    workspaces._slots["sum"].captured = True
+    workspaces._slots["sum"].is_captured = True
     with workspaces.use("sum", 2 * MIB, "op") as larger:
         assert larger is not captured
     captured.expired.return_value = Said("a replay has expired")

@@ -211,7 +211,7 @@ def test_streams_of_an_outgrown_workspace_go_on_with_the_next(driver: Callable[[
             rank.barrier()
             counts.append(driver())
             rank.barrier()
-            engine._slots[""].captured = length == 1 << 16
+            engine._slots[""].is_captured = length == 1 << 16
         engine.stop()
         return counts
 

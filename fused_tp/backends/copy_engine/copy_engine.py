@@ -84,8 +84,8 @@ class _NativeSlot:
     gather_bytes: int
     scatter_bytes: int
     streams: _WorkspaceStreams | None  # None: the core has created its own streams
-    captured: bool = False  # True: a CUDA graph contains a call on this workspace
-    pending: int = 0  # number of calls that have begun and are not finished
+    is_captured: bool = False  # True: a CUDA graph contains a call on this workspace
+    unfinished_calls: int = 0  # number of calls that have begun and are not finished
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class OfferedShards:
     """Memory words by which the engine notifies a kernel of arrived shards; see `triton_kernels/comm/arrivals.py`.
 
     Attributes:
-        arrived: int64 [W]: 1 once the shard of that rank has arrived.
-        order: int64 [W]: scratch memory of the kernel, 0 at its start.
-        expired: address of an int64 in host memory, which the kernel sets if its wait times out.
+        arrival_flags: int64 [W]: 1 once the shard of that rank has arrived.
+        order_scratch: int64 [W]: scratch memory of the kernel, 0 at its start.
+        expired_address: address of an int64 in host memory, which the kernel sets if its wait times out.
     """
 
-    arrived: Tensor
-    order: Tensor
-    expired: int
+    arrival_flags: Tensor
+    order_scratch: Tensor
+    expired_address: int
 
 
 class CopyCall:
@@ -117,7 +117,7 @@ class CopyCall:
         self._core = slot.core
         self._destinations: list[Tensor] = []  # destinations that the engine's streams may write until `finish`
         self._call = slot.core.begin(ENGINE_OPS.index(op), engine.stream(), settings.timeout_seconds())
-        slot.pending += 1
+        slot.unfinished_calls += 1
 
     def __enter__(self) -> CopyCall:
         return self
@@ -158,12 +158,12 @@ class CopyCall:
             [_address_and_bytes(destination) for destination in destinations],
         )
         channel = self._core.offer(self._call, self._engine.stream(), op, _address_and_bytes(shard), destination_ranges)
-        first_words, words = (
+        first_word_indices, words = (
             (self._core.arrived(channel), self._core.order(channel)),
             self._slot.buffer.view(torch.int64),
         )
-        arrived, order = (words[word : word + self._engine.world_size] for word in first_words)
-        return OfferedShards(arrived, order, self._core.expired)
+        arrival_flags, order_scratch = (words[word : word + self._engine.world_size] for word in first_word_indices)
+        return OfferedShards(arrival_flags, order_scratch, self._core.expired)
 
     def wait_for(self, peer: int) -> None:
         """Make the current stream wait until the shard of rank `peer` has arrived, in the last `gather`."""
@@ -182,8 +182,8 @@ class CopyCall:
 
         For CPU tensors (tests) this raises the errors of `GroupKernels.raise_failure`.
         """
-        self._slot.pending -= 1
-        self._slot.captured |= is_capturing(self._engine.device)
+        self._slot.unfinished_calls -= 1
+        self._slot.is_captured |= is_capturing(self._engine.device)
         self._core.finish(self._call, self._engine.stream(), [_address_and_bytes(result) for result in results])
         self._destinations.clear()  # not reached if the native call raised, because the engine may then still write
         if self._engine.device.type == "cpu":
@@ -202,10 +202,13 @@ class BlockScatter:
 
     def terms(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the blocks [W, *shape] by source rank. The caller writes its own; `receive` waits for the others."""
-        world = self._engine.world_size
-        first, per_rank = self._core.slot(self.number, 0) // dtype.itemsize, self._core.slot_bytes // dtype.itemsize
-        slots = self._buffer.view(dtype)[first : first + world * per_rank].view(world, per_rank)
-        return slots[:, : torch.Size(shape).numel()].unflatten(1, tuple(shape))
+        world_size = self._engine.world_size
+        start, slot_elements = (
+            self._core.slot(self.number, 0) // dtype.itemsize,
+            self._core.slot_bytes // dtype.itemsize,
+        )
+        slot_rows = self._buffer.view(dtype)[start : start + world_size * slot_elements].view(world_size, slot_elements)
+        return slot_rows[:, : torch.Size(shape).numel()].unflatten(1, tuple(shape))
 
     def push(self, peer: int, block: Tensor) -> None:
         """Send the contiguous `block` to rank `peer`, after the work enqueued on the current stream so far."""
@@ -286,8 +289,8 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             timeout_text = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
         return self._error(error_class, f"{{reason}}{timeout_text}", reason=failed_core.sentence)
 
-    def _leave(self, slot: _NativeSlot, why: str) -> None:
-        slot.core.abort(why)
+    def _leave(self, slot: _NativeSlot, reason: str) -> None:
+        slot.core.abort(reason)
 
     def _lose(self, slot: _NativeSlot, rank: int) -> None:
         slot.core.lose(rank)
@@ -321,9 +324,11 @@ class CopyEngine(GroupKernels[_NativeSlot]):
                 torch.cuda.default_stream(self.device).synchronize()
             offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
-            index = self.device.index or 0
+            device_index = self.device.index or 0
             library = DRIVER_LIBRARIES[self.device.type]
-            outgrown_slot = old_slot if old_slot is not None and (old_slot.captured or old_slot.pending) else None
+            outgrown_slot = (
+                old_slot if old_slot is not None and (old_slot.is_captured or old_slot.unfinished_calls) else None
+            )
             streams = None
             if old_slot is not None and outgrown_slot is None:
                 streams = old_slot.streams
@@ -331,7 +336,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
                 streams = _WorkspaceStreams(self._memory)
             handles = [] if streams is None else streams.handles
             workspace = workspace_class(
-                library, index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams
+                library, device_index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams
             )
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
         if old_slot is not None and outgrown_slot is None:

@@ -39,7 +39,7 @@ class Plain(RowSchedule):
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
         return gather_blocks(x_shard, dim_shards, lambda flat: self.transport.all_gather("all_gather", flat))
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         x = partial.contiguous()
         if x is partial and self.transport.reduces_in_place:
             x = x.clone()

@@ -87,12 +87,12 @@ def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
 
 def _chunks_and_groups(counts: Sequence[int], chunks: int) -> tuple[int, list[range]]:
     """Return (chunks per rank, groups of distances); one exchange moves one chunk of the ranks of one group."""
-    distances = len(counts) - 1
-    if distances == 0:
+    num_distances = len(counts) - 1
+    if num_distances == 0:
         return 1, []
-    length = -(-distances // chunks)  # e.g. 5 distances and 4 chunks: length 2, so 3 groups (2 + 2 + 1)
-    groups = [range(d, min(d + length, distances + 1)) for d in range(1, distances + 1, length)]
-    return max(1, min(chunks // distances, max(counts))), groups
+    group_size = -(-num_distances // chunks)  # e.g. 5 distances and 4 chunks: length 2, so 3 groups (2 + 2 + 1)
+    groups = [range(d, min(d + group_size, num_distances + 1)) for d in range(1, num_distances + 1, group_size)]
+    return max(1, min(chunks // num_distances, max(counts))), groups
 
 
 def _row_ranges(counts: Sequence[int]) -> list[RowRange]:
@@ -109,12 +109,12 @@ def _select_chunk(ranges: Iterable[tuple[int, int, int]], chunk: int, num_chunks
     )
 
 
-def _merged_ranges(parts: Sequence[RowRange]) -> tuple[tuple[int, int], ...]:
-    """Return the row ranges (start, stop) of `parts`. Adjacent ranges are merged, so that one matmul computes them."""
+def _merged_ranges(ranges: Sequence[RowRange]) -> tuple[tuple[int, int], ...]:
+    """Return the row ranges (start, stop) of `ranges`. Adjacent ranges are merged, so that one matmul computes them."""
     merged: list[tuple[int, int]] = []
-    for part in sorted(parts, key=lambda part: part.start):
-        if merged and merged[-1][1] == part.start:
-            merged[-1] = merged[-1][0], part.start + part.rows
+    for next_range in sorted(ranges, key=lambda next_range: next_range.start):
+        if merged and merged[-1][1] == next_range.start:
+            merged[-1] = merged[-1][0], next_range.start + next_range.rows
         else:
-            merged.append((part.start, part.start + part.rows))
+            merged.append((next_range.start, next_range.start + next_range.rows))
     return tuple(merged)

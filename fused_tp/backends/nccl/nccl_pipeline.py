@@ -60,7 +60,7 @@ class NcclPipeline(Plain):
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         partial = partial.contiguous()
         with self.transport.abort_scope("all_reduce"):
             out = torch.empty_like(partial)
@@ -71,8 +71,8 @@ class NcclPipeline(Plain):
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
-            moving, terms = self._exchange_terms("reduce_scatter", rows, dim_shards.row_counts)
-            moving.wait()
+            pending, terms = self._exchange_terms("reduce_scatter", rows, dim_shards.row_counts)
+            pending.wait()
             out = rows.new_empty(terms.shape[1])
             sum_into(out, terms)
             return out
@@ -84,7 +84,7 @@ class NcclPipeline(Plain):
             start = rank_offsets(counts)[self.rank]
             gathered = own_rows.new_empty((sum(counts), own_rows.shape[1]))
             plan = gather_plan(counts, self.rank, self._num_chunks(gathered.nbytes))
-            moving = self.transport.gather("all_gather_matmul", own_rows, gathered, plan)
+            pending_gather = self.transport.gather("all_gather_matmul", own_rows, gathered, plan)
             outputs = [own_rows.new_empty((len(gathered), w.shape[0])) for w in request.weights]
 
             def multiply(x: Tensor, start: int) -> None:
@@ -96,10 +96,10 @@ class NcclPipeline(Plain):
                 multiply(own_rows, start)
             for i, ranges in enumerate(plan.row_ranges):
                 with span("chunk", i + 1, "of", len(plan.row_ranges), ranges, self.name):
-                    moving.wait(i)
+                    pending_gather.wait(i)
                     for begin, end in ranges:
                         multiply(gathered[begin:end], begin)
-            if request.return_gathered and not moving.includes_own_rows:
+            if request.return_gathered and not pending_gather.includes_own_rows:
                 gathered[start : start + len(own_rows)].copy_(own_rows)
             outputs = [dim_shards.from_rank_major(y) for y in outputs]
             return outputs, dim_shards.from_rank_major(gathered) if request.return_gathered else None
@@ -195,10 +195,10 @@ class NcclPipeline(Plain):
         elements, so that a tensor with few rows is distributed evenly too.
         """
         flat, flat_out = partial.view(-1, 1), out.view(-1, 1)
-        per_rank = -(-len(flat) // self.world_size)
+        slice_length = -(-len(flat) // self.world_size)
         alignment = max(1, _ALIGNMENT_BYTES // partial.element_size())
-        per_rank = -(-per_rank // alignment) * alignment
-        counts = tuple(max(0, min(per_rank, len(flat) - rank * per_rank)) for rank in range(self.world_size))
+        slice_length = -(-slice_length // alignment) * alignment
+        counts = tuple(max(0, min(slice_length, len(flat) - rank * slice_length)) for rank in range(self.world_size))
         own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
         pending, terms = self._exchange_terms(op, flat, counts)
 
@@ -210,17 +210,15 @@ class NcclPipeline(Plain):
 
         return sum_and_gather
 
-    def _exchange_terms(
-        self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]
-    ) -> tuple[PendingExchanges, Tensor]:
+    def _exchange_terms(self, op: str, partial: Tensor, counts: tuple[int, ...]) -> tuple[PendingExchanges, Tensor]:
         """Start sending rank r its counts[r] terms of [sum(counts), 1]; return the terms [W, own] to receive."""
         own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
-        terms = terms_of_all.new_empty((self.world_size, own_count, 1))
+        terms = partial.new_empty((self.world_size, own_count, 1))
         plan = scatter_plan(counts, self.rank, 1)
-        pending = self.transport.scatter(op, terms_of_all, terms, plan)
+        pending = self.transport.scatter(op, partial, terms, plan)
         for _ in plan.row_ranges:  # one exchange; none in a group of one rank
             pending.send()
-        terms[self.rank].copy_(terms_of_all[start : start + own_count])
+        terms[self.rank].copy_(partial[start : start + own_count])
         return pending, terms.view(self.world_size, own_count)
 
 

@@ -96,10 +96,10 @@ class SharedMemorySchedule(RowSchedule):
 
         return PendingCall(finish)
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
 
-    all_reduce = _all_reduced  # no `check`, because the native core compares the calls of all ranks
+    all_reduce = _sum_partial  # no `check`, because the native core compares the calls of all ranks
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         return self.transport.all_to_all(rows.contiguous(), send_sizes, recv_sizes)

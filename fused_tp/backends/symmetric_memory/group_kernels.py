@@ -277,8 +277,8 @@ class KernelSchedule(RowSchedule):
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self._kernels.abort_scope(op)
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
-        return self.fallback._all_reduced(partial)
+    def _sum_partial(self, partial: Tensor) -> Tensor:
+        return self.fallback._sum_partial(partial)
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
         """Raise if messages of the group have failed, after which ranks may mean different launches; then compare."""

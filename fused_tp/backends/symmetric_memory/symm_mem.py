@@ -49,7 +49,7 @@ def check_not_capturing(device: torch.device, lacks: str) -> None:
         )
 
 
-def made_on_device(
+def make_once_on_device(
     slot: GroupSlot[dict[tuple[str, int], T]],
     group: Group,
     device: torch.device,
@@ -161,9 +161,9 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | Availabili
     Args:
         device: a GPU with its index, or the CPU.
 
-    Raises the errors of `made_on_device`.
+    Raises the errors of `make_once_on_device`.
     """
-    return made_on_device(_MEMORIES, group, device, "memory for kernels", _agree)
+    return make_once_on_device(_MEMORIES, group, device, "memory for kernels", _agree)
 
 
 def knows_group_memory(group: Group, device: torch.device) -> bool:

@@ -69,10 +69,10 @@ class TorchSymmMemSchedule(KernelSchedule):
             return self.fallback._gather(x_shard, dim_shards)
         # During a capture, ops on two streams are unordered, so both could use the workspace at the same time.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return PendingValue(self._gathered(x_shard, dim_shards))
-        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards))
+            return PendingValue(self._launch_gather(x_shard, dim_shards))
+        return self._side_stream.start(x_shard, lambda: self._launch_gather(x_shard, dim_shards))
 
-    def _gathered(self, x_shard: Tensor, dim_shards: DimShards) -> Tensor:
+    def _launch_gather(self, x_shard: Tensor, dim_shards: DimShards) -> Tensor:
         gather = self.symm_mem.ops["_low_contention_all_gather"]
 
         def move(flat: Tensor) -> Pending[Tensor]:
@@ -134,9 +134,9 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     # -- all-reduces --------------------------------------------------------------------------------------------------
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         if not self._can_sum("all_reduce", partial.dtype, partial.nbytes):
-            return self.fallback._all_reduced(partial)
+            return self.fallback._sum_partial(partial)
         with self.symm_mem.turn(), span("all_reduce", partial, self.name):
             term = self.symm_mem.summand(partial.shape, partial.dtype)
             term.copy_(partial)
