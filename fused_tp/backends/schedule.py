@@ -92,7 +92,7 @@ class Schedule(ABC):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def make_repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+    def make_fast_call(self, op: str, args: Any) -> Callable[..., Any] | None:
         """Return a fast forward function of `op` for arguments of the shapes and dtypes of `args`; None if none.
 
         Decoding repeats one call, so work that is equal for every token is done once, in this method. The function

@@ -209,7 +209,7 @@ def explanation(group: Any) -> str:
         ("aaaa", "", "one_sided", "but all of its ranks are on one host"),
         ("abcd", "", "plain", "each of its ranks is on a different host"),
         ("abab", "", "plain", "consecutive blocks"),
-        ("aabb", "23", "plain", "no fast links inside of a host"),  # one host lacks them, so no host uses them
+        ("aabb", "23", "plain", "no fast links inside a host"),  # one host lacks them, so no host uses them
         ("aabb", "", "hierarchical", "forces it"),
     ],
 )
@@ -264,7 +264,7 @@ def memory_that_rank_3_does_not_join() -> tuple[str, str, float]:
     """The group's name, and its error if rank 3 does not join the shared memory of rank 2's host."""
     with on_hosts("aabb", FUSED_TP_TIMEOUT="1") as group:
         described = resolve_group(group)
-        assert create_together(registry._DIFFERING, described, registry._differing_settings) == ""
+        assert create_together(registry._DIFFERING_SETTINGS, described, registry._compare_settings) == ""
         assert isinstance(hosts_module.group_hosts(described), hosts_module.Hosts)
         begun = time.monotonic()
         if dist.get_rank() == 3:
@@ -294,7 +294,7 @@ def test_rank_that_does_not_join_a_level_ends_group_on_all_ranks(outcome: list[O
         assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
         name, said, seconds = memory
         # If ranks 0 and 1 start late, their own deadline may pass first.
-        if rank == 2 or "fast links inside of hosts" not in said:
+        if rank == 2 or "fast links inside hosts" not in said:
             sentence = f"Rank 3 did not take part in the shared-memory rendezvous of group {name!r} within 1 s"
             assert sentence in said and "This is rank 2." in said, said
         assert seconds < 1.0 + NOTICE_SECONDS, said

@@ -307,12 +307,12 @@ def refused_on_one(group: Any) -> str:
         mock.patch.object(torch_symmetric_memory, "rendezvous") as rendezvous,
         mock.patch.object(torch.cuda, "device", lambda device: nullcontext()),
     ):
-        described, before = resolve_group(group), symm_mem._rendezvous
+        described, before = resolve_group(group), symm_mem._rendezvous_count
         error = error_of(symm_mem._allocate_cuda, described, torch.device("cuda", 0), 1024)
-        assert not rendezvous.called and symm_mem._rendezvous == before
+        assert not rendezvous.called and symm_mem._rendezvous_count == before
         empty.side_effect = None
         symm_mem._allocate_cuda(described, torch.device("cuda", 0), 1024)
-        assert rendezvous.called and symm_mem._rendezvous == before + 1
+        assert rendezvous.called and symm_mem._rendezvous_count == before + 1
     return f"{type(error).__name__}: {error}"
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.backends.symmetric_memory.group_kernels import GroupKernels, rounded
+from fused_tp.backends.symmetric_memory.group_kernels import GroupKernels, round_up_bytes
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, check_not_capturing, is_capturing
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
@@ -44,7 +44,7 @@ from fused_tp.core.pending import current_stream
 # Ops in the order of csrc/copy_engine/watchdog.h, which identifies them by index.
 ENGINE_OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
 
-# Memory sizes are rounded up: to a power of two below _ROUNDED_TO, and to a multiple of _ROUNDED_TO above it.
+# Memory sizes are rounded up: to a power of two below _ROUNDING_BYTES, and to a multiple of _ROUNDING_BYTES above it.
 _MIN_WORKSPACE_BYTES = 1 << 16
 _ROUNDING_BYTES = 16 << 20
 
@@ -180,14 +180,14 @@ class CopyCall:
     def finish(self, *results: Tensor) -> None:
         """Finish the call. If the call fails, its contiguous `results` become NaN.
 
-        For CPU tensors (tests) this raises the errors of `GroupKernels.raise_failure`.
+        For CPU tensors (tests) this raises the errors of `GroupKernels.raise_if_call_failed`.
         """
         self._slot.unfinished_calls -= 1
         self._slot.is_captured |= is_capturing(self._engine.device)
         self._core.finish(self._call, self._engine.stream(), [_address_and_bytes(result) for result in results])
         self._destinations.clear()  # not reached if the native call raised, because the engine may then still write
         if self._engine.device.type == "cpu":
-            self._engine.raise_failure()
+            self._engine.raise_if_call_failed()
 
 
 class BlockScatter:
@@ -255,7 +255,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         return current_stream(self.device)
 
     def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> CopyCall:
-        """Begin a call of `op`, one of OPS.
+        """Begin a call of `op`, one of ENGINE_OPS.
 
         Args:
             gather_bytes: size of the longest shard that any rank passes to `CopyCall.gather`.
@@ -285,14 +285,14 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             failed_core.failure, FusedTPError
         )
         timeout_text = ""
-        if failed_core.failure == _TIMEOUT and not self._lost:
+        if failed_core.failure == _TIMEOUT and not self._lost_ranks:
             timeout_text = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
         return self._error(error_class, f"{{reason}}{timeout_text}", reason=failed_core.sentence)
 
     def _leave(self, slot: _NativeSlot, reason: str) -> None:
         slot.core.abort(reason)
 
-    def _lose(self, slot: _NativeSlot, rank: int) -> None:
+    def _abort_waits_for(self, slot: _NativeSlot, rank: int) -> None:
         slot.core.lose(rank)
 
     def _grow_workspace(self, op: str, gather_bytes: int, scatter_bytes: int) -> _NativeSlot:
@@ -308,7 +308,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
                 max(scatter_bytes, old_slot.scatter_bytes),
             )
         gather_bytes, scatter_bytes = (
-            rounded(nbytes, _MIN_WORKSPACE_BYTES, _ROUNDING_BYTES) for nbytes in (gather_bytes, scatter_bytes)
+            round_up_bytes(nbytes, _MIN_WORKSPACE_BYTES, _ROUNDING_BYTES) for nbytes in (gather_bytes, scatter_bytes)
         )
         workspace_class = import_module("fused_tp._core").CopyEngineWorkspace
         nbytes = workspace_class.bytes(self.world_size, gather_bytes, scatter_bytes)
@@ -317,7 +317,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             # then allocates the new memory, which waits for all ranks. Twice the timeout suffices, because the
             # watchdog aborts every wait of a stream after the timeout.
             if old_slot is not None and not old_slot.core.quiet(2 * settings.timeout_seconds()):
-                raise CollectiveTimeoutError("earlier calls did not finish")
+                raise CollectiveTimeoutError("Earlier calls did not finish within twice FUSED_TP_TIMEOUT.")
             buffer, handle = self._memory.allocate(nbytes)
             if buffer.is_cuda:
                 # The default stream zeroes the buffer, and the engine's streams do not wait for the default stream.

@@ -49,8 +49,8 @@ class CopyEngineSchedule(KernelSchedule):
     name = "copy_engine"
 
     def __init__(self, engine: CopyEngine, plain: Plain | None, chunks: int | None = None) -> None:
-        without = "all_reduce by copy engines is not supported for ranks that are threads of one process."
-        super().__init__(engine, plain, without)
+        no_fallback_message = "all_reduce by copy engines is not supported for ranks that are threads of one process."
+        super().__init__(engine, plain, no_fallback_message)
         self.engine = engine
         self.chunks = chunks
         # Ordered by distance, so that no two ranks send to the same peer at the same time.

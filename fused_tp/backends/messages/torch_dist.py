@@ -78,7 +78,7 @@ class TorchDist(GroupCalls):
             group, backend or backend_for_device(group, device_type), f"fused_tp/{store_folder}{device_type}"
         )
         self.reduces_in_place = self.backend == "nccl"
-        self._in_flight_collectives: list[Any] = []  # in-flight works on gloo
+        self._in_flight_collectives: list[Any] = []  # works of collectives on gloo
         self._has_communicator = self.backend != "nccl"
         self._stages_on_host = self.backend == "gloo" and device_type != "cpu"
 
@@ -211,8 +211,8 @@ class TorchDist(GroupCalls):
                 first_call, other_call = (_decode_signature(t) for t in (signatures[0], rank_signature))
                 raise RankMismatchError(
                     f"Ranks of group {self.group.name!r} disagree: rank 0 calls {first_call}, rank {rank} calls "
-                    f"{other_call}. All ranks of a group must call the same ops in the same order with the same shapes and "
-                    "dtypes."
+                    f"{other_call}. All ranks of a group must call the same ops in the same order with the same shapes "
+                    "and dtypes."
                 )
 
     # -- transfers ----------------------------------------------------------------------------------------------------

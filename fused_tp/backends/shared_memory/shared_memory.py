@@ -115,10 +115,10 @@ class SharedMemorySchedule(RowSchedule):
         self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int | None, use: Callable[[Tensor], T]
     ) -> T:
         dim_shards, dtype = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
-        host = 0  # the gathered x is in rank 0's workspace; each page is on the NUMA node of the rank that writes it
-        nbytes = prod(dim_shards.shape) * dtype.itemsize if self.rank == host else 0
+        owner = 0  # the gathered x is in rank 0's workspace; each page is on the NUMA node of the rank that writes it
+        nbytes = prod(dim_shards.shape) * dtype.itemsize if self.rank == owner else 0
         with self.transport.begin(op, (*fold_dims(dim_shards.shape), dim_shards.dim), dtype, nbytes) as workspace:
-            x = workspace.buffer(host, dim_shards.shape, dtype)
+            x = workspace.buffer(owner, dim_shards.shape, dtype)
             x.narrow(dim_shards.dim, sum(dim_shards.sizes[: self.rank]), dim_shards.sizes[self.rank]).copy_(x_shard)
             workspace.signal(1)
             workspace.wait_all(1)
@@ -215,7 +215,7 @@ class SharedMemorySchedule(RowSchedule):
 
         return self.transport.write_and_all_reduce(op, (*x.shape[:-1], columns), x.dtype, write, overlapped_work)
 
-    def make_repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+    def make_fast_call(self, op: str, args: Any) -> Callable[..., Any] | None:
         if op != "matmul_all_reduce":
             return None
         x, w, bias, _ = args

@@ -33,8 +33,8 @@ _core: Any = None
 _core_missing_reason = ""
 try:
     _core = import_module("fused_tp._core")
-except ImportError as missing:
-    _core_missing_reason = f"the native core is not built ({missing}); install a C++ compiler and reinstall fused_tp"
+except ImportError as error:
+    _core_missing_reason = f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
 
 MAX_RANKS: int = getattr(_core, "MAX_RANKS", 64)  # kMaxRanks in csrc/shm/control.h
 _RENDEZVOUS_NAME = "the shared-memory rendezvous"
@@ -62,7 +62,7 @@ def dtype_number(dtype: torch.dtype) -> int:
     try:
         return _DTYPE_NUMBERS[dtype]
     except KeyError:
-        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPE_NUMBERS)
+        names = ", ".join(str(dtype_name).removeprefix("torch.") for dtype_name in _DTYPE_NUMBERS)
         raise TypeError(f"Shared-memory collectives support {names}, got {dtype}.") from None
 
 
@@ -293,14 +293,14 @@ class ShmTransport:
 
     def all_to_all(self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
         """Send `send_sizes[r]` rows of dim 0 to each rank r, and return `receive_sizes[r]` rows from each."""
-        row = math.prod(tensor.shape[1:])
+        row_elements = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
         _core.all_to_all(
             self.core_group,
             tensor.data_ptr(),
             out.data_ptr(),
-            [size * row for size in send_sizes],
-            [size * row for size in receive_sizes],
+            [size * row_elements for size in send_sizes],
+            [size * row_elements for size in receive_sizes],
             dtype_number(tensor.dtype),
         )
         return out
@@ -348,14 +348,14 @@ def shm_transport(group: Group) -> ShmTransport | None:
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
-    found = create_together(_TRANSPORTS, group, _create_transport)
-    return found if isinstance(found, ShmTransport) else None
+    transport = create_together(_TRANSPORTS, group, _create_transport)
+    return transport if isinstance(transport, ShmTransport) else None
 
 
 def known_shm_transport(group: Group) -> ShmTransport | None:
     """Return the transport that `shm_transport` has created for `group`, or None. Never waits for other ranks."""
-    found = _TRANSPORTS.get(group)
-    return found if isinstance(found, ShmTransport) else None
+    transport = _TRANSPORTS.get(group)
+    return transport if isinstance(transport, ShmTransport) else None
 
 
 def shm_supports_size(size: int) -> Availability:
@@ -375,8 +375,8 @@ def shm_availability(group: Group) -> Availability:
         return unavailable(_core_missing_reason)
     if group.process_group is None:
         return unavailable("torch.distributed is not initialised")
-    found = _TRANSPORTS.get(group)
-    return found if isinstance(found, Availability) else AVAILABLE
+    transport = _TRANSPORTS.get(group)
+    return transport if isinstance(transport, Availability) else AVAILABLE
 
 
 def _create_transport(group: Group) -> ShmTransport | Availability:
@@ -386,9 +386,9 @@ def _create_transport(group: Group) -> ShmTransport | Availability:
     reserve_bytes, _ = settings.shared_memory_reserve(), settings.isa()
     core_group, problem = None, ""
 
-    def find_dead() -> list[int]:
-        dead = core_group.dead_peer() if core_group is not None else -1
-        return [dead] if dead >= 0 else []
+    def find_dead_ranks() -> list[int]:
+        dead_rank = core_group.dead_peer() if core_group is not None else -1
+        return [dead_rank] if dead_rank >= 0 else []
 
     try:
         if _core is None:
@@ -397,7 +397,7 @@ def _create_transport(group: Group) -> ShmTransport | Availability:
     except RuntimeError as error:
         problem = str(error)
     own_answer = core_group.address.hex() if core_group is not None else "", settings.host_name()
-    answers = exchange(group, _RENDEZVOUS_NAME, own_answer, find_dead)
+    answers = exchange(group, _RENDEZVOUS_NAME, own_answer, find_dead_ranks)
     if len(hosts := {host for _, host in answers}) > 1:
         return unavailable(f"FUSED_TP_HOST assigns its ranks to {len(hosts)} different hosts")
     addresses = [bytes.fromhex(address) for address, _ in answers]
@@ -407,7 +407,7 @@ def _create_transport(group: Group) -> ShmTransport | Availability:
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
     # All ranks must make the same decision, because a rank that cannot connect would keep its peers waiting.
-    if not (availability := first_unavailability(exchange(group, _RENDEZVOUS_NAME, problem, find_dead))):
+    if not (availability := first_unavailability(exchange(group, _RENDEZVOUS_NAME, problem, find_dead_ranks))):
         return availability
     transport = ShmTransport(core_group)
     tracing.add_wait_source(core_group, lambda core: core.waited_seconds)

@@ -27,7 +27,7 @@ from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedul
 from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
-from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS, KernelSchedule, Workspaces
+from fused_tp.backends.symmetric_memory.group_kernels import MAX_TIMEOUT_SECONDS, KernelSchedule, Workspaces
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
 from fused_tp.core import settings
@@ -138,7 +138,7 @@ class FusedKernel(KernelSchedule):
         if not request.return_gathered:
             destinations[self.rank] = destinations[self.rank][:0]
         # The matmul's own deadline is only an upper bound: the streams that copy enforce the deadline.
-        timeout_ns = int(min(2 * settings.timeout_seconds(), LONGEST_SECONDS) * 1e9)
+        timeout_ns = int(min(2 * settings.timeout_seconds(), MAX_TIMEOUT_SECONDS) * 1e9)
         with self.workspaces.in_turn(), engine.call("all_gather_matmul", gather_bytes=max_bytes) as call:
 
             def start() -> Arrivals:
