@@ -52,9 +52,8 @@ PLAIN = "plain"
 NUM_ROUNDS = 9
 ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
 MAX_CALLS = 50  # largest number of calls per schedule and round
-MAX_TIME_RATIO = (
-    0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
-)
+# A schedule is faster than plain if the third quartile of (its time / plain's time) over the rounds is below this.
+MAX_TIME_RATIO = 0.95
 MAX_SLOWDOWN = 3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
 REPLICATED_OPS = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
@@ -67,7 +66,7 @@ _FILE_DESCRIPTION = (
     "schedules with wrong results, and the schedules verified by fused-tp tune. Delete the file to measure again."
 )
 _LOG = logging.getLogger("fused_tp")
-_SECTIONS = ("choices", "wrong", "right")  # of the file
+_SECTIONS = ("choices", "wrong", "right")  # sections of the file of saved choices
 _SAVED_CHOICES: GroupSlot[dict[str, Any]] = GroupSlot()
 
 RunOnSchedule = Callable[[Schedule], Any]
@@ -147,7 +146,7 @@ def usable_schedules(
 
 
 def _candidate_schedules(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
-    """Return the schedules that support a call and have not returned wrong results; always includes "plain"."""
+    """Return the names of the schedules to measure for a call, without those with wrong results; includes "plain"."""
     names = None
     if settings.autotune() == settings.AUTOTUNE_UNSET:
         verified = saved.get("right", {})
@@ -203,7 +202,7 @@ def record_verified(group: Group, device: torch.device, verified: Iterable[tuple
 def _measure_candidates(
     name: str, key: ScheduleKey, group: Group, run: RunOnSchedule, saved: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Measure all candidates and return the choice; None if memory is short. Records wrong results in `saved`."""
+    """Measure all candidates and return the choice; None if memory is short. Record wrong results in `saved`."""
     names = _candidate_schedules(name, key, group, saved)
     schedules = {candidate: schedule_named(candidate, group, key.device) for candidate in names}
     reference = _tensors(run(schedules[PLAIN]))
@@ -323,7 +322,7 @@ def describe_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -
         if is_wrong.any():
             wrong_share = is_wrong.sum().item() / reference.numel()
             worst_ratio = float((error / rms)[is_wrong].max())
-            return f"{wrong_share:.2%} of the result are wrong, by up to {worst_ratio:.2g} of its root mean square"
+            return f"{wrong_share:.2%} of the result are wrong, by up to {worst_ratio:.2g} times its root mean square"
     return ""
 
 
@@ -488,4 +487,6 @@ def _save_choices(saved: Mapping[str, Any]) -> None:
             file.write(json.dumps(content, indent=1) + "\n")
         os.replace(file.name, path)
     except OSError as error:
-        _LOG.warning("Choices of schedules could not be saved in %s (%s); the next run measures again.", path, error)
+        _LOG.warning(
+            "Choices of schedules could not be saved in %s (%s); the next run will measure again.", path, error
+        )

@@ -47,8 +47,8 @@ class Routing(NamedTuple):
         ends = self.offsets.tolist()
         if ends != sorted(ends) or ends[0] < 0 or ends[-1] != len(self.tokens):
             raise ValueError(
-                f"offsets must be the end of each expert's rows: ascending, with the number of rows, "
-                f"{len(self.tokens)}, last. Got {ends if len(ends) <= 8 else f'{ends[:8]} ...'}."
+                f"offsets must be the ascending ends of the experts' rows, the last one equal to the number of rows, "
+                f"{len(self.tokens)}; got {ends if len(ends) <= 8 else f'{ends[:8]} ...'}."
             )
         if len(self.tokens) and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < num_tokens:
             raise ValueError(

@@ -122,7 +122,9 @@ class Schedule(ABC):
     ) -> Tensor:
         """Return the sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
 
-    def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
+    def apply_to_gathered(
+        self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]
+    ) -> T:
         """Return `use(gathered x)`. `use` must not keep a reference to its input, which may be in shared memory."""
         with self.abort_scope(op):
             return use(self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait())

@@ -35,7 +35,7 @@ from fused_tp.core import tracing
 from fused_tp.core.partition import shard_range
 from fused_tp.core.pending import Pending, PendingCall, sum_in_rank_order
 
-# Sums of at least twice this size are split into chunks: one crosses the network while the next one is computed.
+# Sums of at least twice this size are split into chunks: one is sent over the network while the next one is computed.
 CHUNK_BYTES = 2 << 20
 MAX_CHUNKS = 4
 

@@ -48,7 +48,7 @@ def host_id() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """A group of `count` hosts with equally many ranks each: rank = host * ranks per host + local rank."""
+    """A group of `num_hosts` hosts with equally many ranks each: rank = host * ranks per host + local rank."""
 
     local_group: Group  # the ranks of this host, by local rank
     cross_group: Group  # the ranks with the same local rank, by host
@@ -89,7 +89,7 @@ def _find_hosts(group: Group) -> Hosts | Availability:
 def _check_ascending(group: Group) -> Availability:
     if list(group.ranks) != sorted(group.ranks):
         return unavailable(
-            f"its ranks {list(group.ranks)} do not ascend, and torch would sort the ranks of the subgroups it needs"
+            f"its ranks {list(group.ranks)} do not ascend, and torch would sort the ranks of its subgroups"
         )
     return AVAILABLE
 
@@ -119,7 +119,8 @@ def split_by_host(group: Group, size: int) -> tuple[Group, Group] | Availability
     """Create the two subgroups of this rank for blocks of `size` consecutive ranks. All ranks must call together.
 
     Returns:
-        This rank's block, and the ranks at the same position in all blocks. Or the reason why torch cannot create them.
+        The subgroup of this rank's block, and the subgroup of the ranks at this rank's position in all blocks. Or the
+        reason why torch cannot create them.
 
     Raises:
         CollectiveTimeoutError: a rank was absent when the subgroups were created.
@@ -153,18 +154,19 @@ def split_by_host(group: Group, size: int) -> tuple[Group, Group] | Availability
 
 
 def _can_create_subgroups(group: Group, ranks: tuple[int, ...]) -> Availability:
-    """Return whether torch can create a subgroup with its members' calls only; the same answer on all ranks."""
+    """Return whether torch can create a subgroup by calls of its members only; the same answer on all ranks."""
     own_answer: str | int
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         own_answer = (
-            "the default group is bound to a device, so torch would split its communicator, which needs all ranks"
+            "the default group is bound to a device, so torch would split its communicator, which needs calls of all "
+            "ranks"
         )
     elif _process_group_name(list(ranks), use_hashed_name=True) in _world.pg_names.values():
         own_answer = "another process group already has the name that torch would assign to a subgroup"
     else:
         # torch's group name also contains the number of groups of this process, which must be equal on all ranks.
         own_answer = len(_world.pg_names)
-    answers = exchange(group, "parts of it", own_answer)
+    answers = exchange(group, "the creation of subgroups", own_answer)
     for rank, answer in enumerate(answers):
         if isinstance(answer, str):
             return unavailable(f"rank {rank}: {answer}")
@@ -194,7 +196,7 @@ def _create_subgroup(group: Group, ranks: tuple[int, ...], is_world: bool) -> di
         )
         subject = "{missing}" if missing else f"some rank of {group_ranks}"
         raise CollectiveTimeoutError(
-            f"Rank {{rank}} of group {{group!r}} could not create a group of its ranks {group_ranks}: {subject} did "
+            f"Rank {{rank}} of group {{group!r}} could not create a subgroup of ranks {group_ranks}: {subject} did "
             f"not take part within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT). Message of torch: {{reason}}",
             group=group.name,
             rank=group.rank,
@@ -245,7 +247,7 @@ class TwoLevelGroup:
     def abort_scope(self, op: str) -> Iterator[None]:
         """Context manager like `GroupCalls.abort_scope`, for the group and its subgroups."""
         flat_transport, count_before = self._flat_transport, self._count_all_started()
-        call = flat_transport.last_call(op)
+        call = flat_transport.call_for_error(op)
         try:
             yield
         except FusedTPError:  # a call inside raised it, and has notified the peers
@@ -295,7 +297,7 @@ class TwoLevelGroup:
         )
 
     def _count_all_started(self) -> int | None:
-        """Return `started` plus the number of exchanges of the flat transport."""
+        """Return `count_started()` plus the number of calls of the flat transport; None if unknown."""
         started = self.count_started()
         return None if started is None else started + self._flat_transport.calls
 
@@ -313,7 +315,7 @@ class TwoLevelGroup:
         return [*group_transports(self._hosts.local_group), *group_transports(self._hosts.cross_group)]
 
     def _to_group_error(self, error: FusedTPError) -> FusedTPError:
-        # Errors of shared memory do not name their group; they stem from the subgroup inside the host.
+        # Errors of shared memory do not name their group; they are errors of the subgroup inside the host.
         level = self._hosts.cross_group if error.group == self._hosts.cross_group.name else self._hosts.local_group
         return to_group_error(error, level, self._flat_transport.group)
 

@@ -393,7 +393,7 @@ def _close_transports(group: Group) -> None:
     for transport in _TRANSPORTS.get(group, {}).values():
         if transport.fatal_error is None:
             transport.fatal_error = transport.error(
-                FusedTPError, transport.last_call("a call"), ": its process group was destroyed."
+                FusedTPError, transport.call_for_error("a call"), ": its process group was destroyed."
             )
             transport._depart()
 

@@ -1,8 +1,8 @@
 """A group's own NCCL communicator: the transfers of torch_dist, and the exchanges of pipelines.
 
-All work is enqueued on the communicator's stream, with an event behind each exchange, and no call waits for data. (The
-host does wait for NCCL's launches, which run on a thread of NCCL, and at the first exchange with a peer for the
-connection, for which the peer must join.) Therefore a later call raises the errors of GPU streams, and data that did
+All work is enqueued on the communicator's stream, with an event after each exchange, and no call waits for data. (The
+host does wait for NCCL's launches, which run on a thread of NCCL. In the first exchange with a peer it waits for the
+connection, which the peer must join.) Therefore a later call raises the errors of GPU streams, and data that did
 not arrive is NaN. A watchdog (csrc/nccl) enforces the deadline of every exchange. A thread of this module polls for
 peers of this host that have exited, and polls the group's store for peers on any host that have failed. A rank that
 fails aborts the communicator, so that no stream keeps waiting.
@@ -54,11 +54,11 @@ Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each tra
 
 @dataclass
 class ExchangeQueue:
-    """Sequence of `count` exchanges on a communicator's stream, with an event behind each.
+    """Sequence of `count` exchanges on a communicator's stream, with an event after each.
 
-    No method makes the host wait, so exchanges can be captured in a CUDA graph. The watch thread reads this object too.
-    The caller must keep the tensors that are sent and received alive until every exchange has been waited for, or the
-    communicator's stream has otherwise finished them.
+    No method makes the host wait, so exchanges can be captured in a CUDA graph. The watch thread reads this object.
+    The caller must keep the sent and received tensors alive until it has waited for every exchange, or until the
+    communicator's stream has finished them.
     """
 
     communicator: Any
@@ -104,9 +104,8 @@ class ExchangeQueue:
         return any(ticket is not None and ticket.captured for ticket in self.tickets)
 
 
-EnqueueExchanges = Callable[
-    [ExchangeQueue, int], None
-]  # (queue, stream): enqueues exchanges, after the work in the stream
+# Called with (queue, stream): enqueues exchanges, which start after the work in the stream.
+EnqueueExchanges = Callable[[ExchangeQueue, int], None]
 
 
 def _row_transfers(address: int, ranges: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
@@ -282,7 +281,7 @@ class NcclDist(TorchDist):
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
     def stream(self) -> int:
-        """Handle of the current stream."""
+        """Return the handle of the current stream."""
         return current_stream(self.device)
 
     def _start_exchanges(
@@ -336,12 +335,12 @@ class NcclDist(TorchDist):
             raise self._abort_on_error(call, error) from error
 
     def wait(self, queue: ExchangeQueue, index: int, stream: int) -> None:
-        """Make `stream` wait for an exchange of the pipeline."""
+        """Make `stream` wait for exchange number `index` of `queue`."""
         with tracing.wait_span(queue.call.op):
             self.attempt(queue.call, lambda: queue.wait(index, stream))
 
     def abandon(self, queue: ExchangeQueue | None, stream: int) -> None:
-        """Make the memory of an abandoned transfer, most likely after an error, safe to reuse on `stream`."""
+        """Make the memory of an abandoned transfer safe to reuse on `stream`. Errors abandon transfers."""
         if os.getpid() != self._pid:
             return
         if queue is not None and self.device.type == "cuda":
@@ -349,8 +348,8 @@ class NcclDist(TorchDist):
                 if queue.tickets:
                     queue.wait(-1, stream)
                 return
-        # On the CPU, or after a failure of the communicator, which ends the work in its stream. Errors of a broken
-        # device are suppressed, because the exception under way is more important.
+        # Reached on the CPU, or if the communicator has failed, which ends the work in its stream. Errors of a broken
+        # device are suppressed, because the exception that is being raised is more important.
         with suppress(RuntimeError):
             self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
 
@@ -393,7 +392,7 @@ class NcclDist(TorchDist):
 
     def abort_because(self, reason: str) -> None:
         if self.fatal_error is None:
-            self._abort_on_error(self.last_call("a call"), RuntimeError(reason))
+            self._abort_on_error(self.call_for_error("a call"), RuntimeError(reason))
 
     def abort_midway(self, call: StartedCall, error: BaseException) -> None:
         with self._failure_lock:
@@ -464,7 +463,7 @@ class NcclDist(TorchDist):
         if self._in_flight:
             call = self._in_flight[0].call
         else:
-            call = self.last_call(self._ops[-1] if self._ops else "a CUDA graph")
+            call = self.call_for_error(self._ops[-1] if self._ops else "a CUDA graph")
         with self._failure_lock:
             if self.fatal_error is not None:
                 return

@@ -5,7 +5,7 @@ data (the host waits for NCCL's launches, see backends/nccl/nccl.py), and every 
 exception in the middle of an op aborts the group, because only some of the op's exchanges have started.
 
 - all_gather_matmul: all exchanges are enqueued at once. This rank's rows are multiplied first, then those of rank - 1,
-  ...
+  rank - 2, ...
 - matmul_reduce_scatter: rows of the farthest owner are multiplied first, and sent while the next rows are multiplied.
   This rank's rows are multiplied last, during the last exchange. Then the terms are added in rank order.
 - matmul_all_reduce: in chunks of rows. Each rank sums a slice of every chunk, and the sums are gathered while the chunk
@@ -109,7 +109,7 @@ class NcclPipeline(Plain):
     ) -> Tensor:
         x, counts = products[0][0], dim_shards.row_counts
         own_count, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
-        partial = x.new_empty((len(x) - own_count, columns))  # all rows except the own
+        partial = x.new_empty((len(x) - own_count, columns))  # all rows except this rank's
         terms = x.new_empty((self.world_size, own_count, columns))
         plan = scatter_plan(counts, self.rank, self._num_chunks(len(x) * columns * x.element_size()))
         pending = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
@@ -131,7 +131,7 @@ class NcclPipeline(Plain):
             out = x.new_empty((own_count, columns))
             for chunk in range(plan.chunks_per_rank):
                 begin, end = shard_range(own_count, plan.chunks_per_rank, chunk)
-                with span("sum of piece", chunk + 1, "of", plan.chunks_per_rank, self.name):
+                with span("sum of chunk", chunk + 1, "of", plan.chunks_per_rank, self.name):
                     if plan.row_ranges:
                         pending.wait(len(plan.row_ranges) // plan.chunks_per_rank * (chunk + 1) - 1)
                     sum_into(out[begin:end], terms[:, begin:end], bias)
@@ -211,7 +211,10 @@ class NcclPipeline(Plain):
         return sum_and_gather
 
     def _exchange_terms(self, op: str, partial: Tensor, counts: tuple[int, ...]) -> tuple[PendingExchanges, Tensor]:
-        """Start sending rank r its counts[r] terms of [sum(counts), 1]; return the terms [W, own] to receive."""
+        """Start sending each rank r its counts[r] rows of `partial` [sum(counts), 1].
+
+        Returns the transfer, and the terms [W, counts[rank]] of this rank's rows, which are valid after the transfer.
+        """
         own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
         terms = partial.new_empty((self.world_size, own_count, 1))
         plan = scatter_plan(counts, self.rank, 1)

@@ -46,7 +46,7 @@ class SharedMemorySchedule(RowSchedule):
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self._gathers_in_flight: WeakSet[ShmCall] = WeakSet()  # gathers in flight
+        self._gathers_in_flight: WeakSet[ShmCall] = WeakSet()
 
     @property
     def messages(self) -> TorchDist:
@@ -62,8 +62,8 @@ class SharedMemorySchedule(RowSchedule):
         except BaseException as error:
             if core_group.calls != calls_before and not isinstance(error, FusedTPError):
                 core_group.give_up(f"{op} {describe_midway_error(error)}")
-            # Abandon unfinished gathers now. A stored exception keeps them alive through its traceback, and after 16
-            # more calls peers would wait for them until the deadline.
+            # Abandon unfinished gathers now. A stored exception would keep them alive through its traceback, and after
+            # 16 more calls peers would wait for their end until the deadline.
             for workspace in list(self._gathers_in_flight):
                 workspace.abandon()
             raise
@@ -111,7 +111,7 @@ class SharedMemorySchedule(RowSchedule):
             rows, dim_shards.row_counts, op_dims=(*dim_shards.shape[:-1], dim_shards.dim)
         )
 
-    def gathered(
+    def apply_to_gathered(
         self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int | None, use: Callable[[Tensor], T]
     ) -> T:
         dim_shards, dtype = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
@@ -133,7 +133,7 @@ class SharedMemorySchedule(RowSchedule):
                 outputs.append(linear(x, w, b))
             return outputs, x.clone() if return_gathered else None
 
-        return self.gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
+        return self.apply_to_gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
@@ -179,7 +179,7 @@ class SharedMemorySchedule(RowSchedule):
         return out
 
     def _product_buffer(self, product: GroupedProduct) -> Tensor:
-        """Return pool memory, which has no page faults, for the experts' products of the rows."""
+        """Return memory for the product of each routed row, from the pool, whose pages are mapped already."""
         return self.transport.empty((len(product.x), product.shape[1]), product.x.dtype)
 
     def grouped_matmul_all_reduce(self, product: GroupedProduct, *, overlapped_work: OverlappedWork = None) -> Tensor:

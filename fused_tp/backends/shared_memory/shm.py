@@ -156,9 +156,8 @@ class ShmTransport:
         self.core_group = core_group
         self.rank: int = core_group.rank
         self.world_size: int = core_group.size
-        self._retained_memory: list[
-            tuple[int, Any]
-        ] = []  # (number, memory) of calls that this rank has left by an exception
+        # (number, memory) of calls that this rank has left by an exception.
+        self._retained_memory: list[tuple[int, Any]] = []
         self._max_pooled_bytes = settings.shared_memory_reserve() // 2
         self._signatures: dict[Any, tuple[int, Any]] = {}
         self.calls_before_op: int | None = None  # within an op of several calls, the number of calls before it
@@ -166,7 +165,8 @@ class ShmTransport:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor from this rank's pool, whose pages are mapped already.
 
-        If the pool is full, the tensor is from torch's allocator, because callers may keep outputs for any time.
+        If the pool is full, torch's allocator provides the tensor. The pool can fill up, because callers may keep
+        outputs for any time.
         """
         memory = self._allocate_pooled(math.prod(shape) * dtype.itemsize)
         if memory is None:
@@ -209,7 +209,7 @@ class ShmTransport:
         write: Callable[[Tensor], object],
         overlapped_work: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Return the sum over ranks of the tensors of `shape`, not empty, that `write(term)` fills.
+        """Return the sum over ranks of each rank's term, a non-empty tensor of `shape` that `write(term)` fills.
 
         The term and the result share pool memory, which peers read in place. If the pool is full, the result is a
         copy.
@@ -219,7 +219,9 @@ class ShmTransport:
             overlapped_work: called once the term is written, while peers may still compute their terms.
 
         Example:
-            y = transport.all_reduce_of("matmul_all_reduce", (m, n), x.dtype, lambda y: torch.mm(x, w.t(), out=y))
+            y = transport.write_and_all_reduce(
+                "matmul_all_reduce", (m, n), x.dtype, lambda term: torch.mm(x, w.t(), out=term)
+            )
         """
         count = math.prod(shape)
         memory = self._allocate_pooled(count * dtype.itemsize)
@@ -274,7 +276,7 @@ class ShmTransport:
         return cached
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], op_dims: Sequence[int] | None = None) -> Tensor:
-        """Return the rows of this rank of the sum of `tensor` over ranks: `sizes[r]` rows of dim 0 belong to rank r.
+        """Return this rank's rows of the sum of `tensor` over ranks; `sizes[r]` rows of dim 0 belong to rank r.
 
         `op_dims` (default: the shape of `tensor`): dims of the op's call; they must agree on all ranks.
         """

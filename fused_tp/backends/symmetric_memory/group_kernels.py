@@ -173,7 +173,7 @@ class GroupKernels(ABC, Generic[SlotT]):
             # Captured work has not run, so no peer has joined it.
             if self.calls != calls_before and not is_capturing(self.device):
                 if messages is not None and messages.fatal_error is None:
-                    messages.abort_midway(messages.last_call(op), error)
+                    messages.abort_midway(messages.call_for_error(op), error)
                 self.abort(f"{op} {describe_midway_error(error)}")
             # No kernel of this op runs: the op has used only the message transport.
             elif messages is not None and messages.fatal_error is not None:

@@ -68,7 +68,8 @@ def find_torch_op(name: str, device_type: str) -> Any:
         argument.has_default_value() for argument in arguments[len(passed_types) :]
     ):
         return unavailable(
-            f"symm_mem.{name} of torch {torch.__version__} takes ({', '.join(types)}), not ({', '.join(passed_types)})"
+            f"symm_mem.{name} of torch {torch.__version__} has arguments ({', '.join(types)}), and fused_tp passes "
+            f"({', '.join(passed_types)})"
         )
     return op
 
@@ -76,18 +77,18 @@ def find_torch_op(name: str, device_type: str) -> Any:
 def torch_ops_availability(device: torch.device) -> Availability:
     """Return whether this version of torch has all `REQUIRED_OPS` for tensors on `device`."""
     if device.type not in DISPATCH_KEYS:
-        return unavailable(f"torch's symm_mem ops are for {', '.join(DISPATCH_KEYS)}; this is {device.type}")
+        return unavailable(f"torch's symm_mem ops run on {', '.join(DISPATCH_KEYS)}, not on {device.type}")
     return next(
         (op for name in REQUIRED_OPS if isinstance(op := find_torch_op(name, device.type), Availability)), AVAILABLE
     )
 
 
 class TorchSymmMem(Workspaces):
-    """The ops of one group on one device, and their memory.
+    """torch's symm_mem ops for one group on one device, and their memory.
 
     Attributes:
         ops: the ops that all ranks have, by name.
-        name: name of the group, as torch's ops take it.
+        name: name of the group, which torch's ops accept.
         multicast: True if the `multimem` ops can run.
     """
 

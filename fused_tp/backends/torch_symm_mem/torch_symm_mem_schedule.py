@@ -39,8 +39,8 @@ from fused_tp.core.pending import Pending, PendingValue
 from fused_tp.core.tracing import span
 
 SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # supported by torch's all-reduces
-ALIGNMENT_BYTES = 16  # bytes
-ONE_SHOT_BYTES = 256 << 10  # as in torch's own intra-node all-reduce; above it each rank sums its part
+ALIGNMENT_BYTES = 16
+ONE_SHOT_BYTES = 256 << 10  # as in torch's own intra-node all-reduce; larger sums use other ops
 
 
 class TorchSymmMemSchedule(KernelSchedule):
@@ -157,7 +157,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         return total if bias is None else total.add_(bias)
 
     def _sum_term(self, term: Tensor) -> Tensor:
-        """Return the sum over ranks of `term`, which is in symmetric memory, in separate memory."""
+        """Return the sum of `term` over ranks. `term` is in symmetric memory; the result is not."""
         name, in_place = self._algorithm(term.nbytes, term.dtype)
         total: Tensor = self.symm_mem.ops[name](term, "sum", self.symm_mem.name)
         return term.clone() if in_place else total
@@ -180,7 +180,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         return len(set(dim_shards.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT_BYTES == 0
 
     def _reserve_for_sum(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
-        """True if one of torch's ops sums this many bytes."""
+        """Allocate the memory of an all-reduce if needed. True if it exists and one of torch's ops supports the sum."""
         is_supported = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT_BYTES == 0
         return is_supported and self.symm_mem.reserve_memory(op, sums=nbytes)
 

@@ -8,8 +8,8 @@
 - ring_attention, forward: all steps are one launch (`attention.ring_fused`).
 
 Requires GPUs that write into each other's memory, or, for tests, `TRITON_INTERPRET=1` and ranks on one host, which run
-the same kernels interpreted on the CPU. Calls without a kernel here, which are movements without a matmul and dtypes
-that tensor cores do not support, fall back to plain collectives.
+the same kernels interpreted on the CPU. Calls without a kernel fall back to plain collectives: collectives without
+a matmul, and dtypes that tensor cores do not support.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class FusedKernel(KernelSchedule):
     Args:
         memory: memory of the group.
         plain: schedule of the ops that have no kernel; None if the ranks are threads, for which there is no fallback.
-        copy_schedule: schedule of the group's copy engines; None if it has none, and all shards are read over the link.
+        copy_schedule: schedule of the group's copy engines; None if it has none: then kernels read all shards
+            directly over the link.
     """
 
     name = "fused_kernel"
@@ -67,8 +68,8 @@ class FusedKernel(KernelSchedule):
         super().__init__(
             self.workspaces,
             plain,
-            "Ranks that are threads of one process have kernels for matmuls and for attention's forward only, nothing "
-            "that moves.",
+            "If the ranks are threads of one process, fused kernels support only matmuls and the forward pass of "
+            "attention.",
         )
         self.memory = memory
         self.copy_schedule = copy_schedule
@@ -125,7 +126,11 @@ class FusedKernel(KernelSchedule):
     def gather_matmul_copied(
         self, request: GatherMatmul, dim_shards: DimShards, engine: CopyEngine, launch: Any
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
+        """Implement `_gather_matmul` with shards that `engine` copies; not during captures.
+
+        Args:
+            launch: launch options of the matmul.
+        """
         from fused_tp.triton_kernels.comm.arrivals import Arrivals
         from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving
 
@@ -284,7 +289,10 @@ def _contiguous_bias(bias: Tensor | None) -> Tensor | None:
 
 
 def _is_tf32_allowed() -> bool:
-    """torch's setting for its own matmuls. The older query function fails if the newer attributes have been set."""
+    """True if torch may use tf32 in its own matmuls.
+
+    Read from the attributes: the older query function fails if the newer attributes have been set.
+    """
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     if precision in (None, "none"):
         precision = getattr(torch.backends, "fp32_precision", None)
