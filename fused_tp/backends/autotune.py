@@ -72,8 +72,8 @@ _SAVED_CHOICES: GroupSlot[dict[str, Any]] = GroupSlot()
 RunOnSchedule = Callable[[Schedule], Any]
 
 
-def is_measured(name: str, key: ScheduleKey, group: Group) -> bool:
-    """True if the first call of op `name` with `key` is measured. All ranks call together."""
+def is_measured(op_name: str, key: ScheduleKey, group: Group) -> bool:
+    """True if the first call of op `op_name` with `key` is measured. All ranks call together."""
     if group.size == 1 or settings.forced_schedule() is not None:
         return False
     setting = settings.autotune()
@@ -81,11 +81,11 @@ def is_measured(name: str, key: ScheduleKey, group: Group) -> bool:
         return setting is not None
     if settings.table_path() is not None or transport_key(group, key.device) != "nvlink":
         return False
-    return len(_candidate_schedules(name, key, group, _load_choices_once(group, key.device))) > 1
+    return len(_candidate_schedules(op_name, key, group, _load_choices_once(group, key.device))) > 1
 
 
-def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: RunOnSchedule) -> Schedule | None:
-    """Return the fastest schedule for a call of op `name`, and measure the schedules if there is no saved choice.
+def tuned_schedule(op_name: str, key: ScheduleKey, group: Group, run: RunOnSchedule) -> Schedule | None:
+    """Return the fastest schedule for a call of op `op_name`, and measure the schedules if there is no saved choice.
 
     Returns None if schedules cannot be measured: during CUDA graph capture, or if `FUSED_TP_AUTOTUNE` is not set and
     memory is short.
@@ -96,28 +96,28 @@ def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: RunOnSchedule
     Raises:
         FusedTPError: a schedule failed and left the group unusable; the message names the schedule.
     """
-    saved = _load_choices_once(group, key.device)
+    saved_results = _load_choices_once(group, key.device)
     # Checked at every call: the chosen schedule may have been disabled, or found wrong at other sizes, since.
-    choice = _valid_choice(name, key, group, saved)
+    choice = _valid_choice(op_name, key, group, saved_results)
     if choice is None:
         if is_capturing(key.device):
             return None
         with torch.no_grad():
-            choice = _measure_candidates(name, key, group, run, saved)
+            choice = _measure_candidates(op_name, key, group, run, saved_results)
         if choice is None:
             return None
-        call_key = _choice_keys(name, key)[-1]
-        saved["choices"][call_key] = choice
+        call_key = _choice_keys(op_name, key)[-1]
+        saved_results["choices"][call_key] = choice
         if group.rank == 0:
-            _save_choices(saved)
+            _save_choices(saved_results)
             _LOG.info("autotune: %s: %s", call_key, describe_choice(choice))
     return schedule_named(choice["schedule"], group, key.device)
 
 
-def saved_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
-    """Return the saved choice of this group for a call of op `name` with `key`; None if there is none."""
-    saved = _SAVED_CHOICES.get(group)
-    return None if saved is None else _valid_choice(name, key, group, saved)
+def saved_choice(op_name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
+    """Return the saved choice of this group for a call of op `op_name` with `key`; None if there is none."""
+    saved_results = _SAVED_CHOICES.get(group)
+    return None if saved_results is None else _valid_choice(op_name, key, group, saved_results)
 
 
 def describe_choices(group: Group) -> dict[str, str]:
@@ -145,76 +145,80 @@ def usable_schedules(
     return [PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
-def _candidate_schedules(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
+def _candidate_schedules(op_name: str, key: ScheduleKey, group: Group, saved_results: Mapping[str, Any]) -> list[str]:
     """Return the names of the schedules to measure for a call, without those with wrong results; includes "plain"."""
     names = None
     if settings.autotune() == settings.AUTOTUNE_UNSET:
-        verified = saved.get("right", {})
+        verified = saved_results.get("right", {})
         names = [
             schedule
             for schedule in SCHEDULES
-            if schedule in _ALWAYS_CANDIDATES or verified.get(_verdict_key(schedule, name, key.dtype))
+            if schedule in _ALWAYS_CANDIDATES or verified.get(_verdict_key(schedule, op_name, key.dtype))
         ]
     usable = usable_schedules(key.op, key.dtype, key.device, group, names)
     return [
         schedule
         for schedule in usable
-        if schedule == PLAIN or not saved["wrong"].get(_verdict_key(schedule, name, key.dtype))
+        if schedule == PLAIN or not saved_results["wrong"].get(_verdict_key(schedule, op_name, key.dtype))
     ]
 
 
-def _valid_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+def _valid_choice(
+    op_name: str, key: ScheduleKey, group: Group, saved_results: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return the saved choice for a call if its schedule is still a candidate, else None."""
-    choices = [choice for call in _choice_keys(name, key) if (choice := saved["choices"].get(call)) is not None]
+    choices = [
+        choice for call in _choice_keys(op_name, key) if (choice := saved_results["choices"].get(call)) is not None
+    ]
     if not choices:
         return None
-    candidates = _candidate_schedules(name, key, group, saved)
+    candidates = _candidate_schedules(op_name, key, group, saved_results)
     return next((choice for choice in choices if choice["schedule"] in candidates), None)
 
 
-def _verdict_key(schedule: str, name: str, dtype: torch.dtype) -> str:
+def _verdict_key(schedule: str, op_name: str, dtype: torch.dtype) -> str:
     """Return the key of a schedule, op and dtype in the sections "wrong" and "right"."""
-    return f"{schedule}: {name} in {str(dtype).removeprefix('torch.')}"
+    return f"{schedule}: {op_name} in {str(dtype).removeprefix('torch.')}"
 
 
-def known_problem(group: Group, device: torch.device, schedule: str, name: str, dtype: torch.dtype) -> str:
-    """Return the recorded problem of op `name` on a schedule; empty if there is none. All ranks call together."""
-    return str(_load_choices_once(group, device)["wrong"].get(_verdict_key(schedule, name, dtype), ""))
+def known_problem(group: Group, device: torch.device, schedule: str, op_name: str, dtype: torch.dtype) -> str:
+    """Return the recorded problem of op `op_name` on a schedule; empty if there is none. All ranks call together."""
+    return str(_load_choices_once(group, device)["wrong"].get(_verdict_key(schedule, op_name, dtype), ""))
 
 
 def record_problems(group: Group, device: torch.device, problems: Mapping[tuple[str, str, torch.dtype], str]) -> None:
     """Save problems by (schedule, op, dtype); an empty problem clears an earlier one. All ranks call together."""
-    saved = _load_choices_once(group, device)
-    saved["wrong"].update({_verdict_key(*case): problem for case, problem in problems.items()})
-    saved["right"].update({_verdict_key(*case): "" for case in problems})
+    saved_results = _load_choices_once(group, device)
+    saved_results["wrong"].update({_verdict_key(*case): problem for case, problem in problems.items()})
+    saved_results["right"].update({_verdict_key(*case): "" for case in problems})
     if group.rank == 0:
-        _save_choices(saved)
+        _save_choices(saved_results)
 
 
 def record_verified(group: Group, device: torch.device, verified: Iterable[tuple[str, str, torch.dtype]]) -> None:
     """Save that the (schedule, op, dtype) in `verified` are verified by fused-tp tune. All ranks call together."""
-    saved = _load_choices_once(group, device)
-    saved["right"].update(dict.fromkeys((_verdict_key(*case) for case in verified), "checked by fused-tp tune"))
+    saved_results = _load_choices_once(group, device)
+    saved_results["right"].update(dict.fromkeys((_verdict_key(*case) for case in verified), "checked by fused-tp tune"))
     if group.rank == 0:
-        _save_choices(saved)
+        _save_choices(saved_results)
 
 
 def _measure_candidates(
-    name: str, key: ScheduleKey, group: Group, run: RunOnSchedule, saved: dict[str, Any]
+    op_name: str, key: ScheduleKey, group: Group, run: RunOnSchedule, saved_results: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Measure all candidates and return the choice; None if memory is short. Record wrong results in `saved`."""
-    names = _candidate_schedules(name, key, group, saved)
+    """Measure all candidates and return the choice; None if memory is short. Add wrong results to `saved_results`."""
+    names = _candidate_schedules(op_name, key, group, saved_results)
     schedules = {candidate: schedule_named(candidate, group, key.device) for candidate in names}
-    reference = _tensors(run(schedules[PLAIN]))
+    reference = _list_tensors(run(schedules[PLAIN]))
     if settings.autotune() == settings.AUTOTUNE_UNSET:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
         transfer_bytes = key.m * (key.n or key.k or 0) * key.dtype.itemsize
         is_memory_short = sum(t.nbytes for t in reference) * 3 + 4 * transfer_bytes > _free_bytes(key.device)
-        if any(exchange(group, f"autotuning of {name}: memory", is_memory_short)):
+        if any(exchange(group, f"autotuning of {op_name}: memory", is_memory_short)):
             return None
     trials = exchange(
         group,
-        f"autotuning of {name}: first calls",
+        f"autotuning of {op_name}: first calls",
         {
             candidate: _try_schedule(candidate, schedule, run, reference, key.device)
             for candidate, schedule in schedules.items()
@@ -222,10 +226,10 @@ def _measure_candidates(
     )
     for candidate in names:
         problem = _schedule_problem(
-            [trial[candidate] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS
+            [trial[candidate] for trial in trials], [trial[PLAIN] for trial in trials], op_name in REPLICATED_OPS
         )
         if problem and candidate != PLAIN:
-            saved["wrong"][_verdict_key(candidate, name, key.dtype)] = problem
+            saved_results["wrong"][_verdict_key(candidate, op_name, key.dtype)] = problem
             del schedules[candidate]
     first_call_seconds = {candidate: max(trial[candidate]["seconds"] for trial in trials) for candidate in schedules}
     shortest_seconds = min(first_call_seconds.values())
@@ -242,7 +246,7 @@ def _measure_candidates(
         ]
         for _ in range(NUM_ROUNDS)
     ]
-    rounds_by_rank = exchange(group, f"autotuning of {name}: times", rounds)
+    rounds_by_rank = exchange(group, f"autotuning of {op_name}: times", rounds)
     slowest_seconds = {
         candidate: [max(times[i][column] for times in rounds_by_rank) for i in range(NUM_ROUNDS)]
         for column, candidate in enumerate(measured_names)
@@ -256,16 +260,16 @@ def _measure_candidates(
 
 
 def _try_schedule(
-    name: str, schedule: Schedule, run: RunOnSchedule, reference: Sequence[Tensor], device: torch.device
+    schedule_name: str, schedule: Schedule, run: RunOnSchedule, reference: Sequence[Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Run the call three times on a schedule; return its problem, its duration and the checksums of its results."""
     try:
-        first_result = _tensors(run(schedule))
+        first_result = _list_tensors(run(schedule))
         seconds = _measure_seconds_per_call(schedule, run, 1, device)
-        second_result = _tensors(run(schedule))
+        second_result = _list_tensors(run(schedule))
     except FusedTPError as error:
         suffix = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
-        raise error.copy(suffix, tried=name) from error
+        raise error.copy(suffix, tried=schedule_name) from error
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
     return {
@@ -277,22 +281,22 @@ def _try_schedule(
 
 
 def _schedule_problem(
-    trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], is_replicated: bool
+    trials: Sequence[Mapping[str, Any]], plain_trials: Sequence[Mapping[str, Any]], is_replicated: bool
 ) -> str:
     """Return the problem of a schedule, from the results of `_try_schedule` on each rank; empty if there is none.
 
     Args:
         trials: results for this schedule, by rank.
-        plain: results for the plain schedule, by rank.
+        plain_trials: results for the plain schedule, by rank.
         is_replicated: True if all ranks get the same result from this op.
     """
     for rank, trial in enumerate(trials):
         if trial["problem"]:
             return f"on rank {rank} {trial['problem']}"
-    for rank, (trial, reference) in enumerate(zip(trials, plain, strict=True)):
-        if trial["bits"] != trial["again"] and reference["bits"] == reference["again"]:
+    for rank, (trial, plain_trial) in enumerate(zip(trials, plain_trials, strict=True)):
+        if trial["bits"] != trial["again"] and plain_trial["bits"] == plain_trial["again"]:
             return f"on rank {rank} two equal calls returned different bits"
-    ranks_differ = [len({tuple(trial["bits"]) for trial in rank_trials}) > 1 for rank_trials in (trials, plain)]
+    ranks_differ = [len({tuple(trial["bits"]) for trial in rank_trials}) > 1 for rank_trials in (trials, plain_trials)]
     return "ranks hold different bits" if is_replicated and ranks_differ == [True, False] else ""
 
 
@@ -368,7 +372,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _tensors(results: Any) -> list[Tensor]:
+def _list_tensors(results: Any) -> list[Tensor]:
     return [t for t in tree_leaves(results) if isinstance(t, Tensor)]
 
 
@@ -377,19 +381,19 @@ def tensor_checksum(t: Tensor) -> int:
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
-def _describe_call(name: str, key: ScheduleKey) -> str:
+def _describe_call(op_name: str, key: ScheduleKey) -> str:
     dims = ("up to m", _round_up(key.m)), ("k", key.k), ("n", key.n)
     sizes = ", ".join(f"{dim}={size}" for dim, size in dims if size is not None)
-    return f"{name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
+    return f"{op_name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
 
 
-def _choice_keys(name: str, key: ScheduleKey) -> list[str]:
+def _choice_keys(op_name: str, key: ScheduleKey) -> list[str]:
     """Return the keys under which choices for a call are looked up, in order; a new choice is saved under the last.
 
     With FUSED_TP_AUTOTUNE=1 all schedules are measured, so such a choice is also valid if the variable is not set.
     Choices made while it is not set compare few schedules, so they have a separate key.
     """
-    call = _describe_call(name, key)
+    call = _describe_call(op_name, key)
     return (
         [call]
         if settings.autotune() != settings.AUTOTUNE_UNSET
@@ -439,10 +443,10 @@ def _describe_machine(group: Group, device: torch.device) -> dict[str, Any]:
 
 
 def _load_choices_once(group: Group, device: torch.device) -> dict[str, Any]:
-    saved = _SAVED_CHOICES.get(group)
-    if saved is None:
-        saved = _SAVED_CHOICES[group] = _load_choices(group, device)
-    return saved
+    saved_results = _SAVED_CHOICES.get(group)
+    if saved_results is None:
+        saved_results = _SAVED_CHOICES[group] = _load_choices(group, device)
+    return saved_results
 
 
 def _load_choices(group: Group, device: torch.device) -> dict[str, Any]:
@@ -467,16 +471,21 @@ def _read_choices(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _save_choices(saved: Mapping[str, Any]) -> None:
-    """Merge `saved` into its file, and replace the file atomically, because other groups and programs may write it."""
-    path = Path(saved["path"])
+def _save_choices(saved_results: Mapping[str, Any]) -> None:
+    """Merge `saved_results` into its file.
+
+    The file is replaced atomically, because other groups and programs may write it at the same time.
+    """
+    path = Path(saved_results["path"])
     previous = _read_choices(path) or {}
     content = {
-        "about": saved["about"],
-        "machine": saved["machine"],
+        "about": saved_results["about"],
+        "machine": saved_results["machine"],
         **{
             section: {
-                key: value for key, value in (previous.get(section, {}) | saved.get(section, {})).items() if value
+                key: value
+                for key, value in (previous.get(section, {}) | saved_results.get(section, {})).items()
+                if value
             }
             for section in _SECTIONS
         },

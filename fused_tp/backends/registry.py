@@ -97,12 +97,12 @@ def select_schedule(key: ScheduleKey, group: Group) -> Schedule:
     # A repeated call costs one lookup; the code below takes several times as long.
     schedules = _SELECTED_SCHEDULES[group]
     call = key, settings.routing_values()
-    selected = schedules.get(call)
-    if selected is None:
+    schedule = schedules.get(call)
+    if schedule is None:
         if len(schedules) >= _MAX_CACHED_SELECTIONS:  # reached if sequence lengths keep changing
             schedules.clear()
-        selected = schedules[call] = _select(key, group)
-    return selected
+        schedule = schedules[call] = _select(key, group)
+    return schedule
 
 
 def _compare_settings(group: Group) -> str:
@@ -273,13 +273,14 @@ def describe_selection(key: ScheduleKey, group: Group) -> Decision:
     device = key.device
     name = select_schedule(key, group).name
     transport = SCHEDULES[name].transport or backend_for_device(group, device.type)
-    forced = settings.forced_schedule()
-    if forced == name:
-        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it{describe_caveat(name)}")
+    forced_name = settings.forced_schedule()
+    if forced_name == name:
+        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced_name} forces it{describe_caveat(name)}")
     rule = _choose_for_group(key, group).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
-    if forced is not None:
-        reason = f"FUSED_TP_SCHEDULE={forced}, but {_forced_schedule_availability(forced, key, group).reason}; {reason}"
+    if forced_name is not None:
+        problem = _forced_schedule_availability(forced_name, key, group).reason
+        reason = f"FUSED_TP_SCHEDULE={forced_name}, but {problem}; {reason}"
     if device.type == "cpu" and "no one_sided" not in rule and not (shm := _shared_memory_available(group, device)):
         reason += f"; no shared memory: {shm.reason}"
     return Decision(name, transport, reason + describe_caveat(name))

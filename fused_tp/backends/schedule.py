@@ -305,13 +305,13 @@ class DimShards:
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def from_shard(shard: tuple[int, ...], dim: int, size: int | None, world_size: int) -> DimShards:
+    def from_shard(shard_shape: tuple[int, ...], dim: int, size: int | None, world_size: int) -> DimShards:
         """Return the sharding of the gathered tensor, from the shape of this rank's shard.
 
         `size` is the gathered length of `dim`; None: all shards have the same length.
         """
-        sizes = [shard[dim]] * world_size if size is None else shard_sizes(size, world_size)
-        return DimShards((*shard[:dim], sum(sizes), *shard[dim + 1 :]), dim, tuple(sizes))
+        sizes = [shard_shape[dim]] * world_size if size is None else shard_sizes(size, world_size)
+        return DimShards((*shard_shape[:dim], sum(sizes), *shard_shape[dim + 1 :]), dim, tuple(sizes))
 
     @cached_property
     def is_rank_major(self) -> bool:
@@ -350,10 +350,10 @@ class DimShards:
         indices[self.to_rank_major(rows.view(*self.shape[:-1], 1)).view(-1)] = rows
         return indices
 
-    def join_shards(self, parts: Sequence[Tensor]) -> Tensor:
+    def join_shards(self, shards: Sequence[Tensor]) -> Tensor:
         """Join the ranks' contiguous shards, of any shape, to the unsharded tensor, which must not be empty."""
         lead, trail = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        return torch.cat([part.view(*lead, -1, *trail) for part in parts if part.numel()], dim=self.dim)
+        return torch.cat([shard.view(*lead, -1, *trail) for shard in shards if shard.numel()], dim=self.dim)
 
     def from_rank_major(self, rows: Tensor) -> Tensor:
         """Return rank-major `rows` [M, n] as [*shape[:-1], n]; a copy if the dims before `dim` are longer than 1."""

@@ -94,7 +94,7 @@ class StatusBoard:
         def join(store: dist.Store) -> None:
             self._prefix = next_key_prefix(store, name, rank)
 
-        self._request_or(join, None)
+        self._request_or_default(join, None)
 
     def post(self, status: RankStatus) -> None:
         """Publish this rank's status, replacing an earlier one."""
@@ -104,15 +104,15 @@ class StatusBoard:
             if status.error is not None:
                 store.set(self._key("failed"), "")
 
-        self._request_or(write, None)
+        self._request_or_default(write, None)
 
     def has_failure(self) -> bool:
         """True if a rank has published an error of its own, not only that it follows a failed peer."""
-        return self._request_or(lambda store: store.check([self._key("failed")]), False)
+        return self._request_or_default(lambda store: store.check([self._key("failed")]), False)
 
     def read(self) -> dict[int, RankStatus]:
         """Return the published statuses by rank."""
-        return self._request_or(self._read, {})
+        return self._request_or_default(self._read, {})
 
     def read_until(
         self, is_enough: Callable[[Mapping[int, RankStatus]], bool], seconds: float
@@ -134,7 +134,7 @@ class StatusBoard:
             raise RuntimeError("The store has not returned the key prefix of this group yet.")
         return f"{self._prefix}/{name}"
 
-    def _request_or(self, request: Callable[[dist.Store], T], default: T) -> T:
+    def _request_or_default(self, request: Callable[[dist.Store], T], default: T) -> T:
         try:
             answer = self._store.request(request, STORE_TIMEOUT_SECONDS)
         except Exception:  # most likely the store's host is stopped or dead; the caller must still raise its own error

@@ -67,10 +67,10 @@ class PeerWatch:
     ) -> None:
         self._owner = weakref.ref(owner)
         self._on_lost, self._on_tick = on_lost, on_tick
-        self._ranks: dict[int, int] = {}
+        self._rank_by_descriptor: dict[int, int] = {}
         for rank, pid in pids.items():
             try:
-                self._ranks[os.pidfd_open(pid)] = rank
+                self._rank_by_descriptor[os.pidfd_open(pid)] = rank
             except OSError:  # the peer has exited already, or this process may not watch it
                 if not Path(f"/proc/{pid}").exists():
                     on_lost(owner, rank)
@@ -80,7 +80,7 @@ class PeerWatch:
 
     def _run(self) -> None:
         poller = select.poll()
-        for descriptor in self._ranks:
+        for descriptor in self._rank_by_descriptor:
             poller.register(descriptor, select.POLLIN)
         while True:
             events = poller.poll(_POLL_INTERVAL_SECONDS * 1000)
@@ -89,10 +89,10 @@ class PeerWatch:
                 break
             for descriptor, _ in events:
                 poller.unregister(descriptor)
-                self._on_lost(owner, self._ranks.pop(descriptor))
+                self._on_lost(owner, self._rank_by_descriptor.pop(descriptor))
                 os.close(descriptor)
             self._on_tick(owner)
             del owner
-        for descriptor in self._ranks:
+        for descriptor in self._rank_by_descriptor:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

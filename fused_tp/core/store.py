@@ -216,7 +216,7 @@ def publish_failure(group: Group, error: FusedTPError) -> None:
     # The process that hosts the store may have died, or may be stopped.
     with contextlib.suppress(RuntimeError, StoreTimeout):
         GROUP_STORES[group].request(
-            lambda store: _store_bytes(store, f"{_key_prefix(group, store)}/failed", content.encode())
+            lambda store: _set_bytes(store, f"{_key_prefix(group, store)}/failed", content.encode())
         )
 
 
@@ -263,11 +263,11 @@ def _publish_departure(group: Group) -> None:
     if group in GROUP_STORES and group.size > 1:
         with contextlib.suppress(RuntimeError, StoreTimeout):  # the process that hosts the store may have exited
             GROUP_STORES[group].request(
-                lambda store: _store_bytes(store, f"{_key_prefix(group, store)}/left/{group.rank}", b"")
+                lambda store: _set_bytes(store, f"{_key_prefix(group, store)}/left/{group.rank}", b"")
             )
 
 
-def _store_bytes(store: dist.Store, key: str, value: bytes) -> None:
+def _set_bytes(store: dist.Store, key: str, value: bytes) -> None:
     store.set(key, value)  # type: ignore[arg-type]  # accepts bytes, although its stub does not
 
 
@@ -293,7 +293,7 @@ class _StoreExchange:
 
     def send(self, value: bytes) -> None:
         try:
-            self._request(lambda store: _store_bytes(store, self._key(store, self._group.rank), value))
+            self._request(lambda store: _set_bytes(store, self._key(store, self._group.rank), value))
         except RuntimeError as error:
             sentence = _STORE_IS_GONE + "send its value in {op}. Error of the store: {reason}"
             raise self.make_error(PeerLostError, sentence, reason=str(error).splitlines()[0][:300]) from error

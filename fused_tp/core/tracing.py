@@ -125,20 +125,20 @@ class _ProfilerRange:
 
     def __init__(self, text: str, is_profiled: bool, uses_nvtx: bool) -> None:
         self._text = text
-        self._record = torch.profiler.record_function(text) if is_profiled else None
+        self._record_function = torch.profiler.record_function(text) if is_profiled else None
         self._uses_nvtx = uses_nvtx
 
     def __enter__(self) -> None:
         if self._uses_nvtx:
             torch.cuda.nvtx.range_push(self._text)
-        if self._record is not None:
-            self._record.__enter__()
+        if self._record_function is not None:
+            self._record_function.__enter__()
 
     def __exit__(
         self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._record is not None:
-            self._record.__exit__(error_class, error, trace)
+        if self._record_function is not None:
+            self._record_function.__exit__(error_class, error, trace)
         if self._uses_nvtx:
             torch.cuda.nvtx.range_pop()
 

@@ -200,7 +200,7 @@ def test_results_have_the_shapes_of_torchs_fakes() -> None:
 
 
 def test_an_op_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "torch's symm_mem ops are for cuda; this is cpu" in transport.torch_ops_availability(CPU).reason
+    assert "torch's symm_mem ops run on cuda, not on cpu" in transport.torch_ops_availability(CPU).reason
     with symm_mem_on_cpu(without=("two_shot_all_reduce_",)):
         assert transport.torch_ops_availability(CPU).reason == (
             f"torch {torch.__version__} has no symm_mem.two_shot_all_reduce_ for cpu"

@@ -238,7 +238,7 @@ def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -
         inner.gather(left, [left])
         raise ZeroDivisionError
     del call, inner
-    assert [t.data_ptr() for t in engine.abandoned] == [t.data_ptr() for t in (unfinished, left)]
+    assert [t.data_ptr() for t in engine.abandoned_tensors] == [t.data_ptr() for t in (unfinished, left)]
 
 
 @NEEDS_CORE

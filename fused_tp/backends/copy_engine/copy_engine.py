@@ -131,7 +131,7 @@ class CopyCall:
     def __del__(self) -> None:
         # The call was not finished. The engine's streams may still write to these tensors, also after an abort.
         if self._destinations:
-            self._engine.abandoned += self._destinations
+            self._engine.abandoned_tensors += self._destinations
 
     def gather(self, shard: Tensor, destinations: Sequence[Tensor]) -> None:
         """Start gathering the ranks' `shard` into `destinations`, one tensor per rank. This rank's entry is not used.
@@ -246,7 +246,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
 
     def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
         super().__init__(memory, "copy engines", messages)
-        self.abandoned: list[Tensor] = []  # destinations of unfinished calls, kept alive forever
+        self.abandoned_tensors: list[Tensor] = []  # destinations of unfinished calls, kept alive forever
         self.watch()
         _live_engines.add(self)
 
@@ -342,7 +342,9 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         if old_slot is not None and outgrown_slot is None:
             # The new workspace reuses the streams, and the old watchdog would take their work for its own.
             old_slot.core.stop()
-        return self._keep("", _NativeSlot(workspace, buffer, gather_bytes, scatter_bytes, streams), outgrown_slot)
+        return self._replace_slot(
+            "", _NativeSlot(workspace, buffer, gather_bytes, scatter_bytes, streams), outgrown_slot
+        )
 
 
 _live_engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()

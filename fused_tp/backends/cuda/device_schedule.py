@@ -91,7 +91,7 @@ class DeviceSchedule(KernelSchedule):
         """Compare the call between ranks, including FUSED_TP_SM_MARGIN, because it determines the number of blocks."""
         if self._transport is None:
             return
-        self._kernels.check_usable()
+        self._kernels.raise_if_messages_failed()
         if settings.check_ranks():
             self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 

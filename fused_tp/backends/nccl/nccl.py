@@ -92,7 +92,7 @@ class ExchangeQueue:
             return False
         return not self.tickets or self.tickets[-1] is None or self.communicator.has_ended(self.tickets[-1])
 
-    def first_waiting(self) -> int:
+    def first_waiting_index(self) -> int:
         """Return the index of the first unfinished exchange if this rank has begun it, so that it waits; else -1."""
         for i, ticket in enumerate(self.tickets):
             if ticket is not None and not self.communicator.has_ended(ticket):
@@ -359,11 +359,11 @@ class NcclDist(TorchDist):
         """Abort because of `error` of the communicator, unless done before; return the error to raise."""
         with self._failure_lock:
             if self.fatal_error is None:
-                self._pending_error = self._abort_for(call, error)
+                self._pending_error = self._abort_group(call, error)
             failure, self._pending_error = self._pending_error, None
         return failure if failure is not None else self.unusable_error()
 
-    def _abort_for(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
+    def _abort_group(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
@@ -453,7 +453,7 @@ class NcclDist(TorchDist):
             return now - self._last_exit_time > _IDLE_SECONDS
         oldest_queue, waiting_index = self._in_flight[0], -1
         with suppress(RuntimeError):  # the communicator's own watchdog reports a broken device
-            waiting_index = oldest_queue.first_waiting()
+            waiting_index = oldest_queue.first_waiting_index()
         if waiting_index < 0 or waiting_index != oldest_queue.waiting_index:
             oldest_queue.waiting_index, oldest_queue.waiting_since = waiting_index, now
         return waiting_index >= 0 and now - max(self._last_exit_time, oldest_queue.waiting_since) > _ARRIVAL_SECONDS
@@ -470,7 +470,7 @@ class NcclDist(TorchDist):
             try:
                 self.communicator.check()
             except RuntimeError as error:
-                self._pending_error = self._abort_for(call, error)
+                self._pending_error = self._abort_group(call, error)
         if self.device.type == "cuda":
             _LOG.error(
                 "%s Data in flight became NaN. Results of work enqueued after it, and of CUDA graphs replayed from now "

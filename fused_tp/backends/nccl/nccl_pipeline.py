@@ -108,27 +108,27 @@ class NcclPipeline(Plain):
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         x, counts = products[0][0], dim_shards.row_counts
-        own_count, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
-        partial = x.new_empty((len(x) - own_count, columns))  # all rows except this rank's
-        terms = x.new_empty((self.world_size, own_count, columns))
-        plan = scatter_plan(counts, self.rank, self._num_chunks(len(x) * columns * x.element_size()))
+        own_count, own_start, num_columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
+        partial = x.new_empty((len(x) - own_count, num_columns))  # all rows except this rank's
+        terms = x.new_empty((self.world_size, own_count, num_columns))
+        plan = scatter_plan(counts, self.rank, self._num_chunks(len(x) * num_columns * x.element_size()))
         pending = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
         side_stream_work, main_stream_work = (overlapped_work, None) if x.is_cuda else (None, overlapped_work)
         with self.transport.abort_scope("matmul_reduce_scatter"), self._side_stream(side_stream_work, x.device):
             for i, ranges in enumerate(plan.row_ranges):
                 with span("chunk", i + 1, "of", len(plan.row_ranges), ranges, self.name):
                     for begin, end in ranges:
-                        partial_row = begin - own_count if begin > start else begin
+                        partial_row = begin - own_count if begin > own_start else begin
                         sum_of_products(
                             _slice_rows(products, begin, end), out=partial[partial_row : partial_row + end - begin]
                         )
                     pending.send()
             with span("own rows", terms[self.rank], self.name):
                 if own_count:
-                    sum_of_products(_slice_rows(products, start, start + own_count), out=terms[self.rank])
+                    sum_of_products(_slice_rows(products, own_start, own_start + own_count), out=terms[self.rank])
             if main_stream_work is not None:
                 main_stream_work()
-            out = x.new_empty((own_count, columns))
+            out = x.new_empty((own_count, num_columns))
             for chunk in range(plan.chunks_per_rank):
                 begin, end = shard_range(own_count, plan.chunks_per_rank, chunk)
                 with span("sum of chunk", chunk + 1, "of", plan.chunks_per_rank, self.name):
@@ -199,13 +199,13 @@ class NcclPipeline(Plain):
         alignment = max(1, _ALIGNMENT_BYTES // partial.element_size())
         slice_length = -(-slice_length // alignment) * alignment
         counts = tuple(max(0, min(slice_length, len(flat) - rank * slice_length)) for rank in range(self.world_size))
-        own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        own_count, own_start = counts[self.rank], rank_offsets(counts)[self.rank]
         pending, terms = self._exchange_terms(op, flat, counts)
 
         def sum_and_gather() -> PendingExchanges:
             pending.wait()
-            own_sums = flat_out[start : start + own_count]
-            sum_into(own_sums.view(-1), terms, _flat_bias(bias, start, own_count))
+            own_sums = flat_out[own_start : own_start + own_count]
+            sum_into(own_sums.view(-1), terms, _flat_bias(bias, own_start, own_count))
             return self.transport.gather(op, own_sums, flat_out, gather_plan(counts, self.rank, 1))
 
         return sum_and_gather
@@ -215,13 +215,13 @@ class NcclPipeline(Plain):
 
         Returns the transfer, and the terms [W, counts[rank]] of this rank's rows, which are valid after the transfer.
         """
-        own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        own_count, own_start = counts[self.rank], rank_offsets(counts)[self.rank]
         terms = partial.new_empty((self.world_size, own_count, 1))
         plan = scatter_plan(counts, self.rank, 1)
         pending = self.transport.scatter(op, partial, terms, plan)
         for _ in plan.row_ranges:  # one exchange; none in a group of one rank
             pending.send()
-        terms[self.rank].copy_(partial[start : start + own_count])
+        terms[self.rank].copy_(partial[own_start : own_start + own_count])
         return pending, terms.view(self.world_size, own_count)
 
 

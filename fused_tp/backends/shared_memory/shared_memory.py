@@ -208,12 +208,12 @@ class SharedMemorySchedule(RowSchedule):
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
-        op, columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
+        op, num_columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
 
         def write(y: Tensor) -> None:
-            sum_of_products(products, bias if self.rank == 0 else None, out=y.view(-1, columns))
+            sum_of_products(products, bias if self.rank == 0 else None, out=y.view(-1, num_columns))
 
-        return self.transport.write_and_all_reduce(op, (*x.shape[:-1], columns), x.dtype, write, overlapped_work)
+        return self.transport.write_and_all_reduce(op, (*x.shape[:-1], num_columns), x.dtype, write, overlapped_work)
 
     def make_fast_call(self, op: str, args: Any) -> Callable[..., Any] | None:
         if op != "matmul_all_reduce":

@@ -266,14 +266,14 @@ class ShmTransport:
     def call_signature(self, op_name: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
         """Return (number of elements, signature): the arguments of the native all-reduce except addresses."""
         key = (op_name, dtype, shape)
-        cached = self._signatures.get(key)
-        if cached is None:
+        cached_signature = self._signatures.get(key)
+        if cached_signature is None:
             _check_summable(dtype)
             signature = _core.Signature(op_name, dtype_number(dtype), fold_dims(shape))
             if len(self._signatures) >= _MAX_CACHED_SIGNATURES:  # reached if sequence lengths keep changing
                 self._signatures.clear()
-            cached = self._signatures[key] = (math.prod(shape), signature)
-        return cached
+            cached_signature = self._signatures[key] = (math.prod(shape), signature)
+        return cached_signature
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], op_dims: Sequence[int] | None = None) -> Tensor:
         """Return this rank's rows of the sum of `tensor` over ranks; `sizes[r]` rows of dim 0 belong to rank r.

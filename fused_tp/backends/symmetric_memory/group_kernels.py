@@ -96,7 +96,7 @@ class GroupKernels(ABC, Generic[SlotT]):
         """Start the thread that watches the peers' processes."""
         self._watch = PeerWatch(self, self._memory.pids, type(self)._on_peer_lost, type(self)._poll)
 
-    def fail_with(self, kernels: GroupKernels[Any]) -> None:
+    def link_failures(self, kernels: GroupKernels[Any]) -> None:
         """Abort these kernels if `kernels` of the same ranks fail, and vice versa.
 
         After a failure, peers may wait for this rank in either of them.
@@ -150,7 +150,7 @@ class GroupKernels(ABC, Generic[SlotT]):
             PeerLostError, "Rank {rank} of {size} lost {missing}: its process has exited.", missing=lost_rank
         )
 
-    def check_usable(self) -> None:
+    def raise_if_messages_failed(self) -> None:
         """Raise if the group's messages have failed, because the ranks' launches may then no longer match."""
         if self._messages is not None and self._messages.fatal_error is not None:
             raise self._messages.unusable_error()
@@ -199,10 +199,14 @@ class GroupKernels(ABC, Generic[SlotT]):
         # A copy, because the watch thread iterates over it while a call may add a slot.
         return [*self._slots.values(), *self._outgrown_slots]
 
-    def _keep(self, kind: str, slot: SlotT, outgrown: SlotT | None) -> SlotT:
-        """Make `slot` the slot of `kind`, and return it; keep the previous one, `outgrown`, if it may still be used."""
-        if outgrown is not None:
-            self._outgrown_slots.append(outgrown)
+    def _replace_slot(self, kind: str, slot: SlotT, outgrown_slot: SlotT | None) -> SlotT:
+        """Make `slot` the slot of `kind`, and return it.
+
+        Args:
+            outgrown_slot: the previous slot if it may still be used, and must be kept; else None.
+        """
+        if outgrown_slot is not None:
+            self._outgrown_slots.append(outgrown_slot)
         self._slots[kind] = slot
         for rank in self._lost_ranks:  # ranks lost in the meantime; the watch has not seen this slot
             self._abort_waits_for(slot, rank)
@@ -290,7 +294,7 @@ class KernelSchedule(RowSchedule):
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
         """Raise if the group's messages have failed, because the ranks' launches may no longer match. Then compare."""
         if self._transport is not None:
-            self._kernels.check_usable()
+            self._kernels.raise_if_messages_failed()
             self._transport.check(op, dims, x.dtype, x.device)
 
 
@@ -411,7 +415,7 @@ class Workspaces(GroupKernels[_Slot]):
             options = {"timeout_seconds": _timeout_seconds(), "rescue": self._memory.rescue}
             workspace = self._constructors[kind](buffer, handle, **options)
         slot = _Slot(workspace, size, workspace.state.is_cuda)
-        return self._keep(kind, slot, old_slot if old_slot is not None and old_slot.is_captured else None)
+        return self._replace_slot(kind, slot, old_slot if old_slot is not None and old_slot.is_captured else None)
 
 
 class WorkspaceScope:

@@ -74,7 +74,7 @@ class FusedKernel(KernelSchedule):
         self.memory = memory
         self.copy_schedule = copy_schedule
         if copy_schedule is not None:
-            self.workspaces.fail_with(copy_schedule.engine)
+            self.workspaces.link_failures(copy_schedule.engine)
         self._loaded_kernels: set[Any] = set()  # calls whose kernels are on the device
         self._side_stream = SideStream()
         # An architecture such as sm_120 uses the kernels of another one with the same instructions.
