@@ -306,7 +306,7 @@ def _supports_all_except(text: str, *ops: str) -> Callable[[str, torch.dtype], A
 
 def _shared_memory_available(group: Group, device: torch.device) -> Availability:
     if device.type != "cpu":
-        return unavailable(f"it supports CPU tensors only, not {device.type}")
+        return unavailable(f"shared memory supports CPU tensors only, not {device.type}")
     if not settings.shared_memory_allowed():
         return unavailable("FUSED_TP_SHM=0 turns shared memory off")
     return AVAILABLE if shm_transport(group) is not None else shm_availability(group)
@@ -411,7 +411,7 @@ def _symmetric_memory_check(
 
     def check_group(group: Group, device: torch.device) -> Availability:
         if group.size > max_ranks:
-            return unavailable(f"its kernels support at most {max_ranks} ranks, and the group has {group.size}")
+            return unavailable(f"the kernels support at most {max_ranks} ranks, and the group has {group.size}")
         availability = agree_on_availability(group, f"{feature} on {device.type}", lambda: check_device(device))
         if not availability:
             return availability
@@ -421,7 +421,9 @@ def _symmetric_memory_check(
         if isinstance(memory, Availability):
             return memory
         if multicast and not memory.multicast:
-            return unavailable("its GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)")
+            return unavailable(
+                "the group's GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)"
+            )
         return AVAILABLE
 
     return check_group
@@ -447,7 +449,7 @@ def _two_levels_available(group: Group, device: torch.device) -> Availability:
     with raise_as_group_errors(group, hosts.local_group):
         availabilities = {name: SCHEDULES[name].available(hosts.local_group, device) for name in HOST_SCHEDULES}
     reasons = "; ".join(f"{name}: {availability.reason}" for name, availability in availabilities.items())
-    own_availability = unavailable(f"its ranks have no fast links inside a host ({reasons})")
+    own_availability = unavailable(f"the group's ranks have no fast links inside a host ({reasons})")
     feature = f"fast links inside hosts on {device.type}"
     return agree_on_availability(
         group, feature, lambda: AVAILABLE if any(availabilities.values()) else own_availability
@@ -659,7 +661,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ScheduleSpec(
             "hierarchical",
             # Movements around grouped matmuls use two levels, too.
-            _supports_all_except("it does not implement {op}", RING, ALL_TO_ALL),
+            _supports_all_except("the two-level schedule does not implement {op}", RING, ALL_TO_ALL),
             _two_levels_available,
             _make_hierarchical,
             _HIERARCHICAL_TRANSPORT,

@@ -72,7 +72,7 @@ def test_a_table_that_names_them_all_comes_to_what_there_is(tmp_path: Path) -> N
         assert "forward: pipelined over gloo" in said
         for name, reason in GPU_ONLY.items():
             assert f"no {name}: rank 0: {reason}" in said
-        assert "no hierarchical: all of its ranks are on one host" in said
+        assert "no hierarchical: all ranks of the group are on one host" in said
 
 
 def of_mixed_gpus(group: Any) -> list[str]:

@@ -147,7 +147,7 @@ class CopyCall:
         )
 
     def offer(self, shard: Tensor, destinations: Sequence[Tensor]) -> OfferedShards:
-        """Start a gather whose shards the next kernel of the current stream polls for itself; return what it polls.
+        """Start a gather. The next kernel of the current stream waits for the shards itself, by polling the result.
 
         Not supported during CUDA graph capture. `destinations` also has an entry for this rank; if that entry is an
         empty tensor, this rank's shard is not copied.

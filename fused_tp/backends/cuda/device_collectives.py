@@ -195,8 +195,11 @@ _preload_lock = threading.Lock()
 
 
 def _preload(kernels: Any, device: torch.device) -> None:
-    """Load all kernels on `device`, once. Loading a kernel at its first launch could deadlock: loading may synchronize
-    the device, on which another rank's kernel may wait for this launch."""
+    """Load all kernels on `device`, once.
+
+    Loading a kernel at its first launch could deadlock: it may synchronize the device, on which another rank's kernel
+    may wait for this launch.
+    """
     if device.type != "cuda":
         return
     with _preload_lock, torch.cuda.device(device):

@@ -89,7 +89,7 @@ def _find_hosts(group: Group) -> Hosts | Availability:
 def _check_ascending(group: Group) -> Availability:
     if list(group.ranks) != sorted(group.ranks):
         return unavailable(
-            f"its ranks {list(group.ranks)} do not ascend, and torch would sort the ranks of its subgroups"
+            f"the group's ranks {list(group.ranks)} do not ascend, and torch would sort the ranks of its subgroups"
         )
     return AVAILABLE
 
@@ -103,14 +103,14 @@ def ranks_per_host(names: list[str]) -> int | Availability:
     """
     num_hosts = len(set(names))
     if num_hosts == 1:
-        return unavailable("all of its ranks are on one host")
+        return unavailable("all ranks of the group are on one host")
     if num_hosts == len(names):
-        return unavailable("each of its ranks is on a different host")
+        return unavailable("each rank of the group is on a different host")
     per_host = len(names) // num_hosts
     blocks = [set(names[first : first + per_host]) for first in range(0, len(names), per_host)]
     if len(names) % num_hosts or any(len(block) > 1 for block in blocks):
         return unavailable(
-            f"its {len(names)} ranks are not in consecutive blocks of equal size on the {num_hosts} hosts"
+            f"the group's {len(names)} ranks are not in consecutive blocks of equal size on the {num_hosts} hosts"
         )
     return per_host
 
@@ -173,8 +173,8 @@ def _can_create_subgroups(group: Group, ranks: tuple[int, ...]) -> Availability:
     group_counts = sorted(set(answers))
     if len(group_counts) > 1:
         return unavailable(
-            f"its ranks are members of different numbers of groups ({group_counts}), so torch cannot create subgroups "
-            "of it"
+            f"the group's ranks are members of different numbers of groups ({group_counts}), so torch cannot create "
+            "subgroups of the group"
         )
     return AVAILABLE
 

@@ -567,12 +567,13 @@ def check_facts(facts: Sequence[NcclFacts]) -> Availability:
     versions = sorted({fact.version for fact in facts})
     if len({version // 100 for version in versions}) > 1:
         return unavailable(
-            f"its ranks have loaded different versions of NCCL: {', '.join(map(_format_version, versions))}"
+            f"the group's ranks have loaded different versions of NCCL: {', '.join(map(_format_version, versions))}"
         )
     gpus = [fact.gpu for fact in facts if fact.gpu]
     if len(set(gpus)) < len(gpus):
         return unavailable(
-            "several of its ranks share a GPU (NCCL 2.30 and later support this with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            "several ranks of the group share a GPU (NCCL 2.30 and later support this with "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
     return AVAILABLE
 

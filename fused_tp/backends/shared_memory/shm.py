@@ -401,7 +401,7 @@ def _create_transport(group: Group) -> ShmTransport | Availability:
     own_answer = core_group.address.hex() if core_group is not None else "", settings.host_name()
     answers = exchange(group, _RENDEZVOUS_NAME, own_answer, find_dead_ranks)
     if len(hosts := {host for _, host in answers}) > 1:
-        return unavailable(f"FUSED_TP_HOST assigns its ranks to {len(hosts)} different hosts")
+        return unavailable(f"FUSED_TP_HOST assigns the group's ranks to {len(hosts)} different hosts")
     addresses = [bytes.fromhex(address) for address, _ in answers]
     if core_group is not None and all(addresses):
         try:

@@ -220,12 +220,12 @@ def check_facts(facts: list[SymmMemFacts]) -> Availability:
     if not (availability := first_unavailability(fact.problem for fact in facts)):
         return availability
     if len({fact.host for fact in facts}) > 1:
-        return unavailable("its ranks are on several hosts")
+        return unavailable("the group's ranks are on several hosts")
     if len({fact.arch for fact in facts}) > 1:
-        return unavailable(f"its GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}")
+        return unavailable(f"the group's GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}")
     gpus = [fact.gpu for fact in facts if fact.gpu]
     if len(set(gpus)) < len(gpus) and not all(fact.may_share_gpu for fact in facts):
-        return unavailable("several of its ranks share a GPU")
+        return unavailable("several ranks of the group share a GPU")
     for rank, fact in enumerate(facts):
         # GPUs that this rank does not see (CUDA_VISIBLE_DEVICES) are missing here; torch checks them when it allocates.
         for peer, other in enumerate(facts):
