@@ -59,7 +59,7 @@ REPLICATED_OPS = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
 )
 
-# Candidates that `fused-tp tune` need not have verified, if FUSED_TP_AUTOTUNE is not set.
+# Without FUSED_TP_AUTOTUNE, these are candidates even if `fused-tp tune` has not verified them.
 _ALWAYS_CANDIDATES = (PLAIN, "symm_mem")
 _FILE_DESCRIPTION = (
     "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, the "

@@ -647,7 +647,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ),
         ScheduleSpec(
             "copy_engine",
-            # Excluded ops: sums without a matmul to overlap with.
+            # Excluded: sums without a matmul to overlap with, ring attention, all-to-all and grouped matmuls.
             _supports_all_except(
                 "copy engines do not implement {op}",
                 *("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),

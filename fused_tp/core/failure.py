@@ -414,7 +414,9 @@ def _break_groups_after_fork() -> None:
     for transport in (transport for transports in _TRANSPORTS.values() for transport in transports):
         if transport.fatal_error is None:
             call = transport.call_for_error("a call")
-            transport.fatal_error = transport.error(FusedTPError, call, ": this process is a fork of that rank.")
+            transport.fatal_error = transport.error(
+                FusedTPError, call, ": this process is a fork of rank {rank} and cannot use its groups."
+            )
 
 
 os.register_at_fork(after_in_child=_break_groups_after_fork)

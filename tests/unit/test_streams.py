@@ -144,7 +144,7 @@ def gather(engine: CopyEngine, rank: LocalRank, length: int, number: int, offere
     shard, gathered = torch.full((length,), 10.0 * number + rank.rank), torch.zeros(RANKS, length)
     with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
         if offered:
-            words = call.offer(shard, list(gathered)).arrived
+            words = call.offer(shard, list(gathered)).arrival_flags
             until = time.monotonic() + 30
             while not all(words[peer] for peer in range(RANKS) if peer != rank.rank):
                 assert time.monotonic() < until

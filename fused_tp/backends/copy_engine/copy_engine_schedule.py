@@ -38,7 +38,7 @@ MAX_CHUNKS = 4
 
 
 class CopyEngineSchedule(KernelSchedule):
-    """The ops of one group as library matmuls and block copies.
+    """Implements the ops of one group by library matmuls and copies of blocks.
 
     Args:
         plain: schedule of all-reduces without a matmul, which have no copy engine version; None if the ranks are

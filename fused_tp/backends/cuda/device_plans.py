@@ -45,8 +45,8 @@ class DevicePlan:
 
     nbytes: int  # size of the workspace
     blocks: int  # number of blocks of the launch
-    count: int  # number of elements for sums, of bytes for data movement; 0: nothing to do
-    chunk_size: int  # number of these elements or bytes per rank (per row for norms)
+    count: int  # total number of elements for sums, of bytes for data movement; 0: no launch
+    chunk_size: int  # number of elements or bytes of one rank; for norms, of one row
     dtype_index: int  # number of the dtype in csrc/dtype.h
     shape: tuple[int, ...]  # shape of the result on this rank
 

@@ -28,7 +28,7 @@ from fused_tp.core.tracing import span
 
 
 class DeviceSchedule(KernelSchedule):
-    """The ops of one group as library matmuls followed or preceded by one device kernel.
+    """Implements the ops of one group by library matmuls, each preceded or followed by one device kernel.
 
     Args:
         algorithm: algorithm of all-reduces: "one_shot", "two_shot" or "multimem". It is also the schedule's name.

@@ -41,7 +41,7 @@ MAX_CHUNKS = 4
 
 
 class Hierarchical(Schedule):
-    """The ops of a group that spans several hosts.
+    """Implements the ops of a group that spans several hosts.
 
     Args:
         hosts: layout of the group's ranks on hosts.

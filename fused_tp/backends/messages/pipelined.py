@@ -28,7 +28,7 @@ ComputeColumns: TypeAlias = Callable[[int, int], Tensor]  # computes columns [st
 
 
 class Pipelined(Plain):
-    """The ops of one group, with compute and torch.distributed transfers interleaved chunk by chunk."""
+    """Implements the ops of one group, with compute and torch.distributed transfers interleaved chunk by chunk."""
 
     name = "pipelined"
 

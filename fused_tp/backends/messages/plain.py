@@ -17,7 +17,7 @@ from fused_tp.core.pending import Pending, PendingCall
 
 
 class Plain(RowSchedule):
-    """The ops of one group as compute followed by a torch.distributed collective.
+    """Implements the ops of one group by compute, followed by a torch.distributed collective.
 
     `overlapped_work`, such as the weight gradient, runs while the collective is in flight.
     """

@@ -101,7 +101,7 @@ def _row_ranges(counts: Sequence[int]) -> list[RowRange]:
 
 
 def _select_chunk(ranges: Iterable[tuple[int, int, int]], chunk: int, num_chunks: int) -> tuple[RowRange, ...]:
-    """Return chunk number `chunk` of each (peer, start, rows), without empty ones."""
+    """Return chunk number `chunk` of each range (peer, start, rows); empty chunks are omitted."""
     chunk_ranges = ((peer, start, shard_range(rows, num_chunks, chunk)) for peer, start, rows in ranges)
     return tuple(
         RowRange(peer, start + begin, end - begin) for peer, start, (begin, end) in chunk_ranges if end > begin

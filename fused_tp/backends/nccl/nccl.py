@@ -46,7 +46,7 @@ from fused_tp.core.store import exchange, first_unavailability
 
 _LOG = logging.getLogger("fused_tp")
 _ARRIVAL_SECONDS = 0.3  # after a peer has exited, its data may still arrive for this long
-_IDLE_SECONDS = 2.0  # the same without a visible transfer: a replayed CUDA graph may wait for the peer
+_IDLE_SECONDS = 2.0  # the same if no transfer is in flight: a replayed CUDA graph may wait for the peer
 
 
 Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each transfer
@@ -136,7 +136,7 @@ class PendingExchanges(Pending[None]):
 
     def send(self) -> None:
         """Enqueue the next exchange of a scatter; it starts after the work enqueued on the current stream so far."""
-        # Counted as a separate call, so that a rank stuck in the middle differs from one that has sent everything.
+        # Counted as a separate call, so that its status shows whether a rank is stuck between two sends.
         queue, transport = self._queue, self._transport
         if queue.tickets:
             queue.call = transport.begin(queue.call.op)

@@ -40,7 +40,7 @@ _ALIGNMENT_BYTES = 16  # bytes that one thread moves at a time
 
 
 class NcclPipeline(Plain):
-    """The ops of one group on its own communicator; ops without a matmul are not chunked.
+    """Implements the ops of one group on its own NCCL communicator; ops without a matmul are not chunked.
 
     Args:
         transport: transport of the group, from `backends.nccl.nccl.nccl_dist`.

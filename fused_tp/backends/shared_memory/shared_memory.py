@@ -38,7 +38,7 @@ _MIN_STEPPED_BYTES = 1 << 20
 
 
 class SharedMemorySchedule(RowSchedule):
-    """The ops of one group of ranks that share memory."""
+    """Implements the ops of one group whose ranks share memory."""
 
     name = "one_sided"
 

@@ -42,7 +42,11 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def check_not_capturing(device: torch.device, missing_clause: str) -> None:
-    """Raise RuntimeError during CUDA graph capture. `missing_clause`: says what the group lacks."""
+    """Raise RuntimeError during CUDA graph capture.
+
+    Args:
+        missing_clause: beginning of the message, such as "The group has no workspace yet".
+    """
     if is_capturing(device):
         raise RuntimeError(
             f"{missing_clause}; it cannot be created during CUDA graph capture. Run the same ops once before the "
@@ -72,7 +76,7 @@ def make_once_on_device(
 
 
 class KernelMemory(ABC):
-    """The ranks of a group and their memory, as kernels see them.
+    """Base class of memory of a group that kernels of all its ranks can access, and properties of these ranks.
 
     Streams share the GPU's queues, of which a process has 8, or up to 32 (CUDA_DEVICE_MAX_CONNECTIONS): a wait in one
     stream blocks all work behind it in the queue. So the workspaces of a rank share the stream in which nothing waits.
@@ -202,7 +206,7 @@ def _try_allocation(group: Group, device: torch.device) -> tuple[Availability, b
         own_answer = str(error).splitlines()[0], False
     answers = exchange(group, "symmetric memory", own_answer)
     problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
-    availability = unavailable(f"torch's symmetric memory failed; {problems[0]}") if problems else AVAILABLE
+    availability = unavailable(f"torch could not allocate symmetric memory: {problems[0]}") if problems else AVAILABLE
     return availability, all(multicast for _, multicast in answers)
 
 
@@ -396,7 +400,7 @@ def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
 
 
 class CpuSymmetricMemory:
-    """A tensor of equal size on every rank of one host."""
+    """Symmetric memory on the CPU: one buffer of `nbytes` per rank, which all ranks of the host can access."""
 
     def __init__(self, transport: ShmTransport, nbytes: int) -> None:
         self._transport = transport

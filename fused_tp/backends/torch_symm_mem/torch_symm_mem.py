@@ -149,7 +149,7 @@ class TorchSymmMem(Workspaces):
                 self._sum_buffer, self._handle = self._memory.allocate(size)
         except NoSymmetricMemory as error:
             self._failed_bytes[memory_name] = nbytes
-            _LOG.warning("%s of this size uses plain collectives from now on: %s", op, error)
+            _LOG.warning("Calls of %s of this size or larger use plain collectives from now on: %s", op, error)
             return False
         if outgrown is not None and self._outside_slot.is_captured:
             self._outgrown_memory.append(outgrown)

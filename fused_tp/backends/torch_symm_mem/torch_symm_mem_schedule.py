@@ -44,7 +44,7 @@ ONE_SHOT_BYTES = 256 << 10  # as in torch's own intra-node all-reduce; larger su
 
 
 class TorchSymmMemSchedule(KernelSchedule):
-    """The ops of one group by torch's symmetric memory ops; the rest fall back to plain collectives.
+    """Implements the ops of one group by torch's symm_mem ops; other calls fall back to plain collectives.
 
     Args:
         symm_mem: the group's ops and memory.

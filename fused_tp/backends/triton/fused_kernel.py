@@ -44,7 +44,7 @@ ONE_SHOT_BYTES = 256 * 1024
 
 
 class FusedKernel(KernelSchedule):
-    """The ops of one group whose ranks write into each other's memory.
+    """Implements the ops of one group by fused kernels, in memory that all ranks of the group can access.
 
     Args:
         memory: memory of the group.
@@ -75,7 +75,7 @@ class FusedKernel(KernelSchedule):
         self.copy_schedule = copy_schedule
         if copy_schedule is not None:
             self.workspaces.link_failures(copy_schedule.engine)
-        self._loaded_kernels: set[Any] = set()  # calls whose kernels are on the device
+        self._loaded_kernels: set[Any] = set()  # calls whose kernels have been loaded on the device
         self._side_stream = SideStream()
         # An architecture such as sm_120 uses the kernels of another one with the same instructions.
         self._arch = kernel_arch(memory.arch)
@@ -83,7 +83,7 @@ class FusedKernel(KernelSchedule):
 
     @staticmethod
     def load() -> None:
-        """Import the kernels, and install precompiled ones in Triton's cache. Exceptions pass through."""
+        """Import the kernels, and install precompiled ones in Triton's cache. Exceptions propagate."""
         from fused_tp.triton_kernels.archive import install_shipped
 
         install_shipped()
