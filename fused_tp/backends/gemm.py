@@ -73,10 +73,8 @@ def _onednn_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-_PLAIN_TYPES = (
-    Tensor,
-    torch.nn.Parameter,
-)  # types whose memory holds their values; subclasses may interpret it differently
+# Types whose memory holds their values; subclasses may interpret it differently.
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _MIN_NATIVE_ELEMENTS = 1 << 17  # fewest elements of w; for smaller weights the overhead of a call dominates
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
 _MAX_FEW_ROWS: int = _core.FEW_ROWS if _HAS_CORE else 0  # largest number of rows that the native core supports

@@ -221,7 +221,7 @@ class GroupCalls:
         self.world_size = group.size
         self.backend = backend
         self.calls = 0  # number of calls started
-        self.fatal_error: FusedTPError | None = None  # why the group is unusable
+        self.fatal_error: FusedTPError | None = None  # the failure that made the group unusable
         # Called after `_depart`, to abort dependent resources.
         self.depart_dependents: Callable[[], None] = lambda: None
         self._ops: deque[str] = deque(maxlen=16)

@@ -41,9 +41,8 @@ from fused_tp.core.pending import start_thread
 IMMEDIATE_TIMEOUT = timedelta(milliseconds=1)  # for torch, 0 means "no timeout"
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
 _COMPLETION_SECONDS = 0.3  # gloo marks a finished work as completed within 1 ms, unless the machine is overloaded
-_CLOSED_HERE_MESSAGE = (
-    "Application timeout"  # gloo's message for a connection that a timeout of this process has closed
-)
+# gloo's message for a connection that a timeout of this process has closed.
+_CLOSED_HERE_MESSAGE = "Application timeout"
 
 
 def closed_peers(group: dist.ProcessGroup) -> list[int]:

@@ -340,7 +340,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             )
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
         if old_slot is not None and outgrown_slot is None:
-            # The new workspace reuses the streams, and the old watchdog would take their work for its own.
+            # The new workspace reuses the streams, and the old watchdog would mistake the work in them for its own.
             old_slot.core.stop()
         return self._replace_slot(
             "", _NativeSlot(workspace, buffer, gather_bytes, scatter_bytes, streams), outgrown_slot

@@ -145,7 +145,7 @@ class DeviceCollectives(Workspaces):
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
         if plan.count:
-            # a later capture of this call uses the other workspace, which cannot grow during the capture
+            # In a later capture this call is not overlapped: it uses the workspace "device", which cannot grow then.
             if overlapped:
                 needed_bytes = self._plans.get("all_gather", shard, "", counts).nbytes
                 self.reserve("device", needed_bytes, "all_gather")

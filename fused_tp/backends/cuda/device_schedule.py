@@ -126,9 +126,8 @@ class DeviceSchedule(KernelSchedule):
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(overlapped_work, partial.device), span("all_reduce", partial, self.name):
-            return self.collectives.all_reduce(
-                partial, self.name, bias, out=partial, overlapped=True
-            )  # see _matmul_scatter
+            # Always overlapped, as in `_matmul_scatter`.
+            return self.collectives.all_reduce(partial, self.name, bias, out=partial, overlapped=True)
 
     def _reduce_and_normalize(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float

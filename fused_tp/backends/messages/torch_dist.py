@@ -41,15 +41,15 @@ from fused_tp.core.pending import (
     sum_in_rank_order,
 )
 
-# Up to this many bytes per rank an all-reduce sends every term to all ranks (one step); above it is a reduce-scatter
-# and an all-gather (two steps, 2/W of the bytes).
+# Up to this many bytes per rank an all-reduce sends every term to all ranks, in one step. A larger one is a
+# reduce-scatter and an all-gather: two steps with 2/W of the bytes.
 ONE_SHOT_BYTES = 64 * 1024
 
 _SIGNATURE_BYTES = 512
-_CLOSED_DRAIN_SECONDS = (
-    1.0  # seconds after which gloo has processed all data that arrived before a connection was closed
-)
-_PEERS_DONE_SECONDS = 5.0  # seconds after which remaining ranks that have all arrived have exchanged their data
+# Time after which gloo has processed all data that arrived before a connection was closed.
+_CLOSED_DRAIN_SECONDS = 1.0
+# Time in which the remaining ranks exchange their data once all of them have arrived.
+_PEERS_DONE_SECONDS = 5.0
 _TIMEOUT_PHRASES = ("timed out", "timeout")
 _PEER_LOST_PHRASES = (
     "connection closed",

@@ -89,8 +89,8 @@ class GroupKernels(ABC, Generic[SlotT]):
         self._lost_ranks: list[int] = []  # ranks whose processes have exited, in this order
         self._has_logged = False
         self._linked_kernels: WeakSet[GroupKernels[Any]] = WeakSet()
-        self.calls = 0  # number of started calls, which peers join
-        self.fatal_error: FusedTPError | None = None  # why the kernels are unusable
+        self.calls = 0  # number of started calls, in which peers may wait for this rank
+        self.fatal_error: FusedTPError | None = None  # the failure that made the kernels unusable
 
     def watch(self) -> None:
         """Start the thread that watches the peers' processes."""
@@ -458,7 +458,7 @@ class GpuWorkspaceScope(WorkspaceScope):
         return self._slot.workspace
 
     def __exit__(self, *_: object) -> bool | None:
-        # Also after an exception, because a kernel that was launched before it runs.
+        # Also after an exception, because a kernel that was launched before the exception still runs.
         index = self._workspaces._memory.device.index
         if not self._is_capturing:
             stream = torch.cuda.current_stream(index)

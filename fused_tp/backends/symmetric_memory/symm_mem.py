@@ -88,7 +88,7 @@ class KernelMemory(ABC):
     arch: int  # compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted
     sms: int  # multiprocessors of the rank with the fewest; ranks on one GPU share its multiprocessors
     pids: Mapping[int, int]  # processes of peers that can be watched from here, by rank
-    serialized_by: Hashable  # ops in memories of an equal value are serialized with each other
+    serialized_by: Hashable  # ops in all memories with an equal value are serialized with each other
     shares_gpu = False  # True if the ranks are threads of this process, on one GPU
 
     @cached_property
@@ -231,7 +231,8 @@ def check_facts(facts: list[SymmMemFacts]) -> Availability:
     if len(set(gpus)) < len(gpus) and not all(fact.may_share_gpu for fact in facts):
         return unavailable("several ranks of the group share a GPU")
     for rank, fact in enumerate(facts):
-        # GPUs that this rank does not see (CUDA_VISIBLE_DEVICES) are missing here; torch checks them when it allocates.
+        # `unreachable_gpus` lacks GPUs that the rank does not see (CUDA_VISIBLE_DEVICES). torch checks those when it
+        # allocates memory.
         for peer, other in enumerate(facts):
             if other.gpu in fact.unreachable_gpus:
                 return unavailable(f"the GPU of rank {rank} cannot access the memory of the GPU of rank {peer}")
@@ -414,7 +415,7 @@ class CpuSymmetricMemory:
             workspace.signal(1)
             workspace.wait_all(1)
             offsets = [int(workspace.buffer(r, (1,), torch.int64)) for r in range(self.world_size)]
-        # `own` keeps the range from being allocated again; views of peers do not.
+        # `own_memory` keeps this rank's range from being allocated again; the views of peers' memory do not.
         self._memories = [
             own_memory if r == self.rank else transport.core_group.at(r, offset, max(nbytes, 64))
             for r, offset in enumerate(offsets)
