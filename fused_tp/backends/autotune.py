@@ -141,8 +141,8 @@ def usable_schedules(
     Args:
         names: names of schedules to consider; None: all.
     """
-    rest = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (names is None or spec.name in names))
-    return [PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
+    other_specs = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (names is None or spec.name in names))
+    return [PLAIN, *(s.name for s in other_specs if s.supports(op, dtype) and s.available(group, device))]
 
 
 def _candidate_schedules(op_name: str, key: ScheduleKey, group: Group, saved_results: Mapping[str, Any]) -> list[str]:

@@ -96,12 +96,12 @@ def select_schedule(key: ScheduleKey, group: Group) -> Schedule:
         return LOCAL_SCHEDULE
     # A repeated call costs one lookup; the code below takes several times as long.
     schedules = _SELECTED_SCHEDULES[group]
-    call = key, settings.routing_values()
-    schedule = schedules.get(call)
+    call_key = key, settings.routing_values()
+    schedule = schedules.get(call_key)
     if schedule is None:
         if len(schedules) >= _MAX_CACHED_SELECTIONS:  # reached if sequence lengths keep changing
             schedules.clear()
-        schedule = schedules[call] = _select(key, group)
+        schedule = schedules[call_key] = _select(key, group)
     return schedule
 
 

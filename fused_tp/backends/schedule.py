@@ -211,8 +211,10 @@ class RowSchedule(Schedule):
                 products, bias, scatter_dim=scatter_dim, overlapped_work=overlapped_work
             )
         self.check("matmul_reduce_scatter", (*dim_shards.shape, scatter_dim, bias is not None), x)
-        rows = [(dim_shards.to_rank_major(x), w) for x, w in products]
-        return self._matmul_scatter(rows, dim_shards, bias, overlapped_work).view(dim_shards.shard_shapes[self.rank])
+        row_products = [(dim_shards.to_rank_major(x), w) for x, w in products]
+        return self._matmul_scatter(row_products, dim_shards, bias, overlapped_work).view(
+            dim_shards.shard_shapes[self.rank]
+        )
 
     def matmul_all_reduce(
         self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
@@ -321,8 +323,8 @@ class DimShards:
     @cached_property
     def row_counts(self) -> tuple[int, ...]:
         """Number of rows of each rank (product of all dims except the last)."""
-        others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
-        return tuple(others * size for size in self.sizes)
+        rows_per_index = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
+        return tuple(rows_per_index * size for size in self.sizes)
 
     @cached_property
     def row_starts(self) -> tuple[int, ...]:

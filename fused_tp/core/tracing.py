@@ -81,12 +81,12 @@ def op_span(group: str, name: str, *items: object) -> Iterator[None]:
 
 
 @contextmanager
-def wait_span(awaited: str) -> Iterator[None]:
-    """Context manager that counts the time inside as waiting for a peer, in a range "waiting for `awaited`"."""
+def wait_span(awaited_name: str) -> Iterator[None]:
+    """Context manager that counts the time inside as waiting for a peer, in a range "waiting for `awaited_name`"."""
     global _python_wait_seconds
     start_time = time.perf_counter()
     try:
-        with span("waiting for", awaited):
+        with span("waiting for", awaited_name):
             yield
     finally:
         _python_wait_seconds += time.perf_counter() - start_time

@@ -102,8 +102,8 @@ class DeviceSchedule(KernelSchedule):
         return outputs, x if request.return_gathered else None
 
     def _launch_gather(self, x_shard: Tensor, dim_shards: DimShards, *, overlapped: bool = False) -> Tensor:
-        others = prod(dim_shards.shape[: dim_shards.dim]) * prod(dim_shards.shape[dim_shards.dim + 1 :])
-        counts = [size * others for size in dim_shards.sizes]
+        elements_per_index = prod(dim_shards.shape[: dim_shards.dim]) * prod(dim_shards.shape[dim_shards.dim + 1 :])
+        counts = [size * elements_per_index for size in dim_shards.sizes]
         with span("all_gather", x_shard, self.name):
             flat = self.collectives.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
         return flat.view(dim_shards.shape) if dim_shards.is_rank_major else dim_shards.join_shards(flat.split(counts))

@@ -169,8 +169,8 @@ class Hierarchical(Schedule):
             host_length = length // self._hosts.num_hosts
 
             def host_term(host: int) -> Tensor:
-                rows = [(x.narrow(scatter_dim, host * host_length, host_length), w) for x, w in products]
-                return host_schedule.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
+                host_products = [(x.narrow(scatter_dim, host * host_length, host_length), w) for x, w in products]
+                return host_schedule.matmul_reduce_scatter(host_products, None, scatter_dim=scatter_dim)
 
             return self._scatter_to_hosts("matmul_reduce_scatter", host_schedule.name, host_term, bias, overlapped_work)
 
@@ -181,8 +181,8 @@ class Hierarchical(Schedule):
         shape = (*x.shape[:-1], w.shape[0])
         if prod(shape) == 0:
             return self._flat_schedule.matmul_all_reduce(products, bias, overlapped_work=overlapped_work)
-        rows = [(as_rows(x), w) for x, w in products]
-        m, n = rows[0][0].shape[0], w.shape[0]
+        row_products = [(as_rows(x), w) for x, w in products]
+        m, n = row_products[0][0].shape[0], w.shape[0]
         ranges = self._column_chunks(m, n, x)
         pending = []
         with self._begin_call("matmul_all_reduce", (*shape, bias is not None), x):
@@ -191,7 +191,7 @@ class Hierarchical(Schedule):
             for chunk, (start, stop) in enumerate(ranges):
                 with tracing.span("chunk", chunk, "of", len(ranges), host_schedule.name):
                     partial = host_schedule.matmul_reduce_scatter(
-                        [(x, w[start:stop]) for x, w in rows], None, scatter_dim=0
+                        [(x, w[start:stop]) for x, w in row_products], None, scatter_dim=0
                     )
                 chunk_bias = None if bias is None else bias[start:stop]
                 pending.append(self._cross_host.all_reduce("matmul_all_reduce", partial, chunk_bias))

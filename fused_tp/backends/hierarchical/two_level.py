@@ -115,8 +115,8 @@ def ranks_per_host(names: list[str]) -> int | Availability:
     return per_host
 
 
-def split_by_host(group: Group, size: int) -> tuple[Group, Group] | Availability:
-    """Create the two subgroups of this rank for blocks of `size` consecutive ranks. All ranks must call together.
+def split_by_host(group: Group, block_size: int) -> tuple[Group, Group] | Availability:
+    """Create the two subgroups of this rank for blocks of `block_size` consecutive ranks. All ranks must call together.
 
     Returns:
         The subgroup of this rank's block, and the subgroup of the ranks at this rank's position in all blocks. Or the
@@ -127,13 +127,13 @@ def split_by_host(group: Group, size: int) -> tuple[Group, Group] | Availability
     """
     if not (availability := _check_ascending(group)):
         return availability
-    num_blocks = group.size // size
-    block, position = divmod(group.rank, size)
-    blocks = [group.ranks[i * size : (i + 1) * size] for i in range(num_blocks)]
-    position_groups = [group.ranks[i::size] for i in range(size)]
+    num_blocks = group.size // block_size
+    block, position = divmod(group.rank, block_size)
+    blocks = [group.ranks[i * block_size : (i + 1) * block_size] for i in range(num_blocks)]
+    position_groups = [group.ranks[i::block_size] for i in range(block_size)]
     is_world = group.size == dist.get_world_size()
     subgroups: list[Group] = []
-    final_group_count = _world.group_count + num_blocks + size
+    final_group_count = _world.group_count + num_blocks + block_size
     for all_subgroup_ranks, own_ranks in ((blocks, blocks[block]), (position_groups, position_groups[position])):
         # If `group` is the world, all ranks must create all subgroups (new_group); else only a subgroup's members do.
         if not is_world and not (availability := _can_create_subgroups(group, own_ranks)):

@@ -149,11 +149,11 @@ class TorchDist(GroupCalls):
         # no peer has left, or data sent before it left may still arrive
         if min(closed_seconds.values(), default=0.0) <= _CLOSED_DRAIN_SECONDS:
             return False
-        others = set(range(self.world_size)) - closed_seconds.keys() - {self.rank}
-        if others and max(closed_seconds.values()) <= _PEERS_DONE_SECONDS:
+        remaining_ranks = set(range(self.world_size)) - closed_seconds.keys() - {self.rank}
+        if remaining_ranks and max(closed_seconds.values()) <= _PEERS_DONE_SECONDS:
             return False
         statuses = self.board.read()
-        return all(rank in statuses and statuses[rank].call >= call.number for rank in others)
+        return all(rank in statuses and statuses[rank].call >= call.number for rank in remaining_ranks)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 

@@ -251,11 +251,13 @@ def allocate_cpu(group: Group, nbytes: int) -> tuple[Tensor, Any]:
 _rendezvous_count = 0  # number of rendezvous of this process, over all groups
 
 
-def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | None = None) -> tuple[Tensor, Any]:
+def _allocate_cuda(
+    group: Group, device: torch.device, nbytes: int, group_name: str | None = None
+) -> tuple[Tensor, Any]:
     """Allocate `nbytes` of zeroed symmetric memory on a GPU, which returns to the driver when it is freed.
 
     Args:
-        name: name of the group, for memory whose group torch must find without a group argument.
+        group_name: name of the group, for memory whose group torch must find without a group argument.
 
     Raises the errors of `_rendezvous_of_all`.
     """
@@ -268,7 +270,7 @@ def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | 
         with torch.cuda.device(device):
             # Not from torch's pool, which would return a block of an earlier group with that group's handle.
             tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
-                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device, group_name=name
+                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device, group_name=group_name
             )
     except (RuntimeError, ValueError) as error:
         problem = str(error).splitlines()[0]

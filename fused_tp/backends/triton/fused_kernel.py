@@ -190,8 +190,8 @@ class FusedKernel(KernelSchedule):
 
     def _gather_launch(self, request: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
-        widest = max(w.shape[0] for w in request.weights)
-        return self._launch_options(request.x_shard.dtype, sum(dim_shards.row_counts), widest, min_margin=1)
+        max_width = max(w.shape[0] for w in request.weights)
+        return self._launch_options(request.x_shard.dtype, sum(dim_shards.row_counts), max_width, min_margin=1)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
