@@ -105,13 +105,13 @@ def matmul_makers(context: RankContext, op: str, dtype: str, rows: int, features
 
     def fused_tp_contestant() -> Contestant:
         import fused_tp
-        from fused_tp.backends.registry import decide
+        from fused_tp.backends.registry import describe_selection
         from fused_tp.core.dispatch import ScheduleKey
         from fused_tp.core.group import resolve_group
 
         k, n = (features, None) if op == "all_gather_matmul" else (None, features)
         key = ScheduleKey(op, x.dtype, x.device, rows, k, n)
-        decision = decide(key, resolve_group(None))  # recorded, because the time depends on the schedule
+        decision = describe_selection(key, resolve_group(None))  # recorded, because the time depends on the schedule
         op_function = getattr(fused_tp, op)
         note = f"{decision.schedule} over {decision.transport}"
         return checked_contestant(lambda: op_function(x, next(weights), group=None), expected, note)

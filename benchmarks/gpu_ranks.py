@@ -129,7 +129,9 @@ class _RecordingEngine:
         from fused_tp.triton_kernels.gemm.all_gather_gemm import no_arrivals
 
         arrivals = no_arrivals(self.rank.world_size, 1, self.rank.device)
-        return SimpleNamespace(arrived=arrivals.arrived, order=arrivals.order, expired=arrivals.expired)
+        return SimpleNamespace(
+            arrival_flags=arrivals.arrived, order_scratch=arrivals.order, expired_address=arrivals.expired
+        )
 
     def finish(self, *_: object) -> None: ...
 

@@ -26,7 +26,7 @@ import torch
 
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
-from fused_tp.backends.autotune import fastest
+from fused_tp.backends.autotune import choose_fastest
 from fused_tp.core import dispatch, settings
 from fused_tp.core.settings import override_environment
 
@@ -188,7 +188,7 @@ def _choose(choices: Iterable[tuple[str, int, str, SecondsByName]]) -> tuple[lis
     """
     winners, changes = [], []
     for name, size, incumbent, seconds in choices:
-        winner = fastest(seconds, incumbent)
+        winner = choose_fastest(seconds, incumbent)
         winners.append((size, winner))
         if winner == incumbent:
             continue

@@ -396,7 +396,7 @@ class DeviceAllToAll(AllToAll):
     def __init__(self, schedule: DeviceSchedule, messages: MessageAllToAll) -> None:
         self.name = schedule.name
         self._abort_scope = schedule.abort_scope
-        self._device = schedule.device
+        self._device = schedule.collectives
         self._messages = messages
 
     def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:

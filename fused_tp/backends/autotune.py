@@ -52,29 +52,28 @@ PLAIN = "plain"
 NUM_ROUNDS = 9
 ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
 MAX_CALLS = 50  # largest number of calls per schedule and round
-MAX_TIME_RATIO = (
-    0.95  # a faster schedule's third quartile of (its time / plain's time) over the rounds must be below this
-)
+# A schedule is faster than plain if the third quartile of (its time / plain's time) over the rounds is below this.
+MAX_TIME_RATIO = 0.95
 MAX_SLOWDOWN = 3.0  # a schedule that takes this many times as long as the fastest in its first call is not measured
 REPLICATED_OPS = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
 )
 
-# Candidates that `fused-tp tune` need not have verified, if FUSED_TP_AUTOTUNE is not set.
+# Without FUSED_TP_AUTOTUNE, these are candidates even if `fused-tp tune` has not verified them.
 _ALWAYS_CANDIDATES = (PLAIN, "symm_mem")
 _FILE_DESCRIPTION = (
     "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, the "
     "schedules with wrong results, and the schedules verified by fused-tp tune. Delete the file to measure again."
 )
 _LOG = logging.getLogger("fused_tp")
-_SECTIONS = ("choices", "wrong", "right")  # of the file
+_SECTIONS = ("choices", "wrong", "right")  # sections of the file of saved choices
 _SAVED_CHOICES: GroupSlot[dict[str, Any]] = GroupSlot()
 
 RunOnSchedule = Callable[[Schedule], Any]
 
 
-def is_measured(name: str, key: ScheduleKey, group: Group) -> bool:
-    """True if the first call of op `name` with `key` is measured. All ranks call together."""
+def is_measured(op_name: str, key: ScheduleKey, group: Group) -> bool:
+    """True if the first call of op `op_name` with `key` is measured. All ranks call together."""
     if group.size == 1 or settings.forced_schedule() is not None:
         return False
     setting = settings.autotune()
@@ -82,11 +81,11 @@ def is_measured(name: str, key: ScheduleKey, group: Group) -> bool:
         return setting is not None
     if settings.table_path() is not None or transport_key(group, key.device) != "nvlink":
         return False
-    return len(_candidate_schedules(name, key, group, _load_choices_once(group, key.device))) > 1
+    return len(_candidate_schedules(op_name, key, group, _load_choices_once(group, key.device))) > 1
 
 
-def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: RunOnSchedule) -> Schedule | None:
-    """Return the fastest schedule for a call of op `name`, and measure the schedules if there is no saved choice.
+def tuned_schedule(op_name: str, key: ScheduleKey, group: Group, run: RunOnSchedule) -> Schedule | None:
+    """Return the fastest schedule for a call of op `op_name`, and measure the schedules if there is no saved choice.
 
     Returns None if schedules cannot be measured: during CUDA graph capture, or if `FUSED_TP_AUTOTUNE` is not set and
     memory is short.
@@ -97,28 +96,28 @@ def tuned_schedule(name: str, key: ScheduleKey, group: Group, run: RunOnSchedule
     Raises:
         FusedTPError: a schedule failed and left the group unusable; the message names the schedule.
     """
-    saved = _load_choices_once(group, key.device)
+    saved_results = _load_choices_once(group, key.device)
     # Checked at every call: the chosen schedule may have been disabled, or found wrong at other sizes, since.
-    choice = _valid_choice(name, key, group, saved)
+    choice = _valid_choice(op_name, key, group, saved_results)
     if choice is None:
         if is_capturing(key.device):
             return None
         with torch.no_grad():
-            choice = _measure_candidates(name, key, group, run, saved)
+            choice = _measure_candidates(op_name, key, group, run, saved_results)
         if choice is None:
             return None
-        call = _choice_keys(name, key)[-1]
-        saved["choices"][call] = choice
+        call_key = _choice_keys(op_name, key)[-1]
+        saved_results["choices"][call_key] = choice
         if group.rank == 0:
-            _save_choices(saved)
-            _LOG.info("autotune: %s: %s", call, describe_choice(choice))
+            _save_choices(saved_results)
+            _LOG.info("autotune: %s: %s", call_key, describe_choice(choice))
     return schedule_named(choice["schedule"], group, key.device)
 
 
-def saved_choice(name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
-    """Return the saved choice of this group for a call of op `name` with `key`; None if there is none."""
-    saved = _SAVED_CHOICES.get(group)
-    return None if saved is None else _valid_choice(name, key, group, saved)
+def saved_choice(op_name: str, key: ScheduleKey, group: Group) -> dict[str, Any] | None:
+    """Return the saved choice of this group for a call of op `op_name` with `key`; None if there is none."""
+    saved_results = _SAVED_CHOICES.get(group)
+    return None if saved_results is None else _valid_choice(op_name, key, group, saved_results)
 
 
 def describe_choices(group: Group) -> dict[str, str]:
@@ -130,144 +129,174 @@ def describe_choices(group: Group) -> dict[str, str]:
 
 def saved_files() -> list[tuple[Path, dict[str, Any]]]:
     """Return (path, content) of all files of saved choices in the folder that this process uses."""
-    found = ((path, _read_choices(path)) for path in sorted(_results_folder().glob("autotune-*.json")))
-    return [(path, content) for path, content in found if content is not None]
+    contents = ((path, _read_choices(path)) for path in sorted(_results_folder().glob("autotune-*.json")))
+    return [(path, content) for path, content in contents if content is not None]
 
 
 def usable_schedules(
-    op: str, dtype: torch.dtype, device: torch.device, group: Group, among: Collection[str] | None = None
+    op: str, dtype: torch.dtype, device: torch.device, group: Group, names: Collection[str] | None = None
 ) -> list[str]:
     """Return the names of the schedules available to `group` for `op`, "plain" first. All ranks call together.
 
     Args:
         names: names of schedules to consider; None: all.
     """
-    rest = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (among is None or spec.name in among))
-    return [PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
+    other_specs = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (names is None or spec.name in names))
+    return [PLAIN, *(s.name for s in other_specs if s.supports(op, dtype) and s.available(group, device))]
 
 
-def _candidate_schedules(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> list[str]:
-    """Return the schedules that support a call and have not returned wrong results; always includes "plain"."""
-    among = None
+def _candidate_schedules(op_name: str, key: ScheduleKey, group: Group, saved_results: Mapping[str, Any]) -> list[str]:
+    """Return the names of the schedules to measure for a call, without those with wrong results; includes "plain"."""
+    names = None
     if settings.autotune() == settings.AUTOTUNE_UNSET:
-        right = saved.get("right", {})
-        among = [one for one in SCHEDULES if one in _ALWAYS_CANDIDATES or right.get(_verdict_key(one, name, key.dtype))]
-    found = usable_schedules(key.op, key.dtype, key.device, group, among)
-    return [one for one in found if one == PLAIN or not saved["wrong"].get(_verdict_key(one, name, key.dtype))]
+        verified = saved_results.get("right", {})
+        names = [
+            schedule
+            for schedule in SCHEDULES
+            if schedule in _ALWAYS_CANDIDATES or verified.get(_verdict_key(schedule, op_name, key.dtype))
+        ]
+    usable = usable_schedules(key.op, key.dtype, key.device, group, names)
+    return [
+        schedule
+        for schedule in usable
+        if schedule == PLAIN or not saved_results["wrong"].get(_verdict_key(schedule, op_name, key.dtype))
+    ]
 
 
-def _valid_choice(name: str, key: ScheduleKey, group: Group, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+def _valid_choice(
+    op_name: str, key: ScheduleKey, group: Group, saved_results: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return the saved choice for a call if its schedule is still a candidate, else None."""
-    choices = [choice for call in _choice_keys(name, key) if (choice := saved["choices"].get(call)) is not None]
+    choices = [
+        choice for call in _choice_keys(op_name, key) if (choice := saved_results["choices"].get(call)) is not None
+    ]
     if not choices:
         return None
-    candidates = _candidate_schedules(name, key, group, saved)
+    candidates = _candidate_schedules(op_name, key, group, saved_results)
     return next((choice for choice in choices if choice["schedule"] in candidates), None)
 
 
-def _verdict_key(schedule: str, name: str, dtype: torch.dtype) -> str:
+def _verdict_key(schedule: str, op_name: str, dtype: torch.dtype) -> str:
     """Return the key of a schedule, op and dtype in the sections "wrong" and "right"."""
-    return f"{schedule}: {name} in {str(dtype).removeprefix('torch.')}"
+    return f"{schedule}: {op_name} in {str(dtype).removeprefix('torch.')}"
 
 
-def known_problem(group: Group, device: torch.device, schedule: str, name: str, dtype: torch.dtype) -> str:
-    """Return the recorded problem of op `name` on a schedule; empty if there is none. All ranks call together."""
-    return str(_load_choices_once(group, device)["wrong"].get(_verdict_key(schedule, name, dtype), ""))
+def known_problem(group: Group, device: torch.device, schedule: str, op_name: str, dtype: torch.dtype) -> str:
+    """Return the recorded problem of op `op_name` on a schedule; empty if there is none. All ranks call together."""
+    return str(_load_choices_once(group, device)["wrong"].get(_verdict_key(schedule, op_name, dtype), ""))
 
 
-def record_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
+def record_problems(group: Group, device: torch.device, problems: Mapping[tuple[str, str, torch.dtype], str]) -> None:
     """Save problems by (schedule, op, dtype); an empty problem clears an earlier one. All ranks call together."""
-    saved = _load_choices_once(group, device)
-    saved["wrong"].update({_verdict_key(*what): problem for what, problem in found.items()})
-    saved["right"].update({_verdict_key(*what): "" for what in found})
+    saved_results = _load_choices_once(group, device)
+    saved_results["wrong"].update({_verdict_key(*case): problem for case, problem in problems.items()})
+    saved_results["right"].update({_verdict_key(*case): "" for case in problems})
     if group.rank == 0:
-        _save_choices(saved)
+        _save_choices(saved_results)
 
 
-def record_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
-    """Save that the (schedule, op, dtype) in `found` are verified by fused-tp tune. All ranks call together."""
-    saved = _load_choices_once(group, device)
-    saved["right"].update(dict.fromkeys((_verdict_key(*what) for what in found), "checked by fused-tp tune"))
+def record_verified(group: Group, device: torch.device, verified: Iterable[tuple[str, str, torch.dtype]]) -> None:
+    """Save that the (schedule, op, dtype) in `verified` are verified by fused-tp tune. All ranks call together."""
+    saved_results = _load_choices_once(group, device)
+    saved_results["right"].update(dict.fromkeys((_verdict_key(*case) for case in verified), "checked by fused-tp tune"))
     if group.rank == 0:
-        _save_choices(saved)
+        _save_choices(saved_results)
 
 
 def _measure_candidates(
-    name: str, key: ScheduleKey, group: Group, run: RunOnSchedule, saved: dict[str, Any]
+    op_name: str, key: ScheduleKey, group: Group, run: RunOnSchedule, saved_results: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Measure all candidates and return the choice; None if memory is short. Records wrong results in `saved`."""
-    names = _candidate_schedules(name, key, group, saved)
-    schedules = {one: schedule_named(one, group, key.device) for one in names}
-    reference = _tensors(run(schedules[PLAIN]))
+    """Measure all candidates and return the choice; None if memory is short. Add wrong results to `saved_results`."""
+    names = _candidate_schedules(op_name, key, group, saved_results)
+    schedules = {candidate: schedule_named(candidate, group, key.device) for candidate in names}
+    reference = _list_tensors(run(schedules[PLAIN]))
     if settings.autotune() == settings.AUTOTUNE_UNSET:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
         transfer_bytes = key.m * (key.n or key.k or 0) * key.dtype.itemsize
         is_memory_short = sum(t.nbytes for t in reference) * 3 + 4 * transfer_bytes > _free_bytes(key.device)
-        if any(exchange(group, f"autotuning of {name}: memory", is_memory_short)):
+        if any(exchange(group, f"autotuning of {op_name}: memory", is_memory_short)):
             return None
     trials = exchange(
         group,
-        f"autotuning of {name}: first calls",
-        {one: _try_schedule(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
+        f"autotuning of {op_name}: first calls",
+        {
+            candidate: _try_schedule(candidate, schedule, run, reference, key.device)
+            for candidate, schedule in schedules.items()
+        },
     )
-    for one in names:
+    for candidate in names:
         problem = _schedule_problem(
-            [trial[one] for trial in trials], [trial[PLAIN] for trial in trials], name in REPLICATED_OPS
+            [trial[candidate] for trial in trials], [trial[PLAIN] for trial in trials], op_name in REPLICATED_OPS
         )
-        if problem and one != PLAIN:
-            saved["wrong"][_verdict_key(one, name, key.dtype)] = problem
-            del schedules[one]
-    first_calls = {one: max(trial[one]["seconds"] for trial in trials) for one in schedules}
-    shortest = min(first_calls.values())
-    rivals = [one for one in schedules if one == PLAIN or first_calls[one] < MAX_SLOWDOWN * shortest]
-    calls = min(MAX_CALLS, 1 + int(ROUND_SECONDS / max(shortest, 1e-9)))
-    rounds = [[_seconds_per_call(schedules[one], run, calls, key.device) for one in rivals] for _ in range(NUM_ROUNDS)]
-    by_rank = exchange(group, f"autotuning of {name}: times", rounds)
-    slowest = {
-        one: [max(times[i][at] for times in by_rank) for i in range(NUM_ROUNDS)] for at, one in enumerate(rivals)
+        if problem and candidate != PLAIN:
+            saved_results["wrong"][_verdict_key(candidate, op_name, key.dtype)] = problem
+            del schedules[candidate]
+    first_call_seconds = {candidate: max(trial[candidate]["seconds"] for trial in trials) for candidate in schedules}
+    shortest_seconds = min(first_call_seconds.values())
+    measured_names = [
+        candidate
+        for candidate in schedules
+        if candidate == PLAIN or first_call_seconds[candidate] < MAX_SLOWDOWN * shortest_seconds
+    ]
+    calls_per_round = min(MAX_CALLS, 1 + int(ROUND_SECONDS / max(shortest_seconds, 1e-9)))
+    rounds = [
+        [
+            _measure_seconds_per_call(schedules[candidate], run, calls_per_round, key.device)
+            for candidate in measured_names
+        ]
+        for _ in range(NUM_ROUNDS)
+    ]
+    rounds_by_rank = exchange(group, f"autotuning of {op_name}: times", rounds)
+    slowest_seconds = {
+        candidate: [max(times[i][column] for times in rounds_by_rank) for i in range(NUM_ROUNDS)]
+        for column, candidate in enumerate(measured_names)
     }
-    medians = {one: statistics.median(times) for one, times in slowest.items()}
-    return {"schedule": fastest(slowest), "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
+    median_seconds = {candidate: statistics.median(times) for candidate, times in slowest_seconds.items()}
+    return {
+        "schedule": choose_fastest(slowest_seconds),
+        "seconds": median_seconds,
+        "slower": sorted(set(schedules) - set(measured_names)),
+    }
 
 
 def _try_schedule(
-    name: str, schedule: Schedule, run: RunOnSchedule, reference: Sequence[Tensor], device: torch.device
+    schedule_name: str, schedule: Schedule, run: RunOnSchedule, reference: Sequence[Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Run the call three times on a schedule; return its problem, its duration and the checksums of its results."""
     try:
-        first = _tensors(run(schedule))
-        seconds = _seconds_per_call(schedule, run, 1, device)
-        again = _tensors(run(schedule))
+        first_result = _list_tensors(run(schedule))
+        seconds = _measure_seconds_per_call(schedule, run, 1, device)
+        second_result = _list_tensors(run(schedule))
     except FusedTPError as error:
         suffix = " Autotuning ran this call on schedule {tried!r}; set FUSED_TP_AUTOTUNE=0 to turn autotuning off."
-        raise error.copy(suffix, tried=name) from error
+        raise error.copy(suffix, tried=schedule_name) from error
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
     return {
-        "problem": describe_difference(first, reference),
+        "problem": describe_difference(first_result, reference),
         "seconds": seconds,
-        "bits": [tensor_checksum(t) for t in first],
-        "again": [tensor_checksum(t) for t in again],
+        "bits": [tensor_checksum(t) for t in first_result],
+        "again": [tensor_checksum(t) for t in second_result],
     }
 
 
 def _schedule_problem(
-    trials: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], is_replicated: bool
+    trials: Sequence[Mapping[str, Any]], plain_trials: Sequence[Mapping[str, Any]], is_replicated: bool
 ) -> str:
     """Return the problem of a schedule, from the results of `_try_schedule` on each rank; empty if there is none.
 
     Args:
         trials: results for this schedule, by rank.
-        plain: results for the plain schedule, by rank.
+        plain_trials: results for the plain schedule, by rank.
         is_replicated: True if all ranks get the same result from this op.
     """
     for rank, trial in enumerate(trials):
         if trial["problem"]:
             return f"on rank {rank} {trial['problem']}"
-    for rank, (trial, reference) in enumerate(zip(trials, plain, strict=True)):
-        if trial["bits"] != trial["again"] and reference["bits"] == reference["again"]:
+    for rank, (trial, plain_trial) in enumerate(zip(trials, plain_trials, strict=True)):
+        if trial["bits"] != trial["again"] and plain_trial["bits"] == plain_trial["again"]:
             return f"on rank {rank} two equal calls returned different bits"
-    ranks_differ = [len({tuple(trial["bits"]) for trial in rank_trials}) > 1 for rank_trials in (trials, plain)]
+    ranks_differ = [len({tuple(trial["bits"]) for trial in rank_trials}) > 1 for rank_trials in (trials, plain_trials)]
     return "ranks hold different bits" if is_replicated and ranks_differ == [True, False] else ""
 
 
@@ -289,26 +318,26 @@ def describe_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -
         eps = torch.finfo(reference.dtype).eps
         tolerance = 8 * (eps if reference.dtype == torch.float64 else max(eps, 2.0**-11))
         wide_dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
-        is_known = reference.isfinite()
-        rms = torch.where(is_known, reference, 0).to(wide_dtype).square().mean().sqrt()
+        is_finite = reference.isfinite()
+        rms = torch.where(is_finite, reference, 0).to(wide_dtype).square().mean().sqrt()
         error = (result.to(wide_dtype) - reference.to(wide_dtype)).abs()
-        allowed = tolerance * (reference.to(wide_dtype).abs() + rms)
-        is_wrong = is_known & ~(error <= allowed)
+        allowed_error = tolerance * (reference.to(wide_dtype).abs() + rms)
+        is_wrong = is_finite & ~(error <= allowed_error)
         if is_wrong.any():
             wrong_share = is_wrong.sum().item() / reference.numel()
-            worst = float((error / rms)[is_wrong].max())
-            return f"{wrong_share:.2%} of the result are wrong, by up to {worst:.2g} of its root mean square"
+            worst_ratio = float((error / rms)[is_wrong].max())
+            return f"{wrong_share:.2%} of the result are wrong, by up to {worst_ratio:.2g} times its root mean square"
     return ""
 
 
-def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
+def choose_fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
     """Choose from seconds by name and round: the incumbent, unless another is clearly faster in most rounds.
 
     A rival must take less than `MAX_TIME_RATIO` of the incumbent's time in three quarters of the rounds, so that noise
     changes no choice; of such rivals, the one with the smallest median ratio is chosen. Without times of the incumbent,
     the one with the smallest median time is.
 
-    >>> fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
+    >>> choose_fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
     'pipelined'
     """
     if incumbent not in seconds:
@@ -321,13 +350,13 @@ def fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> s
     return min(faster, key=lambda name: statistics.median(ratios[name]), default=incumbent)
 
 
-def _seconds_per_call(schedule: Schedule, run: RunOnSchedule, calls: int, device: torch.device) -> float:
+def _measure_seconds_per_call(schedule: Schedule, run: RunOnSchedule, num_calls: int, device: torch.device) -> float:
     _synchronize(device)
     start = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(num_calls):
         run(schedule)
     _synchronize(device)
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / num_calls
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -343,7 +372,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _tensors(results: Any) -> list[Tensor]:
+def _list_tensors(results: Any) -> list[Tensor]:
     return [t for t in tree_leaves(results) if isinstance(t, Tensor)]
 
 
@@ -352,19 +381,19 @@ def tensor_checksum(t: Tensor) -> int:
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
-def _describe_call(name: str, key: ScheduleKey) -> str:
+def _describe_call(op_name: str, key: ScheduleKey) -> str:
     dims = ("up to m", _round_up(key.m)), ("k", key.k), ("n", key.n)
     sizes = ", ".join(f"{dim}={size}" for dim, size in dims if size is not None)
-    return f"{name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
+    return f"{op_name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
 
 
-def _choice_keys(name: str, key: ScheduleKey) -> list[str]:
+def _choice_keys(op_name: str, key: ScheduleKey) -> list[str]:
     """Return the keys under which choices for a call are looked up, in order; a new choice is saved under the last.
 
     With FUSED_TP_AUTOTUNE=1 all schedules are measured, so such a choice is also valid if the variable is not set.
     Choices made while it is not set compare few schedules, so they have a separate key.
     """
-    call = _describe_call(name, key)
+    call = _describe_call(op_name, key)
     return (
         [call]
         if settings.autotune() != settings.AUTOTUNE_UNSET
@@ -392,38 +421,41 @@ def describe_choice(choice: Mapping[str, Any]) -> str:
 
 
 def _results_folder() -> Path:
-    named = settings.autotune()
-    if named in (None, settings.AUTOTUNE_UNSET, "1"):
+    setting = settings.autotune()
+    if setting in (None, settings.AUTOTUNE_UNSET, "1"):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
-    return Path(str(named))
+    return Path(str(setting))
 
 
 def _describe_machine(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the hardware and versions for which saved choices are valid. A collective call."""
     hosts = exchange(group, "autotuning: hosts", host_id())
-    ranks = [hosts.count(host) for host in dict.fromkeys(hosts)]
+    ranks_per_host = [hosts.count(host) for host in dict.fromkeys(hosts)]
     if device.type == "cuda":
-        name, driver = torch.cuda.get_device_name(device), getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
+        device_name, driver = torch.cuda.get_device_name(device), getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
     else:
-        name, driver = f"{platform.machine()}, {os.cpu_count()} processors", f"{torch.get_num_threads()} threads a rank"
+        device_name, driver = (
+            f"{platform.machine()}, {os.cpu_count()} processors",
+            f"{torch.get_num_threads()} threads a rank",
+        )
     versions = {"fused_tp": version("fused-tp"), "torch": torch.__version__}
-    return {**versions, "ranks of each host": ranks, "device": name, "driver": driver}
+    return {**versions, "ranks of each host": ranks_per_host, "device": device_name, "driver": driver}
 
 
 def _load_choices_once(group: Group, device: torch.device) -> dict[str, Any]:
-    saved = _SAVED_CHOICES.get(group)
-    if saved is None:
-        saved = _SAVED_CHOICES[group] = _load_choices(group, device)
-    return saved
+    saved_results = _SAVED_CHOICES.get(group)
+    if saved_results is None:
+        saved_results = _SAVED_CHOICES[group] = _load_choices(group, device)
+    return saved_results
 
 
 def _load_choices(group: Group, device: torch.device) -> dict[str, Any]:
     """Return the content of rank 0's file of saved choices. A collective call."""
     machine = _describe_machine(group, device)
     path = _results_folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
-    mine = _read_choices(path) if group.rank == 0 else None
-    theirs = exchange(group, "autotuning: saved choices", mine)[0] or {}
-    sections = {section: theirs.get(section, {}) for section in _SECTIONS}
+    own_content = _read_choices(path) if group.rank == 0 else None
+    content = exchange(group, "autotuning: saved choices", own_content)[0] or {}
+    sections = {section: content.get(section, {}) for section in _SECTIONS}
     return {"about": _FILE_DESCRIPTION, "machine": machine, **sections, "path": str(path)}
 
 
@@ -439,16 +471,21 @@ def _read_choices(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _save_choices(saved: Mapping[str, Any]) -> None:
-    """Merge `saved` into its file, and replace the file atomically, because other groups and programs may write it."""
-    path = Path(saved["path"])
+def _save_choices(saved_results: Mapping[str, Any]) -> None:
+    """Merge `saved_results` into its file.
+
+    The file is replaced atomically, because other groups and programs may write it at the same time.
+    """
+    path = Path(saved_results["path"])
     previous = _read_choices(path) or {}
     content = {
-        "about": saved["about"],
-        "machine": saved["machine"],
+        "about": saved_results["about"],
+        "machine": saved_results["machine"],
         **{
             section: {
-                key: value for key, value in (previous.get(section, {}) | saved.get(section, {})).items() if value
+                key: value
+                for key, value in (previous.get(section, {}) | saved_results.get(section, {})).items()
+                if value
             }
             for section in _SECTIONS
         },
@@ -459,4 +496,6 @@ def _save_choices(saved: Mapping[str, Any]) -> None:
             file.write(json.dumps(content, indent=1) + "\n")
         os.replace(file.name, path)
     except OSError as error:
-        _LOG.warning("Choices of schedules could not be saved in %s (%s); the next run measures again.", path, error)
+        _LOG.warning(
+            "Choices of schedules could not be saved in %s (%s); the next run will measure again.", path, error
+        )

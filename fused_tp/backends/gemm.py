@@ -73,10 +73,8 @@ def _onednn_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-_PLAIN_TYPES = (
-    Tensor,
-    torch.nn.Parameter,
-)  # types whose memory holds their values; subclasses may interpret it differently
+# Types whose memory holds their values; subclasses may interpret it differently.
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _MIN_NATIVE_ELEMENTS = 1 << 17  # fewest elements of w; for smaller weights the overhead of a call dominates
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
 _MAX_FEW_ROWS: int = _core.FEW_ROWS if _HAS_CORE else 0  # largest number of rows that the native core supports
@@ -157,7 +155,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return sum_i x_i @ w_i^T + bias with the leading dims of x; in `out` [rows, N] if given."""
-    (x, w), *others = products
+    (x, w), *other_products = products
     if out is None:
         out = linear(x, w, bias)
     elif (
@@ -172,7 +170,7 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
         torch.mm(as_rows(x), w.t(), out=out)
     else:
         torch.addmm(bias, as_rows(x), w.t(), out=out)
-    for x, w in others:
+    for x, w in other_products:
         as_rows(out).addmm_(as_rows(x), w.t())
     return out
 

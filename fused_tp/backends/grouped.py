@@ -47,8 +47,8 @@ class Routing(NamedTuple):
         ends = self.offsets.tolist()
         if ends != sorted(ends) or ends[0] < 0 or ends[-1] != len(self.tokens):
             raise ValueError(
-                f"offsets must be the end of each expert's rows: ascending, with the number of rows, "
-                f"{len(self.tokens)}, last. Got {ends if len(ends) <= 8 else f'{ends[:8]} ...'}."
+                f"offsets must be the ascending ends of the experts' rows, the last one equal to the number of rows, "
+                f"{len(self.tokens)}; got {ends if len(ends) <= 8 else f'{ends[:8]} ...'}."
             )
         if len(self.tokens) and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < num_tokens:
             raise ValueError(
@@ -105,8 +105,8 @@ class GroupedProduct(NamedTuple):
         """
         y = grouped_linear(self.x, self.weight, self.routing, out=rows)
         order = self.routing.tokens.argsort(stable=True)
-        numbers = torch.arange(self.num_tokens + 1, device=order.device)
-        starts = torch.searchsorted(self.routing.tokens[order], numbers)
+        token_indices = torch.arange(self.num_tokens + 1, device=order.device)
+        starts = torch.searchsorted(self.routing.tokens[order], token_indices)
         scale = None if self.scale is None else self.scale[order]
         if _HAS_CORE and y.is_cpu and y.dtype in _NATIVE_DTYPES and y.is_contiguous():
             return _sum_rows(y, order, starts, scale, y.new_empty(self.shape) if out is None else out)
@@ -161,15 +161,15 @@ def grouped_weight_grad(d_output: Tensor, x: Tensor, weight: Tensor, routing: Ro
         return grouped_mm(d_output.contiguous().t(), x.contiguous(), offs=routing.offsets)
     # The gradient has the strides of the weight, so that autograd accumulates it without a copy.
     d_weight = torch.empty_like(weight)
-    unused = set(range(len(weight)))
+    unused_experts = set(range(len(weight)))
     for expert, start, stop in routing.experts():
-        unused.remove(expert)
-        d, rows, out = d_output[start:stop], x[start:stop], d_weight[expert]
+        unused_experts.remove(expert)
+        d_rows, rows, out = d_output[start:stop], x[start:stop], d_weight[expert]
         if out.is_contiguous():
-            sum_of_products([(d.t(), rows.t())], out=out)
+            sum_of_products([(d_rows.t(), rows.t())], out=out)
         else:
-            sum_of_products([(rows.t(), d.t())], out=out.t())
-    for expert in unused:
+            sum_of_products([(rows.t(), d_rows.t())], out=out.t())
+    for expert in unused_experts:
         d_weight[expert].zero_()
     return d_weight
 
@@ -179,10 +179,10 @@ def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
     return (x * scale[:, None]).to(x.dtype)
 
 
-def scale_grads(d_scaled: Tensor, x: Tensor, scale: Tensor | None, needs: Any) -> dict[str, Tensor]:
-    """Return the gradients of `scale * x` by name, for "x" and "scale" if `needs` requests them."""
-    grads = {"x": d_scaled if scale is None else scale_rows(d_scaled, scale)} if needs.x else {}
-    if needs.scale and scale is not None:
+def scale_grads(d_scaled: Tensor, x: Tensor, scale: Tensor | None, needs_grad: Any) -> dict[str, Tensor]:
+    """Return the gradients of `scale * x` by name, for "x" and "scale" if `needs_grad` requests them."""
+    grads = {"x": d_scaled if scale is None else scale_rows(d_scaled, scale)} if needs_grad.x else {}
+    if needs_grad.scale and scale is not None:
         grads["scale"] = (d_scaled * x).sum(1, dtype=torch.promote_types(scale.dtype, torch.float32)).to(scale.dtype)
     return grads
 

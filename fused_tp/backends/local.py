@@ -1,4 +1,4 @@
-"""Schedule of a group of one rank, without communication."""
+"""Schedule `local`: the ops of a group of one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LocalSchedule(Schedule):
-    """The ops on one rank: only their compute."""
+    """Implements the ops for a group of one rank, without communication."""
 
     name = "local"
     rank = 0

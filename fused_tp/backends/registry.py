@@ -14,7 +14,7 @@ import torch
 from fused_tp.backends.local import LOCAL_SCHEDULE
 from fused_tp.backends.messages.torch_dist import backend_for_device, torch_dist
 from fused_tp.backends.schedule import Schedule
-from fused_tp.backends.shared_memory.shm import MAX_RANKS as SHM_RANKS
+from fused_tp.backends.shared_memory.shm import MAX_RANKS as SHM_MAX_RANKS
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, is_triton_interpreted, unavailable
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RING = "ring_attention"
 ALL_TO_ALL = "all_to_all"
-SYMM_MEM_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2048 bytes
+SYMM_MEM_MAX_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2048 bytes
 MAX_RANKS = 63  # limit of kernels that write into peers' memory: their error record has one bit per rank
-_MAX_REMEMBERED = 4096
-_DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # differing settings of the ranks; "": compared and equal
-_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by schedule key and routing settings
-_MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by name, device and chunks
-_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(empty_dict)  # by device type
-_COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(empty_dict)
-_ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(empty_dict)
+_MAX_CACHED_SELECTIONS = 4096
+# Differing settings of the ranks; "": compared and equal.
+_DIFFERING_SETTINGS: GroupSlot[str | FusedTPError] = GroupSlot()
+_SELECTED_SCHEDULES: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by schedule key and routing settings
+_CREATED_SCHEDULES: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by name, device and chunks
+_GROUP_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(empty_dict)  # by device type
+_DEVICE_COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(empty_dict)
+_COPY_ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(empty_dict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Decision:
     reason: str
 
 
-ALONE = Decision("local", "none", "the group has one rank, so nothing moves")
+SINGLE_RANK_DECISION = Decision("local", "none", "the group has one rank, so nothing moves")
 
 
 # -- selection --------------------------------------------------------------------------------------------------------
@@ -94,45 +95,49 @@ def select_schedule(key: ScheduleKey, group: Group) -> Schedule:
     if group.size == 1:
         return LOCAL_SCHEDULE
     # A repeated call costs one lookup; the code below takes several times as long.
-    schedules = _SELECTED[group]
-    call = key, settings.routing_values()
-    selected = schedules.get(call)
-    if selected is None:
-        if len(schedules) >= _MAX_REMEMBERED:  # reached if sequence lengths keep changing
+    schedules = _SELECTED_SCHEDULES[group]
+    call_key = key, settings.routing_values()
+    schedule = schedules.get(call_key)
+    if schedule is None:
+        if len(schedules) >= _MAX_CACHED_SELECTIONS:  # reached if sequence lengths keep changing
             schedules.clear()
-        selected = schedules[call] = _select(key, group)
-    return selected
+        schedule = schedules[call_key] = _select(key, group)
+    return schedule
 
 
-def _differing_settings(group: Group) -> str:
-    """Describe the settings that differ between ranks but must be equal, with the ranks' values; empty if none differ.
+def _compare_settings(group: Group) -> str:
+    """Compare the settings that must be equal on all ranks. Return the differences as text; empty if there are none.
 
     With different settings, ranks could wait for each other in different calls, or misread each other's data.
     """
-    mine = {**settings.must_match_values(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
-    everyone = exchange(group, "the first call", mine)
-    said = []
-    for name in mine:
-        ranks: dict[str, list[str]] = {}
-        for rank, theirs in enumerate(everyone):
-            ranks.setdefault(theirs.get(name, "unknown"), []).append(str(rank))
-        if len(ranks) > 1:
-            values = join_words(f"{value} on rank{'s'[len(of) < 2 :]} {join_words(of)}" for value, of in ranks.items())
-            said.append(f"{name} is {values}")
-    return "; ".join(said)
+    own_values = {**settings.must_match_values(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
+    values_by_rank = exchange(group, "the first call", own_values)
+    differences = []
+    for name in own_values:
+        ranks_by_value: dict[str, list[str]] = {}
+        for rank, rank_values in enumerate(values_by_rank):
+            ranks_by_value.setdefault(rank_values.get(name, "unknown"), []).append(str(rank))
+        if len(ranks_by_value) > 1:
+            values = join_words(
+                f"{value} on rank{'s'[len(ranks) < 2 :]} {join_words(ranks)}" for value, ranks in ranks_by_value.items()
+            )
+            differences.append(f"{name} is {values}")
+    return "; ".join(differences)
 
 
 def _select(key: ScheduleKey, group: Group) -> Schedule:
-    if _DIFFERING.get(group) != "" and (differing := create_together(_DIFFERING, group, _differing_settings)):
-        del _DIFFERING[group]  # so that the ranks compare again in their next call
+    if _DIFFERING_SETTINGS.get(group) != "" and (
+        differences := create_together(_DIFFERING_SETTINGS, group, _compare_settings)
+    ):
+        del _DIFFERING_SETTINGS[group]  # so that the ranks compare again in their next call
         raise RankMismatchError(
-            f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differing}."
+            f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differences}."
         )
     device = key.device
     name, chunks = forced_schedule(), None
     # Calls that the forced schedule does not implement fall back to the table.
-    if name is None or not _forced_serves(name, key, group):
-        choice = _choose(key, group)
+    if name is None or not _forced_schedule_availability(name, key, group):
+        choice = _choose_for_group(key, group)
         name, chunks = choice.schedule, choice.chunks
     return schedule_named(name, group, device, chunks)
 
@@ -143,14 +148,14 @@ def schedule_named(name: str, group: Group, device: torch.device, chunks: int | 
     Raises:
         ValueError: the schedule does not support this group.
     """
-    made, what = _MADE[group], (name, device, chunks)
-    schedule = made.get(what)
-    # FUSED_TP_SHM may have been turned off since the schedule was made.
+    schedules, schedule_key = _CREATED_SCHEDULES[group], (name, device, chunks)
+    schedule = schedules.get(schedule_key)
+    # FUSED_TP_SHM may have been set to 0 since the schedule was created.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
-        available = SCHEDULES[name].available(group, device)
-        if not available:
-            raise ValueError(f"Schedule {name!r} does not support this group: {available.reason}.")
-        schedule = made[what] = SCHEDULES[name].make(group, device, chunks)
+        availability = SCHEDULES[name].available(group, device)
+        if not availability:
+            raise ValueError(f"Schedule {name!r} does not support this group: {availability.reason}.")
+        schedule = schedules[schedule_key] = SCHEDULES[name].make(group, device, chunks)
     return schedule
 
 
@@ -166,18 +171,18 @@ def forced_schedule() -> str | None:
     return name
 
 
-def _forced_serves(name: str, key: ScheduleKey, group: Group) -> Availability:
-    """Return whether a call uses the forced schedule: whether the schedule implements the op.
+def _forced_schedule_availability(name: str, key: ScheduleKey, group: Group) -> Availability:
+    """Return whether a call uses the forced schedule `name`, which is the case if it implements the op.
 
     If the group cannot use the schedule, its creation raises later. Only for `hierarchical` this returns false instead,
     because some groups of a mesh are inside one host.
     """
-    supported = SCHEDULES[name].supports(key.op, key.dtype)
-    return SCHEDULES[name].available(group, key.device) if supported and name == "hierarchical" else supported
+    support = SCHEDULES[name].supports(key.op, key.dtype)
+    return SCHEDULES[name].available(group, key.device) if support and name == "hierarchical" else support
 
 
-def _choose(key: ScheduleKey, group: Group) -> dispatch.TableChoice:
-    """Return the first rule of the table whose schedule supports the call.
+def _choose_for_group(key: ScheduleKey, group: Group) -> dispatch.TableChoice:
+    """Return the choice of the first rule of the table whose schedule supports the call.
 
     With the shipped table, CPU ranks of several hosts use `hierarchical`, because messages between hosts are by far the
     slowest part.
@@ -185,15 +190,15 @@ def _choose(key: ScheduleKey, group: Group) -> dispatch.TableChoice:
     device = key.device
     transport = transport_key(group, device)
     may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
-    if may_span_hosts and settings.table_path() is None and _forced_serves("hierarchical", key, group):
+    if may_span_hosts and settings.table_path() is None and _forced_schedule_availability("hierarchical", key, group):
         return dispatch.TableChoice("hierarchical", "CPU ranks of several hosts use the two-level schedule")
 
-    def usable(spec: ScheduleSpec) -> Availability:
-        supported = spec.supports(key.op, key.dtype)
-        made = spec.name != "one_sided" and (spec.name, device, None) in _MADE[group]
-        return spec.available(group, device) if supported and not made else supported
+    def availability_of(spec: ScheduleSpec) -> Availability:
+        support = spec.supports(key.op, key.dtype)
+        is_created = spec.name != "one_sided" and (spec.name, device, None) in _CREATED_SCHEDULES[group]
+        return spec.available(group, device) if support and not is_created else support
 
-    return choose_by_table(key, group.size, transport, group_arch(group, device), usable)
+    return choose_by_table(key, group.size, transport, group_arch(group, device), availability_of)
 
 
 def transport_key(group: Group, device: torch.device) -> str:
@@ -217,9 +222,9 @@ def transport_key(group: Group, device: torch.device) -> str:
 
 
 def choose_by_table(
-    key: ScheduleKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
+    key: ScheduleKey, size: int, transport: str, arch: str, availability_of: Callable[[ScheduleSpec], Availability]
 ) -> dispatch.TableChoice:
-    """Return the first rule of the table whose schedule is usable, with the reasons why earlier rules are not.
+    """Return the choice of the first rule whose schedule is available, with the reasons why earlier ones are not.
 
     Raises:
         ValueError: the table names a schedule that does not exist, or has no rule for the call.
@@ -228,16 +233,16 @@ def choose_by_table(
     while True:
         choice = dispatch.choose_schedule(key, size, transport, arch, tuple(reasons))
         if choice.schedule not in SCHEDULES:
-            names = ", ".join(SCHEDULES)
+            schedule_names = ", ".join(SCHEDULES)
             raise ValueError(
                 f"Dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}, names schedule "
-                f"{choice.schedule!r}; it must be one of {names}."
+                f"{choice.schedule!r}; it must be one of {schedule_names}."
             )
-        # Rules are checked one by one and only as needed, because `usable` may be a collective call.
-        if found := usable(SCHEDULES[choice.schedule]):
-            notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
+        # Rules are checked one by one and only as needed, because `availability_of` may be a collective call.
+        if availability := availability_of(SCHEDULES[choice.schedule]):
+            notes = "".join(f"; no {name}: {reason}" for name, reason in reasons.items())
             return dispatch.TableChoice(choice.schedule, choice.rule + notes, choice.chunks)
-        reasons[choice.schedule] = found.reason
+        reasons[choice.schedule] = availability.reason
 
 
 def group_arch(group: Group, device: torch.device) -> str:
@@ -248,38 +253,40 @@ def group_arch(group: Group, device: torch.device) -> str:
     Raises:
         CollectiveTimeoutError: a rank did not call within `FUSED_TP_TIMEOUT` seconds.
     """
-    own = dispatch.device_arch(device)
+    own_arch = dispatch.device_arch(device)
     if device.type != "cuda":
-        return own
-    archs = _ARCHS[group]
+        return own_arch
+    archs = _GROUP_ARCHS[group]
     if device.type not in archs:
-        found = exchange(group, "the architecture of GPUs", own)
-        archs[device.type] = min(found, key=lambda arch: int(arch.removeprefix("sm_")))  # sm_100 is not below sm_90
+        archs_by_rank = exchange(group, "the comparison of GPU architectures", own_arch)
+        # Compared as numbers, because sm_100 is not below sm_90.
+        archs[device.type] = min(archs_by_rank, key=lambda arch: int(arch.removeprefix("sm_")))
     return archs[device.type]
 
 
-def decide(key: ScheduleKey, group: Group) -> Decision:
-    """Describe the result of `select_schedule`, with its reason."""
+def describe_selection(key: ScheduleKey, group: Group) -> Decision:
+    """Return the schedule that `select_schedule` returns, its transport, and the reason for the selection."""
     if group.size == 1:
-        return ALONE
+        return SINGLE_RANK_DECISION
     if key.device == torch.device("cuda"):  # tensors report cuda:N, so add the index
         key = key._replace(device=torch.device("cuda", torch.cuda.current_device()))
     device = key.device
     name = select_schedule(key, group).name
     transport = SCHEDULES[name].transport or backend_for_device(group, device.type)
-    forced = settings.forced_schedule()
-    if forced == name:
-        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(name)}")
-    rule = _choose(key, group).rule
+    forced_name = settings.forced_schedule()
+    if forced_name == name:
+        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced_name} forces it{describe_caveat(name)}")
+    rule = _choose_for_group(key, group).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
-    if forced is not None:
-        reason = f"FUSED_TP_SCHEDULE={forced}, but {_forced_serves(forced, key, group).reason}; {reason}"
-    if device.type == "cpu" and "no one_sided" not in rule and not (shared := _shared_memory_available(group, device)):
-        reason += f"; no shared memory: {shared.reason}"
-    return Decision(name, transport, reason + caveat_of(name))
+    if forced_name is not None:
+        problem = _forced_schedule_availability(forced_name, key, group).reason
+        reason = f"FUSED_TP_SCHEDULE={forced_name}, but {problem}; {reason}"
+    if device.type == "cpu" and "no one_sided" not in rule and not (shm := _shared_memory_available(group, device)):
+        reason += f"; no shared memory: {shm.reason}"
+    return Decision(name, transport, reason + describe_caveat(name))
 
 
-def caveat_of(name: str) -> str:
+def describe_caveat(name: str) -> str:
     """Return a schedule's caveat as the end of a reason; empty if it has none."""
     caveat = SCHEDULES[name].caveat
     return f"; note that {caveat}" if caveat else ""
@@ -288,20 +295,20 @@ def caveat_of(name: str) -> str:
 # -- support and availability of schedules ----------------------------------------------------------------------------
 
 
-def _always(*_: object) -> Availability:
+def _always_available(*_: object) -> Availability:
     return AVAILABLE
 
 
-def _lacks(text: str, *ops: str) -> Callable[[str, torch.dtype], Availability]:
-    """Return a `supports` function for all ops except `ops`; `text` is the reason for these."""
+def _supports_all_except(text: str, *ops: str) -> Callable[[str, torch.dtype], Availability]:
+    """Return a `supports` function that accepts all ops except `ops`; `text` is the reason, with the op as `{op}`."""
     return lambda op, dtype: unavailable(text.format(op=op)) if op in ops else AVAILABLE
 
 
 def _shared_memory_available(group: Group, device: torch.device) -> Availability:
     if device.type != "cpu":
-        return unavailable(f"it supports CPU tensors only, not {device.type}")
+        return unavailable(f"shared memory supports CPU tensors only, not {device.type}")
     if not settings.shared_memory_allowed():
-        return unavailable("FUSED_TP_SHM=0 turns it off")
+        return unavailable("FUSED_TP_SHM=0 turns shared memory off")
     return AVAILABLE if shm_transport(group) is not None else shm_availability(group)
 
 
@@ -311,26 +318,26 @@ def _fused_kernel_supports(op: str, dtype: torch.dtype) -> Availability:
     if op not in fused_kernel.OPS:
         return unavailable(f"there is no fused kernel of {op}")
     if dtype not in fused_kernel.DTYPES:
-        return unavailable(f"fused kernels take float16, bfloat16 and float32, not {_name(dtype)}")
+        return unavailable(f"fused kernels support float16, bfloat16 and float32, not {_dtype_name(dtype)}")
     return AVAILABLE
 
 
-def fused_kernels_on(device: torch.device) -> Availability:
-    """True if fused kernels can run on `device`, for any group."""
+def fused_kernels_availability(device: torch.device) -> Availability:
+    """Return whether fused kernels can run on `device`, regardless of the group."""
     if not has_triton():
         return unavailable("Triton is not installed (pip install triton)")
     if device.type != "cuda" and not (device.type == "cpu" and is_triton_interpreted()):
         return unavailable(
-            f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
+            f"fused kernels run on NVIDIA GPUs, and on the CPU if TRITON_INTERPRET=1 is set, but not on {device.type}"
         )
     if device.type == "cuda" and is_triton_interpreted():
-        return unavailable("TRITON_INTERPRET is set, so kernels run on the CPU only")
+        return unavailable("TRITON_INTERPRET is set, so fused kernels run on the CPU only; unset it")
     try:
         from fused_tp.backends.triton.fused_kernel import FusedKernel
 
         FusedKernel.load()
     except Exception as error:  # a broken Triton may raise anything
-        return unavailable(f"the kernels cannot be loaded ({type(error).__name__}: {error})")
+        return unavailable(f"the fused kernels cannot be loaded ({type(error).__name__}: {error})")
     return AVAILABLE
 
 
@@ -346,7 +353,7 @@ def _symm_mem_supports(op: str, dtype: torch.dtype) -> Availability:
     if op not in _SYMM_MEM_OPS:
         return unavailable(f"torch has no symm_mem op for {op}")
     if op in _SYMM_MEM_SUMS and dtype not in SUMMED_DTYPES:
-        return unavailable(f"torch's symm_mem ops sum bfloat16 and float32, not {_name(dtype)}")
+        return unavailable(f"torch's symm_mem ops sum bfloat16 and float32, not {_dtype_name(dtype)}")
     return AVAILABLE
 
 
@@ -356,61 +363,70 @@ def _device_kernels_support(op: str, dtype: torch.dtype) -> Availability:
     if op == RING:
         return unavailable(f"there is no device kernel of {RING}")
     if dtype not in SUMMED_DTYPES and op != ALL_TO_ALL:
-        return unavailable(f"device kernels take float16, bfloat16 and float32, not {_name(dtype)}")
+        return unavailable(f"device kernels support float16, bfloat16 and float32, not {_dtype_name(dtype)}")
     return AVAILABLE
 
 
-def device_kernels_on(device: torch.device) -> Availability:
-    """True if the device kernels can run on `device`, for any group."""
+def device_kernels_availability(device: torch.device) -> Availability:
+    """Return whether device kernels can run on `device`, regardless of the group."""
     from fused_tp.backends.cuda import native_kernels
 
     if not has_triton():
-        return unavailable("Triton, which their workspaces use, is not installed (pip install triton)")
+        return unavailable("Triton, which the workspaces of device kernels use, is not installed (pip install triton)")
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return native_kernels.native_kernels_available(10 * major + minor)
     if device.type in native_kernels.KERNEL_DEVICES:
         return native_kernels.native_kernels_available()
-    return unavailable(f"device kernels run on NVIDIA GPUs; this is {device.type}")
+    return unavailable(f"device kernels run on NVIDIA GPUs, not on {device.type}")
 
 
-def _copy_engine_on(device: torch.device) -> Availability:
+def _copy_engine_availability(device: torch.device) -> Availability:
     from fused_tp.backends.copy_engine.copy_engine import copy_engine_available
 
     return copy_engine_available(device)
 
 
-def _torch_ops_on(device: torch.device) -> Availability:
+def _torch_ops_availability(device: torch.device) -> Availability:
     from fused_tp.backends.torch_symm_mem.torch_symm_mem import torch_ops_availability
 
     return torch_ops_availability(device)
 
 
-def _in_symmetric_memory(
-    what: str,
-    on_device: Callable[[torch.device], Availability],
+def _symmetric_memory_check(
+    feature: str,
+    check_device: Callable[[torch.device], Availability],
     *,
     multicast: bool = False,
     max_ranks: int = MAX_RANKS,
 ) -> Callable[[Group, torch.device], Availability]:
-    """Availability of a schedule to groups with symmetric memory, if `on_device` holds on every rank."""
+    """Return the `available` function of a schedule that needs symmetric memory.
 
-    def available(group: Group, device: torch.device) -> Availability:
+    Args:
+        feature: name of the kernels, under which the ranks exchange their answers.
+        check_device: returns whether this rank's device supports the schedule. All ranks must support it.
+        multicast: True if the schedule needs multicast memory.
+        max_ranks: size of the largest supported group.
+    """
+
+    def check_group(group: Group, device: torch.device) -> Availability:
         if group.size > max_ranks:
-            return unavailable(f"a kernel's slots serve up to {max_ranks} ranks, and the group has {group.size}")
-        on_all = agree_on_availability(group, f"{what} on {device.type}", lambda: on_device(device))
-        if not on_all:
-            return on_all
+            return unavailable(f"the kernels support at most {max_ranks} ranks, and the group has {group.size}")
+        availability = agree_on_availability(group, f"{feature} on {device.type}", lambda: check_device(device))
+        if not availability:
+            return availability
         from fused_tp.backends.symmetric_memory.symm_mem import group_memory
 
         memory = group_memory(group, device)
         if isinstance(memory, Availability):
             return memory
         if multicast and not memory.multicast:
-            return unavailable("its GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)")
+            return unavailable(
+                "the group's GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)"
+            )
         return AVAILABLE
 
-    return available
+    return check_group
 
 
 def _nccl_available(group: Group, device: torch.device) -> Availability:
@@ -420,8 +436,8 @@ def _nccl_available(group: Group, device: torch.device) -> Availability:
     return transport if isinstance(transport, Availability) else AVAILABLE
 
 
-# Schedules inside a host, of which the first available one is used. Without any, two levels have no advantage.
-INSIDE = ("one_sided", "fused_kernel", "two_shot")
+# Schedules inside a host. The first available one is used; if none is available, two levels have no advantage.
+HOST_SCHEDULES = ("one_sided", "fused_kernel", "two_shot")
 
 
 def _two_levels_available(group: Group, device: torch.device) -> Availability:
@@ -431,184 +447,223 @@ def _two_levels_available(group: Group, device: torch.device) -> Availability:
     if isinstance(hosts, Availability):
         return hosts
     with raise_as_group_errors(group, hosts.local_group):
-        found = {name: SCHEDULES[name].available(hosts.local_group, device) for name in INSIDE}
-    reasons = "; ".join(f"{name}: {one.reason}" for name, one in found.items())
-    mine = unavailable(f"its ranks have no fast links inside of a host ({reasons})")
-    what = f"fast links inside of hosts on {device.type}"
-    return agree_on_availability(group, what, lambda: AVAILABLE if any(found.values()) else mine)
+        availabilities = {name: SCHEDULES[name].available(hosts.local_group, device) for name in HOST_SCHEDULES}
+    reasons = "; ".join(f"{name}: {availability.reason}" for name, availability in availabilities.items())
+    own_availability = unavailable(f"the group's ranks have no fast links inside a host ({reasons})")
+    feature = f"fast links inside hosts on {device.type}"
+    return agree_on_availability(
+        group, feature, lambda: AVAILABLE if any(availabilities.values()) else own_availability
+    )
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 # -- creation of schedules -------------------------------------------------------------------------------------------
 
 
-def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Plain:
+def _make_plain(group: Group, device: torch.device, chunks: int | None = None) -> Plain:
     from fused_tp.backends.messages.plain import Plain
 
     return Plain(torch_dist(group, device.type))
 
 
-def _pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.messages.pipelined import Pipelined
 
     return Pipelined(torch_dist(group, device.type))
 
 
-def _shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
 
-    return SharedMemorySchedule(_known(ShmTransport, shm_transport(group)))
+    return SharedMemorySchedule(_assert_type(ShmTransport, shm_transport(group)))
 
 
-def _known(kind: type[T], found: object) -> T:
-    """Assert that `found`, the result of an availability check, has type `kind`."""
-    assert isinstance(found, kind), "it is available"
-    return found
+def _assert_type(expected_type: type[T], value: object) -> T:
+    """Assert that `value`, the result of an availability check, has type `expected_type`."""
+    assert isinstance(value, expected_type), "it is available"
+    return value
 
 
-def _memory(group: Group, device: torch.device) -> GroupMemory:
+def _kernel_memory(group: Group, device: torch.device) -> GroupMemory:
     from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory, group_memory
 
-    return _known(GroupMemory, group_memory(group, device))
+    return _assert_type(GroupMemory, group_memory(group, device))
 
 
-def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
+def _device_schedule_maker(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
     def make(group: Group, device: torch.device, chunks: int | None) -> Schedule:
         from fused_tp.backends.cuda.device_collectives import DeviceCollectives
         from fused_tp.backends.cuda.device_schedule import DeviceSchedule
 
-        plain, made = _plain(group, device), _COLLECTIVES[group]
-        if device not in made:
-            made[device] = DeviceCollectives(_memory(group, device), plain.transport)
-        return DeviceSchedule(algorithm, made[device], plain)
+        plain, collectives = _make_plain(group, device), _DEVICE_COLLECTIVES[group]
+        if device not in collectives:
+            collectives[device] = DeviceCollectives(_kernel_memory(group, device), plain.transport)
+        return DeviceSchedule(algorithm, collectives[device], plain)
 
     return make
 
 
-def _symm_mem(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_symm_mem(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
     from fused_tp.backends.torch_symm_mem.torch_symm_mem_schedule import TorchSymmMemSchedule
 
-    plain = _plain(group, device)
-    return TorchSymmMemSchedule(TorchSymmMem(_memory(group, device), plain.transport), plain)
+    plain = _make_plain(group, device)
+    return TorchSymmMemSchedule(TorchSymmMem(_kernel_memory(group, device), plain.transport), plain)
 
 
-def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.copy_engine.copy_engine import CopyEngine
     from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
 
-    plain, made = _plain(group, device), _ENGINES[group]
-    if device not in made:
-        made[device] = CopyEngine(_memory(group, device), plain.transport)
-    return CopyEngineSchedule(made[device], plain, chunks)
+    plain, engines = _make_plain(group, device), _COPY_ENGINES[group]
+    if device not in engines:
+        engines[device] = CopyEngine(_kernel_memory(group, device), plain.transport)
+    return CopyEngineSchedule(engines[device], plain, chunks)
 
 
-def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
     from fused_tp.backends.triton.fused_kernel import FusedKernel
 
-    copies = _copy_engine(group, device, None) if _copy_engines_available(group, device) else None
-    assert copies is None or isinstance(copies, CopyEngineSchedule)
-    return FusedKernel(_memory(group, device), _plain(group, device), copies)
+    copy_schedule = _make_copy_engine(group, device, None) if _copy_engines_available(group, device) else None
+    assert copy_schedule is None or isinstance(copy_schedule, CopyEngineSchedule)
+    return FusedKernel(_kernel_memory(group, device), _make_plain(group, device), copy_schedule)
 
 
-def _nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.nccl.nccl import NcclDist, nccl_dist
     from fused_tp.backends.nccl.nccl_pipeline import NcclPipeline
 
-    return NcclPipeline(_known(NcclDist, nccl_dist(group, device)), chunks)
+    return NcclPipeline(_assert_type(NcclDist, nccl_dist(group, device)), chunks)
 
 
-def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.hierarchical.hierarchical import Hierarchical
     from fused_tp.backends.hierarchical.two_level import Hosts, group_hosts, raise_as_group_errors
     from fused_tp.backends.nccl.nccl import nccl_dist
 
-    hosts = _known(Hosts, group_hosts(group))
-    inside: dict[Any, Schedule] = {}
-    made: dict[str, Schedule] = {}
+    hosts = _assert_type(Hosts, group_hosts(group))
+    schedules_by_call: dict[Any, Schedule] = {}
+    schedules_by_name: dict[str, Schedule] = {}
 
-    def among_host(op: str, dtype: torch.dtype) -> Schedule:
+    def host_schedule(op: str, dtype: torch.dtype) -> Schedule:
         key = op, dtype, settings.shared_memory_allowed()  # shared memory may be turned off at any time
-        if key not in inside:
+        if key not in schedules_by_call:
             with raise_as_group_errors(group, hosts.local_group):
-                specs = (SCHEDULES[name] for name in INSIDE)
-                usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.local_group, device))
-                spec = next(usable, SCHEDULES["plain"])
-                if spec.name not in made:
-                    made[spec.name] = spec.make(hosts.local_group, device, None)
-            inside[key] = made[spec.name]
-        return inside[key]
+                specs = (SCHEDULES[name] for name in HOST_SCHEDULES)
+                usable_specs = (
+                    spec for spec in specs if spec.supports(op, dtype) and spec.available(hosts.local_group, device)
+                )
+                spec = next(usable_specs, SCHEDULES["plain"])
+                if spec.name not in schedules_by_name:
+                    schedules_by_name[spec.name] = spec.make(hosts.local_group, device, None)
+            schedules_by_call[key] = schedules_by_name[spec.name]
+        return schedules_by_call[key]
 
     with raise_as_group_errors(group, hosts.cross_group):
-        own = nccl_dist(hosts.cross_group, device)
-        across = torch_dist(hosts.cross_group, device.type) if isinstance(own, Availability) else own
-    return Hierarchical(hosts, among_host, across, _plain(group, device))
+        nccl_transport = nccl_dist(hosts.cross_group, device)
+        cross_host = (
+            torch_dist(hosts.cross_group, device.type) if isinstance(nccl_transport, Availability) else nccl_transport
+        )
+    return Hierarchical(hosts, host_schedule, cross_host, _make_plain(group, device))
 
 
 # -- the registry -----------------------------------------------------------------------------------------------------
 
-_SYMMETRIC: dict[str, Any] = {"transport": "symmetric memory", "devices": ("cuda",), "max_ranks": MAX_RANKS}
-_UNEVEN = "symmetric memory (by messages where rows do not divide evenly by the ranks, or into 16 bytes)"
-_TORCH_KERNELS = (
+_SYMMETRIC_MEMORY_FIELDS: dict[str, Any] = {
+    "transport": "symmetric memory",
+    "devices": ("cuda",),
+    "max_ranks": MAX_RANKS,
+}
+_SYMM_MEM_TRANSPORT = "symmetric memory (by messages where rows do not divide evenly by the ranks, or into 16 bytes)"
+_SYMM_MEM_CAVEAT = (
     "torch's kernels wait for peers without a deadline (FUSED_TP_TIMEOUT bounds their set-up only), and without a "
     "multicast switch their all-reduces of 16-bit numbers round after every addition"
 )
 _HIERARCHICAL_TRANSPORT = (
     "memory inside hosts, messages across hosts (all by messages if rows do not divide evenly by the ranks)"
 )
-_device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
-_copy_engines_available = _in_symmetric_memory("copy engines", _copy_engine_on)
-_multimem = _in_symmetric_memory("device kernels", device_kernels_on, multicast=True)
-_symm_mem_available = _in_symmetric_memory("torch's symm_mem ops", _torch_ops_on, max_ranks=SYMM_MEM_RANKS)
+_device_kernels_available = _symmetric_memory_check("device kernels", device_kernels_availability)
+_copy_engines_available = _symmetric_memory_check("copy engines", _copy_engine_availability)
+_multimem_available = _symmetric_memory_check("device kernels", device_kernels_availability, multicast=True)
+_symm_mem_available = _symmetric_memory_check(
+    "torch's symm_mem ops", _torch_ops_availability, max_ranks=SYMM_MEM_MAX_RANKS
+)
 
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name: spec
     for spec in (
-        ScheduleSpec("plain", _always, _always, _plain),
-        ScheduleSpec("pipelined", _always, _always, _pipelined),
-        ScheduleSpec("one_sided", _always, _shared_memory_available, _shared_memory, "shm", ("cpu",), SHM_RANKS),
+        ScheduleSpec("plain", _always_available, _always_available, _make_plain),
+        ScheduleSpec("pipelined", _always_available, _always_available, _make_pipelined),
+        ScheduleSpec(
+            "one_sided",
+            _always_available,
+            _shared_memory_available,
+            _make_shared_memory,
+            "shm",
+            ("cpu",),
+            SHM_MAX_RANKS,
+        ),
         ScheduleSpec(
             "symm_mem",
             _symm_mem_supports,
             _symm_mem_available,
-            _symm_mem,
-            _UNEVEN,
+            _make_symm_mem,
+            _SYMM_MEM_TRANSPORT,
             ("cuda",),
-            SYMM_MEM_RANKS,
-            _TORCH_KERNELS,
+            SYMM_MEM_MAX_RANKS,
+            _SYMM_MEM_CAVEAT,
         ),
         ScheduleSpec(
             "fused_kernel",
             _fused_kernel_supports,
-            _in_symmetric_memory("fused kernels", fused_kernels_on),
-            _fused_kernel,
-            **_SYMMETRIC,
+            _symmetric_memory_check("fused kernels", fused_kernels_availability),
+            _make_fused_kernel,
+            **_SYMMETRIC_MEMORY_FIELDS,
         ),
-        ScheduleSpec("one_shot", _device_kernels_support, _device_kernels, _device("one_shot"), **_SYMMETRIC),
-        ScheduleSpec("two_shot", _device_kernels_support, _device_kernels, _device("two_shot"), **_SYMMETRIC),
-        ScheduleSpec("multimem", _device_kernels_support, _multimem, _device("multimem"), **_SYMMETRIC),
+        ScheduleSpec(
+            "one_shot",
+            _device_kernels_support,
+            _device_kernels_available,
+            _device_schedule_maker("one_shot"),
+            **_SYMMETRIC_MEMORY_FIELDS,
+        ),
+        ScheduleSpec(
+            "two_shot",
+            _device_kernels_support,
+            _device_kernels_available,
+            _device_schedule_maker("two_shot"),
+            **_SYMMETRIC_MEMORY_FIELDS,
+        ),
+        ScheduleSpec(
+            "multimem",
+            _device_kernels_support,
+            _multimem_available,
+            _device_schedule_maker("multimem"),
+            **_SYMMETRIC_MEMORY_FIELDS,
+        ),
         ScheduleSpec(
             "copy_engine",
-            # Excluded ops: sums without a matmul to overlap with.
-            _lacks(
-                "copy engines have nothing for {op}",
+            # Excluded: sums without a matmul to overlap with, ring attention, all-to-all and grouped matmuls.
+            _supports_all_except(
+                "copy engines do not implement {op}",
                 *("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),
                 *("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "grouped_matmul_all_reduce"),
             ),
             _copy_engines_available,
-            _copy_engine,
-            **_SYMMETRIC,
+            _make_copy_engine,
+            **_SYMMETRIC_MEMORY_FIELDS,
         ),
-        ScheduleSpec("nccl_pipeline", _always, _nccl_available, _nccl_pipeline, "NCCL", ("cuda",)),
+        ScheduleSpec("nccl_pipeline", _always_available, _nccl_available, _make_nccl_pipeline, "NCCL", ("cuda",)),
         ScheduleSpec(
             "hierarchical",
-            _lacks("it has no {op}", RING, ALL_TO_ALL),  # movements around grouped matmuls use two levels, too
+            # Movements around grouped matmuls use two levels, too.
+            _supports_all_except("the two-level schedule does not implement {op}", RING, ALL_TO_ALL),
             _two_levels_available,
-            _hierarchical,
+            _make_hierarchical,
             _HIERARCHICAL_TRANSPORT,
             ("cpu", "cuda"),
         ),

@@ -92,7 +92,7 @@ class Schedule(ABC):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def make_repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+    def make_fast_call(self, op: str, args: Any) -> Callable[..., Any] | None:
         """Return a fast forward function of `op` for arguments of the shapes and dtypes of `args`; None if none.
 
         Decoding repeats one call, so work that is equal for every token is done once, in this method. The function
@@ -122,7 +122,9 @@ class Schedule(ABC):
     ) -> Tensor:
         """Return the sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
 
-    def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
+    def apply_to_gathered(
+        self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]
+    ) -> T:
         """Return `use(gathered x)`. `use` must not keep a reference to its input, which may be in shared memory."""
         with self.abort_scope(op):
             return use(self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait())
@@ -184,7 +186,7 @@ class RowSchedule(Schedule):
         if (fallback := self._fallback_for("all_reduce", partial.dtype, partial.shape)) is not None:
             return fallback.all_reduce(partial)
         self.check("all_reduce", partial.shape, partial)
-        return self._all_reduced(partial)
+        return self._sum_partial(partial)
 
     def all_gather_matmul(self, request: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         x_shard, dim = request.x_shard, request.gather_dim
@@ -209,8 +211,10 @@ class RowSchedule(Schedule):
                 products, bias, scatter_dim=scatter_dim, overlapped_work=overlapped_work
             )
         self.check("matmul_reduce_scatter", (*dim_shards.shape, scatter_dim, bias is not None), x)
-        rows = [(dim_shards.to_rank_major(x), w) for x, w in products]
-        return self._matmul_scatter(rows, dim_shards, bias, overlapped_work).view(dim_shards.shard_shapes[self.rank])
+        row_products = [(dim_shards.to_rank_major(x), w) for x, w in products]
+        return self._matmul_scatter(row_products, dim_shards, bias, overlapped_work).view(
+            dim_shards.shard_shapes[self.rank]
+        )
 
     def matmul_all_reduce(
         self, products: Sequence[Product], bias: Tensor | None, *, overlapped_work: OverlappedWork = None
@@ -226,7 +230,7 @@ class RowSchedule(Schedule):
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
-        return add_rms_norm(self._all_reduced(partial), residual, norm_weight, eps)
+        return add_rms_norm(self._sum_partial(partial), residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -249,7 +253,7 @@ class RowSchedule(Schedule):
         """Implement `all_gather`; `dim_shards` is the sharding of the gathered x."""
 
     @abstractmethod
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         """Implement `all_reduce`."""
 
     def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
@@ -303,13 +307,13 @@ class DimShards:
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def from_shard(shard: tuple[int, ...], dim: int, size: int | None, world_size: int) -> DimShards:
+    def from_shard(shard_shape: tuple[int, ...], dim: int, size: int | None, world_size: int) -> DimShards:
         """Return the sharding of the gathered tensor, from the shape of this rank's shard.
 
         `size` is the gathered length of `dim`; None: all shards have the same length.
         """
-        sizes = [shard[dim]] * world_size if size is None else shard_sizes(size, world_size)
-        return DimShards((*shard[:dim], sum(sizes), *shard[dim + 1 :]), dim, tuple(sizes))
+        sizes = [shard_shape[dim]] * world_size if size is None else shard_sizes(size, world_size)
+        return DimShards((*shard_shape[:dim], sum(sizes), *shard_shape[dim + 1 :]), dim, tuple(sizes))
 
     @cached_property
     def is_rank_major(self) -> bool:
@@ -319,8 +323,8 @@ class DimShards:
     @cached_property
     def row_counts(self) -> tuple[int, ...]:
         """Number of rows of each rank (product of all dims except the last)."""
-        others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
-        return tuple(others * size for size in self.sizes)
+        rows_per_index = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
+        return tuple(rows_per_index * size for size in self.sizes)
 
     @cached_property
     def row_starts(self) -> tuple[int, ...]:
@@ -348,10 +352,10 @@ class DimShards:
         indices[self.to_rank_major(rows.view(*self.shape[:-1], 1)).view(-1)] = rows
         return indices
 
-    def join_shards(self, parts: Sequence[Tensor]) -> Tensor:
+    def join_shards(self, shards: Sequence[Tensor]) -> Tensor:
         """Join the ranks' contiguous shards, of any shape, to the unsharded tensor, which must not be empty."""
         lead, trail = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        return torch.cat([part.view(*lead, -1, *trail) for part in parts if part.numel()], dim=self.dim)
+        return torch.cat([shard.view(*lead, -1, *trail) for shard in shards if shard.numel()], dim=self.dim)
 
     def from_rank_major(self, rows: Tensor) -> Tensor:
         """Return rank-major `rows` [M, n] as [*shape[:-1], n]; a copy if the dims before `dim` are longer than 1."""

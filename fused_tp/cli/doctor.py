@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from fused_tp.backends.autotune import saved_files
 from fused_tp.backends.cuda import cuda_driver, native_kernels
-from fused_tp.backends.registry import forced_schedule, fused_kernels_on
+from fused_tp.backends.registry import forced_schedule, fused_kernels_availability
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.ops.explain import explain_hypothetical
@@ -368,7 +368,7 @@ def _nccl_finding(core: ModuleType | None) -> Finding:
 
 
 def _fused_kernels(on_gpu: bool) -> Finding:
-    available = fused_kernels_on(torch.device("cuda" if on_gpu else "cpu"))
+    available = fused_kernels_availability(torch.device("cuda" if on_gpu else "cpu"))
     if not available:
         return Finding("fused kernels", f"none: {available.reason}", NOTE)
     where = "on GPUs that reach each other by NVLink" if on_gpu else "interpreted, for tests"

@@ -1,4 +1,4 @@
-"""Availability of a feature, with the reason where it cannot be used."""
+"""Availability of a feature, with the reason if it cannot be used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unavailable(reason: str) -> Availability:
     return Availability(False, reason)
 
 
-# -- Triton: may not be installed, and its import takes 0.2 s, so modules with kernels are imported at their first use -
+# -- Triton: its import takes 0.2 s and it may be missing, so modules with kernels are imported at their first use ----
 
 
 @cache

@@ -24,9 +24,8 @@ from fused_tp.core import settings
 
 SHIPPED_TABLE = Path(__file__).with_name("dispatch.json")
 _RULE_LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
-CHUNKED_SCHEDULES = frozenset(
-    {"copy_engine", "nccl_pipeline"}
-)  # schedules for which a rule may set the number of chunks
+# Schedules for which a rule may set the number of chunks.
+CHUNKED_SCHEDULES = frozenset({"copy_engine", "nccl_pipeline"})
 
 
 class ScheduleKey(NamedTuple):
@@ -167,9 +166,9 @@ def _load_rules(path: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]
     return table, attention
 
 
-def _require_object(level: Any, where: str) -> dict[str, Any]:
+def _require_object(level: Any, location: str) -> dict[str, Any]:
     if not isinstance(level, dict):
-        raise ValueError(f"{where} must be a JSON object, got {level!r}")
+        raise ValueError(f"{location} must be a JSON object, got {level!r}")
     return level
 
 
@@ -200,11 +199,11 @@ _RULE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _check_rules(where: str, rules: Any, required: Sequence[str], optional: Sequence[str]) -> None:
+def _check_rules(location: str, rules: Any, required: Sequence[str], optional: Sequence[str]) -> None:
     if not isinstance(rules, list):
-        raise ValueError(f"{where} must be a list of rules, got {rules!r}")
+        raise ValueError(f"{location} must be a list of rules, got {rules!r}")
     for number, rule in enumerate(rules):
-        rule_text = f"rule {number} of {where}, {rule!r}"
+        rule_text = f"rule {number} of {location}, {rule!r}"
         if not isinstance(rule, dict) or set(rule) - {*required, *optional} or set(required) - set(rule):
             raise ValueError(
                 f"{rule_text}: required are {', '.join(required)}, and optional are {', '.join(sorted(optional))}"
@@ -219,7 +218,7 @@ def choose_attention_kernel(dtype: torch.dtype, head_dim: int, backward: bool) -
     """Return the kernel of the first attention rule that matches; None if no rule matches."""
     name = str(dtype).removeprefix("torch.")
     for rule in attention_rules(settings.table_path()):
-        matches = name in rule["dtypes"] and backward == rule["backward"]
-        if matches and head_dim <= rule.get("max_head_dim", head_dim):
+        is_match = name in rule["dtypes"] and backward == rule["backward"]
+        if is_match and head_dim <= rule.get("max_head_dim", head_dim):
             return str(rule["kernel"])
     return None

@@ -112,7 +112,7 @@ class CollectiveTimeoutError(FusedTPError):
 
 
 class PeerLostError(FusedTPError):
-    """A peer's process died or closed its connection. The group is unusable afterwards; use one without that peer."""
+    """A peer's process died or closed its connection. The group is unusable afterwards: create one without it."""
 
 
 class RankMismatchError(FusedTPError):

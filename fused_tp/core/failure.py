@@ -9,9 +9,9 @@ detects one of these events:
     a closed connection, an exited process     the same if there is such a status, else `abort_peer_lost`
     the deadline                               `abort_timed_out`: names the ranks that had not arrived
 
-torch.distributed does not report which ranks a timed-out wait was missing. Therefore a rank that waits long publishes
-its status too, and a timeout error names the ranks whose status is missing or shows an earlier call. Calls without a
-long wait or a failure do not access the store: one round trip to it takes longer than many ops.
+torch.distributed does not report the ranks for which a timed-out wait has waited. Therefore a rank that waits long
+publishes its status too, and a timeout error names the ranks whose status is missing or shows an earlier call. Calls
+without a long wait or a failure do not access the store: one round trip to it takes longer than many ops.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RankStatus:
 
     def op_of_call(self, call: int) -> str | None:
         """Return the op that the rank started as call number `call`; None if unknown."""
-        back = self.call - call
-        return self.ops[-1 - back] if 0 <= back < len(self.ops) else None
+        calls_before_last = self.call - call
+        return self.ops[-1 - calls_before_last] if 0 <= calls_before_last < len(self.ops) else None
 
     def to_json(self) -> str:
         return json.dumps({**vars(self), "error": self.error and self.error.as_dict()})
@@ -89,12 +89,12 @@ class StatusBoard:
         self.is_answering = True  # False: the store did not answer the last request, so all statuses are unknown
         self._prefix: str | None = None
 
-        # Not repeated after a missing answer: the store may have counted the request, so a second one could yield a
-        # prefix that differs from the peers'. Until an answer arrives, possibly late, this rank publishes nothing.
+        # Not repeated if no answer arrives in time: the store may have counted the request, and then a second one would
+        # yield a prefix that differs from the peers'. Until the answer arrives, this rank publishes nothing.
         def join(store: dist.Store) -> None:
             self._prefix = next_key_prefix(store, name, rank)
 
-        self._request_or(join, None)
+        self._request_or_default(join, None)
 
     def post(self, status: RankStatus) -> None:
         """Publish this rank's status, replacing an earlier one."""
@@ -104,20 +104,20 @@ class StatusBoard:
             if status.error is not None:
                 store.set(self._key("failed"), "")
 
-        self._request_or(write, None)
+        self._request_or_default(write, None)
 
     def has_failure(self) -> bool:
         """True if a rank has published an error of its own, not only that it follows a failed peer."""
-        return self._request_or(lambda store: store.check([self._key("failed")]), False)
+        return self._request_or_default(lambda store: store.check([self._key("failed")]), False)
 
     def read(self) -> dict[int, RankStatus]:
         """Return the published statuses by rank."""
-        return self._request_or(self._read, {})
+        return self._request_or_default(self._read, {})
 
     def read_until(
         self, is_enough: Callable[[Mapping[int, RankStatus]], bool], seconds: float
     ) -> dict[int, RankStatus]:
-        """Poll until `enough(statuses)`, for at most `seconds`; return the statuses."""
+        """Poll until `is_enough(statuses)`, for at most `seconds`; return the statuses."""
         deadline = time.perf_counter() + seconds
         while True:
             statuses = self.read()
@@ -129,12 +129,12 @@ class StatusBoard:
         keys = {rank: self._key(f"rank/{rank}") for rank in range(self._world_size)}
         return {rank: RankStatus.from_json(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
-    def _key(self, what: str) -> str:
+    def _key(self, name: str) -> str:
         if self._prefix is None:
             raise RuntimeError("The store has not returned the key prefix of this group yet.")
-        return f"{self._prefix}/{what}"
+        return f"{self._prefix}/{name}"
 
-    def _request_or(self, request: Callable[[dist.Store], T], default: T) -> T:
+    def _request_or_default(self, request: Callable[[dist.Store], T], default: T) -> T:
         try:
             answer = self._store.request(request, STORE_TIMEOUT_SECONDS)
         except Exception:  # most likely the store's host is stopped or dead; the caller must still raise its own error
@@ -147,30 +147,32 @@ class StatusBoard:
 def first_failure(statuses: Mapping[int, RankStatus]) -> FusedTPError | None:
     """Return the error of the lowest rank that published one, preferring PeerLostError; None if no rank did."""
     failures = [(rank, status.error) for rank, status in statuses.items() if status.error is not None]
-    _, error = min(failures, key=lambda one: (not isinstance(one[1], PeerLostError), one[0]), default=(0, None))
+    _, error = min(failures, key=lambda item: (not isinstance(item[1], PeerLostError), item[0]), default=(0, None))
     return error
 
 
 def describe_late_ranks(
     statuses: Mapping[int, RankStatus], ranks: Sequence[int], call: int, op: str, arrival_verb: str = "arrived"
 ) -> tuple[dict[int, str], str]:
-    """Return (late, rest): the ranks of `ranks` that were late for `call`, each with its last known call, and the end
-    of a message that begins "... waited 3 s" and names the late ranks as `{missing}`.
+    """Return (late_ranks, message_end) for a timeout of call number `call`, an `op`.
+
+    `late_ranks` maps each of `ranks` that was late to its last known call. `message_end` is the end of a message that
+    begins "... waited 3 s"; it names the late ranks as `{missing}`.
 
     Example:
-        >>> late_ranks({1: RankStatus(4, ["all_gather"], 9.0)}, [1, 2], 5, "all_reduce")
+        >>> describe_late_ranks({1: RankStatus(4, ["all_gather"], 9.0)}, [1, 2], 5, "all_reduce")
         ({1: 'last heard of at call 4, all_gather', 2: ''}, ' for {missing}, which had not arrived.')
     """
-    late, mismatches = {}, []
+    late_ranks, mismatches = {}, []
     for rank in ranks:
         status = statuses.get(rank)
         if status is None or (status.has_failed and status.wait_seconds < _MIN_WAIT_SECONDS):
-            late[rank] = ""
+            late_ranks[rank] = ""
         elif status.call < call:
-            late[rank] = f"last heard of at call {status.call}, {status.ops[-1]}"
+            late_ranks[rank] = f"last heard of at call {status.call}, {status.ops[-1]}"
         elif status.op_of_call(call) not in (None, op):
             mismatches.append(f"rank {rank}'s call {call} is {status.op_of_call(call)}, not {op}")
-    if late:
+    if late_ranks:
         message_end = " for {missing}, which had not arrived."
     elif mismatches:
         message_end = f", though all ranks had {arrival_verb}."
@@ -180,7 +182,7 @@ def describe_late_ranks(
         )
     if mismatches:
         message_end += f" But {join_words(mismatches)}: all ranks of a group must call the same ops in the same order."
-    return late, message_end
+    return late_ranks, message_end
 
 
 # -- the calls of a group ----------------------------------------------------------------------------------------------
@@ -202,12 +204,12 @@ class GroupCalls:
 
     Args:
         backend: name of the backend in messages.
-        board: name of the status board in the group's store.
+        board_name: name of the status board in the group's store.
     """
 
     arrival_verb = "arrived"  # verb in messages for a rank that has started a call
 
-    def __init__(self, group: Group, backend: str, board: str) -> None:
+    def __init__(self, group: Group, backend: str, board_name: str) -> None:
         if group.process_group is None:
             raise ValueError(
                 "torch.distributed is not initialised, so the group has no peers to communicate with. Call "
@@ -219,13 +221,12 @@ class GroupCalls:
         self.world_size = group.size
         self.backend = backend
         self.calls = 0  # number of calls started
-        self.fatal_error: FusedTPError | None = None  # why the group is unusable
-        self.depart_dependents: Callable[[], None] = lambda: (
-            None
-        )  # called after `_depart`, to abort dependent resources
+        self.fatal_error: FusedTPError | None = None  # the failure that made the group unusable
+        # Called after `_depart`, to abort dependent resources.
+        self.depart_dependents: Callable[[], None] = lambda: None
         self._ops: deque[str] = deque(maxlen=16)
         store = dist.distributed_c10d._get_process_group_store(group.process_group)
-        self.board = StatusBoard(store, board, group.rank, group.size)
+        self.board = StatusBoard(store, board_name, group.rank, group.size)
         _TRANSPORTS[group].append(self)
 
     def begin(self, op: str) -> StartedCall:
@@ -239,8 +240,8 @@ class GroupCalls:
         self._ops.append(op)
         return StartedCall(op, self.calls, time.perf_counter())
 
-    def last_call(self, op: str) -> StartedCall:
-        """Return a call for an error in `op`: the number of the last counted call and the current time. Counts none."""
+    def call_for_error(self, op: str) -> StartedCall:
+        """Return a StartedCall for an error in `op`: number of the last counted call, current time. Counts no call."""
         return StartedCall(op, self.calls, time.perf_counter())
 
     @contextmanager
@@ -294,7 +295,7 @@ class GroupCalls:
     def abort_because(self, reason: str) -> None:
         """Abort for `reason`, which no call of the group caused. No effect if the group is unusable already."""
         if self.fatal_error is None:
-            call = self.last_call("a call")
+            call = self.call_for_error("a call")
             self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
 
     def abort_following_peer(self, call: StartedCall) -> FusedTPError:
@@ -310,20 +311,23 @@ class GroupCalls:
         return self.fatal_error.copy()
 
     def abort_peer_lost(self, call: StartedCall, reason: str = "", cause: FusedTPError | None = None) -> FusedTPError:
-        """Abort because a peer has closed its connection: it has died, or has failed and is about to publish its error.
+        """Abort because a peer has closed its connection: the peer has died, or has failed and will publish its error.
 
         Args:
             reason: message of the backend, if any.
-            cause: error of a subgroup, if the connection was one of its own.
+            cause: error of a subgroup, if the connection was in that subgroup.
         """
-        # Read first: peers that notice the failure close their connections too, and would be taken for dead ones.
-        closed = {*self.closed_peers(), *(cause.missing if cause is not None else ())}
+        # Read before this rank waits below: peers that notice the failure also close their connections, and would be
+        # mistaken for dead ones.
+        closed_ranks = {*self.closed_peers(), *(cause.missing if cause is not None else ())}
         self.post_status(call, has_failed=True)
         statuses = self.read_statuses_within(ROOT_CAUSE_SECONDS)
         if first_failure(statuses) is not None:
             return self.abort_following_peer(call)
-        lost_ranks = {rank: "" for rank in sorted(closed) if rank not in statuses or not statuses[rank].has_failed}
-        message_end = " lost {missing}: died, or closed its connections." + self._backend_message(reason)
+        lost_ranks = {
+            rank: "" for rank in sorted(closed_ranks) if rank not in statuses or not statuses[rank].has_failed
+        }
+        message_end = " lost {missing}, which died or closed its connections." + self._backend_message(reason)
         if cause is not None and not lost_ranks:
             message_end += " Cause: {cause}"
         return self.abort(
@@ -342,16 +346,17 @@ class GroupCalls:
         # Other waiting ranks notice the failure at a closed connection, or at their next poll after at most
         # PEER_POLL_SECONDS, and then publish a status.
         statuses = self.board.read_until(
-            lambda found: all(rank in found and found[rank].has_failed for rank in ranks), 2 * PEER_POLL_SECONDS
+            lambda published: all(rank in published and published[rank].has_failed for rank in ranks),
+            2 * PEER_POLL_SECONDS,
         )
         if not self.board.is_answering:
             return error.copy(". The late ranks are unknown, because the group's store does not answer.")
-        late, message_end = describe_late_ranks(statuses, ranks, error.call, error.op, self.arrival_verb)
-        return error.copy(message_end, missing=late)
+        late_ranks, message_end = describe_late_ranks(statuses, ranks, error.call, error.op, self.arrival_verb)
+        return error.copy(message_end, missing=late_ranks)
 
     def read_statuses_within(self, seconds: float) -> dict[int, RankStatus]:
         """Return the published statuses as soon as one of them has an error, or after `seconds`."""
-        return self.board.read_until(lambda found: first_failure(found) is not None, seconds)
+        return self.board.read_until(lambda published: first_failure(published) is not None, seconds)
 
     def publish_abort(self, call: StartedCall, error: FusedTPError | None = None) -> None:
         """Publish that this rank has aborted, then leave the group, which notifies peers without a status board."""
@@ -406,10 +411,12 @@ _TRANSPORTS: GroupSlot[list[GroupCalls]] = GroupSlot(lambda group: [])
 
 def _break_groups_after_fork() -> None:
     """Make all groups unusable in a forked child: it shares its parent's connections and would act as its rank."""
-    for calls in (one for made in _TRANSPORTS.values() for one in made):
-        if calls.fatal_error is None:
-            call = calls.last_call("a call")
-            calls.fatal_error = calls.error(FusedTPError, call, ": this process is a fork of that rank.")
+    for transport in (transport for transports in _TRANSPORTS.values() for transport in transports):
+        if transport.fatal_error is None:
+            call = transport.call_for_error("a call")
+            transport.fatal_error = transport.error(
+                FusedTPError, call, ": this process is a fork of rank {rank} and cannot use its groups."
+            )
 
 
 os.register_at_fork(after_in_child=_break_groups_after_fork)

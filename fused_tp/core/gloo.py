@@ -1,7 +1,7 @@
 """Operations that gloo lacks: detect connections that peers have closed, close connections, and wait with a deadline.
 
-The first two start receives with reserved tags, which no peer answers. gloo raises when a receive is started on a
-closed connection. A receive that times out closes every connection of this process in the group
+The first two operations start receives with reserved tags, which no peer answers. gloo raises when a receive is started
+on a closed connection. A receive that times out closes every connection of this process in the group
 (gloo/transport/tcp/unbound_buffer.cc, `waitRecv`); `Work.abort` does this on NCCL, but not on gloo. Peers notice the
 closed connection within milliseconds, in any wait.
 
@@ -41,9 +41,8 @@ from fused_tp.core.pending import start_thread
 IMMEDIATE_TIMEOUT = timedelta(milliseconds=1)  # for torch, 0 means "no timeout"
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
 _COMPLETION_SECONDS = 0.3  # gloo marks a finished work as completed within 1 ms, unless the machine is overloaded
-_CLOSED_HERE_MESSAGE = (
-    "Application timeout"  # gloo's message for a connection that a timeout of this process has closed
-)
+# gloo's message for a connection that a timeout of this process has closed.
+_CLOSED_HERE_MESSAGE = "Application timeout"
 
 
 def closed_peers(group: dist.ProcessGroup) -> list[int]:
@@ -64,10 +63,12 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
 
 def keep_alive_if_pending(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
-    """Keep `group` alive until the process exits if some of its collectives `works` do not complete; True if kept.
+    """Keep `group` alive until the process exits if some of its collectives, `works`, do not complete.
 
-    Otherwise whoever drops the last reference, such as `destroy_process_group` or a traceback, would run the group's
-    destructor and wait for gloo's timeout.
+    Returns True if the group is kept alive.
+
+    Otherwise the code that drops the last reference, such as `destroy_process_group`, would run the group's destructor,
+    which waits for gloo's timeout.
     """
     deadline = time.perf_counter() + _COMPLETION_SECONDS
     while not all(work.is_completed() for work in works):
@@ -108,12 +109,12 @@ def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
 
 def copy_to_host(x: Tensor) -> Tensor:
     """Return a copy of `x` in host memory, made in the order of the current stream and complete on return."""
-    host = host_buffer(x)
-    host.copy_(x, non_blocking=x.is_cuda)
+    host_tensor = host_buffer(x)
+    host_tensor.copy_(x, non_blocking=x.is_cuda)
     if x.is_cuda:
         # Synchronize this stream only: other streams may be waiting for data that peers have not sent yet.
         torch.cuda.current_stream(x.device).record_event().synchronize()
-    return host
+    return host_tensor
 
 
 def host_buffer(like: Tensor) -> Tensor:
@@ -121,9 +122,9 @@ def host_buffer(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
-def copy_from_host(host: Tensor, out: Tensor) -> None:
-    """Copy received data into `out` on the current stream; torch keeps pinned `host` alive until the copy is done."""
-    out.copy_(host, non_blocking=out.is_cuda)
+def copy_from_host(host_tensor: Tensor, out: Tensor) -> None:
+    """Copy received data to `out` on the current stream; torch keeps a pinned `host_tensor` alive during the copy."""
+    out.copy_(host_tensor, non_blocking=out.is_cuda)
 
 
 # -- sends and receives with interruptible waits -----------------------------------------------------------------------
@@ -136,7 +137,7 @@ class PendingMessages:
 
     Args:
         works: pairs (group rank of the peer, work). Receives come first: they report closed connections more reliably.
-        seconds: timeout, from the first `wait_for`; when it expires, gloo closes the connections of the group.
+        timeout_seconds: timeout, from the first `wait_for`. When it expires, gloo closes the group's connections.
 
     Example:
         messages = PendingMessages([(1, dist.irecv(x, 1)), (2, dist.isend(y, 2))], 60.0)
@@ -144,9 +145,9 @@ class PendingMessages:
             poll_for_failures()
     """
 
-    def __init__(self, works: Sequence[tuple[int, Any]], seconds: float) -> None:
+    def __init__(self, works: Sequence[tuple[int, Any]], timeout_seconds: float) -> None:
         self._pending_works = list(works)
-        self._seconds = seconds
+        self._timeout_seconds = timeout_seconds
         self._done_event = Event()
         self._error: BaseException | None = None
         self._has_begun = False
@@ -163,14 +164,14 @@ class PendingMessages:
         if not self._has_begun and self._pending_works:
             self._has_begun = True
             _idle_or_new_waiter().submit(self)
-        finished = self._done_event.wait(seconds)
+        is_finished = self._done_event.wait(seconds)
         if self._error is not None:
             raise self._error
-        return finished
+        return is_finished
 
     def wait_all(self) -> None:
         """Wait for the works in order, on the calling thread."""
-        deadline = time.perf_counter() + self._seconds
+        deadline = time.perf_counter() + self._timeout_seconds
         try:
             while self._pending_works:
                 self._pending_works[0][1].wait(
@@ -184,7 +185,7 @@ class PendingMessages:
 
 
 class _WaiterThread:
-    """A thread that waits for one `PendingMessages` object at a time. It is reused once these have finished."""
+    """A thread that waits for one `PendingMessages` object at a time, and is reused when that object has finished."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[PendingMessages | None] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""Description of the ranks of an op, for a ProcessGroup, a 1-D DeviceMesh or None (all ranks).
+"""Groups of ranks that run an op: `Group`, created from a ProcessGroup, a 1-D DeviceMesh or None (all ranks).
 
 Custom ops receive a group by its name, because `torch.compile` traces strings, but not ProcessGroups. `group_by_name`
 maps the name to the group. Both directions are one dict lookup, because every op call needs them.
@@ -94,12 +94,14 @@ _known_groups: dict[ProcessGroup | str | None, Group] = {}
 
 
 def _get_group(process_group: ProcessGroup) -> Group:
-    known = _known_groups.get(process_group)
-    if known is not None:
-        return known
+    known_group = _known_groups.get(process_group)
+    if known_group is not None:
+        return known_group
     name = process_group.group_name
     if process_group not in _pg_map:
-        raise ValueError(f"group {name!r} has been destroyed, so its ops cannot be called. Create a new process group.")
+        raise ValueError(
+            f"Group {name!r} has been destroyed, so no op can be called on it. Create a new process group."
+        )
     ranks = _world.pg_group_ranks[process_group] = _GroupRanks(_world.pg_group_ranks[process_group])
     creator_pid = 0 if process_group in _inherited_groups else os.getpid()
     group = Group(
@@ -127,7 +129,7 @@ _destroy_callbacks: list[Callable[[Group], None]] = []
 
 
 def on_destroy(callback: Callable[[Group], None]) -> Callable[[Group], None]:
-    """Register `leave(group)`, which is called after torch has destroyed a group and before slots drop its data."""
+    """Register `callback(group)`, which is called after torch has destroyed a group and before slots drop its data."""
     _destroy_callbacks.append(callback)
     return callback
 
@@ -141,9 +143,9 @@ def _remove_group(group: Group) -> None:
         callback(group)
     for slot in _group_slots:
         slot.pop(group, None)
-    for owned in group.owned_groups if is_member else ():
-        if owned in _pg_map:
-            dist.destroy_process_group(owned)
+    for owned_group in group.owned_groups if is_member else ():
+        if owned_group in _pg_map:
+            dist.destroy_process_group(owned_group)
 
 
 _inherited_groups: set[ProcessGroup] = set()  # in a forked child: the process groups of its parent
@@ -161,7 +163,7 @@ def _forget_groups_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_groups_after_fork)
 
 
-def _process_group(group: object) -> ProcessGroup | None:
+def _to_process_group(group: object) -> ProcessGroup | None:
     if group is None:
         if _world.default_pg is None:
             _check_single_process()
@@ -177,17 +179,17 @@ def _process_group(group: object) -> ProcessGroup | None:
             )
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group does not contain this rank. Call the op on the members of the group only.")
+        raise ValueError("group does not contain this rank. Call the op only on ranks that are members of the group.")
     raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}.")
 
 
 def _check_single_process() -> None:
     """Raise ValueError if a launcher started several processes, so that this process is not the whole world."""
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched.isdigit() and int(launched) > 1:
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1:
         raise ValueError(
-            f"group=None means all ranks, and WORLD_SIZE is {launched}, but torch.distributed is not initialised. Call "
-            "torch.distributed.init_process_group() first."
+            f"group=None means all ranks, and WORLD_SIZE is {world_size}, but torch.distributed is not initialised. "
+            "Call torch.distributed.init_process_group() first."
         )
 
 
@@ -203,20 +205,20 @@ def resolve_group(group: GroupLike) -> Group:
         >>> resolve_group(None).size    # torch.distributed not initialised
         1
     """
-    process_group = _process_group(group)
+    process_group = _to_process_group(group)
     return SINGLE_GROUP if process_group is None else _get_group(process_group)
 
 
 class GroupName(str):
-    """Name that an op passes as the group of an inner op call, when it knows only the name. Not for public callers."""
+    """Group name that an op passes to an inner op call if it knows only the name. Not for public callers."""
 
 
 def cached_group(group: GroupLike | GroupName) -> Group | None:
     """Fast path of `resolve_group`: return the Group of a live group that was resolved before, else None."""
     if isinstance(group, GroupName):
-        known = _known_groups.get(group)
-        return known if known is not None and known.process_group in _pg_map else None
-    process_group = group if isinstance(group, ProcessGroup) else _process_group(group)
+        known_group = _known_groups.get(group)
+        return known_group if known_group is not None and known_group.process_group in _pg_map else None
+    process_group = group if isinstance(group, ProcessGroup) else _to_process_group(group)
     return _known_groups.get(process_group) if process_group in _pg_map else None
 
 
@@ -228,7 +230,7 @@ def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool
     checks that these group ranks, with the last dim fastest, yield the group rank in the flattened mesh.
 
     Returns:
-        True if checked; False inside a torch dispatch mode, which may reject tensors from outside, such as the mesh's.
+        True if checked; False inside a torch dispatch mode, which may reject the mesh's tensor, made outside it.
 
     Raises:
         ValueError: a group rank differs from the mesh coordinate.
@@ -268,9 +270,9 @@ SINGLE_GROUP_IDENTITY = GroupIdentity(SINGLE_GROUP_NAME, 1, 0)
 def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
     """Return the identity of `group`; unlike `resolve_group`, which uses a cache, `torch.compile` can trace it."""
     if isinstance(group, GroupName):
-        known = group_by_name(group)
-        return GroupIdentity(known.name, known.size, known.rank)
-    process_group = _process_group(group)
+        known_group = group_by_name(group)
+        return GroupIdentity(known_group.name, known_group.size, known_group.rank)
+    process_group = _to_process_group(group)
     if process_group is None:
         return SINGLE_GROUP_IDENTITY
     name: str = process_group.group_name

@@ -9,8 +9,9 @@ SymInt: TypeAlias = int
 
 
 def shard_range(size: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return (start, stop) of the shard of `rank` in a dim of `size`. Shards have ceil(size / world_size) elements,
-    except that the last ones may be shorter or empty.
+    """Return (start, stop) of the shard of `rank` in a dim of `size`.
+
+    Shards have ceil(size / world_size) elements, except that the last shards may be shorter or empty.
 
     >>> [shard_range(7, 4, r) for r in range(4)]
     [(0, 2), (2, 4), (4, 6), (6, 7)]

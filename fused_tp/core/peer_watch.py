@@ -1,4 +1,4 @@
-"""Detection, within milliseconds, that another process of this host has exited for any reason."""
+"""Detection of other processes on this host that exit, within milliseconds and for any reason of the exit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _end_threads() -> None:
 
 
 class PeerWatch:
-    """A thread that calls `lost` when a peer process has exited, and `tick` at regular intervals.
+    """A thread that calls `on_lost` when a peer process has exited, and `on_tick` at regular intervals.
 
     A kernel that waits for a peer cannot detect that the peer's process has exited, and would wait until its deadline.
     The thread waits on descriptors that become readable when a process exits for any reason (pidfd_open, Linux 5.3).
@@ -58,8 +58,8 @@ class PeerWatch:
     Args:
         owner: the thread exits when this object is freed, so the callbacks must not keep a reference to it.
         pids: pids by rank.
-        lost: `lost(owner, rank)`, called once for each peer that has exited.
-        tick: `tick(owner)`, called about five times a second.
+        on_lost: `on_lost(owner, rank)`, called once for each peer that has exited.
+        on_tick: `on_tick(owner)`, called about five times a second.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class PeerWatch:
     ) -> None:
         self._owner = weakref.ref(owner)
         self._on_lost, self._on_tick = on_lost, on_tick
-        self._ranks: dict[int, int] = {}
+        self._rank_by_descriptor: dict[int, int] = {}
         for rank, pid in pids.items():
             try:
-                self._ranks[os.pidfd_open(pid)] = rank
+                self._rank_by_descriptor[os.pidfd_open(pid)] = rank
             except OSError:  # the peer has exited already, or this process may not watch it
                 if not Path(f"/proc/{pid}").exists():
                     on_lost(owner, rank)
@@ -79,20 +79,20 @@ class PeerWatch:
         _watch_threads.add(thread)
 
     def _run(self) -> None:
-        poll = select.poll()
-        for descriptor in self._ranks:
-            poll.register(descriptor, select.POLLIN)
+        poller = select.poll()
+        for descriptor in self._rank_by_descriptor:
+            poller.register(descriptor, select.POLLIN)
         while True:
-            exited = poll.poll(_POLL_INTERVAL_SECONDS * 1000)
+            events = poller.poll(_POLL_INTERVAL_SECONDS * 1000)
             owner = self._owner()
             if owner is None or _exit_event.is_set():
                 break
-            for descriptor, _ in exited:
-                poll.unregister(descriptor)
-                self._on_lost(owner, self._ranks.pop(descriptor))
+            for descriptor, _ in events:
+                poller.unregister(descriptor)
+                self._on_lost(owner, self._rank_by_descriptor.pop(descriptor))
                 os.close(descriptor)
             self._on_tick(owner)
             del owner
-        for descriptor in self._ranks:
+        for descriptor in self._rank_by_descriptor:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

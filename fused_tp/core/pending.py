@@ -98,7 +98,7 @@ def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def checksum(text: Any) -> int:
-    """24-bit CRC of text or bytes; exactly representable in fp32, which transports may send."""
+    """Return a 24-bit CRC of text or bytes. It is exact in fp32, the dtype in which ranks may send it."""
     return zlib.crc32(text.encode() if isinstance(text, str) else text) & 0xFFFFFF
 
 

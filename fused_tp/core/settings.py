@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_LONGEST_SECONDS = 3e9  # about a century; three times this duration in nanoseconds still fits a 64-bit integer
+_MAX_TIMEOUT_SECONDS = 3e9  # about a century; three times this duration in nanoseconds still fits a 64-bit integer
 
 # The dict inside `os.environ`, if it has one. Every op call reads some settings, and `os.environ.get` runs several
 # Python functions, each of which takes microseconds after a matmul has evicted the interpreter from the CPU caches.
@@ -53,11 +53,9 @@ class Setting(Generic[T]):
     must_match: bool = False
 
     def __post_init__(self) -> None:
-        self.key: Any = getattr(os.environ, "encodekey", str)(self.name)  # the key in RAW
-        self._last_parsed: tuple[object, T] = (
-            None,
-            self.unset_value,
-        )  # last text and its value; equal text is not parsed again
+        self.key: Any = getattr(os.environ, "encodekey", str)(self.name)  # the key in RAW_ENVIRON
+        # The last raw text and its value; equal text is not parsed again.
+        self._last_parsed: tuple[object, T] = (None, self.unset_value)
         SETTINGS.append(self)
 
     def __call__(self) -> T:
@@ -74,7 +72,7 @@ class Setting(Generic[T]):
 
 
 def must_match_values() -> dict[str, str]:
-    """Return the values of the settings that must be equal on all ranks, by name; of an invalid value, its text."""
+    """Return the values, by name, of the settings that must be equal on all ranks; for an invalid value, its text."""
     values = {}
     for setting in SETTINGS:
         if setting.must_match:
@@ -88,8 +86,10 @@ def must_match_values() -> dict[str, str]:
 _SWITCH_VALUES = dict.fromkeys(("1", "true", "on", "yes"), True) | dict.fromkeys(("0", "false", "off", "no", ""), False)
 
 
-def _switch_setting(name: str, default: str, meaning: str, unset: T, **fields: Any) -> Setting[bool | T]:
-    return Setting(name, default, meaning, unset, lambda text: _SWITCH_VALUES[text.strip().lower()], "1 or 0", **fields)
+def _switch_setting(name: str, default: str, meaning: str, unset_value: T, **fields: Any) -> Setting[bool | T]:
+    return Setting(
+        name, default, meaning, unset_value, lambda text: _SWITCH_VALUES[text.strip().lower()], "1 or 0", **fields
+    )
 
 
 def _text_setting(name: str, default: str, meaning: str, **fields: Any) -> Setting[str | None]:
@@ -99,7 +99,7 @@ def _text_setting(name: str, default: str, meaning: str, **fields: Any) -> Setti
 def _parse_seconds(text: str) -> float:
     if not 0.0 < (seconds := float(text)) < float("inf"):
         raise ValueError
-    return min(seconds, _LONGEST_SECONDS)
+    return min(seconds, _MAX_TIMEOUT_SECONDS)
 
 
 def _parse_count(text: str, minimum: int, maximum: int = 1 << 31) -> int:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
 STORE_TIMEOUT_SECONDS = 2.0  # timeout of reads and writes while an error is handled
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0001, 0.05  # between two polls of the store
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.0001, 0.05  # between two polls of the store
 _PAUSE_PER_RANK_SECONDS = 5e-5  # limits the polls by all ranks of a large group to 20,000 per second
 _SLICE_SECONDS = 0.5  # longest wait between two checks for dead peers and Ctrl-C
 _FIRST_SLICE_SECONDS = 0.1
@@ -40,7 +40,8 @@ _LOST_SECONDS = 0.4  # a rank whose connection has been closed for this long cou
 _NEW_GROUP_ADVICE = "Destroy the process group and create a new one."
 _OP_OF_GROUP = "{op} of group {group!r}"
 _STORE_IS_GONE = (
-    "The store of group {group!r} is gone, most likely with the process that hosted it: rank {rank} cannot "
+    "The store of group {group!r} is gone, most likely because the process that hosted it has exited: rank {rank} "
+    "cannot "
 )
 
 
@@ -63,28 +64,29 @@ class StoreTimeout(Exception):
 
 
 class RequestThreadError(StoreTimeout):
-    """No thread could be started for the request to the store; the message has the reason."""
+    """The system could not start a thread for the request to the store; the message contains the reason."""
 
 
 class StoreWithTimeout:
     """Requests to `store` with a timeout: `StoreWithTimeout(store).request(lambda store: store.get(key), seconds)`.
 
     torch's stores block forever if the process that hosts the store is stopped. So a thread makes the request, and is
-    abandoned if the store does not answer in time. Until that thread returns, further requests raise NoAnswer, because
-    they would queue behind the first one.
+    abandoned if the store does not answer in time. Until that thread returns, further requests raise StoreTimeout,
+    because they would queue behind the first one.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._abandoned: Thread | None = None  # the thread whose request was not answered in time
+        self._abandoned_thread: Thread | None = None  # the thread whose request was not answered in time
 
     def request(self, request: Callable[[dist.Store], T], seconds: float = STORE_TIMEOUT_SECONDS) -> T:
-        """Return the result of `question(store)`, or raise its exception.
+        """Return the result of `request(store)`, or raise its exception.
 
         Raises:
-            NoAnswer: there is no result within `seconds`, or an earlier request has not been answered yet.
+            StoreTimeout: there is no result within `seconds`, or an earlier request has not been answered yet.
+            RequestThreadError: no thread could be started.
         """
-        if self._abandoned is not None and self._abandoned.is_alive():
+        if self._abandoned_thread is not None and self._abandoned_thread.is_alive():
             raise StoreTimeout("The store has not answered an earlier request yet.")
         result: Future[T] = Future()
 
@@ -102,7 +104,7 @@ class StoreWithTimeout:
         _request_threads.add(thread)
         thread.join(min(seconds, TIMEOUT_MAX))
         if not result.done():
-            self._abandoned = thread
+            self._abandoned_thread = thread
             raise StoreTimeout(f"The store did not answer within {seconds:g} s.")
         return result.result()
 
@@ -135,13 +137,13 @@ class _ExchangeState:
 _EXCHANGE_STATES: GroupSlot[_ExchangeState] = GroupSlot(lambda group: _ExchangeState())
 
 
-def exchange(group: Group, name: str, value: Any = None, lost_ranks: Callable[[], list[int]] = list) -> list[Any]:
+def exchange(group: Group, name: str, value: Any = None, find_lost_ranks: Callable[[], list[int]] = list) -> list[Any]:
     """Send `value` to all ranks, and return the values of all ranks, by rank. A collective call.
 
     Args:
         name: name of the exchange, equal on all ranks. It may contain a device type, but no device index.
         value: this rank's value, of any JSON type; tuples arrive as lists.
-        lost_ranks: returns the ranks that the caller knows to have died or left; called while this rank waits.
+        find_lost_ranks: returns the ranks that the caller knows to have died or left; called while this rank waits.
 
     Raises:
         CollectiveTimeoutError: a rank sent no value within `FUSED_TP_TIMEOUT` seconds, on this rank or a peer; the
@@ -153,11 +155,11 @@ def exchange(group: Group, name: str, value: Any = None, lost_ranks: Callable[[]
     group.check_process()
     if (earlier_failure := _EXCHANGE_STATES[group].failure) is not None:
         raise FusedTPError(
-            "Group {group!r} is unusable since its ranks failed to agree: {cause} " + _NEW_GROUP_ADVICE,
+            "Group {group!r} is unusable since an exchange between its ranks failed: {cause} " + _NEW_GROUP_ADVICE,
             group=group.name,
             cause=earlier_failure,
         )
-    store_exchange = _StoreExchange(group, name, lost_ranks)
+    store_exchange = _StoreExchange(group, name, find_lost_ranks)
     try:
         with tracing.wait_span(f"exchange of {name}, group {group.name}"):
             store_exchange.send(json.dumps(value).encode())
@@ -194,10 +196,10 @@ def agree_on_availability(group: Group, feature: str, check_here: Callable[[], A
     Raises:
         CollectiveTimeoutError: a rank did not call within `FUSED_TP_TIMEOUT` seconds.
     """
-    results = _EXCHANGE_STATES[group].agreements
-    if feature not in results:
-        results[feature] = first_unavailability(exchange(group, feature, check_here().reason))
-    return results[feature]
+    agreements = _EXCHANGE_STATES[group].agreements
+    if feature not in agreements:
+        agreements[feature] = first_unavailability(exchange(group, feature, check_here().reason))
+    return agreements[feature]
 
 
 def first_unavailability(reasons: Iterable[str]) -> Availability:
@@ -206,16 +208,15 @@ def first_unavailability(reasons: Iterable[str]) -> Availability:
 
 
 def publish_failure(group: Group, error: FusedTPError) -> None:
-    """Record and publish `make_error`, so that current and later exchanges of peers raise instead of waiting."""
+    """Record and publish `error`, so that current and later exchanges of peers raise instead of waiting."""
     if _EXCHANGE_STATES[group].failure is not None:
         return
     _EXCHANGE_STATES[group].failure = error.copy()
     content = json.dumps(error.as_dict())
-    with contextlib.suppress(
-        RuntimeError, StoreTimeout
-    ):  # the process that hosts the store may have died or be stopped
+    # The process that hosts the store may have died, or may be stopped.
+    with contextlib.suppress(RuntimeError, StoreTimeout):
         GROUP_STORES[group].request(
-            lambda store: _store_bytes(store, f"{_key_prefix(group, store)}/failed", content.encode())
+            lambda store: _set_bytes(store, f"{_key_prefix(group, store)}/failed", content.encode())
         )
 
 
@@ -258,16 +259,15 @@ def _key_prefix(group: Group, store: dist.Store) -> str:
 @on_destroy
 def _publish_departure(group: Group) -> None:
     """Publish that this rank has destroyed the group, for peers that wait for it in an exchange, now or later."""
-    if (
-        group in GROUP_STORES and group.size > 1
-    ):  # a group without exchanges has no entry, and torch has freed its store
+    # A group without exchanges has no entry, and torch has freed its store.
+    if group in GROUP_STORES and group.size > 1:
         with contextlib.suppress(RuntimeError, StoreTimeout):  # the process that hosts the store may have exited
             GROUP_STORES[group].request(
-                lambda store: _store_bytes(store, f"{_key_prefix(group, store)}/left/{group.rank}", b"")
+                lambda store: _set_bytes(store, f"{_key_prefix(group, store)}/left/{group.rank}", b"")
             )
 
 
-def _store_bytes(store: dist.Store, key: str, value: bytes) -> None:
+def _set_bytes(store: dist.Store, key: str, value: bytes) -> None:
     store.set(key, value)  # type: ignore[arg-type]  # accepts bytes, although its stub does not
 
 
@@ -278,8 +278,8 @@ def _describe_timeout() -> str:
 class _StoreExchange:
     """One exchange: sends this rank's value and waits for the peers' values until the deadline."""
 
-    def __init__(self, group: Group, name: str, lost_ranks: Callable[[], list[int]]) -> None:
-        self._group, self._name, self._lost_ranks = group, name, lost_ranks
+    def __init__(self, group: Group, name: str, find_lost_ranks: Callable[[], list[int]]) -> None:
+        self._group, self._name, self._find_lost_ranks = group, name, find_lost_ranks
         counts = _EXCHANGE_STATES[group].exchange_counts
         self._number = counts[name] = counts.get(name, 0) + 1
         self._deadline = time.monotonic() + settings.timeout_seconds()
@@ -293,7 +293,7 @@ class _StoreExchange:
 
     def send(self, value: bytes) -> None:
         try:
-            self._request(lambda store: _store_bytes(store, self._key(store, self._group.rank), value))
+            self._request(lambda store: _set_bytes(store, self._key(store, self._group.rank), value))
         except RuntimeError as error:
             sentence = _STORE_IS_GONE + "send its value in {op}. Error of the store: {reason}"
             raise self.make_error(PeerLostError, sentence, reason=str(error).splitlines()[0][:300]) from error
@@ -319,10 +319,10 @@ class _StoreExchange:
     def _poll_value(self, rank: int, seconds: float, store: dist.Store) -> bytes | None:
         """Return the value of `rank`, or None if it has not arrived within `seconds`."""
         # not `store.wait`: at each timeout torch writes two warnings to stderr
-        key, end, pause = self._key(store, rank), time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
-        longest_pause = max(_LONGEST_PAUSE_SECONDS, _PAUSE_PER_RANK_SECONDS * self._group.size)
+        key, end_time, pause = self._key(store, rank), time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+        longest_pause = max(_MAX_PAUSE_SECONDS, _PAUSE_PER_RANK_SECONDS * self._group.size)
         while not store.check([key]):
-            if time.monotonic() >= end:
+            if time.monotonic() >= end_time:
                 return None
             time.sleep(pause)
             pause = min(1.5 * pause, longest_pause)  # grows by half, so the result is late by at most half of the wait
@@ -336,16 +336,16 @@ class _StoreExchange:
         return f"{_key_prefix(self._group, store)}/{self._name}/{self._number}/{rank}"
 
     def _find_failure(self, is_expired: bool) -> FusedTPError | None:
-        absent_ranks = self._absent_ranks()
+        absent_ranks = self._find_absent_ranks()
         if absent_ranks == []:  # the last value has arrived since the poll
             return None
-        if (cause := self._published_error()) is not None:
+        if (cause := self._read_published_error()) is not None:
             error_class = PeerLostError if isinstance(cause, PeerLostError) else CollectiveTimeoutError
             return self.make_error(
                 error_class, f"{_OP_OF_GROUP} on rank {{rank}}: a peer failed. Its error: {{cause}}", cause=cause
             )
-        if lost_ranks := self._departed_ranks(absent_ranks) or self._lost_ranks():
-            message = f"{{Missing}} died, or left the group, before joining {_OP_OF_GROUP}. This is rank {{rank}}."
+        if lost_ranks := self._find_departed_ranks(absent_ranks) or self._find_lost_ranks():
+            message = f"{{Missing}} died or left the group before joining {_OP_OF_GROUP}. This is rank {{rank}}."
             return self.make_error(PeerLostError, message, missing=dict.fromkeys(lost_ranks, ""))
         if not is_expired:
             return None
@@ -360,11 +360,11 @@ class _StoreExchange:
         )
         return self.make_error(CollectiveTimeoutError, message, missing=dict.fromkeys(absent_ranks, ""))
 
-    def _departed_ranks(self, absent_ranks: Sequence[int] | None) -> list[int]:
-        """Return the ranks that have died or left, out of `absent_ranks` if known. Deaths are detected with gloo only.
+    def _find_departed_ranks(self, absent_ranks: Sequence[int] | None) -> list[int]:
+        """Return the ranks that have died or left; only ranks in `absent_ranks`, if these are known.
 
-        A closed connection is reported after `_LOST_SECONDS` only: a rank whose own receive timed out has closed its
-        connections too, and may still join.
+        Deaths are detected only with gloo. A closed connection counts after `_LOST_SECONDS`, because a rank whose own
+        receive timed out has also closed its connections, and may still join.
         """
         process_group, now = _process_group(self._group), time.monotonic()
         if uses_gloo_on_cpu(process_group):
@@ -372,15 +372,15 @@ class _StoreExchange:
                 self._closed_since.setdefault(rank, now)
         closed_ranks = [rank for rank, since in sorted(self._closed_since.items()) if now - since >= _LOST_SECONDS]
 
-        def find_left(store: dist.Store) -> list[int]:
+        def find_left_ranks(store: dist.Store) -> list[int]:
             prefix = _key_prefix(self._group, store)
             return [rank for rank in absent_ranks or () if store.check([f"{prefix}/left/{rank}"])]
 
-        return self._request_unless_dead(find_left) or [
+        return self._request_unless_dead(find_left_ranks) or [
             rank for rank in closed_ranks if absent_ranks is None or rank in absent_ranks
         ]
 
-    def _published_error(self) -> FusedTPError | None:
+    def _read_published_error(self) -> FusedTPError | None:
         """Return the error that a peer has published; None if there is none."""
 
         def request(store: dist.Store) -> FusedTPError | None:
@@ -389,14 +389,14 @@ class _StoreExchange:
 
         return self._request_unless_dead(request)
 
-    def _absent_ranks(self) -> list[int] | None:
+    def _find_absent_ranks(self) -> list[int] | None:
         """Return the ranks whose values are missing; None if the process that hosts the store has died."""
         return self._request_unless_dead(
             lambda store: [rank for rank in range(self._group.size) if not store.check([self._key(store, rank)])]
         )
 
     def _request_unless_dead(self, request: Callable[[dist.Store], T]) -> T | None:
-        """Return the result of `question(store)`; None if the process that hosts the store has died."""
+        """Return the result of `request(store)`; None if the process that hosts the store has died."""
         try:
             return self._request(request)
         except RuntimeError:

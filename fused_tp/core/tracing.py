@@ -55,7 +55,7 @@ def span(name: str, *items: object) -> AbstractContextManager[object]:
     """Context manager that records a profiler range; takes some tens of nanoseconds if no profiler is active.
 
     The range's name is `name` and `items`, which are formatted only if a profiler is active: a tensor as its shape, a
-    list with tensors as the shapes of its matrices and the dtype, other parts by `str`; None is skipped. For example,
+    list with tensors as the shapes of its matrices and the dtype, other items by `str`; None is skipped. For example,
     the name for ("op", (x, weight), "plain") is "op [8, 64]x[32, 64] bf16 plain".
     """
     if not _profiler._is_profiler_enabled and not (settings.RAW_ENVIRON.get(NVTX_KEY) or HAS_NVTX_TOOL):
@@ -70,21 +70,23 @@ def op_span(group: str, name: str, *items: object) -> Iterator[None]:
     Native code records no ranges. So in a torch profile, the span ends with an empty range that is named after the time
     of native waits and the group, for example "waited 0.000120 s, group 3".
     """
-    seconds_before = _native_seconds()
+    seconds_before = _native_wait_seconds()
     with span(name, *items):
         yield
         if _profiler._is_profiler_enabled:
-            with torch.profiler.record_function(f"waited {_native_seconds() - seconds_before:.6f} s, group {group}"):
+            with torch.profiler.record_function(
+                f"waited {_native_wait_seconds() - seconds_before:.6f} s, group {group}"
+            ):
                 pass
 
 
 @contextmanager
-def wait_span(awaited: str) -> Iterator[None]:
-    """Context manager that counts the time inside as waiting for a peer, in a range "waiting for `awaited`"."""
+def wait_span(awaited_name: str) -> Iterator[None]:
+    """Context manager that counts the time inside as waiting for a peer, in a range "waiting for `awaited_name`"."""
     global _python_wait_seconds
     start_time = time.perf_counter()
     try:
-        with span("waiting for", awaited):
+        with span("waiting for", awaited_name):
             yield
     finally:
         _python_wait_seconds += time.perf_counter() - start_time
@@ -100,10 +102,10 @@ def is_recording() -> bool:
 def _records_nvtx() -> bool:
     """True if NVTX ranges are requested and available."""
     setting = settings.nvtx()
-    requested = HAS_NVTX_TOOL if setting is None else setting
-    if requested and not _HAS_NVTX:
+    is_requested = HAS_NVTX_TOOL if setting is None else setting
+    if is_requested and not _HAS_NVTX:
         _warn_without_nvtx()
-    return requested and _HAS_NVTX
+    return is_requested and _HAS_NVTX
 
 
 @cache
@@ -112,52 +114,52 @@ def _warn_without_nvtx() -> None:
 
 
 def _make_range(name: str, items: tuple[object, ...]) -> AbstractContextManager[object]:
-    profiled = bool(_profiler._is_profiler_enabled)
+    is_profiled = bool(_profiler._is_profiler_enabled)
     # Under emit_nvtx torch converts profiler ranges to NVTX ranges, so adding an NVTX range would record it twice.
-    emits_nvtx = profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
-    return _ProfilerRange(range_name(name, *items), profiled, not emits_nvtx and _records_nvtx())
+    emits_nvtx = is_profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
+    return _ProfilerRange(range_name(name, *items), is_profiled, not emits_nvtx and _records_nvtx())
 
 
 class _ProfilerRange:
     """A range in torch's profiler, in NVTX or in both. Must be entered and exited on the same thread."""
 
-    def __init__(self, text: str, profiled: bool, nvtx: bool) -> None:
+    def __init__(self, text: str, is_profiled: bool, uses_nvtx: bool) -> None:
         self._text = text
-        self._record = torch.profiler.record_function(text) if profiled else None
-        self._nvtx = nvtx
+        self._record_function = torch.profiler.record_function(text) if is_profiled else None
+        self._uses_nvtx = uses_nvtx
 
     def __enter__(self) -> None:
-        if self._nvtx:
+        if self._uses_nvtx:
             torch.cuda.nvtx.range_push(self._text)
-        if self._record is not None:
-            self._record.__enter__()
+        if self._record_function is not None:
+            self._record_function.__enter__()
 
     def __exit__(
         self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._record is not None:
-            self._record.__exit__(error_class, error, trace)
-        if self._nvtx:
+        if self._record_function is not None:
+            self._record_function.__exit__(error_class, error, trace)
+        if self._uses_nvtx:
             torch.cuda.nvtx.range_pop()
 
 
 def range_name(name: str, *items: object) -> str:
-    """Return the name of the range that `span(name, *parts)` records."""
-    return " ".join([name, *(_describe_part(part) for part in items if part is not None)]).rstrip()
+    """Return the name of the range that `span(name, *items)` records."""
+    return " ".join([name, *(_describe_item(item) for item in items if item is not None)]).rstrip()
 
 
-def _describe_part(part: object) -> str:
-    if isinstance(part, Tensor):
-        return str(list(part.shape))
-    if isinstance(part, (list, tuple)):
-        tensors = list(_iterate_tensors(part))
-        shown = [t for t in tensors if t.ndim > 1] or tensors  # the shapes of matrices imply those of vectors
-        if not shown:
-            return str(part)
-        dtype = shown[0].dtype
+def _describe_item(item: object) -> str:
+    if isinstance(item, Tensor):
+        return str(list(item.shape))
+    if isinstance(item, (list, tuple)):
+        tensors = list(_iterate_tensors(item))
+        shown_tensors = [t for t in tensors if t.ndim > 1] or tensors  # the shapes of matrices imply those of vectors
+        if not shown_tensors:
+            return str(item)
+        dtype = shown_tensors[0].dtype
         abbreviation = _DTYPE_ABBREVIATIONS.get(dtype, str(dtype).removeprefix("torch."))
-        return f"{'x'.join(map(_describe_part, shown))} {abbreviation}"
-    return str(part)
+        return f"{'x'.join(map(_describe_item, shown_tensors))} {abbreviation}"
+    return str(item)
 
 
 def _iterate_tensors(values: object) -> Iterator[Tensor]:
@@ -175,8 +177,8 @@ def add_wait_source(source: Any, seconds: Callable[[Any], float]) -> None:
 
 def waited_seconds() -> float:
     """Return the seconds that this process has waited for peers since its start. For a section, take the difference."""
-    return _python_wait_seconds + _native_seconds()
+    return _python_wait_seconds + _native_wait_seconds()
 
 
-def _native_seconds() -> float:
+def _native_wait_seconds() -> float:
     return sum(seconds(source) for source, seconds in _wait_sources.items())

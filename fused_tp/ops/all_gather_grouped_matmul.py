@@ -113,7 +113,7 @@ def _forward(schedule: Schedule, a: _Args) -> Tensor:
     def multiply(x: Tensor) -> Tensor:
         return grouped_linear(x, a.weight, a.routing, by_token=True)
 
-    return schedule.gathered("all_gather_grouped_matmul", a.x_shard, a.gather_dim, a.gather_size, multiply)
+    return schedule.apply_to_gathered("all_gather_grouped_matmul", a.x_shard, a.gather_dim, a.gather_size, multiply)
 
 
 def _backward(s: SavedForBackward[_Args], d_output: Tensor) -> dict[str, Any]:

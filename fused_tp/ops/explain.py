@@ -22,13 +22,13 @@ from fused_tp.backends.autotune import describe_choice, is_measured, saved_choic
 from fused_tp.backends.gemm import explain_few_rows
 from fused_tp.backends.messages.torch_dist import backend_for_device
 from fused_tp.backends.registry import (
-    ALONE,
     SCHEDULES,
+    SINGLE_RANK_DECISION,
     Decision,
     ScheduleSpec,
-    caveat_of,
     choose_by_table,
-    decide,
+    describe_caveat,
+    describe_selection,
     forced_schedule,
 )
 from fused_tp.backends.shared_memory.shm import shm_supports_size
@@ -118,7 +118,7 @@ def explain(
 
     def decide_schedule(name: str, key: ScheduleKey) -> Decision:
         key = key._replace(device=resolved_device)
-        decision = decide(key, resolved)
+        decision = describe_selection(key, resolved)
         if not is_measured(name, key, resolved):
             return decision
         if (choice := saved_choice(name, key, resolved)) is None:
@@ -126,7 +126,7 @@ def explain(
             return replace(decision, reason=f"{decision.reason}, until {who} the first such call")
         chosen = choice["schedule"]
         transport = SCHEDULES[chosen].transport or backend_for_device(resolved, resolved_device.type)
-        return Decision(chosen, transport, f"measured here: {describe_choice(choice)}{caveat_of(chosen)}")
+        return Decision(chosen, transport, f"measured here: {describe_choice(choice)}{describe_caveat(chosen)}")
 
     environment = _Environment(
         resolved.size,
@@ -199,14 +199,14 @@ def explain_hypothetical(
 
     def decide_schedule(name: str, key: ScheduleKey) -> Decision:
         if world_size == 1:
-            return ALONE
+            return SINGLE_RANK_DECISION
         reason = ""
         if (forced := forced_schedule()) is not None:
             spec = SCHEDULES[forced]
             if supported := spec.supports(key.op, key.dtype):
                 if not (available := group_availability(spec)):
                     raise ValueError(f"Schedule {forced!r} does not support this group: {available.reason}.")
-                forced_reason = f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(forced)}"
+                forced_reason = f"FUSED_TP_SCHEDULE={forced} forces it{describe_caveat(forced)}"
                 return Decision(forced, spec.transport or message_backend, forced_reason)
             reason = f"FUSED_TP_SCHEDULE={forced}, but {supported.reason}; "
 
@@ -219,7 +219,7 @@ def explain_hypothetical(
         if transport == "shm" and not shm_availability_here and "no one_sided" not in choice.rule:
             reason += f"; no shared memory: {shm_availability_here.reason}"
         spec = SCHEDULES[choice.schedule]
-        return Decision(spec.name, spec.transport or message_backend, reason + caveat_of(spec.name))
+        return Decision(spec.name, spec.transport or message_backend, reason + describe_caveat(spec.name))
 
     environment = _Environment(
         world_size, device_type, arch, decide_schedule, lambda: message_backend, fused_ring_available

@@ -141,7 +141,9 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
         return d_rows, d_output.clone() if g.needs_d_output else d_output.new_empty(0)
 
     if g.needs_rows:
-        return schedule.gathered("grouped_matmul_reduce_scatter_backward", g.d_shard, g.scatter_dim, size, multiply)
+        return schedule.apply_to_gathered(
+            "grouped_matmul_reduce_scatter_backward", g.d_shard, g.scatter_dim, size, multiply
+        )
     d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
     return g.d_shard.new_empty(0), g.d_shard.clone() if d_output is g.d_shard else d_output
 

@@ -239,14 +239,14 @@ class Op(Generic[A]):
             return self._call_without_plan(values)
         if plan is None:
             return self._call_without_plan(values, key)
-        schedule, repeatable, changed_args, name = plan
+        schedule, fast_call, changed_args, name = plan
         if changed_args:
             args = replaced = list(args)
             for index, value in changed_args:
                 replaced[index] = value
         # `repeatable` begins with a torch op, which handles conjugate and negative bits, so they are not checked here.
-        if repeatable is not None and not needs_grad:
-            found = repeatable(*args)
+        if fast_call is not None and not needs_grad:
+            found = fast_call(*args)
             return self._call_without_plan(values) if found is None else found
         for value in args:
             for item in value if type(value) is list else (value,):
@@ -379,8 +379,8 @@ class Op(Generic[A]):
         plans = self._plans[group_by_name(args[-1])]
         if len(plans) >= _MAX_PLANS:
             plans.clear()
-        repeatable = None if schedule is None else schedule.make_repeatable(self.name, args)
-        plans[key] = schedule, repeatable, tuple(changed_args), args[-1]
+        fast_call = None if schedule is None else schedule.make_fast_call(self.name, args)
+        plans[key] = schedule, fast_call, tuple(changed_args), args[-1]
 
     def select(self, args: A) -> Schedule | None:
         """Select the schedule for a call with `args`; None if the call does not communicate."""

@@ -28,8 +28,8 @@ from fused_tp.backends.autotune import (
     REPLICATED_OPS,
     describe_difference,
     known_problem,
-    record_right,
-    record_wrong,
+    record_problems,
+    record_verified,
     tensor_checksum,
     usable_schedules,
 )
@@ -130,12 +130,12 @@ def verify(
             if known := known_problem(group_info, device, *what):
                 yield OpVerdict(schedule, op, dtype, known)
                 continue
-            record_wrong(group_info, device, {what: _STARTED})
+            record_problems(group_info, device, {what: _STARTED})
             for example, inputs in zip(op_examples, sets, strict=True):
                 try:
                     report = _check_example(schedule, example, inputs, current, other_group, device, calls)
                 except KeyboardInterrupt:  # interrupted by the user: not a failure of the schedule
-                    record_wrong(group_info, device, {what: ""})
+                    record_problems(group_info, device, {what: ""})
                     raise
                 # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
                 patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
@@ -147,9 +147,9 @@ def verify(
                     current, other_group = dist.new_group(ranks), dist.new_group(ranks)
                     break
             backward = {(schedule, f"{op}_backward", dtype): problem} if problem else {}
-            record_wrong(group_info, device, {what: problem, **backward})
+            record_problems(group_info, device, {what: problem, **backward})
             if not problem:
-                record_right(group_info, device, [what, (schedule, f"{op}_backward", dtype)])
+                record_verified(group_info, device, [what, (schedule, f"{op}_backward", dtype)])
             yield OpVerdict(schedule, op, dtype, problem)
 
 

@@ -26,7 +26,7 @@ from fused_tp.attention.ring_fused import make_keys_layout
 from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionMask
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
-from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS
+from fused_tp.backends.symmetric_memory.group_kernels import MAX_TIMEOUT_SECONDS
 from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import gather
 from fused_tp.triton_kernels.comm.arrivals import Arrivals
@@ -92,7 +92,7 @@ def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
 
                 def start(call: Any = call, own: Tensor = own, gathered: Tensor = gathered) -> Arrivals:
                     offered = call.offer(own, list(gathered.split(8)))
-                    return Arrivals(offered.arrived, offered.order, offered.expired, 5 * 10**9)
+                    return Arrivals(offered.arrival_flags, offered.order_scratch, offered.expired_address, 5 * 10**9)
 
                 on_gpu = own.as_subclass(OnGpu)
                 multiply_arriving_shards(
@@ -127,12 +127,12 @@ def test_a_call_that_gives_up(kind: Any, nbytes: int) -> None:
     )
     for world in (1, 2, 3):
         workspace = Noting(buffer, Handle(memory, world), timeout_seconds=600.0)
-        for seconds in (0.1, 1.0, LONGEST_SECONDS):
+        for seconds in (0.1, 1.0, MAX_TIMEOUT_SECONDS):
             workspace.timeout_ns = int(seconds * 1e9) | 1
             assert variant((begin_kernel, (1,), workspace._begin_arguments())) == loaded[-1]
 
 
-@pytest.mark.parametrize("seconds", [0.3, 1.0, 2.0, 2.2, 600.0, LONGEST_SECONDS])
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 2.0, 2.2, 600.0, MAX_TIMEOUT_SECONDS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_relays(world: int, seconds: float) -> None:
     workspace = workspace_of(ring_keys.RingWorkspace, world)

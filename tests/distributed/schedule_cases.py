@@ -93,7 +93,7 @@ def schedule_on(group: Any, name: str) -> Iterator[Any]:
         available = spec.available(described, CPU)
         assert available or name == "multimem", available.reason  # `multicast` emulates its switch
         schedule = spec.make(described, CPU, None)
-        made, selected = registry._MADE[described], registry._SELECTED[described]
+        made, selected = registry._CREATED_SCHEDULES[described], registry._SELECTED_SCHEDULES[described]
         selected.clear()
         made[name, CPU, None] = schedule
         try:

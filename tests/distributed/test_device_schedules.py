@@ -297,13 +297,13 @@ def kernels_fail(group: Any) -> tuple[str, str]:
         schedule.all_reduce(X)
         transport, outside = schedule.fallback.transport, torch.ones(4)
         if dist.get_rank(group) == 0:
-            schedule.device.abort("the kernels of rank 0 have failed.")
+            schedule.collectives.abort("the kernels of rank 0 have failed.")
             return "", ""
         begun = time.perf_counter()
         with pytest.raises(PeerLostError) as heard, schedule.abort_scope("op"):
             transport.shift("shift", outside[:0], outside, 1).wait()
         assert time.perf_counter() - begun < 4.0  # the deadline is 60 s
-        for run in (lambda: schedule.all_reduce(X), lambda: schedule.device.all_reduce(X, "two_shot")):
+        for run in (lambda: schedule.all_reduce(X), lambda: schedule.collectives.all_reduce(X, "two_shot")):
             with pytest.raises(FusedTPError, match="unusable since an earlier failure") as refused:
                 run()
         return str(heard.value), str(refused.value)

@@ -47,9 +47,9 @@ pytest.importorskip("fused_tp._core", reason="needs the native core: pip install
         ("aabb", 2),
         ("aaabbb", 3),
         ("aabbcc", 2),
-        ("aaaa", "all of its ranks are on one host"),
-        ("abcd", "each of its ranks is on a different host"),
-        ("abab", "its 4 ranks are not in consecutive blocks of equal size on the 2 hosts"),
+        ("aaaa", "all ranks of the group are on one host"),
+        ("abcd", "each rank of the group is on a different host"),
+        ("abab", "the group's 4 ranks are not in consecutive blocks of equal size on the 2 hosts"),
         ("aaab", "not in consecutive blocks"),
         ("aabbb", "not in consecutive blocks"),
         ("aabbaa", "not in consecutive blocks"),
@@ -206,10 +206,10 @@ def explanation(group: Any) -> str:
 @pytest.mark.parametrize(
     ("names", "without_shared_memory", "taken", "why"),
     [
-        ("aaaa", "", "one_sided", "but all of its ranks are on one host"),
-        ("abcd", "", "plain", "each of its ranks is on a different host"),
+        ("aaaa", "", "one_sided", "but all ranks of the group are on one host"),
+        ("abcd", "", "plain", "each rank of the group is on a different host"),
         ("abab", "", "plain", "consecutive blocks"),
-        ("aabb", "23", "plain", "no fast links inside of a host"),  # one host lacks them, so no host uses them
+        ("aabb", "23", "plain", "no fast links inside a host"),  # one host lacks them, so no host uses them
         ("aabb", "", "hierarchical", "forces it"),
     ],
 )
@@ -226,7 +226,7 @@ def test_ranks_of_several_hosts_take_two_levels_by_themselves(world: Any) -> Non
     said = explained(world, "abab")
     assert (
         "forward: plain over gloo" in said
-        and "no shared memory: FUSED_TP_HOST assigns its ranks to 2 different hosts" in said
+        and "no shared memory: FUSED_TP_HOST assigns the group's ranks to 2 different hosts" in said
     )
 
 
@@ -236,7 +236,9 @@ def test_ranks_of_several_hosts_take_two_levels_by_themselves(world: Any) -> Non
 @on_ranks(4, env=FORCED)
 def test_ranks_in_an_order_that_torch_would_not_keep_go_by_the_table(_: Any) -> None:
     with on_hosts("bbaa"):
-        assert "its ranks [2, 3, 0, 1] do not ascend" in explanation(dist.new_group([2, 3, 0, 1], sort_ranks=False))
+        assert "the group's ranks [2, 3, 0, 1] do not ascend" in explanation(
+            dist.new_group([2, 3, 0, 1], sort_ranks=False)
+        )
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ def memory_that_rank_3_does_not_join() -> tuple[str, str, float]:
     """The group's name, and its error if rank 3 does not join the shared memory of rank 2's host."""
     with on_hosts("aabb", FUSED_TP_TIMEOUT="1") as group:
         described = resolve_group(group)
-        assert create_together(registry._DIFFERING, described, registry._differing_settings) == ""
+        assert create_together(registry._DIFFERING_SETTINGS, described, registry._compare_settings) == ""
         assert isinstance(hosts_module.group_hosts(described), hosts_module.Hosts)
         begun = time.monotonic()
         if dist.get_rank() == 3:
@@ -294,7 +296,7 @@ def test_rank_that_does_not_join_a_level_ends_group_on_all_ranks(outcome: list[O
         assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
         name, said, seconds = memory
         # If ranks 0 and 1 start late, their own deadline may pass first.
-        if rank == 2 or "fast links inside of hosts" not in said:
+        if rank == 2 or "fast links inside hosts" not in said:
             sentence = f"Rank 3 did not take part in the shared-memory rendezvous of group {name!r} within 1 s"
             assert sentence in said and "This is rank 2." in said, said
         assert seconds < 1.0 + NOTICE_SECONDS, said

@@ -200,7 +200,7 @@ def test_results_have_the_shapes_of_torchs_fakes() -> None:
 
 
 def test_an_op_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "torch's symm_mem ops are for cuda; this is cpu" in transport.torch_ops_availability(CPU).reason
+    assert "torch's symm_mem ops run on cuda, not on cpu" in transport.torch_ops_availability(CPU).reason
     with symm_mem_on_cpu(without=("two_shot_all_reduce_",)):
         assert transport.torch_ops_availability(CPU).reason == (
             f"torch {torch.__version__} has no symm_mem.two_shot_all_reduce_ for cpu"
@@ -307,12 +307,12 @@ def refused_on_one(group: Any) -> str:
         mock.patch.object(torch_symmetric_memory, "rendezvous") as rendezvous,
         mock.patch.object(torch.cuda, "device", lambda device: nullcontext()),
     ):
-        described, before = resolve_group(group), symm_mem._rendezvous
+        described, before = resolve_group(group), symm_mem._rendezvous_count
         error = error_of(symm_mem._allocate_cuda, described, torch.device("cuda", 0), 1024)
-        assert not rendezvous.called and symm_mem._rendezvous == before
+        assert not rendezvous.called and symm_mem._rendezvous_count == before
         empty.side_effect = None
         symm_mem._allocate_cuda(described, torch.device("cuda", 0), 1024)
-        assert rendezvous.called and symm_mem._rendezvous == before + 1
+        assert rendezvous.called and symm_mem._rendezvous_count == before + 1
     return f"{type(error).__name__}: {error}"
 
 
@@ -495,7 +495,7 @@ def joined(group: Any, folder: str) -> list[Any]:
     found.append({verdict.problem for verdict in verdicts})
     found.append({verdict.schedule for verdict in verdicts})
     found.append(tried(16))
-    autotune.record_wrong(described, CPU, {("one_sided", "matmul_all_reduce", FP32): "in a later call"})
+    autotune.record_problems(described, CPU, {("one_sided", "matmul_all_reduce", FP32): "in a later call"})
     found.append(tried(32))
     return found
 

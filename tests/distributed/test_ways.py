@@ -22,10 +22,10 @@ from fused_tp.core.store import exchange
 from tests.workers import run_ranks
 
 GPU_ONLY = {
-    "fused_kernel": "kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is cpu",
-    "one_shot": "device kernels run on NVIDIA GPUs; this is cpu",
-    "two_shot": "device kernels run on NVIDIA GPUs; this is cpu",
-    "multimem": "device kernels run on NVIDIA GPUs; this is cpu",
+    "fused_kernel": "fused kernels run on NVIDIA GPUs, and on the CPU if TRITON_INTERPRET=1 is set, but not on cpu",
+    "one_shot": "device kernels run on NVIDIA GPUs, not on cpu",
+    "two_shot": "device kernels run on NVIDIA GPUs, not on cpu",
+    "multimem": "device kernels run on NVIDIA GPUs, not on cpu",
     "copy_engine": "copy engines are supported on NVIDIA GPUs only, not on cpu",
     "nccl_pipeline": "NCCL supports NVIDIA GPUs only, not cpu",
 }
@@ -44,7 +44,7 @@ def test_forced_schedules_are_refused_with_the_reason() -> None:
     pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
     wanted = [
         *(f"Schedule {name!r} does not support this group: rank 0: {why}." for name, why in GPU_ONLY.items()),
-        "Schedule 'one_sided' does not support this group: FUSED_TP_SHM=0 turns it off.",
+        "Schedule 'one_sided' does not support this group: FUSED_TP_SHM=0 turns shared memory off.",
         f"FUSED_TP_SCHEDULE is 'fastest'; it must be one of {', '.join(SCHEDULES)}.",
     ]
     assert run_ranks(4, asked_for, env={"FUSED_TP_SHM": "0"}) == [wanted] * 4
@@ -53,7 +53,7 @@ def test_forced_schedules_are_refused_with_the_reason() -> None:
 def test_more_ranks_than_an_error_record_has_bits_for() -> None:
     for name in ("fused_kernel", "two_shot", "copy_engine"):
         found = SCHEDULES[name].available(Mock(size=64), torch.device("cuda"))
-        assert not found and "serve up to 63 ranks, and the group has 64" in found.reason
+        assert not found and "support at most 63 ranks, and the group has 64" in found.reason
 
 
 def named_by_a_table(group: Any) -> str:
@@ -72,7 +72,7 @@ def test_a_table_that_names_them_all_comes_to_what_there_is(tmp_path: Path) -> N
         assert "forward: pipelined over gloo" in said
         for name, reason in GPU_ONLY.items():
             assert f"no {name}: rank 0: {reason}" in said
-        assert "no hierarchical: all of its ranks are on one host" in said
+        assert "no hierarchical: all ranks of the group are on one host" in said
 
 
 def of_mixed_gpus(group: Any) -> list[str]:
@@ -133,6 +133,6 @@ def test_explain_says_what_runs_and_why() -> None:
         "matmul_reduce_scatter(x [512, 1024], weight [2048, 1024]), float32 on cpu, 2 ranks"
     )
     assert "forward: pipelined over gloo, because dispatch table as shipped, rule cpu/default" in plain[0]
-    assert "no shared memory: FUSED_TP_SHM=0 turns it off" in plain[0]
+    assert "no shared memory: FUSED_TP_SHM=0 turns shared memory off" in plain[0]
     forced_plain = run_ranks(2, explained, env={"FUSED_TP_SCHEDULE": "plain"})[0]
     assert "backward: plain over gloo, because FUSED_TP_SCHEDULE=plain forces it" in forced_plain

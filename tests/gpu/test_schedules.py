@@ -44,7 +44,7 @@ def schedule_of(group: Any, name: str, device: torch.device) -> tuple[Any, Calla
             x = torch.ones(8, 8, device=device)
             schedule.matmul_all_reduce([(x, x)], None).cpu()
             dist.barrier(group)
-    return schedule, getattr(getattr(schedule, "_kernels", None), "raise_failure", lambda: None)
+    return schedule, getattr(getattr(schedule, "_kernels", None), "raise_if_call_failed", lambda: None)
 
 
 def on_schedule(group: Any, kind: str, name: str, case: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -84,7 +84,7 @@ class Arriving:
         sizes = [max(0, min(per_rank, m - rank * per_rank)) for rank in range(self.group.size)]
         cut = DimShards((m, x_shard.shape[1]), 0, tuple(sizes))
         asked = GatherMatmul(x_shard, weights, biases, 0, m, return_gathered)
-        return self.schedule.gather_matmul_copied(asked, cut, self.schedule.copies.engine, launch)
+        return self.schedule.gather_matmul_copied(asked, cut, self.schedule.copy_schedule.engine, launch)
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def arriving(group):
         made = Arriving(group)
         yield made
         dist.barrier(group)
-        made.schedule.copies.engine.stop()
+        made.schedule.copy_schedule.engine.stop()
 
 
 def both_ways(group, launch, m, ns, k, dtype, how):

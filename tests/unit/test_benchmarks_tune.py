@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import cpu, tune
 from benchmarks.tune import with_new_rules
-from fused_tp.backends.autotune import fastest
+from fused_tp.backends.autotune import choose_fastest
 from fused_tp.cli.main import main
 from fused_tp.core import dispatch
 from fused_tp.ops.explain import explain_hypothetical
@@ -27,11 +27,11 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_takes_the_incumbents_place() -> None:
     noisy = {"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.97, 1.1, 0.5]}
-    assert fastest(noisy, "plain") == "plain"
+    assert choose_fastest(noisy, "plain") == "plain"
     clear = {"plain": [1.0, 1.1, 1.0], "pipelined": [0.8, 0.8, 0.9], "one_sided": [0.7, 0.6, 0.7]}
-    assert fastest(clear, "plain") == "one_sided"
+    assert choose_fastest(clear, "plain") == "one_sided"
     # An incumbent that did not run is replaced by the fastest.
-    assert fastest({"plain": [1.0, 1.0, 1.0], "pipelined": [0.99, 0.99, 5.0]}, "one_sided") == "pipelined"
+    assert choose_fastest({"plain": [1.0, 1.0, 1.0], "pipelined": [0.99, 0.99, 5.0]}, "one_sided") == "pipelined"
 
 
 def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

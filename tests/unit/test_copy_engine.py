@@ -167,10 +167,10 @@ def test_it_does_not_grow_under_capture(driver: Any) -> None:
         with pytest.raises(RuntimeError, match="Run the same ops once before the capture"):
             engine.call("all_gather", gather_bytes=1 << 30)
     first = engine._slots[""]
-    assert first.captured
+    assert first.is_captured
     with engine.call("all_gather", gather_bytes=1 << 20) as call:
         call.finish()
-    assert engine._outgrown == [first]  # the graph may still use it
+    assert engine._outgrown_slots == [first]  # the graph may still use it
 
 
 @NEEDS_CORE
@@ -189,7 +189,7 @@ def test_a_gather_that_a_kernel_waits_for_takes_three_calls_of_the_driver(driver
             with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
                 offered = call.offer(shard, list(gathered))
                 for source in range(world):
-                    while source != rank.rank and not offered.arrived[source]:
+                    while source != rank.rank and not offered.arrival_flags[source]:
                         time.sleep(1e-4)
                 assert torch.equal(gathered, (10.0 * number + torch.arange(world))[:, None].expand(world, 100))
                 call.finish(gathered)
@@ -238,7 +238,7 @@ def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -
         inner.gather(left, [left])
         raise ZeroDivisionError
     del call, inner
-    assert [t.data_ptr() for t in engine.abandoned] == [t.data_ptr() for t in (unfinished, left)]
+    assert [t.data_ptr() for t in engine.abandoned_tensors] == [t.data_ptr() for t in (unfinished, left)]
 
 
 @NEEDS_CORE

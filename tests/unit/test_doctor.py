@@ -189,7 +189,9 @@ def test_gpus_that_all_reach_each_other(machine: Machine) -> None:
     assert found["NCCL"].value == (
         "2.27.3; a later one adds communicators that can be stopped, several ranks on one GPU"
     )
-    assert found["device kernels"].value.startswith("none: they were not built when fused_tp was installed")
+    assert found["device kernels"].value.startswith(
+        "none: the device kernels were not built when fused_tp was installed"
+    )
     assert all(one.status != doctor.PROBLEM for one in found.values())
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, judged
+from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, check_facts
 from fused_tp.core.peer_watch import PeerWatch, process_identity, watchable_pids
 
 pytestmark = pytest.mark.full
@@ -24,7 +24,7 @@ def changed(rank: int, **fields: object) -> list[SymmMemFacts]:
     return [replace(fact, **fields) if r == rank else fact for r, fact in enumerate(RANKS)]
 
 
-SHARED = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]  # torch allows them to share a GPU
+SHARED = [replace(fact, gpu="gpu0", may_share_gpu=True) for fact in RANKS]  # torch allows them to share a GPU
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,16 @@ SHARED = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]  # torc
     [
         (RANKS, ""),
         (SHARED, ""),
-        ([*SHARED[:2], replace(SHARED[2], overlapping=False)], "several of its ranks share a GPU"),
-        (changed(2, gpu="gpu0"), "several of its ranks share a GPU"),
-        (changed(1, host="other"), "its ranks are on several hosts"),
-        (changed(2, arch=80), "its GPUs differ: sm_80, sm_90"),
-        (changed(0, unreachable=("gpu2",)), "the GPU of rank 0 cannot access the memory of the GPU of rank 2"),
+        ([*SHARED[:2], replace(SHARED[2], may_share_gpu=False)], "several ranks of the group share a GPU"),
+        (changed(2, gpu="gpu0"), "several ranks of the group share a GPU"),
+        (changed(1, host="other"), "the group's ranks are on several hosts"),
+        (changed(2, arch=80), "the group's GPUs differ: sm_80, sm_90"),
+        (changed(0, unreachable_gpus=("gpu2",)), "the GPU of rank 0 cannot access the memory of the GPU of rank 2"),
         (changed(1, problem="its GPU is sm_75; kernels need sm_80 or later"), "rank 1: its GPU is sm_75"),
     ],
 )
 def test_whether_ranks_can(facts: list[SymmMemFacts], said: str) -> None:
-    found = judged(facts)
+    found = check_facts(facts)
     assert bool(found) == (not said) and said in found.reason
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.backends.symmetric_memory import symm_mem
 from fused_tp.backends.symmetric_memory.group_kernels import Workspaces
-from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, shared_sms
+from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, sms_per_rank
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 
 pytestmark = pytest.mark.full
@@ -78,7 +78,7 @@ def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
     workspaces, _ = made()
     with workspaces.use("sum", 1, "op") as captured:
         pass
-    workspaces._slots["sum"].captured = True
+    workspaces._slots["sum"].is_captured = True
     with workspaces.use("sum", 2 * MIB, "op") as larger:
         assert larger is not captured
     captured.expired_wait.return_value = Said("a replay has expired")
@@ -140,7 +140,7 @@ def test_a_failure_while_growing_makes_the_group_unusable() -> None:
     memory.allocate = mock.Mock(side_effect=MemoryError("none left"))
     with pytest.raises(MemoryError), workspaces.use("sum", 5, "op"):
         pass
-    match = "creating a workspace of 1048576 bytes for op failed"
+    match = "Creating a workspace of 1048576 bytes for op failed"
     with pytest.raises(FusedTPError, match=match), workspaces.use("sum", 5, "op"):
         pass
     assert len(told) == 1 and match in told[0]
@@ -169,7 +169,7 @@ def test_nothing_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(symm_mem, "is_capturing", lambda device: True)
     with workspaces.use("sum", MIB, "op"):
         assert memory.asked == [MIB]
-    match = r"op needs a workspace of 5 bytes and the group has one that is not there yet.*once before the capture"
+    match = r"op needs a workspace of 5 bytes, and the group has none yet.*once before the capture"
     with pytest.raises(RuntimeError, match=match), workspaces.use("gather", 5, "op"):
         pass
 
@@ -186,11 +186,11 @@ def test_ranks_of_one_gpu_have_a_share_of_it_each() -> None:
     def facts(*gpus: tuple[str, int]) -> list[SymmMemFacts]:
         return [SymmMemFacts("host", ("pids", number), gpu, 90, sms) for number, (gpu, sms) in enumerate(gpus)]
 
-    assert shared_sms(facts(("a", 132), ("b", 132))) == 132
-    assert shared_sms(facts(("a", 132), ("a", 132))) == 66
-    assert shared_sms(facts(("a", 132), ("b", 60), ("a", 132))) == 60
-    assert shared_sms(facts(*[("a", 2)] * 3)) == 1
-    assert shared_sms([SymmMemFacts("host", ("pids", number), sms=3) for number in range(2)]) == 3
+    assert sms_per_rank(facts(("a", 132), ("b", 132))) == 132
+    assert sms_per_rank(facts(("a", 132), ("a", 132))) == 66
+    assert sms_per_rank(facts(("a", 132), ("b", 60), ("a", 132))) == 60
+    assert sms_per_rank(facts(*[("a", 2)] * 3)) == 1
+    assert sms_per_rank([SymmMemFacts("host", ("pids", number), sms=3) for number in range(2)]) == 3
 
 
 def test_ops_of_one_local_rank_take_turns_with_each_other_only() -> None:

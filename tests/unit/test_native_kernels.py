@@ -108,7 +108,8 @@ def test_whether_it_can_be_used_here(installed: Path, monkeypatch: pytest.Monkey
     assert native_kernels_available() and native_kernels_available(90) and native_kernels_available(120)
     assert native_kernels.native_kernels() is native_kernels.native_kernels()
     assert reason(80) == (
-        "they were built for sm_90a, compute_100, and this GPU is sm_80; reinstall fused_tp with FUSED_TP_CUDA_ARCHS=80"
+        "the device kernels were built for sm_90a, compute_100, and this GPU is sm_80; reinstall fused_tp with "
+        "FUSED_TP_CUDA_ARCHS=80"
     )
     monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
     assert "built with CUDA 13.0, and the driver supports only CUDA 12.4; update the driver" in reason()
@@ -124,9 +125,9 @@ def test_without_library_or_core(installed: Path, monkeypatch: pytest.MonkeyPatc
         assert "_core" in native_kernels_available().reason
     monkeypatch.setattr(native_kernels, "KERNEL_LIBRARY", tmp_path / "_cuda.so")
     reason = native_kernels_available().reason
-    assert reason.startswith("they were not built when fused_tp was installed; install the CUDA toolkit")
+    assert reason.startswith("the device kernels were not built when fused_tp was installed; install the CUDA toolkit")
     assert native_kernels.read_kernel_targets(tmp_path / "_cuda.so") is None
-    with pytest.raises(RuntimeError, match="The device kernels are not available: they were not built"):
+    with pytest.raises(RuntimeError, match="The device kernels are not available: the device kernels were not built"):
         native_kernels.native_kernels()
 
 

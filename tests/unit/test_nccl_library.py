@@ -111,7 +111,7 @@ def facts(gpu: str = "", version: int = 22907, problem: str = "") -> NcclFacts:
         ([facts(version=22907), facts(version=22903)], ""),
         ([facts(), facts()], ""),  # ranks that may share a GPU do not name theirs
         ([facts("a"), facts(problem="no driver")], "rank 1: no driver"),
-        ([facts("a"), facts("a")], "several of its ranks share a GPU"),
+        ([facts("a"), facts("a")], "several ranks of the group share a GPU"),
         ([facts("a", 22907), facts("b", 22703)], "different versions of NCCL: 2.27.3, 2.29.7"),
     ],
 )

@@ -210,7 +210,7 @@ FORCED = [  # FUSED_TP_SCHEDULE, options, output for an all_reduce: an error exc
     ("two_shot", "--arch sm_90 --ranks 64", "this group: it supports at most 63 ranks, and the group has 64."),
     ("one_sided", "--transport gloo", "this group: its transport is gloo."),
     ("one_sided", "--ranks 65", "this group: the group has 65 ranks; shared memory supports at most 64."),
-    ("copy_engine", "", "copy engines have nothing for all_reduce; dispatch table as shipped, rule cpu/shm/default"),
+    ("copy_engine", "", "copy engines do not implement all_reduce; dispatch table as shipped, rule cpu/shm/default"),
     (
         "",
         "--ranks 65",

@@ -155,7 +155,7 @@ def exchange_over(group: Any, host: str) -> list[str]:
                 meet(described)
             assert time.perf_counter() - begun < 4.0
             said.append(str(caught.value))
-            with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
+            with pytest.raises(FusedTPError, match="unusable since an exchange between its ranks failed"):
                 exchange(described, "names", "mine")
             store.answers.set()
     return said

@@ -144,7 +144,7 @@ def gather(engine: CopyEngine, rank: LocalRank, length: int, number: int, offere
     shard, gathered = torch.full((length,), 10.0 * number + rank.rank), torch.zeros(RANKS, length)
     with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
         if offered:
-            words = call.offer(shard, list(gathered)).arrived
+            words = call.offer(shard, list(gathered)).arrival_flags
             until = time.monotonic() + 30
             while not all(words[peer] for peer in range(RANKS) if peer != rank.rank):
                 assert time.monotonic() < until
@@ -211,7 +211,7 @@ def test_streams_of_an_outgrown_workspace_go_on_with_the_next(driver: Callable[[
             rank.barrier()
             counts.append(driver())
             rank.barrier()
-            engine._slots[""].captured = length == 1 << 16
+            engine._slots[""].is_captured = length == 1 << 16
         engine.stop()
         return counts
 

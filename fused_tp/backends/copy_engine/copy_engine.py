@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.backends.symmetric_memory.group_kernels import GroupKernels, rounded
+from fused_tp.backends.symmetric_memory.group_kernels import GroupKernels, round_up_bytes
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, check_not_capturing, is_capturing
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
@@ -44,7 +44,7 @@ from fused_tp.core.pending import current_stream
 # Ops in the order of csrc/copy_engine/watchdog.h, which identifies them by index.
 ENGINE_OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
 
-# Memory sizes are rounded up: to a power of two below _ROUNDED_TO, and to a multiple of _ROUNDED_TO above it.
+# Memory sizes are rounded up: to a power of two below _ROUNDING_BYTES, and to a multiple of _ROUNDING_BYTES above it.
 _MIN_WORKSPACE_BYTES = 1 << 16
 _ROUNDING_BYTES = 16 << 20
 
@@ -84,8 +84,8 @@ class _NativeSlot:
     gather_bytes: int
     scatter_bytes: int
     streams: _WorkspaceStreams | None  # None: the core has created its own streams
-    captured: bool = False  # True: a CUDA graph contains a call on this workspace
-    pending: int = 0  # number of calls that have begun and are not finished
+    is_captured: bool = False  # True: a CUDA graph contains a call on this workspace
+    unfinished_calls: int = 0  # number of calls that have begun and are not finished
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class OfferedShards:
     """Memory words by which the engine notifies a kernel of arrived shards; see `triton_kernels/comm/arrivals.py`.
 
     Attributes:
-        arrived: int64 [W]: 1 once the shard of that rank has arrived.
-        order: int64 [W]: scratch memory of the kernel, 0 at its start.
-        expired: address of an int64 in host memory, which the kernel sets if its wait times out.
+        arrival_flags: int64 [W]: 1 once the shard of that rank has arrived.
+        order_scratch: int64 [W]: scratch memory of the kernel, 0 at its start.
+        expired_address: address of an int64 in host memory, which the kernel sets if its wait times out.
     """
 
-    arrived: Tensor
-    order: Tensor
-    expired: int
+    arrival_flags: Tensor
+    order_scratch: Tensor
+    expired_address: int
 
 
 class CopyCall:
@@ -117,7 +117,7 @@ class CopyCall:
         self._core = slot.core
         self._destinations: list[Tensor] = []  # destinations that the engine's streams may write until `finish`
         self._call = slot.core.begin(ENGINE_OPS.index(op), engine.stream(), settings.timeout_seconds())
-        slot.pending += 1
+        slot.unfinished_calls += 1
 
     def __enter__(self) -> CopyCall:
         return self
@@ -131,7 +131,7 @@ class CopyCall:
     def __del__(self) -> None:
         # The call was not finished. The engine's streams may still write to these tensors, also after an abort.
         if self._destinations:
-            self._engine.abandoned += self._destinations
+            self._engine.abandoned_tensors += self._destinations
 
     def gather(self, shard: Tensor, destinations: Sequence[Tensor]) -> None:
         """Start gathering the ranks' `shard` into `destinations`, one tensor per rank. This rank's entry is not used.
@@ -147,7 +147,7 @@ class CopyCall:
         )
 
     def offer(self, shard: Tensor, destinations: Sequence[Tensor]) -> OfferedShards:
-        """Start a gather whose shards the next kernel of the current stream polls for itself; return what it polls.
+        """Start a gather. The next kernel of the current stream waits for the shards itself, by polling the result.
 
         Not supported during CUDA graph capture. `destinations` also has an entry for this rank; if that entry is an
         empty tensor, this rank's shard is not copied.
@@ -158,12 +158,12 @@ class CopyCall:
             [_address_and_bytes(destination) for destination in destinations],
         )
         channel = self._core.offer(self._call, self._engine.stream(), op, _address_and_bytes(shard), destination_ranges)
-        first_words, words = (
+        first_word_indices, words = (
             (self._core.arrived(channel), self._core.order(channel)),
             self._slot.buffer.view(torch.int64),
         )
-        arrived, order = (words[word : word + self._engine.world_size] for word in first_words)
-        return OfferedShards(arrived, order, self._core.expired)
+        arrival_flags, order_scratch = (words[word : word + self._engine.world_size] for word in first_word_indices)
+        return OfferedShards(arrival_flags, order_scratch, self._core.expired)
 
     def wait_for(self, peer: int) -> None:
         """Make the current stream wait until the shard of rank `peer` has arrived, in the last `gather`."""
@@ -180,14 +180,14 @@ class CopyCall:
     def finish(self, *results: Tensor) -> None:
         """Finish the call. If the call fails, its contiguous `results` become NaN.
 
-        For CPU tensors (tests) this raises the errors of `GroupKernels.raise_failure`.
+        For CPU tensors (tests) this raises the errors of `GroupKernels.raise_if_call_failed`.
         """
-        self._slot.pending -= 1
-        self._slot.captured |= is_capturing(self._engine.device)
+        self._slot.unfinished_calls -= 1
+        self._slot.is_captured |= is_capturing(self._engine.device)
         self._core.finish(self._call, self._engine.stream(), [_address_and_bytes(result) for result in results])
         self._destinations.clear()  # not reached if the native call raised, because the engine may then still write
         if self._engine.device.type == "cpu":
-            self._engine.raise_failure()
+            self._engine.raise_if_call_failed()
 
 
 class BlockScatter:
@@ -202,10 +202,13 @@ class BlockScatter:
 
     def terms(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the blocks [W, *shape] by source rank. The caller writes its own; `receive` waits for the others."""
-        world = self._engine.world_size
-        first, per_rank = self._core.slot(self.number, 0) // dtype.itemsize, self._core.slot_bytes // dtype.itemsize
-        slots = self._buffer.view(dtype)[first : first + world * per_rank].view(world, per_rank)
-        return slots[:, : torch.Size(shape).numel()].unflatten(1, tuple(shape))
+        world_size = self._engine.world_size
+        start, slot_elements = (
+            self._core.slot(self.number, 0) // dtype.itemsize,
+            self._core.slot_bytes // dtype.itemsize,
+        )
+        slot_rows = self._buffer.view(dtype)[start : start + world_size * slot_elements].view(world_size, slot_elements)
+        return slot_rows[:, : torch.Size(shape).numel()].unflatten(1, tuple(shape))
 
     def push(self, peer: int, block: Tensor) -> None:
         """Send the contiguous `block` to rank `peer`, after the work enqueued on the current stream so far."""
@@ -243,7 +246,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
 
     def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
         super().__init__(memory, "copy engines", messages)
-        self.abandoned: list[Tensor] = []  # destinations of unfinished calls, kept alive forever
+        self.abandoned_tensors: list[Tensor] = []  # destinations of unfinished calls, kept alive forever
         self.watch()
         _live_engines.add(self)
 
@@ -252,7 +255,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         return current_stream(self.device)
 
     def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> CopyCall:
-        """Begin a call of `op`, one of OPS.
+        """Begin a call of `op`, one of ENGINE_OPS.
 
         Args:
             gather_bytes: size of the longest shard that any rank passes to `CopyCall.gather`.
@@ -282,14 +285,14 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             failed_core.failure, FusedTPError
         )
         timeout_text = ""
-        if failed_core.failure == _TIMEOUT and not self._lost:
+        if failed_core.failure == _TIMEOUT and not self._lost_ranks:
             timeout_text = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
         return self._error(error_class, f"{{reason}}{timeout_text}", reason=failed_core.sentence)
 
-    def _leave(self, slot: _NativeSlot, why: str) -> None:
-        slot.core.abort(why)
+    def _leave(self, slot: _NativeSlot, reason: str) -> None:
+        slot.core.abort(reason)
 
-    def _lose(self, slot: _NativeSlot, rank: int) -> None:
+    def _abort_waits_for(self, slot: _NativeSlot, rank: int) -> None:
         slot.core.lose(rank)
 
     def _grow_workspace(self, op: str, gather_bytes: int, scatter_bytes: int) -> _NativeSlot:
@@ -305,7 +308,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
                 max(scatter_bytes, old_slot.scatter_bytes),
             )
         gather_bytes, scatter_bytes = (
-            rounded(nbytes, _MIN_WORKSPACE_BYTES, _ROUNDING_BYTES) for nbytes in (gather_bytes, scatter_bytes)
+            round_up_bytes(nbytes, _MIN_WORKSPACE_BYTES, _ROUNDING_BYTES) for nbytes in (gather_bytes, scatter_bytes)
         )
         workspace_class = import_module("fused_tp._core").CopyEngineWorkspace
         nbytes = workspace_class.bytes(self.world_size, gather_bytes, scatter_bytes)
@@ -314,16 +317,18 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             # then allocates the new memory, which waits for all ranks. Twice the timeout suffices, because the
             # watchdog aborts every wait of a stream after the timeout.
             if old_slot is not None and not old_slot.core.wait_idle(2 * settings.timeout_seconds()):
-                raise CollectiveTimeoutError("earlier calls did not finish")
+                raise CollectiveTimeoutError("Earlier calls did not finish within twice FUSED_TP_TIMEOUT.")
             buffer, handle = self._memory.allocate(nbytes)
             if buffer.is_cuda:
                 # The default stream zeroes the buffer, and the engine's streams do not wait for the default stream.
                 torch.cuda.default_stream(self.device).synchronize()
             offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
-            index = self.device.index or 0
+            device_index = self.device.index or 0
             library = DRIVER_LIBRARIES[self.device.type]
-            outgrown_slot = old_slot if old_slot is not None and (old_slot.captured or old_slot.pending) else None
+            outgrown_slot = (
+                old_slot if old_slot is not None and (old_slot.is_captured or old_slot.unfinished_calls) else None
+            )
             streams = None
             if old_slot is not None and outgrown_slot is None:
                 streams = old_slot.streams
@@ -331,13 +336,15 @@ class CopyEngine(GroupKernels[_NativeSlot]):
                 streams = _WorkspaceStreams(self._memory)
             handles = [] if streams is None else streams.handles
             workspace = workspace_class(
-                library, index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams
+                library, device_index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams
             )
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
         if old_slot is not None and outgrown_slot is None:
-            # The new workspace reuses the streams, and the old watchdog would take their work for its own.
+            # The new workspace reuses the streams, and the old watchdog would mistake the work in them for its own.
             old_slot.core.stop()
-        return self._keep("", _NativeSlot(workspace, buffer, gather_bytes, scatter_bytes, streams), outgrown_slot)
+        return self._replace_slot(
+            "", _NativeSlot(workspace, buffer, gather_bytes, scatter_bytes, streams), outgrown_slot
+        )
 
 
 _live_engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()

@@ -38,7 +38,7 @@ MAX_CHUNKS = 4
 
 
 class CopyEngineSchedule(KernelSchedule):
-    """The ops of one group as library matmuls and block copies.
+    """Implements the ops of one group by library matmuls and copies of blocks.
 
     Args:
         plain: schedule of all-reduces without a matmul, which have no copy engine version; None if the ranks are
@@ -49,8 +49,8 @@ class CopyEngineSchedule(KernelSchedule):
     name = "copy_engine"
 
     def __init__(self, engine: CopyEngine, plain: Plain | None, chunks: int | None = None) -> None:
-        without = "all_reduce by copy engines is not supported for ranks that are threads of one process."
-        super().__init__(engine, plain, without)
+        no_fallback_message = "all_reduce by copy engines is not supported for ranks that are threads of one process."
+        super().__init__(engine, plain, no_fallback_message)
         self.engine = engine
         self.chunks = chunks
         # Ordered by distance, so that no two ranks send to the same peer at the same time.
@@ -106,7 +106,7 @@ class CopyEngineSchedule(KernelSchedule):
         gathered = own_rows.new_empty((sum(counts), dim_shards.shape[-1]))
         shards = gathered.split(counts)
         outputs = [own_rows.new_empty((sum(counts), w.shape[0])) for w in request.weights]
-        parts = [y.split(counts) for y in outputs]
+        output_shards = [y.split(counts) for y in outputs]
         with self.engine.call("all_gather_matmul", gather_bytes=_max_bytes(shards)) as call:
             call.gather(own_rows, shards)
             for source in (self.rank, *self._peers):
@@ -114,8 +114,8 @@ class CopyEngineSchedule(KernelSchedule):
                     call.wait_for(source)
                 with span("all_gather_matmul of the shard of rank", source, self.name):
                     rows = own_rows if source == self.rank else shards[source]
-                    for part, w, bias in zip(parts, request.weights, request.biases, strict=True):
-                        sum_of_products([(rows, w)], bias, out=part[source])
+                    for output_shard, w, bias in zip(output_shards, request.weights, request.biases, strict=True):
+                        sum_of_products([(rows, w)], bias, out=output_shard[source])
             if request.return_gathered:
                 shards[self.rank].copy_(own_rows)
                 call.finish(*outputs, gathered)
@@ -130,8 +130,8 @@ class CopyEngineSchedule(KernelSchedule):
     ) -> Tensor:
         x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
-        most_bytes = max(counts) * n * x.element_size()
-        with self.engine.call("matmul_reduce_scatter", scatter_bytes=most_bytes) as call:
+        max_bytes = max(counts) * n * x.element_size()
+        with self.engine.call("matmul_reduce_scatter", scatter_bytes=max_bytes) as call:
             scatter = self._multiply_and_send("matmul_reduce_scatter", call, products, partial, counts)
             if overlapped_work is not None:
                 overlapped_work()
@@ -143,16 +143,18 @@ class CopyEngineSchedule(KernelSchedule):
         x, w = products[0]
         m, n = len(x), w.shape[0]
         partial, out = x.new_empty((m, n)), x.new_empty((m, n))
-        count = self._num_chunks(m, n, x)
-        chunks = [shard_range(m, count, number) for number in range(count)]
-        most_bytes = max(shard_sizes(stop - start, self.world_size)[0] for start, stop in chunks) * n * x.element_size()
+        num_chunks = self._num_chunks(m, n, x)
+        chunks = [shard_range(m, num_chunks, number) for number in range(num_chunks)]
+        max_bytes = max(shard_sizes(stop - start, self.world_size)[0] for start, stop in chunks) * n * x.element_size()
         previous_chunk: tuple[BlockScatter, Tensor] | None = None
-        with self.engine.call("matmul_all_reduce", gather_bytes=most_bytes, scatter_bytes=most_bytes) as call:
+        with self.engine.call("matmul_all_reduce", gather_bytes=max_bytes, scatter_bytes=max_bytes) as call:
             for number, (start, stop) in enumerate(chunks):
                 counts = shard_sizes(stop - start, self.world_size)
-                part = [(x[start:stop], w) for x, w in products]
+                chunk_products = [(x[start:stop], w) for x, w in products]
                 with span("matmul_all_reduce chunk", number, "of", len(chunks), self.name):
-                    scatter = self._multiply_and_send("matmul_all_reduce", call, part, partial[start:stop], counts)
+                    scatter = self._multiply_and_send(
+                        "matmul_all_reduce", call, chunk_products, partial[start:stop], counts
+                    )
                 if previous_chunk is not None:
                     # The transfer of the previous chunk has overlapped with a matmul, so this wait is short.
                     self._reduce_and_gather(call, *previous_chunk, bias)
@@ -174,13 +176,13 @@ class CopyEngineSchedule(KernelSchedule):
         offsets = rank_offsets(counts)
         blocks = partial.split(list(counts))
         for owner in (*reversed(self._peers), self.rank):
-            part = [(x[offsets[owner] : offsets[owner] + counts[owner]], w) for x, w in products]
+            block_products = [(x[offsets[owner] : offsets[owner] + counts[owner]], w) for x, w in products]
             with span(f"{op} of the block of rank", owner, self.name):
                 if owner != self.rank:
-                    sum_of_products(part, out=blocks[owner])
+                    sum_of_products(block_products, out=blocks[owner])
                     scatter.push(owner, blocks[owner])
                 else:
-                    sum_of_products(part, out=scatter.terms(blocks[owner].shape, partial.dtype)[self.rank])
+                    sum_of_products(block_products, out=scatter.terms(blocks[owner].shape, partial.dtype)[self.rank])
         return scatter
 
     def _sum_block(self, scatter: BlockScatter, out: Tensor, bias: Tensor | None) -> None:
@@ -191,9 +193,9 @@ class CopyEngineSchedule(KernelSchedule):
 
     def _reduce_and_gather(self, call: CopyCall, scatter: BlockScatter, out: Tensor, bias: Tensor | None) -> None:
         """Sum this rank's rows of `out`, and start gathering the rows that the other ranks have summed."""
-        parts = out.split(shard_sizes(out.shape[0], self.world_size))
-        self._sum_block(scatter, parts[self.rank], bias)
-        call.gather(parts[self.rank], parts)
+        shards = out.split(shard_sizes(out.shape[0], self.world_size))
+        self._sum_block(scatter, shards[self.rank], bias)
+        call.gather(shards[self.rank], shards)
 
     def _num_chunks(self, m: int, n: int, x: Tensor) -> int:
         """Return the number of chunks, from M, N and the dtype only: K is sharded and may differ between ranks."""

@@ -29,8 +29,8 @@ from fused_tp.backends.cuda.device_plans import (
     AllToAllLayout,
     DevicePlan,
     PlanCache,
-    heads_to_sequence,
-    sequence_to_heads,
+    heads_to_sequence_layout,
+    sequence_to_heads_layout,
     with_dense_heads,
 )
 from fused_tp.backends.cuda.native_kernels import native_kernels, native_kernels_available
@@ -77,9 +77,11 @@ class DeviceCollectives(Workspaces):
             out = torch.empty_like(terms)
         if plan.count:
             bias = None if bias is None else bias.contiguous()
-            number, addresses = ALGORITHMS[algorithm], (terms.data_ptr(), out.data_ptr())
-            sizes = plan.count, plan.dtype
-            self._launch("all_reduce", plan, number, *addresses, *sizes, _bias_address(bias), algorithm=algorithm)
+            algorithm_number, addresses = ALGORITHMS[algorithm], (terms.data_ptr(), out.data_ptr())
+            sizes = plan.count, plan.dtype_index
+            self._launch(
+                "all_reduce", plan, algorithm_number, *addresses, *sizes, _bias_address(bias), algorithm=algorithm
+            )
         return out
 
     def reduce_scatter(
@@ -101,7 +103,9 @@ class DeviceCollectives(Workspaces):
         if plan.count:
             bias = None if bias is None else bias.contiguous()
             addresses = rows.data_ptr(), out.data_ptr()
-            self._launch("reduce_scatter", plan, *addresses, plan.count, plan.chunk, plan.dtype, _bias_address(bias))
+            self._launch(
+                "reduce_scatter", plan, *addresses, plan.count, plan.chunk_size, plan.dtype_index, _bias_address(bias)
+            )
         return out
 
     def all_reduce_rms_norm(
@@ -121,8 +125,10 @@ class DeviceCollectives(Workspaces):
         new_residual, normed = torch.empty_like(partial), torch.empty_like(partial)
         if plan.count:
             operands = (tensor.data_ptr() for tensor in (residual, norm_weight, normed, new_residual))
-            norm = *operands, plan.count // plan.chunk, plan.chunk, eps
-            self._launch("all_reduce_rms_norm", plan, ALGORITHMS[algorithm], partial.data_ptr(), norm, plan.dtype)
+            norm_arguments = *operands, plan.count // plan.chunk_size, plan.chunk_size, eps
+            self._launch(
+                "all_reduce_rms_norm", plan, ALGORITHMS[algorithm], partial.data_ptr(), norm_arguments, plan.dtype_index
+            )
         return normed, new_residual
 
     # -- data movement ------------------------------------------------------------------------------------------------
@@ -139,7 +145,7 @@ class DeviceCollectives(Workspaces):
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
         if plan.count:
-            # a later capture of this call uses the other workspace, which cannot grow during the capture
+            # In a later capture this call is not overlapped: it uses the workspace "device", which cannot grow then.
             if overlapped:
                 needed_bytes = self._plans.get("all_gather", shard, "", counts).nbytes
                 self.reserve("device", needed_bytes, "all_gather")
@@ -150,7 +156,7 @@ class DeviceCollectives(Workspaces):
                 shard.data_ptr(),
                 out.data_ptr(),
                 plan.count,
-                plan.chunk,
+                plan.chunk_size,
                 workspace_name=workspace_name,
             )
         return out
@@ -158,12 +164,12 @@ class DeviceCollectives(Workspaces):
     def sequence_to_heads(self, x: Tensor) -> Tensor:
         """Convert a sequence shard [B, S/W, H, D] to a head shard [B, S, H/W, D], by an all-to-all."""
         x = with_dense_heads(x)
-        return self._launch_all_to_all(x, *sequence_to_heads(x, self.world_size))
+        return self._launch_all_to_all(x, *sequence_to_heads_layout(x, self.world_size))
 
     def heads_to_sequence(self, x: Tensor) -> Tensor:
         """Convert a head shard [B, S, H/W, D] to a sequence shard [B, S/W, H, D], by an all-to-all."""
         x = with_dense_heads(x)
-        return self._launch_all_to_all(x, *heads_to_sequence(x, self.world_size))
+        return self._launch_all_to_all(x, *heads_to_sequence_layout(x, self.world_size))
 
     def _launch_all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: tuple[int, ...]) -> Tensor:
         plan = self._plans.all_to_all(layout, out_shape)
@@ -189,8 +195,11 @@ _preload_lock = threading.Lock()
 
 
 def _preload(kernels: Any, device: torch.device) -> None:
-    """Load all kernels on `device`, once. Loading a kernel at its first launch could deadlock: loading may synchronize
-    the device, on which another rank's kernel may wait for this launch."""
+    """Load all kernels on `device`, once.
+
+    Loading a kernel at its first launch could deadlock: it may synchronize the device, on which another rank's kernel
+    may wait for this launch.
+    """
     if device.type != "cuda":
         return
     with _preload_lock, torch.cuda.device(device):

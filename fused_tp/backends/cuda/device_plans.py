@@ -36,7 +36,7 @@ SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # the same number, so they must agree on whether a call is overlapped.
 OVERLAP_BLOCKS = 32
 
-_MAX_CACHED = 4096  # bounds the cache if sequence lengths keep changing
+_MAX_CACHED_PLANS = 4096  # bounds the cache if sequence lengths keep changing
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class DevicePlan:
 
     nbytes: int  # size of the workspace
     blocks: int  # number of blocks of the launch
-    count: int  # number of elements for sums, of bytes for data movement; 0: nothing to do
-    chunk: int  # number of these elements or bytes per rank (per row for norms)
-    dtype: int  # number of the dtype in csrc/dtype.h
+    count: int  # total number of elements for sums, of bytes for data movement; 0: no launch
+    chunk_size: int  # number of elements or bytes of one rank; for norms, of one row
+    dtype_index: int  # number of the dtype in csrc/dtype.h
     shape: tuple[int, ...]  # shape of the result on this rank
 
 
@@ -73,15 +73,15 @@ class PlanCache:
 
     def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> DevicePlan:
         """Return the plan of an all-to-all with this layout and result shape."""
-        part = layout.part_bytes
-        make = partial(self._size_launch, "all_to_all", "", self._world_size * part, part, None, shape)
+        part_bytes = layout.part_bytes
+        make = partial(self._plan_launch, "all_to_all", "", self._world_size * part_bytes, part_bytes, None, shape)
         return self._cached_plan((layout, shape), make)
 
     def _cached_plan(self, key: tuple[Hashable, ...], make: Callable[[], DevicePlan]) -> DevicePlan:
         key = (settings.sm_margin(), *key)
         plan = self._cache.get(key)
         if plan is None:
-            if len(self._cache) >= _MAX_CACHED:
+            if len(self._cache) >= _MAX_CACHED_PLANS:
                 self._cache.clear()
             plan = self._cache[key] = make()
         return plan
@@ -89,41 +89,41 @@ class PlanCache:
     def _make_plan(
         self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool
     ) -> DevicePlan:
-        row = prod(x.shape[1:])
+        row_size = prod(x.shape[1:])
         if op == "all_gather":  # sizes in bytes, because the dtype does not matter
-            sizes, row = counts or [x.shape[0]] * self._world_size, row * x.element_size()
+            sizes, row_size = counts or [x.shape[0]] * self._world_size, row_size * x.element_size()
             shape = (sum(sizes), *x.shape[1:])
-            return self._size_launch(op, algorithm, sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
-        chunk, shape = 0, tuple(x.shape)
+            return self._plan_launch(op, algorithm, sum(sizes) * row_size, sizes[0] * row_size, None, shape, overlapped)
+        chunk_size, shape = 0, tuple(x.shape)
         if op == "reduce_scatter":
             sizes = counts or shard_sizes(x.shape[0], self._world_size)
-            chunk, shape = sizes[0] * row, (sizes[self._memory.rank], *x.shape[1:])
+            chunk_size, shape = sizes[0] * row_size, (sizes[self._memory.rank], *x.shape[1:])
         elif op == "all_reduce_rms_norm":
-            chunk = x.shape[-1]
-        return self._size_launch(op, algorithm, x.numel(), chunk, x.dtype, shape, overlapped)
+            chunk_size = x.shape[-1]
+        return self._plan_launch(op, algorithm, x.numel(), chunk_size, x.dtype, shape, overlapped)
 
-    def _size_launch(
+    def _plan_launch(
         self,
         op: str,
         algorithm: str,
         count: int,
-        chunk: int,
-        summed: torch.dtype | None,
+        chunk_size: int,
+        summed_dtype: torch.dtype | None,
         shape: tuple[int, ...],
         overlapped: bool = False,
     ) -> DevicePlan:
-        if summed is not None and summed not in SUMMED_DTYPES:
-            raise TypeError(f"Sums must have dtype float32, bfloat16 or float16, got {summed}.")
-        dtype_index = 0 if summed is None else dtype_number(summed)
+        if summed_dtype is not None and summed_dtype not in SUMMED_DTYPES:
+            raise TypeError(f"Sums must have dtype float32, bfloat16 or float16, got {summed_dtype}.")
+        dtype_index = 0 if summed_dtype is None else dtype_number(summed_dtype)
         if count == 0:
-            return DevicePlan(0, 0, 0, chunk, dtype_index, shape)
+            return DevicePlan(0, 0, 0, chunk_size, dtype_index, shape)
         # The margin applies to GPUs only: in the CPU build, blocks are threads.
         sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
         max_blocks = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
-        arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, dtype_index, self._world_size
+        arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk_size, dtype_index, self._world_size
         core = import_module("fused_tp._core")
         blocks, nbytes = core.device_plan(*arguments, max_blocks)
-        return DevicePlan(nbytes, blocks, count, chunk, dtype_index, shape)
+        return DevicePlan(nbytes, blocks, count, chunk_size, dtype_index, shape)
 
 
 # -- layouts of an all-to-all ------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class AllToAllLayout(NamedTuple):
         return self.batches * self.rows * self.row_bytes
 
 
-def sequence_to_heads(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
+def sequence_to_heads_layout(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
     """Return layout and result shape of [B, S/W, H, D] -> [B, S, H/W, D]; the heads of `x` must be contiguous.
 
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
@@ -169,8 +169,8 @@ def sequence_to_heads(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple
     )
 
 
-def heads_to_sequence(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
-    """Return layout and result shape of [B, S, H/W, D] -> [B, S/W, H, D], the inverse of `sequence_to_heads`."""
+def heads_to_sequence_layout(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
+    """Return layout and result shape of [B, S, H/W, D] -> [B, S/W, H, D], the inverse of `sequence_to_heads_layout`."""
     batches, length, heads_per_rank, head_dim = x.shape
     rows = length // world_size
     run_bytes = heads_per_rank * head_dim * x.element_size()

@@ -28,23 +28,23 @@ from fused_tp.core.tracing import span
 
 
 class DeviceSchedule(KernelSchedule):
-    """The ops of one group as library matmuls followed or preceded by one device kernel.
+    """Implements the ops of one group by library matmuls, each preceded or followed by one device kernel.
 
     Args:
         algorithm: algorithm of all-reduces: "one_shot", "two_shot" or "multimem". It is also the schedule's name.
-        device: collectives of the group; all schedules of the group may share this object and its memory.
+        collectives: collectives of the group; all schedules of the group may share this object and its memory.
         plain: fallback for calls without a kernel; None if the ranks are threads, which have no fallback.
     """
 
-    def __init__(self, algorithm: str, device: DeviceCollectives, plain: Plain | None) -> None:
+    def __init__(self, algorithm: str, collectives: DeviceCollectives, plain: Plain | None) -> None:
         super().__init__(
-            device,
+            collectives,
             plain,
             "If the ranks are threads of one process, device kernels support only non-empty tensors of float32, "
             "bfloat16 and float16.",
         )
         self.name = algorithm
-        self.device = device
+        self.collectives = collectives
         self._norm_algorithm = algorithm if algorithm in NORM_ALGORITHMS else "two_shot"
         self._side_stream = SideStream()
 
@@ -52,12 +52,12 @@ class DeviceSchedule(KernelSchedule):
         # Not on a side stream during capture: ops on two streams of a graph are unordered, so both could use the
         # workspace at the same time.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return PendingValue(self._gathered(x_shard, dim_shards))
-        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards, overlapped=True))
+            return PendingValue(self._launch_gather(x_shard, dim_shards))
+        return self._side_stream.start(x_shard, lambda: self._launch_gather(x_shard, dim_shards, overlapped=True))
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         with span("all_reduce", partial, self.name):
-            return self.device.all_reduce(partial, self.name)
+            return self.collectives.all_reduce(partial, self.name)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -91,26 +91,26 @@ class DeviceSchedule(KernelSchedule):
         """Compare the call between ranks, including FUSED_TP_SM_MARGIN, because it determines the number of blocks."""
         if self._transport is None:
             return
-        self._kernels.check_usable()
+        self._kernels.raise_if_messages_failed()
         if settings.check_ranks():
             self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 
     def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        x = self._gathered(request.x_shard, dim_shards)
+        x = self._launch_gather(request.x_shard, dim_shards)
         with span("matmul", x, *request.weights):
             outputs = [linear(x, w, b) for w, b in zip(request.weights, request.biases, strict=True)]
         return outputs, x if request.return_gathered else None
 
-    def _gathered(self, x_shard: Tensor, dim_shards: DimShards, *, overlapped: bool = False) -> Tensor:
-        others = prod(dim_shards.shape[: dim_shards.dim]) * prod(dim_shards.shape[dim_shards.dim + 1 :])
-        counts = [size * others for size in dim_shards.sizes]
+    def _launch_gather(self, x_shard: Tensor, dim_shards: DimShards, *, overlapped: bool = False) -> Tensor:
+        elements_per_index = prod(dim_shards.shape[: dim_shards.dim]) * prod(dim_shards.shape[dim_shards.dim + 1 :])
+        counts = [size * elements_per_index for size in dim_shards.sizes]
         with span("all_gather", x_shard, self.name):
-            flat = self.device.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
+            flat = self.collectives.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
         return flat.view(dim_shards.shape) if dim_shards.is_rank_major else dim_shards.join_shards(flat.split(counts))
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with span("reduce_scatter", rows, self.name):
-            return self.device.reduce_scatter(rows, dim_shards.row_counts)
+            return self.collectives.reduce_scatter(rows, dim_shards.row_counts)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
@@ -120,16 +120,17 @@ class DeviceSchedule(KernelSchedule):
         with self._side_stream(overlapped_work, partial.device), span("reduce_scatter", partial, self.name):
             # Overlapped even without `overlapped_work`: the number of blocks must be equal on all ranks, and
             # `overlapped_work` may be None on some ranks only (for example if a weight is frozen there).
-            return self.device.reduce_scatter(partial, dim_shards.row_counts, bias, overlapped=True)
+            return self.collectives.reduce_scatter(partial, dim_shards.row_counts, bias, overlapped=True)
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(overlapped_work, partial.device), span("all_reduce", partial, self.name):
-            return self.device.all_reduce(partial, self.name, bias, out=partial, overlapped=True)  # see _matmul_scatter
+            # Always overlapped, as in `_matmul_scatter`.
+            return self.collectives.all_reduce(partial, self.name, bias, out=partial, overlapped=True)
 
     def _reduce_and_normalize(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         with span("all_reduce_rms_norm", partial, self._norm_algorithm):
-            return self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._norm_algorithm)
+            return self.collectives.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._norm_algorithm)

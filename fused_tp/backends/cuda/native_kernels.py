@@ -92,7 +92,7 @@ def read_kernel_targets(path: Path = KERNEL_LIBRARY) -> KernelTargets | None:
 def _check_requirements(arch: int) -> Availability:
     """Return whether this machine has the library, a GPU that it supports and a driver of a sufficient version."""
     if not KERNEL_LIBRARY.exists():
-        return unavailable(f"they were not built when fused_tp was installed; {HOW_TO_BUILD}")
+        return unavailable(f"the device kernels were not built when fused_tp was installed; {HOW_TO_BUILD}")
     if not torch.cuda.is_available():
         cause = "no GPU, or no driver" if torch.version.cuda else "torch was built without CUDA"
         return unavailable(f"torch finds no GPU ({cause})")
@@ -101,14 +101,15 @@ def _check_requirements(arch: int) -> Availability:
         return AVAILABLE  # the targets are unknown, so let loading decide
     if arch and not targets.runs_on(arch):
         return unavailable(
-            f"they were built for {', '.join(targets.archs)}, and this GPU is sm_{arch}; reinstall fused_tp with "
-            f"FUSED_TP_CUDA_ARCHS={arch}"
+            f"the device kernels were built for {', '.join(targets.archs)}, and this GPU is sm_{arch}; reinstall "
+            f"fused_tp with FUSED_TP_CUDA_ARCHS={arch}"
         )
     driver = cuda_driver.cuda_version()
     if driver is not None and driver[0] < targets.toolkit[0]:
         return unavailable(
-            f"they were built with CUDA {targets.toolkit[0]}.{targets.toolkit[1]}, and the driver supports only "
-            f"CUDA {driver[0]}.{driver[1]}; update the driver, or reinstall fused_tp with a toolkit of that version"
+            f"the device kernels were built with CUDA {targets.toolkit[0]}.{targets.toolkit[1]}, and the driver "
+            f"supports only CUDA {driver[0]}.{driver[1]}; update the driver, or reinstall fused_tp with a toolkit of "
+            "that version"
         )
     return AVAILABLE
 

@@ -35,18 +35,19 @@ from fused_tp.core import tracing
 from fused_tp.core.partition import shard_range
 from fused_tp.core.pending import Pending, PendingCall, sum_in_rank_order
 
-# Sums of at least twice this size are split into chunks: one crosses the network while the next one is computed.
+# Sums of at least twice this size are split into chunks: one is sent over the network while the next one is computed.
 CHUNK_BYTES = 2 << 20
 MAX_CHUNKS = 4
 
 
 class Hierarchical(Schedule):
-    """The ops of a group that spans several hosts.
+    """Implements the ops of a group that spans several hosts.
 
     Args:
-        inside: returns the schedule of an op and dtype for the ranks of this host.
-        across: transport between the ranks with this rank's local rank on all hosts.
-        flat: schedule of the full group, for shards of unequal length.
+        hosts: layout of the group's ranks on hosts.
+        host_schedule: returns the schedule of an op and dtype for the ranks of this host.
+        cross_host: transport between the ranks with this rank's local rank on all hosts.
+        flat_schedule: schedule of the full group, for shards of unequal length and empty tensors.
     """
 
     name = "hierarchical"
@@ -99,11 +100,11 @@ class Hierarchical(Schedule):
             return self._flat_schedule.reduce_scatter(partial, scatter_dim=scatter_dim)
         with self._begin_call("reduce_scatter", (*partial.shape, scatter_dim), partial):
             host_schedule = self._host_schedule("reduce_scatter", partial.dtype)
-            rows = length // self._hosts.num_hosts
+            host_length = length // self._hosts.num_hosts
 
             def host_term(host: int) -> Tensor:
-                part = partial.narrow(scatter_dim, host * rows, rows)
-                return host_schedule.reduce_scatter(part, scatter_dim=scatter_dim)
+                host_partial = partial.narrow(scatter_dim, host * host_length, host_length)
+                return host_schedule.reduce_scatter(host_partial, scatter_dim=scatter_dim)
 
             return self._scatter_to_hosts("reduce_scatter", host_schedule.name, host_term)
 
@@ -111,13 +112,13 @@ class Hierarchical(Schedule):
         if partial.numel() == 0:
             return partial.clone()
         with self._begin_call("all_reduce", partial.shape, partial):
-            flat = partial.reshape(-1)
-            host_schedule = self._host_schedule("reduce_scatter", flat.dtype)
+            flat_partial = partial.reshape(-1)
+            host_schedule = self._host_schedule("reduce_scatter", flat_partial.dtype)
             with tracing.span("inside", host_schedule.name):
-                own_slice = host_schedule.reduce_scatter(flat, scatter_dim=0)
-            return self._gather_within_host(self._cross_host.all_reduce("all_reduce", own_slice), flat.numel()).view(
-                partial.shape
-            )
+                own_slice = host_schedule.reduce_scatter(flat_partial, scatter_dim=0)
+            return self._gather_within_host(
+                self._cross_host.all_reduce("all_reduce", own_slice), flat_partial.numel()
+            ).view(partial.shape)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
@@ -127,26 +128,26 @@ class Hierarchical(Schedule):
         shape, sizes = dim_shards.shape, dim_shards.sizes
         if not _are_equal(sizes) or prod(shape) == 0:
             return self._flat_schedule.all_gather_matmul(request)
-        count, own_host = self._hosts.num_hosts, self._hosts.host_index
-        outputs: list[list[Tensor]] = [[] for _ in range(count)]
-        gathered: list[Tensor | None] = [None] * count
+        num_hosts, own_host = self._hosts.num_hosts, self._hosts.host_index
+        outputs: list[list[Tensor]] = [[] for _ in range(num_hosts)]
+        gathered: list[Tensor | None] = [None] * num_hosts
         with self._begin_call("all_gather_matmul", (*shape, dim), request.x_shard):
             host_schedule = self._host_schedule("all_gather_matmul", request.x_shard.dtype)
             x_shard = request.x_shard.contiguous()
             pending_shards = [
                 self._cross_host.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
-                for step in range(1, count)
+                for step in range(1, num_hosts)
             ]
-            for step in range(count):
-                host = (own_host - step) % count
+            for step in range(num_hosts):
+                host = (own_host - step) % num_hosts
                 shard = pending_shards[step - 1].wait() if step else x_shard
-                with tracing.span("host", host, "of", count, host_schedule.name):
+                with tracing.span("host", host, "of", num_hosts, host_schedule.name):
                     host_request = request._replace(x_shard=shard, gather_size=None)
                     outputs[host], gathered[host] = host_schedule.all_gather_matmul(host_request)
         # This copy takes little time compared to a matmul that is large enough to be sharded over hosts.
-        joined = [torch.cat(blocks, dim=dim) for blocks in zip(*outputs, strict=True)]
+        joined_outputs = [torch.cat(blocks, dim=dim) for blocks in zip(*outputs, strict=True)]
         gathered_blocks = [block for block in gathered if block is not None]
-        return joined, torch.cat(gathered_blocks, dim=dim) if gathered_blocks else None
+        return joined_outputs, torch.cat(gathered_blocks, dim=dim) if gathered_blocks else None
 
     def matmul_reduce_scatter(
         self,
@@ -165,11 +166,11 @@ class Hierarchical(Schedule):
             )
         with self._begin_call("matmul_reduce_scatter", (*shape, scatter_dim, bias is not None), x):
             host_schedule = self._host_schedule("matmul_reduce_scatter", x.dtype)
-            part = length // self._hosts.num_hosts
+            host_length = length // self._hosts.num_hosts
 
             def host_term(host: int) -> Tensor:
-                rows = [(x.narrow(scatter_dim, host * part, part), w) for x, w in products]
-                return host_schedule.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
+                host_products = [(x.narrow(scatter_dim, host * host_length, host_length), w) for x, w in products]
+                return host_schedule.matmul_reduce_scatter(host_products, None, scatter_dim=scatter_dim)
 
             return self._scatter_to_hosts("matmul_reduce_scatter", host_schedule.name, host_term, bias, overlapped_work)
 
@@ -180,8 +181,8 @@ class Hierarchical(Schedule):
         shape = (*x.shape[:-1], w.shape[0])
         if prod(shape) == 0:
             return self._flat_schedule.matmul_all_reduce(products, bias, overlapped_work=overlapped_work)
-        rows = [(as_rows(x), w) for x, w in products]
-        m, n = rows[0][0].shape[0], w.shape[0]
+        row_products = [(as_rows(x), w) for x, w in products]
+        m, n = row_products[0][0].shape[0], w.shape[0]
         ranges = self._column_chunks(m, n, x)
         pending = []
         with self._begin_call("matmul_all_reduce", (*shape, bias is not None), x):
@@ -190,10 +191,10 @@ class Hierarchical(Schedule):
             for chunk, (start, stop) in enumerate(ranges):
                 with tracing.span("chunk", chunk, "of", len(ranges), host_schedule.name):
                     partial = host_schedule.matmul_reduce_scatter(
-                        [(x, w[start:stop]) for x, w in rows], None, scatter_dim=0
+                        [(x, w[start:stop]) for x, w in row_products], None, scatter_dim=0
                     )
-                part = None if bias is None else bias[start:stop]
-                pending.append(self._cross_host.all_reduce("matmul_all_reduce", partial, part))
+                chunk_bias = None if bias is None else bias[start:stop]
+                pending.append(self._cross_host.all_reduce("matmul_all_reduce", partial, chunk_bias))
             if overlapped_work is not None:
                 overlapped_work()
             chunks = [self._gather_within_host(chunk, m) for chunk in pending]
@@ -222,22 +223,22 @@ class Hierarchical(Schedule):
         overlapped_work: OverlappedWork = None,
     ) -> Tensor:
         """Return the sum of all hosts' terms for this host; `host_term` computes this host's term for another host."""
-        count, own_host = self._hosts.num_hosts, self._hosts.host_index
+        num_hosts, own_host = self._hosts.num_hosts, self._hosts.host_index
 
         def traced_term(host: int) -> Tensor:
-            with tracing.span("host", host, "of", count, schedule_name):
+            with tracing.span("host", host, "of", num_hosts, schedule_name):
                 return host_term(host)
 
-        sent, transfers = [], []
-        for step in range(1, count):
-            sent.append(traced_term((own_host + step) % count).contiguous())  # kept alive until it has been received
-            transfers.append(self._cross_host.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
+        sent_terms, transfers = [], []  # terms are kept alive until they have been received
+        for step in range(1, num_hosts):
+            sent_terms.append(traced_term((own_host + step) % num_hosts).contiguous())
+            transfers.append(self._cross_host.shift(op, sent_terms[-1], torch.empty_like(sent_terms[-1]), step))
         terms = {own_host: traced_term(own_host)}
         if overlapped_work is not None:
             overlapped_work()
         for step, transfer in enumerate(transfers, 1):
-            terms[(own_host - step) % count] = transfer.wait()
-        return sum_in_rank_order(torch.stack([terms[host] for host in range(count)]), bias)
+            terms[(own_host - step) % num_hosts] = transfer.wait()
+        return sum_in_rank_order(torch.stack([terms[host] for host in range(num_hosts)]), bias)
 
     def _gather_within_host(self, pending: Pending[Tensor], length: int) -> Tensor:
         """Gather the slices along dim 0 of a sum from the ranks of this host."""
@@ -249,10 +250,10 @@ class Hierarchical(Schedule):
     def _column_chunks(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
         ranges = [shard_range(n, chunks, i) for i in range(chunks)]
-        return [one for one in ranges if one[0] < one[1]]
+        return [bounds for bounds in ranges if bounds[0] < bounds[1]]
 
     def _begin_call(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
-        call = self._levels.call(op)
+        call = self._levels.begin_call(op)
         self._flat_schedule.transport.check(op, dims, x.dtype, x.device)
         return call
 

@@ -28,7 +28,7 @@ ComputeColumns: TypeAlias = Callable[[int, int], Tensor]  # computes columns [st
 
 
 class Pipelined(Plain):
-    """The ops of one group, with compute and torch.distributed transfers interleaved chunk by chunk."""
+    """Implements the ops of one group, with compute and torch.distributed transfers interleaved chunk by chunk."""
 
     name = "pipelined"
 
@@ -37,16 +37,18 @@ class Pipelined(Plain):
             x_shard = request.x_shard.contiguous()
             # If all dims before the gathered one are 1, shards arrive in place; otherwise each in a separate buffer.
             gathered = x_shard.new_empty(dim_shards.shape) if dim_shards.is_rank_major else None
-            arriving = [self._start_shift(x_shard, gathered, dim_shards, step) for step in range(1, self.world_size)]
+            pending_shards = [
+                self._start_shift(x_shard, gathered, dim_shards, step) for step in range(1, self.world_size)
+            ]
             outputs = [x_shard.new_empty((*dim_shards.shape[:-1], w.shape[0])) for w in request.weights]
-            parts = [output.split(dim_shards.sizes, dim_shards.dim) for output in outputs]
+            output_shards = [output.split(dim_shards.sizes, dim_shards.dim) for output in outputs]
             shards = [x_shard] * self.world_size
             for step in range(self.world_size):
                 source = (self.rank - step) % self.world_size
-                shard = shards[source] = arriving[step - 1].wait() if step else x_shard
+                shard = shards[source] = pending_shards[step - 1].wait() if step else x_shard
                 with span("chunk of rank", source, shard):
-                    for part, w, b in zip(parts, request.weights, request.biases, strict=True):
-                        _linear_into(part[source], shard, w, b)
+                    for output_shard, w, b in zip(output_shards, request.weights, request.biases, strict=True):
+                        _linear_into(output_shard[source], shard, w, b)
             if not request.return_gathered:
                 return outputs, None
             if gathered is None:
@@ -59,27 +61,27 @@ class Pipelined(Plain):
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
-        def columns(start: int, stop: int) -> Tensor:
+        def compute_columns(start: int, stop: int) -> Tensor:
             return sum_of_products([(x, w[start:stop]) for x, w in products])
 
         return self._scatter_columns(
-            "matmul_reduce_scatter", columns, dim_shards, products[0][0], bias, overlapped_work
+            "matmul_reduce_scatter", compute_columns, dim_shards, products[0][0], bias, overlapped_work
         )
 
     def _grouped_scatter(
         self, product: GroupedProduct, dim_shards: DimShards, overlapped_work: OverlappedWork
     ) -> Tensor:
-        def columns(start: int, stop: int) -> Tensor:
+        def compute_columns(start: int, stop: int) -> Tensor:
             return product.columns(start, stop).sum()
 
         return self._scatter_columns(
-            "grouped_matmul_reduce_scatter", columns, dim_shards, product.x, None, overlapped_work
+            "grouped_matmul_reduce_scatter", compute_columns, dim_shards, product.x, None, overlapped_work
         )
 
     def _scatter_columns(
         self,
         op: str,
-        columns: ComputeColumns,
+        compute_columns: ComputeColumns,
         dim_shards: DimShards,
         x: Tensor,
         bias: Tensor | None,
@@ -90,8 +92,8 @@ class Pipelined(Plain):
             pending: list[Pending[Tensor]] = []
             for start, stop in self._column_chunks(sum(counts), dim_shards.shape[-1], x):
                 with span("chunk of columns", (start, stop)):
-                    part = None if bias is None else bias[start:stop]
-                    pending.append(self.transport.reduce_scatter(op, columns(start, stop), counts, part))
+                    chunk_bias = None if bias is None else bias[start:stop]
+                    pending.append(self.transport.reduce_scatter(op, compute_columns(start, stop), counts, chunk_bias))
             if overlapped_work is not None:
                 overlapped_work()
             return _concatenate_columns([chunk.wait() for chunk in pending])
@@ -99,40 +101,44 @@ class Pipelined(Plain):
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
 
-        def columns(start: int, stop: int) -> Tensor:
+        def compute_columns(start: int, stop: int) -> Tensor:
             return sum_of_products([(x, w[start:stop]) for x, w in products])
 
-        return self._sum_columns("matmul_all_reduce", columns, (x.shape[0], w.shape[0]), x, bias, overlapped_work)
+        return self._sum_columns(
+            "matmul_all_reduce", compute_columns, (x.shape[0], w.shape[0]), x, bias, overlapped_work
+        )
 
     def _grouped_sum(self, product: GroupedProduct, overlapped_work: OverlappedWork) -> Tensor:
-        def columns(start: int, stop: int) -> Tensor:
+        def compute_columns(start: int, stop: int) -> Tensor:
             return product.columns(start, stop).sum()
 
-        return self._sum_columns("grouped_matmul_all_reduce", columns, product.shape, product.x, None, overlapped_work)
+        return self._sum_columns(
+            "grouped_matmul_all_reduce", compute_columns, product.shape, product.x, None, overlapped_work
+        )
 
     def _sum_columns(
         self,
         op: str,
-        columns: ComputeColumns,
+        compute_columns: ComputeColumns,
         shape: tuple[int, int],
         x: Tensor,
         bias: Tensor | None,
         overlapped_work: OverlappedWork,
     ) -> Tensor:
         with self.transport.abort_scope(op):
-            first: list[Pending[Pending[Tensor]]] = []
-            second: list[Pending[Tensor]] = []
+            first_steps: list[Pending[Pending[Tensor]]] = []
+            second_steps: list[Pending[Tensor]] = []
             for start, stop in self._column_chunks(*shape, x):
                 with span("chunk of columns", (start, stop)):
-                    part = None if bias is None else bias[start:stop]
-                    first.append(self.transport.all_reduce_steps(op, columns(start, stop), part))
-                    if len(first) > 1:
+                    chunk_bias = None if bias is None else bias[start:stop]
+                    first_steps.append(self.transport.all_reduce_steps(op, compute_columns(start, stop), chunk_bias))
+                    if len(first_steps) > 1:
                         # The first step of the previous chunk has overlapped with a matmul; now start its second step.
-                        second.append(first[-2].wait())
+                        second_steps.append(first_steps[-2].wait())
             if overlapped_work is not None:
                 overlapped_work()
-            second.append(first[-1].wait())
-            return _concatenate_columns([chunk.wait() for chunk in second])
+            second_steps.append(first_steps[-1].wait())
+            return _concatenate_columns([chunk.wait() for chunk in second_steps])
 
     def _start_shift(
         self, x_shard: Tensor, gathered: Tensor | None, dim_shards: DimShards, step: int
@@ -140,16 +146,16 @@ class Pipelined(Plain):
         """Start sending this rank's shard to rank + step and receiving the shard of rank - step."""
         source = (self.rank - step) % self.world_size
         if gathered is None:
-            place = x_shard.new_empty(dim_shards.shard_shapes[source])
+            buffer = x_shard.new_empty(dim_shards.shard_shapes[source])
         else:
-            place = gathered.split(dim_shards.sizes, dim_shards.dim)[source]
-        return self.transport.shift("all_gather_matmul", x_shard, place, step)
+            buffer = gathered.split(dim_shards.sizes, dim_shards.dim)[source]
+        return self.transport.shift("all_gather_matmul", x_shard, buffer, step)
 
     def _column_chunks(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         """Return the chunks of N, from M, N and the dtype only: K is sharded and may differ between ranks."""
         chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
         ranges = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
-        return [one for one in ranges if one[0] < one[1]] or [(0, n)]
+        return [bounds for bounds in ranges if bounds[0] < bounds[1]] or [(0, n)]
 
 
 def _linear_into(out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:
@@ -157,11 +163,11 @@ def _linear_into(out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:
     if not out.is_contiguous():
         out.copy_(linear(x, w, b))
         return
-    rows, columns = as_rows(x), as_rows(out)
+    rows, out_rows = as_rows(x), as_rows(out)
     if b is None:
-        torch.mm(rows, w.t(), out=columns)
+        torch.mm(rows, w.t(), out=out_rows)
     else:
-        torch.addmm(b, rows, w.t(), out=columns)
+        torch.addmm(b, rows, w.t(), out=out_rows)
 
 
 def _concatenate_columns(chunks: Sequence[Tensor]) -> Tensor:

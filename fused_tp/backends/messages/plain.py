@@ -17,7 +17,7 @@ from fused_tp.core.pending import Pending, PendingCall
 
 
 class Plain(RowSchedule):
-    """The ops of one group as compute followed by a torch.distributed collective.
+    """Implements the ops of one group by compute, followed by a torch.distributed collective.
 
     `overlapped_work`, such as the weight gradient, runs while the collective is in flight.
     """
@@ -39,7 +39,7 @@ class Plain(RowSchedule):
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
         return gather_blocks(x_shard, dim_shards, lambda flat: self.transport.all_gather("all_gather", flat))
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         x = partial.contiguous()
         if x is partial and self.transport.reduces_in_place:
             x = x.clone()

@@ -41,15 +41,15 @@ from fused_tp.core.pending import (
     sum_in_rank_order,
 )
 
-# Up to this many bytes per rank an all-reduce sends every term to all ranks (one step); above it is a reduce-scatter
-# and an all-gather (two steps, 2/W of the bytes).
+# Up to this many bytes per rank an all-reduce sends every term to all ranks, in one step. A larger one is a
+# reduce-scatter and an all-gather: two steps with 2/W of the bytes.
 ONE_SHOT_BYTES = 64 * 1024
 
 _SIGNATURE_BYTES = 512
-_CLOSED_DRAIN_SECONDS = (
-    1.0  # seconds after which gloo has processed all data that arrived before a connection was closed
-)
-_PEERS_DONE_SECONDS = 5.0  # seconds after which remaining ranks that have all arrived have exchanged their data
+# Time after which gloo has processed all data that arrived before a connection was closed.
+_CLOSED_DRAIN_SECONDS = 1.0
+# Time in which the remaining ranks exchange their data once all of them have arrived.
+_PEERS_DONE_SECONDS = 5.0
 _TIMEOUT_PHRASES = ("timed out", "timeout")
 _PEER_LOST_PHRASES = (
     "connection closed",
@@ -78,8 +78,8 @@ class TorchDist(GroupCalls):
             group, backend or backend_for_device(group, device_type), f"fused_tp/{store_folder}{device_type}"
         )
         self.reduces_in_place = self.backend == "nccl"
-        self._in_flight_collectives: list[Any] = []  # in-flight works on gloo
-        self._communicator_created = self.backend != "nccl"
+        self._in_flight_collectives: list[Any] = []  # works of collectives on gloo
+        self._has_communicator = self.backend != "nccl"
         self._stages_on_host = self.backend == "gloo" and device_type != "cpu"
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class TorchDist(GroupCalls):
         try:
             work = launch()
         except RuntimeError as error:
-            raise self._failure(call, error) from error
+            raise self._abort_on_error(call, error) from error
         if self.backend == "gloo" and not isinstance(work, PendingMessages):
             self._in_flight_collectives = [
                 earlier for earlier in self._in_flight_collectives if not earlier.is_completed()
@@ -103,32 +103,32 @@ class TorchDist(GroupCalls):
         deadline = time.perf_counter() + settings.timeout_seconds()
         try:
             with tracing.wait_span(call.op):
-                for one in work if isinstance(work, list) else [work]:
+                for single_work in work if isinstance(work, list) else [work]:
                     # NCCL's wait only orders streams, but with a timeout it would block the host. Its watchdog enforces
                     # the deadline.
                     if self.backend == "nccl":
-                        one.wait()
+                        single_work.wait()
                     else:
-                        self._wait_in_slices(call, one, deadline)
+                        self._wait_in_slices(call, single_work, deadline)
         except FusedTPError:
             raise
         except RuntimeError as error:
-            raise self._failure(call, error) from error
+            raise self._abort_on_error(call, error) from error
         else:
             if work in self._in_flight_collectives:
                 self._in_flight_collectives.remove(work)
 
     def _wait_in_slices(self, call: StartedCall, work: Any, deadline: float) -> None:
         """Wait until `deadline`, and poll for peers that have failed or left."""
-        posted = False
+        has_posted = False
         closed_since: dict[int, float] = {}
         while not _wait_up_to(work, min(PEER_POLL_SECONDS, deadline - time.perf_counter())):
             now = time.perf_counter()
             if now >= deadline:
                 raise self.abort_timed_out(call)
-            if not posted:
+            if not has_posted:
                 self.post_status(call)
-                posted = True
+                has_posted = True
             if self.board.has_failure():
                 raise self.abort_following_peer(call)
             closed_since = {rank: closed_since.get(rank, now) for rank in self.closed_peers()}
@@ -149,21 +149,21 @@ class TorchDist(GroupCalls):
         # no peer has left, or data sent before it left may still arrive
         if min(closed_seconds.values(), default=0.0) <= _CLOSED_DRAIN_SECONDS:
             return False
-        others = set(range(self.world_size)) - closed_seconds.keys() - {self.rank}
-        if others and max(closed_seconds.values()) <= _PEERS_DONE_SECONDS:
+        remaining_ranks = set(range(self.world_size)) - closed_seconds.keys() - {self.rank}
+        if remaining_ranks and max(closed_seconds.values()) <= _PEERS_DONE_SECONDS:
             return False
         statuses = self.board.read()
-        return all(rank in statuses and statuses[rank].call >= call.number for rank in others)
+        return all(rank in statuses and statuses[rank].call >= call.number for rank in remaining_ranks)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
+    def _abort_on_error(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         """Abort because of `error` of torch.distributed, and return the error to raise."""
         if self.fatal_error is not None:
             return self.unusable_error()
         reason = str(error).splitlines()[0]
         is_peer_lost, is_timeout = (
-            any(word in reason.lower() for word in words) for words in (_PEER_LOST_PHRASES, _TIMEOUT_PHRASES)
+            any(phrase in reason.lower() for phrase in phrases) for phrases in (_PEER_LOST_PHRASES, _TIMEOUT_PHRASES)
         )
         error_class: type[FusedTPError] = (
             PeerLostError if is_peer_lost else CollectiveTimeoutError if is_timeout else FusedTPError
@@ -208,10 +208,11 @@ class TorchDist(GroupCalls):
         signatures = self.all_gather("check", own_signature.to(device)).wait().view(self.world_size, -1).cpu()
         for rank, rank_signature in enumerate(signatures):
             if not torch.equal(rank_signature, signatures[0]):
-                first, other = (_decode_signature(t) for t in (signatures[0], rank_signature))
+                first_call, other_call = (_decode_signature(t) for t in (signatures[0], rank_signature))
                 raise RankMismatchError(
-                    f"Ranks of group {self.group.name!r} disagree: rank 0 calls {first}, rank {rank} calls {other}. "
-                    "All ranks of a group must call the same ops in the same order with the same shapes and dtypes."
+                    f"Ranks of group {self.group.name!r} disagree: rank 0 calls {first_call}, rank {rank} calls "
+                    f"{other_call}. All ranks of a group must call the same ops in the same order with the same shapes "
+                    "and dtypes."
                 )
 
     # -- transfers ----------------------------------------------------------------------------------------------------
@@ -278,10 +279,10 @@ class TorchDist(GroupCalls):
         torch creates it at the first call. If that call is a batch of sends and receives, all ranks must take part (see
         batch_isend_irecv). But in a shift some ranks may have nothing to send, for example with a sliding window.
         """
-        if not self._communicator_created:
-            self._communicator_created = True
-            word = like.new_zeros(1)
-            self._start_transfer(op, lambda: dist.all_reduce(word, group=self.process_group, async_op=True)).wait()
+        if not self._has_communicator:
+            self._has_communicator = True
+            dummy = like.new_zeros(1)
+            self._start_transfer(op, lambda: dist.all_reduce(dummy, group=self.process_group, async_op=True)).wait()
 
     def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
         """Return this rank's rows of the sum of `x` [sum(sizes), ...] over ranks, plus `bias`."""
@@ -297,15 +298,15 @@ class TorchDist(GroupCalls):
 
     def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
         """Return the sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; same bits on all ranks."""
-        first = self.all_reduce_steps(op, x, bias)
-        return PendingCall(lambda: first.wait().wait())
+        first_step = self.all_reduce_steps(op, x, bias)
+        return PendingCall(lambda: first_step.wait().wait())
 
     def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
         """Start `all_reduce` in up to two steps, so that a caller can interleave the steps of several sums."""
         if self.backend == "nccl":
             pending = self._start_transfer(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
-            total = _add_bias(bias, pending_output(pending, x))
-            return PendingCall(lambda: PendingValue(total.wait()))
+            pending_total = _add_bias(bias, pending_output(pending, x))
+            return PendingCall(lambda: PendingValue(pending_total.wait()))
         if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
             terms = self.all_gather(op, x.unsqueeze(0))
             return PendingCall(lambda: PendingValue(sum_in_rank_order(terms.wait(), bias)))
@@ -325,8 +326,8 @@ class TorchDist(GroupCalls):
         own_sum = self.reduce_scatter(op, flat, [chunk] * self.world_size, bias)
 
         def start_all_gather() -> Pending[Tensor]:
-            total = self.all_gather(op, own_sum.wait())
-            return PendingCall(lambda: total.wait()[:count].view_as(x))
+            pending_total = self.all_gather(op, own_sum.wait())
+            return PendingCall(lambda: pending_total.wait()[:count].view_as(x))
 
         return PendingCall(start_all_gather)
 
@@ -346,7 +347,7 @@ def _wait_up_to(work: Any, seconds: float) -> bool:
     try:
         work.wait(max(timedelta(seconds=seconds), IMMEDIATE_TIMEOUT))
     except RuntimeError as error:
-        if not any(word in str(error).lower() for word in _TIMEOUT_PHRASES):
+        if not any(phrase in str(error).lower() for phrase in _TIMEOUT_PHRASES):
             raise
         if not work.is_completed():
             return False
@@ -365,8 +366,8 @@ def backend_for_device(group: Group, device_type: str) -> str:
     Raises:
         ValueError: the group has no backend for them.
     """
-    if (known := _BACKEND_NAMES[group].get(device_type)) is not None:
-        return known
+    if (cached_backend := _BACKEND_NAMES[group].get(device_type)) is not None:
+        return cached_backend
     config = dist.get_backend_config(group.process_group)
     backends = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {device_type: config}
     if device_type not in backends:
@@ -392,7 +393,7 @@ def _close_transports(group: Group) -> None:
     for transport in _TRANSPORTS.get(group, {}).values():
         if transport.fatal_error is None:
             transport.fatal_error = transport.error(
-                FusedTPError, transport.last_call("a call"), ": its process group was destroyed."
+                FusedTPError, transport.call_for_error("a call"), ": its process group was destroyed."
             )
             transport._depart()
 

@@ -34,17 +34,16 @@ class ChunkExchange(NamedTuple):
 
 
 class ChunkPlan(NamedTuple):
-    """Exchanges of one rank. Each rank's rows are split into `pieces` chunks.
+    """Exchanges of one rank. Each rank's rows are split into `chunks_per_rank` chunks.
 
-    In a scatter, all terms of chunk i of this rank's rows have arrived after `len(exchanges) / pieces * (i + 1)`
-    exchanges.
+    In a scatter, all terms of chunk i of this rank's rows have arrived after the first
+    `len(exchanges) / chunks_per_rank * (i + 1)` exchanges.
     """
 
     counts: tuple[int, ...]  # rows of every rank
     exchanges: tuple[ChunkExchange, ...]
-    row_ranges: tuple[
-        tuple[tuple[int, int], ...], ...
-    ]  # (start, stop) of rows that a gather receives or a scatter sends
+    # For each exchange, (start, stop) of the rows that a gather receives or a scatter sends.
+    row_ranges: tuple[tuple[tuple[int, int], ...], ...]
     chunks_per_rank: int
 
 
@@ -71,7 +70,7 @@ def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
     """Return the plan to send terms of all ranks' rows to their owners in up to `chunks` exchanges, farthest first.
 
     The first chunk of all ranks' rows is exchanged first, so that its sums can start early. `start` of a send is a row
-    of the full tensor; `start` of a receive is a row of this rank's rows, of which rank `peer` sends its terms.
+    of the full tensor; `start` of a receive is a row among this rank's own rows, for which rank `peer` sends its terms.
     """
     (chunks_per_rank, groups), row_ranges, exchanges = _chunks_and_groups(counts, chunks), _row_ranges(counts), []
     for chunk, group in itertools.product(range(chunks_per_rank), reversed(groups)):
@@ -87,12 +86,12 @@ def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
 
 def _chunks_and_groups(counts: Sequence[int], chunks: int) -> tuple[int, list[range]]:
     """Return (chunks per rank, groups of distances); one exchange moves one chunk of the ranks of one group."""
-    distances = len(counts) - 1
-    if distances == 0:
+    num_distances = len(counts) - 1
+    if num_distances == 0:
         return 1, []
-    length = -(-distances // chunks)  # e.g. 5 distances and 4 chunks: length 2, so 3 groups (2 + 2 + 1)
-    groups = [range(d, min(d + length, distances + 1)) for d in range(1, distances + 1, length)]
-    return max(1, min(chunks // distances, max(counts))), groups
+    group_size = -(-num_distances // chunks)  # e.g. 5 distances and 4 chunks: 3 groups, of 2, 2 and 1
+    groups = [range(d, min(d + group_size, num_distances + 1)) for d in range(1, num_distances + 1, group_size)]
+    return max(1, min(chunks // num_distances, max(counts))), groups
 
 
 def _row_ranges(counts: Sequence[int]) -> list[RowRange]:
@@ -102,19 +101,19 @@ def _row_ranges(counts: Sequence[int]) -> list[RowRange]:
 
 
 def _select_chunk(ranges: Iterable[tuple[int, int, int]], chunk: int, num_chunks: int) -> tuple[RowRange, ...]:
-    """Return chunk number `chunk` of each (peer, start, rows), without empty ones."""
+    """Return chunk number `chunk` of each range (peer, start, rows); empty chunks are omitted."""
     chunk_ranges = ((peer, start, shard_range(rows, num_chunks, chunk)) for peer, start, rows in ranges)
     return tuple(
         RowRange(peer, start + begin, end - begin) for peer, start, (begin, end) in chunk_ranges if end > begin
     )
 
 
-def _merged_ranges(parts: Sequence[RowRange]) -> tuple[tuple[int, int], ...]:
-    """Return the row ranges (start, stop) of `parts`. Adjacent ranges are merged, so that one matmul computes them."""
+def _merged_ranges(ranges: Sequence[RowRange]) -> tuple[tuple[int, int], ...]:
+    """Return the row ranges (start, stop) of `ranges`. Adjacent ranges are merged, so that one matmul computes them."""
     merged: list[tuple[int, int]] = []
-    for part in sorted(parts, key=lambda part: part.start):
-        if merged and merged[-1][1] == part.start:
-            merged[-1] = merged[-1][0], part.start + part.rows
+    for next_range in sorted(ranges, key=lambda next_range: next_range.start):
+        if merged and merged[-1][1] == next_range.start:
+            merged[-1] = merged[-1][0], next_range.start + next_range.rows
         else:
-            merged.append((part.start, part.start + part.rows))
+            merged.append((next_range.start, next_range.start + next_range.rows))
     return tuple(merged)

@@ -1,8 +1,8 @@
 """A group's own NCCL communicator: the transfers of torch_dist, and the exchanges of pipelines.
 
-All work is enqueued on the communicator's stream, with an event behind each exchange, and no call waits for data. (The
-host does wait for NCCL's launches, which run on a thread of NCCL, and at the first exchange with a peer for the
-connection, for which the peer must join.) Therefore a later call raises the errors of GPU streams, and data that did
+All work is enqueued on the communicator's stream, with an event after each exchange, and no call waits for data. (The
+host does wait for NCCL's launches, which run on a thread of NCCL. In the first exchange with a peer it waits for the
+connection, which the peer must join.) Therefore a later call raises the errors of GPU streams, and data that did
 not arrive is NaN. A watchdog (csrc/nccl) enforces the deadline of every exchange. A thread of this module polls for
 peers of this host that have exited, and polls the group's store for peers on any host that have failed. A rank that
 fails aborts the communicator, so that no stream keeps waiting.
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fused_tp.backends.messages.torch_dist import TorchDist, existing_torch_dist
 from fused_tp.backends.nccl.chunk_plan import ChunkPlan, gather_plan
-from fused_tp.backends.symmetric_memory.symm_mem import made_on_device
+from fused_tp.backends.symmetric_memory.symm_mem import make_once_on_device
 from fused_tp.core import settings, tracing
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
@@ -46,7 +46,7 @@ from fused_tp.core.store import exchange, first_unavailability
 
 _LOG = logging.getLogger("fused_tp")
 _ARRIVAL_SECONDS = 0.3  # after a peer has exited, its data may still arrive for this long
-_IDLE_SECONDS = 2.0  # the same without a visible transfer: a replayed CUDA graph may wait for the peer
+_IDLE_SECONDS = 2.0  # the same if no transfer is in flight: a replayed CUDA graph may wait for the peer
 
 
 Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each transfer
@@ -54,11 +54,11 @@ Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each tra
 
 @dataclass
 class ExchangeQueue:
-    """Sequence of `count` exchanges on a communicator's stream, with an event behind each.
+    """Sequence of `count` exchanges on a communicator's stream, with an event after each.
 
-    No method makes the host wait, so exchanges can be captured in a CUDA graph. The watch thread reads this object too.
-    The caller must keep the tensors that are sent and received alive until every exchange has been waited for, or the
-    communicator's stream has otherwise finished them.
+    No method makes the host wait, so exchanges can be captured in a CUDA graph. The watch thread reads this object.
+    The caller must keep the sent and received tensors alive until it has waited for every exchange, or until the
+    communicator's stream has finished them.
     """
 
     communicator: Any
@@ -70,10 +70,10 @@ class ExchangeQueue:
     waiting_index: int = -1  # index of the exchange that was last observed waiting for peers
     waiting_since: float = 0.0  # time.perf_counter of that observation
 
-    def add(self, sends: Transfers, receives: Transfers, after: int | None) -> None:
-        """Enqueue one more exchange; it starts after the work enqueued on stream `after`, if given."""
+    def add(self, sends: Transfers, receives: Transfers, after_stream: int | None) -> None:
+        """Enqueue one more exchange; it starts after the work enqueued on stream `after_stream`, if given."""
         if sends or receives:
-            self.tickets.append(self.communicator.exchange(sends, receives, after))
+            self.tickets.append(self.communicator.exchange(sends, receives, after_stream))
         else:
             # an empty exchange is complete when the earlier ones are
             self.tickets.append(self.tickets[-1] if self.tickets else None)
@@ -92,7 +92,7 @@ class ExchangeQueue:
             return False
         return not self.tickets or self.tickets[-1] is None or self.communicator.has_ended(self.tickets[-1])
 
-    def first_waiting(self) -> int:
+    def first_waiting_index(self) -> int:
         """Return the index of the first unfinished exchange if this rank has begun it, so that it waits; else -1."""
         for i, ticket in enumerate(self.tickets):
             if ticket is not None and not self.communicator.has_ended(ticket):
@@ -104,13 +104,12 @@ class ExchangeQueue:
         return any(ticket is not None and ticket.captured for ticket in self.tickets)
 
 
-EnqueueExchanges = Callable[
-    [ExchangeQueue, int], None
-]  # (queue, stream): enqueues exchanges, after the work in the stream
+# Called with (queue, stream): enqueues exchanges, which start after the work in the stream.
+EnqueueExchanges = Callable[[ExchangeQueue, int], None]
 
 
-def _row_transfers(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
-    return [(peer, address + start * row_bytes, rows * row_bytes) for peer, start, rows in parts if row_bytes]
+def _row_transfers(address: int, ranges: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
+    return [(peer, address + start * row_bytes, rows * row_bytes) for peer, start, rows in ranges if row_bytes]
 
 
 class PendingExchanges(Pending[None]):
@@ -122,10 +121,10 @@ class PendingExchanges(Pending[None]):
     """
 
     def __init__(
-        self, transport: NcclDist, pipeline: ExchangeQueue, launch: EnqueueExchanges, tensors: Sequence[Tensor]
+        self, transport: NcclDist, queue: ExchangeQueue, launch: EnqueueExchanges, tensors: Sequence[Tensor]
     ) -> None:
         self._transport = transport
-        self._queue = pipeline
+        self._queue = queue
         self._launch = launch
         self._tensors = tensors
         self._stream = transport.stream()
@@ -137,20 +136,20 @@ class PendingExchanges(Pending[None]):
 
     def send(self) -> None:
         """Enqueue the next exchange of a scatter; it starts after the work enqueued on the current stream so far."""
-        # Counted as a separate call, so that a rank stuck in the middle differs from one that has sent everything.
-        pipeline, transport = self._queue, self._transport
-        if pipeline.tickets:
-            pipeline.call = transport.begin(pipeline.call.op)
-        transport.attempt(pipeline.call, lambda: self._launch(pipeline, transport.stream()))
+        # Counted as a separate call, so that its status shows whether a rank is stuck between two sends.
+        queue, transport = self._queue, self._transport
+        if queue.tickets:
+            queue.call = transport.begin(queue.call.op)
+        transport.attempt(queue.call, lambda: self._launch(queue, transport.stream()))
 
     def wait(self, exchange: int | None = None) -> None:
         """Make the current stream wait for exchange number `exchange`, by default for all exchanges."""
-        last = len(self._queue.tickets) - 1
-        index = last if exchange is None else exchange
+        last_index = len(self._queue.tickets) - 1
+        index = last_index if exchange is None else exchange
         stream = self._transport.stream()
         if index >= 0:
             self._transport.wait(self._queue, index, stream)
-        if index == last:
+        if index == last_index:
             if stream != self._stream and index >= 0:
                 self._transport.wait(self._queue, index, self._stream)
                 for tensor in self._tensors:
@@ -198,22 +197,22 @@ class NcclDist(TorchDist):
         row_bytes = own_rows.shape[1] * own_rows.element_size()
         source_address, destination_address = own_rows.data_ptr(), gathered.data_ptr()
 
-        def launch(pipeline: ExchangeQueue, stream: int) -> None:
+        def launch(queue: ExchangeQueue, stream: int) -> None:
             if len(plan.exchanges) == 1 and len(set(plan.counts)) == 1 and plan.counts[0] * row_bytes > 0:
-                pipeline.tickets.append(
+                queue.tickets.append(
                     self.communicator.all_gather(
                         source_address, destination_address, plan.counts[0] * row_bytes, stream
                     )
                 )
-                pipeline.includes_own_rows = True
+                queue.includes_own_rows = True
                 return
             for sends, receives in plan.exchanges:
                 # Only the first non-empty exchange waits for `stream`; the later ones run after it.
-                after = stream if not pipeline.tickets or pipeline.tickets[-1] is None else None
-                pipeline.add(
+                after_stream = stream if not queue.tickets or queue.tickets[-1] is None else None
+                queue.add(
                     _row_transfers(source_address, sends, row_bytes),
                     _row_transfers(destination_address, receives, row_bytes),
-                    after,
+                    after_stream,
                 )
 
         return self._start_exchanges(op, len(plan.exchanges), launch, (own_rows, gathered))
@@ -228,11 +227,11 @@ class NcclDist(TorchDist):
         omitted_rows = own_count if partial.shape[0] != sum(plan.counts) else 0
         source_address, destination_address = partial.data_ptr(), terms.data_ptr()
 
-        def launch(pipeline: ExchangeQueue, stream: int) -> None:
-            exchange = plan.exchanges[len(pipeline.tickets)]
+        def launch(queue: ExchangeQueue, stream: int) -> None:
+            exchange = plan.exchanges[len(queue.tickets)]
             sends = [(peer, start - omitted_rows * (peer > self.rank), rows) for peer, start, rows in exchange.sends]
             receives = [(peer, start + own_count * peer, rows) for peer, start, rows in exchange.receives]
-            pipeline.add(
+            queue.add(
                 _row_transfers(source_address, sends, row_bytes),
                 _row_transfers(destination_address, receives, row_bytes),
                 stream,
@@ -245,10 +244,10 @@ class NcclDist(TorchDist):
         if out.numel() == 0:
             return PendingValue(out)
         plan = gather_plan((1,) * self.world_size, self.rank, 1)
-        moving = self.gather(op, x.view(1, -1), out.view(self.world_size, -1), plan)
-        if not moving.includes_own_rows:  # a group of one
+        pending_gather = self.gather(op, x.view(1, -1), out.view(self.world_size, -1), plan)
+        if not pending_gather.includes_own_rows:  # a group of one
             out[self.rank * x.shape[0] : (self.rank + 1) * x.shape[0]].copy_(x)
-        return pending_output(moving, out)
+        return pending_output(pending_gather, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
@@ -261,8 +260,8 @@ class NcclDist(TorchDist):
         return pending_output(pending, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
-        to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-        return pending_output(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
+        destination, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+        return pending_output(self._exchange(op, [(destination, x)], [(source, out)], (x, out)), out)
 
     def _exchange(
         self,
@@ -272,35 +271,36 @@ class NcclDist(TorchDist):
         tensors: Sequence[Tensor],
     ) -> PendingExchanges:
         send_transfers, receive_transfers = (
-            [(rank, t.data_ptr(), t.nbytes) for rank, t in parts if t.nbytes] for parts in (sends, receives)
+            [(rank, t.data_ptr(), t.nbytes) for rank, t in peer_tensors if t.nbytes]
+            for peer_tensors in (sends, receives)
         )
         return self._start_exchanges(
-            op, 1, lambda pipeline, stream: pipeline.add(send_transfers, receive_transfers, stream), tensors
+            op, 1, lambda queue, stream: queue.add(send_transfers, receive_transfers, stream), tensors
         )
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
     def stream(self) -> int:
-        """Handle of the current stream."""
+        """Return the handle of the current stream."""
         return current_stream(self.device)
 
     def _start_exchanges(
         self, op: str, count: int, launch: EnqueueExchanges, tensors: Sequence[Tensor], *, enqueue_now: bool = True
     ) -> PendingExchanges:
         """Start a transfer of `count` exchanges. `launch` enqueues all; without `enqueue_now`, one per `send`."""
-        pipeline = ExchangeQueue(self.communicator, count, self.begin(op))
+        queue = ExchangeQueue(self.communicator, count, self.begin(op))
         try:
             with self.abort_scope(op):
                 if enqueue_now:
-                    self.attempt(pipeline.call, lambda: launch(pipeline, self.stream()))
+                    self.attempt(queue.call, lambda: launch(queue, self.stream()))
         except BaseException:
             self.abandon(None, self.stream())
             raise
-        if pipeline.is_captured() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if queue.is_captured() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self._has_captured = True
         else:
-            self._in_flight.append(pipeline)
-        return PendingExchanges(self, pipeline, launch, tensors)
+            self._in_flight.append(queue)
+        return PendingExchanges(self, queue, launch, tensors)
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -321,7 +321,7 @@ class NcclDist(TorchDist):
                 "use the group's communicator. Create new groups in it."
             )
         if self.fatal_error is not None:
-            raise self._failure(
+            raise self._abort_on_error(
                 StartedCall(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.fatal_error))
             )
         self.communicator.timeout_seconds = settings.timeout_seconds()
@@ -332,38 +332,38 @@ class NcclDist(TorchDist):
         try:
             return work()
         except RuntimeError as error:
-            raise self._failure(call, error) from error
+            raise self._abort_on_error(call, error) from error
 
-    def wait(self, pipeline: ExchangeQueue, index: int, stream: int) -> None:
-        """Make `stream` wait for an exchange of the pipeline."""
-        with tracing.wait_span(pipeline.call.op):
-            self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
+    def wait(self, queue: ExchangeQueue, index: int, stream: int) -> None:
+        """Make `stream` wait for exchange number `index` of `queue`."""
+        with tracing.wait_span(queue.call.op):
+            self.attempt(queue.call, lambda: queue.wait(index, stream))
 
-    def abandon(self, pipeline: ExchangeQueue | None, stream: int) -> None:
-        """Make the memory of an abandoned transfer, most likely after an error, safe to reuse on `stream`."""
+    def abandon(self, queue: ExchangeQueue | None, stream: int) -> None:
+        """Make the memory of an abandoned transfer safe to reuse on `stream`. Errors abandon transfers."""
         if os.getpid() != self._pid:
             return
-        if pipeline is not None and self.device.type == "cuda":
+        if queue is not None and self.device.type == "cuda":
             with suppress(FusedTPError):
-                if pipeline.tickets:
-                    pipeline.wait(-1, stream)
+                if queue.tickets:
+                    queue.wait(-1, stream)
                 return
-        # On the CPU, or after a failure of the communicator, which ends the work in its stream. Errors of a broken
-        # device are suppressed, because the exception under way is more important.
+        # Reached on the CPU, or if the communicator has failed, which ends the work in its stream. Errors of a broken
+        # device are suppressed, because the exception that is being raised is more important.
         with suppress(RuntimeError):
             self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
+    def _abort_on_error(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         """Abort because of `error` of the communicator, unless done before; return the error to raise."""
         with self._failure_lock:
             if self.fatal_error is None:
-                self._pending_error = self._abort_for(call, error)
+                self._pending_error = self._abort_group(call, error)
             failure, self._pending_error = self._pending_error, None
         return failure if failure is not None else self.unusable_error()
 
-    def _abort_for(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
+    def _abort_group(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
@@ -386,13 +386,13 @@ class NcclDist(TorchDist):
     def _abort_transports(self, reason: str) -> None:
         """Abort the communicator, and make the group's torch.distributed transport for this device unusable too."""
         self.communicator.abort(str(self.fatal_error or reason))
-        plain = existing_torch_dist(self.group, self.device.type)
-        if plain is not None and plain.fatal_error is None:
-            plain.fatal_error = self.fatal_error
+        torch_transport = existing_torch_dist(self.group, self.device.type)
+        if torch_transport is not None and torch_transport.fatal_error is None:
+            torch_transport.fatal_error = self.fatal_error
 
     def abort_because(self, reason: str) -> None:
         if self.fatal_error is None:
-            self._failure(self.last_call("a call"), RuntimeError(reason))
+            self._abort_on_error(self.call_for_error("a call"), RuntimeError(reason))
 
     def abort_midway(self, call: StartedCall, error: BaseException) -> None:
         with self._failure_lock:
@@ -429,7 +429,7 @@ class NcclDist(TorchDist):
             while self._in_flight and (self._in_flight[0].is_abandoned or self._in_flight[0].has_ended()):
                 self._in_flight.popleft()
         call = self._in_flight[0].call if self._in_flight else None
-        if self._exited_ranks and self._is_lost():
+        if self._exited_ranks and self._waits_for_exited_peer():
             self.communicator.lose(self._exited_ranks[0], "its process has exited")
             if call is not None or self._has_captured:
                 self._report_failure()
@@ -442,7 +442,7 @@ class NcclDist(TorchDist):
         if self.board.has_failure():
             self.communicator.abort("a peer has aborted the group")  # aborts waits in the stream; later calls raise
 
-    def _is_lost(self) -> bool:
+    def _waits_for_exited_peer(self) -> bool:
         """True if in-flight exchanges (or replayed CUDA graphs, if there are none) wait for a peer that has exited.
 
         A delay is needed: at the end of a program ranks exit one after the other, and data that they have sent still
@@ -451,26 +451,26 @@ class NcclDist(TorchDist):
         now = time.perf_counter()
         if not self._in_flight:
             return now - self._last_exit_time > _IDLE_SECONDS
-        oldest, waiting_index = self._in_flight[0], -1
+        oldest_queue, waiting_index = self._in_flight[0], -1
         with suppress(RuntimeError):  # the communicator's own watchdog reports a broken device
-            waiting_index = oldest.first_waiting()
-        if waiting_index < 0 or waiting_index != oldest.waiting_index:
-            oldest.waiting_index, oldest.waiting_since = waiting_index, now
-        return waiting_index >= 0 and now - max(self._last_exit_time, oldest.waiting_since) > _ARRIVAL_SECONDS
+            waiting_index = oldest_queue.first_waiting_index()
+        if waiting_index < 0 or waiting_index != oldest_queue.waiting_index:
+            oldest_queue.waiting_index, oldest_queue.waiting_since = waiting_index, now
+        return waiting_index >= 0 and now - max(self._last_exit_time, oldest_queue.waiting_since) > _ARRIVAL_SECONDS
 
     def _report_failure(self) -> None:
         """Abort and log the error now. The next call will raise it, but may never happen, while peers wait."""
         if self._in_flight:
             call = self._in_flight[0].call
         else:
-            call = self.last_call(self._ops[-1] if self._ops else "a CUDA graph")
+            call = self.call_for_error(self._ops[-1] if self._ops else "a CUDA graph")
         with self._failure_lock:
             if self.fatal_error is not None:
                 return
             try:
                 self.communicator.check()
             except RuntimeError as error:
-                self._pending_error = self._abort_for(call, error)
+                self._pending_error = self._abort_group(call, error)
         if self.device.type == "cuda":
             _LOG.error(
                 "%s Data in flight became NaN. Results of work enqueued after it, and of CUDA graphs replayed from now "
@@ -489,9 +489,9 @@ _NCCL_TRANSPORTS: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = Gr
 def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
     """Return the group's communicator for `device`, or the reason why there is none. The first call is collective.
 
-    Raises the errors of `made_on_device`.
+    Raises the errors of `make_once_on_device`.
     """
-    return made_on_device(_NCCL_TRANSPORTS, group, device, "NCCL communicator", _create_transport)
+    return make_once_on_device(_NCCL_TRANSPORTS, group, device, "NCCL communicator", _create_transport)
 
 
 def _create_transport(group: Group, device: torch.device) -> NcclDist | Availability:
@@ -523,8 +523,8 @@ NCCL_LIBRARIES = {"cuda": ("", "libcuda.so.1")}
 def load_libraries(device: torch.device) -> tuple[Any, Any]:
     """Load `_core.NcclLibrary` and `_core.Driver`. Raises RuntimeError if one of them is unavailable."""
     core = import_module("fused_tp._core")
-    nccl, driver = NCCL_LIBRARIES[device.type]
-    return core.NcclLibrary(nccl), core.Driver(driver)
+    nccl_name, driver_name = NCCL_LIBRARIES[device.type]
+    return core.NcclLibrary(nccl_name), core.Driver(driver_name)
 
 
 @dataclass(frozen=True)
@@ -567,12 +567,13 @@ def check_facts(facts: Sequence[NcclFacts]) -> Availability:
     versions = sorted({fact.version for fact in facts})
     if len({version // 100 for version in versions}) > 1:
         return unavailable(
-            f"its ranks have loaded different versions of NCCL: {', '.join(map(_format_version, versions))}"
+            f"the group's ranks have loaded different versions of NCCL: {', '.join(map(_format_version, versions))}"
         )
     gpus = [fact.gpu for fact in facts if fact.gpu]
     if len(set(gpus)) < len(gpus):
         return unavailable(
-            "several of its ranks share a GPU (NCCL 2.30 and later support this with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            "several ranks of the group share a GPU (NCCL 2.30 and later support this with "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
     return AVAILABLE
 

@@ -5,7 +5,7 @@ data (the host waits for NCCL's launches, see backends/nccl/nccl.py), and every 
 exception in the middle of an op aborts the group, because only some of the op's exchanges have started.
 
 - all_gather_matmul: all exchanges are enqueued at once. This rank's rows are multiplied first, then those of rank - 1,
-  ...
+  rank - 2, ...
 - matmul_reduce_scatter: rows of the farthest owner are multiplied first, and sent while the next rows are multiplied.
   This rank's rows are multiplied last, during the last exchange. Then the terms are added in rank order.
 - matmul_all_reduce: in chunks of rows. Each rank sums a slice of every chunk, and the sums are gathered while the chunk
@@ -40,7 +40,7 @@ _ALIGNMENT_BYTES = 16  # bytes that one thread moves at a time
 
 
 class NcclPipeline(Plain):
-    """The ops of one group on its own communicator; ops without a matmul are not chunked.
+    """Implements the ops of one group on its own NCCL communicator; ops without a matmul are not chunked.
 
     Args:
         transport: transport of the group, from `backends.nccl.nccl.nccl_dist`.
@@ -60,7 +60,7 @@ class NcclPipeline(Plain):
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         partial = partial.contiguous()
         with self.transport.abort_scope("all_reduce"):
             out = torch.empty_like(partial)
@@ -71,8 +71,8 @@ class NcclPipeline(Plain):
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
-            moving, terms = self._exchange_terms("reduce_scatter", rows, dim_shards.row_counts)
-            moving.wait()
+            pending, terms = self._exchange_terms("reduce_scatter", rows, dim_shards.row_counts)
+            pending.wait()
             out = rows.new_empty(terms.shape[1])
             sum_into(out, terms)
             return out
@@ -84,7 +84,7 @@ class NcclPipeline(Plain):
             start = rank_offsets(counts)[self.rank]
             gathered = own_rows.new_empty((sum(counts), own_rows.shape[1]))
             plan = gather_plan(counts, self.rank, self._num_chunks(gathered.nbytes))
-            moving = self.transport.gather("all_gather_matmul", own_rows, gathered, plan)
+            pending_gather = self.transport.gather("all_gather_matmul", own_rows, gathered, plan)
             outputs = [own_rows.new_empty((len(gathered), w.shape[0])) for w in request.weights]
 
             def multiply(x: Tensor, start: int) -> None:
@@ -96,10 +96,10 @@ class NcclPipeline(Plain):
                 multiply(own_rows, start)
             for i, ranges in enumerate(plan.row_ranges):
                 with span("chunk", i + 1, "of", len(plan.row_ranges), ranges, self.name):
-                    moving.wait(i)
+                    pending_gather.wait(i)
                     for begin, end in ranges:
                         multiply(gathered[begin:end], begin)
-            if request.return_gathered and not moving.includes_own_rows:
+            if request.return_gathered and not pending_gather.includes_own_rows:
                 gathered[start : start + len(own_rows)].copy_(own_rows)
             outputs = [dim_shards.from_rank_major(y) for y in outputs]
             return outputs, dim_shards.from_rank_major(gathered) if request.return_gathered else None
@@ -108,30 +108,30 @@ class NcclPipeline(Plain):
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         x, counts = products[0][0], dim_shards.row_counts
-        own_count, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
-        partial = x.new_empty((len(x) - own_count, columns))  # all rows except the own
-        terms = x.new_empty((self.world_size, own_count, columns))
-        plan = scatter_plan(counts, self.rank, self._num_chunks(len(x) * columns * x.element_size()))
+        own_count, own_start, num_columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
+        partial = x.new_empty((len(x) - own_count, num_columns))  # all rows except this rank's
+        terms = x.new_empty((self.world_size, own_count, num_columns))
+        plan = scatter_plan(counts, self.rank, self._num_chunks(len(x) * num_columns * x.element_size()))
         pending = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
         side_stream_work, main_stream_work = (overlapped_work, None) if x.is_cuda else (None, overlapped_work)
         with self.transport.abort_scope("matmul_reduce_scatter"), self._side_stream(side_stream_work, x.device):
             for i, ranges in enumerate(plan.row_ranges):
                 with span("chunk", i + 1, "of", len(plan.row_ranges), ranges, self.name):
                     for begin, end in ranges:
-                        partial_row = begin - own_count if begin > start else begin
+                        partial_row = begin - own_count if begin > own_start else begin
                         sum_of_products(
                             _slice_rows(products, begin, end), out=partial[partial_row : partial_row + end - begin]
                         )
                     pending.send()
             with span("own rows", terms[self.rank], self.name):
                 if own_count:
-                    sum_of_products(_slice_rows(products, start, start + own_count), out=terms[self.rank])
+                    sum_of_products(_slice_rows(products, own_start, own_start + own_count), out=terms[self.rank])
             if main_stream_work is not None:
                 main_stream_work()
-            out = x.new_empty((own_count, columns))
+            out = x.new_empty((own_count, num_columns))
             for chunk in range(plan.chunks_per_rank):
                 begin, end = shard_range(own_count, plan.chunks_per_rank, chunk)
-                with span("sum of piece", chunk + 1, "of", plan.chunks_per_rank, self.name):
+                with span("sum of chunk", chunk + 1, "of", plan.chunks_per_rank, self.name):
                     if plan.row_ranges:
                         pending.wait(len(plan.row_ranges) // plan.chunks_per_rank * (chunk + 1) - 1)
                     sum_into(out[begin:end], terms[:, begin:end], bias)
@@ -195,32 +195,33 @@ class NcclPipeline(Plain):
         elements, so that a tensor with few rows is distributed evenly too.
         """
         flat, flat_out = partial.view(-1, 1), out.view(-1, 1)
-        per_rank = -(-len(flat) // self.world_size)
+        slice_length = -(-len(flat) // self.world_size)
         alignment = max(1, _ALIGNMENT_BYTES // partial.element_size())
-        per_rank = -(-per_rank // alignment) * alignment
-        counts = tuple(max(0, min(per_rank, len(flat) - rank * per_rank)) for rank in range(self.world_size))
-        own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        slice_length = -(-slice_length // alignment) * alignment
+        counts = tuple(max(0, min(slice_length, len(flat) - rank * slice_length)) for rank in range(self.world_size))
+        own_count, own_start = counts[self.rank], rank_offsets(counts)[self.rank]
         pending, terms = self._exchange_terms(op, flat, counts)
 
         def sum_and_gather() -> PendingExchanges:
             pending.wait()
-            own_sums = flat_out[start : start + own_count]
-            sum_into(own_sums.view(-1), terms, _flat_bias(bias, start, own_count))
+            own_sums = flat_out[own_start : own_start + own_count]
+            sum_into(own_sums.view(-1), terms, _flat_bias(bias, own_start, own_count))
             return self.transport.gather(op, own_sums, flat_out, gather_plan(counts, self.rank, 1))
 
         return sum_and_gather
 
-    def _exchange_terms(
-        self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]
-    ) -> tuple[PendingExchanges, Tensor]:
-        """Start sending rank r its counts[r] terms of [sum(counts), 1]; return the terms [W, own] to receive."""
-        own_count, start = counts[self.rank], rank_offsets(counts)[self.rank]
-        terms = terms_of_all.new_empty((self.world_size, own_count, 1))
+    def _exchange_terms(self, op: str, partial: Tensor, counts: tuple[int, ...]) -> tuple[PendingExchanges, Tensor]:
+        """Start sending each rank r its counts[r] rows of `partial` [sum(counts), 1].
+
+        Returns the transfer, and the terms [W, counts[rank]] of this rank's rows, which are valid after the transfer.
+        """
+        own_count, own_start = counts[self.rank], rank_offsets(counts)[self.rank]
+        terms = partial.new_empty((self.world_size, own_count, 1))
         plan = scatter_plan(counts, self.rank, 1)
-        pending = self.transport.scatter(op, terms_of_all, terms, plan)
+        pending = self.transport.scatter(op, partial, terms, plan)
         for _ in plan.row_ranges:  # one exchange; none in a group of one rank
             pending.send()
-        terms[self.rank].copy_(terms_of_all[start : start + own_count])
+        terms[self.rank].copy_(partial[own_start : own_start + own_count])
         return pending, terms.view(self.world_size, own_count)
 
 

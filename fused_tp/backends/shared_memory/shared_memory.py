@@ -38,7 +38,7 @@ _MIN_STEPPED_BYTES = 1 << 20
 
 
 class SharedMemorySchedule(RowSchedule):
-    """The ops of one group of ranks that share memory."""
+    """Implements the ops of one group whose ranks share memory."""
 
     name = "one_sided"
 
@@ -46,7 +46,7 @@ class SharedMemorySchedule(RowSchedule):
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self._gathers_in_flight: WeakSet[ShmCall] = WeakSet()  # gathers in flight
+        self._gathers_in_flight: WeakSet[ShmCall] = WeakSet()
 
     @property
     def messages(self) -> TorchDist:
@@ -62,8 +62,8 @@ class SharedMemorySchedule(RowSchedule):
         except BaseException as error:
             if core_group.calls != calls_before and not isinstance(error, FusedTPError):
                 core_group.give_up(f"{op} {describe_midway_error(error)}")
-            # Abandon unfinished gathers now. A stored exception keeps them alive through its traceback, and after 16
-            # more calls peers would wait for them until the deadline.
+            # Abandon unfinished gathers now. A stored exception would keep them alive through its traceback, and after
+            # 16 more calls peers would wait for their end until the deadline.
             for workspace in list(self._gathers_in_flight):
                 workspace.abandon()
             raise
@@ -96,10 +96,10 @@ class SharedMemorySchedule(RowSchedule):
 
         return PendingCall(finish)
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
+    def _sum_partial(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
 
-    all_reduce = _all_reduced  # no `check`, because the native core compares the calls of all ranks
+    all_reduce = _sum_partial  # no `check`, because the native core compares the calls of all ranks
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         return self.transport.all_to_all(rows.contiguous(), send_sizes, recv_sizes)
@@ -111,14 +111,14 @@ class SharedMemorySchedule(RowSchedule):
             rows, dim_shards.row_counts, op_dims=(*dim_shards.shape[:-1], dim_shards.dim)
         )
 
-    def gathered(
+    def apply_to_gathered(
         self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int | None, use: Callable[[Tensor], T]
     ) -> T:
         dim_shards, dtype = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
-        host = 0  # the gathered x is in rank 0's workspace; each page is on the NUMA node of the rank that writes it
-        nbytes = prod(dim_shards.shape) * dtype.itemsize if self.rank == host else 0
+        owner = 0  # the gathered x is in rank 0's workspace; each page is on the NUMA node of the rank that writes it
+        nbytes = prod(dim_shards.shape) * dtype.itemsize if self.rank == owner else 0
         with self.transport.begin(op, (*fold_dims(dim_shards.shape), dim_shards.dim), dtype, nbytes) as workspace:
-            x = workspace.buffer(host, dim_shards.shape, dtype)
+            x = workspace.buffer(owner, dim_shards.shape, dtype)
             x.narrow(dim_shards.dim, sum(dim_shards.sizes[: self.rank]), dim_shards.sizes[self.rank]).copy_(x_shard)
             workspace.signal(1)
             workspace.wait_all(1)
@@ -133,7 +133,7 @@ class SharedMemorySchedule(RowSchedule):
                 outputs.append(linear(x, w, b))
             return outputs, x.clone() if return_gathered else None
 
-        return self.gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
+        return self.apply_to_gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
@@ -179,7 +179,7 @@ class SharedMemorySchedule(RowSchedule):
         return out
 
     def _product_buffer(self, product: GroupedProduct) -> Tensor:
-        """Return pool memory, which has no page faults, for the experts' products of the rows."""
+        """Return memory for the product of each routed row, from the pool, whose pages are mapped already."""
         return self.transport.empty((len(product.x), product.shape[1]), product.x.dtype)
 
     def grouped_matmul_all_reduce(self, product: GroupedProduct, *, overlapped_work: OverlappedWork = None) -> Tensor:
@@ -208,14 +208,14 @@ class SharedMemorySchedule(RowSchedule):
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
         x, w = products[0]
-        op, columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
+        op, num_columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
 
         def write(y: Tensor) -> None:
-            sum_of_products(products, bias if self.rank == 0 else None, out=y.view(-1, columns))
+            sum_of_products(products, bias if self.rank == 0 else None, out=y.view(-1, num_columns))
 
-        return self.transport.write_and_all_reduce(op, (*x.shape[:-1], columns), x.dtype, write, overlapped_work)
+        return self.transport.write_and_all_reduce(op, (*x.shape[:-1], num_columns), x.dtype, write, overlapped_work)
 
-    def make_repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+    def make_fast_call(self, op: str, args: Any) -> Callable[..., Any] | None:
         if op != "matmul_all_reduce":
             return None
         x, w, bias, _ = args

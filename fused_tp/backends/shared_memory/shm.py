@@ -33,8 +33,8 @@ _core: Any = None
 _core_missing_reason = ""
 try:
     _core = import_module("fused_tp._core")
-except ImportError as missing:
-    _core_missing_reason = f"the native core is not built ({missing}); install a C++ compiler and reinstall fused_tp"
+except ImportError as error:
+    _core_missing_reason = f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
 
 MAX_RANKS: int = getattr(_core, "MAX_RANKS", 64)  # kMaxRanks in csrc/shm/control.h
 _RENDEZVOUS_NAME = "the shared-memory rendezvous"
@@ -62,7 +62,7 @@ def dtype_number(dtype: torch.dtype) -> int:
     try:
         return _DTYPE_NUMBERS[dtype]
     except KeyError:
-        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPE_NUMBERS)
+        names = ", ".join(str(dtype_name).removeprefix("torch.") for dtype_name in _DTYPE_NUMBERS)
         raise TypeError(f"Shared-memory collectives support {names}, got {dtype}.") from None
 
 
@@ -156,9 +156,8 @@ class ShmTransport:
         self.core_group = core_group
         self.rank: int = core_group.rank
         self.world_size: int = core_group.size
-        self._retained_memory: list[
-            tuple[int, Any]
-        ] = []  # (number, memory) of calls that this rank has left by an exception
+        # (number, memory) of calls that this rank has left by an exception.
+        self._retained_memory: list[tuple[int, Any]] = []
         self._max_pooled_bytes = settings.shared_memory_reserve() // 2
         self._signatures: dict[Any, tuple[int, Any]] = {}
         self.calls_before_op: int | None = None  # within an op of several calls, the number of calls before it
@@ -166,7 +165,8 @@ class ShmTransport:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor from this rank's pool, whose pages are mapped already.
 
-        If the pool is full, the tensor is from torch's allocator, because callers may keep outputs for any time.
+        If the pool is full, torch's allocator provides the tensor. The pool can fill up, because callers may keep
+        outputs for any time.
         """
         memory = self._allocate_pooled(math.prod(shape) * dtype.itemsize)
         if memory is None:
@@ -209,7 +209,7 @@ class ShmTransport:
         write: Callable[[Tensor], object],
         overlapped_work: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Return the sum over ranks of the tensors of `shape`, not empty, that `write(term)` fills.
+        """Return the sum over ranks of each rank's term, a non-empty tensor of `shape` that `write(term)` fills.
 
         The term and the result share pool memory, which peers read in place. If the pool is full, the result is a
         copy.
@@ -219,7 +219,9 @@ class ShmTransport:
             overlapped_work: called once the term is written, while peers may still compute their terms.
 
         Example:
-            y = transport.all_reduce_of("matmul_all_reduce", (m, n), x.dtype, lambda y: torch.mm(x, w.t(), out=y))
+            y = transport.write_and_all_reduce(
+                "matmul_all_reduce", (m, n), x.dtype, lambda term: torch.mm(x, w.t(), out=term)
+            )
         """
         count = math.prod(shape)
         memory = self._allocate_pooled(count * dtype.itemsize)
@@ -264,17 +266,17 @@ class ShmTransport:
     def call_signature(self, op_name: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
         """Return (number of elements, signature): the arguments of the native all-reduce except addresses."""
         key = (op_name, dtype, shape)
-        cached = self._signatures.get(key)
-        if cached is None:
+        cached_signature = self._signatures.get(key)
+        if cached_signature is None:
             _check_summable(dtype)
             signature = _core.Signature(op_name, dtype_number(dtype), fold_dims(shape))
             if len(self._signatures) >= _MAX_CACHED_SIGNATURES:  # reached if sequence lengths keep changing
                 self._signatures.clear()
-            cached = self._signatures[key] = (math.prod(shape), signature)
-        return cached
+            cached_signature = self._signatures[key] = (math.prod(shape), signature)
+        return cached_signature
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], op_dims: Sequence[int] | None = None) -> Tensor:
-        """Return the rows of this rank of the sum of `tensor` over ranks: `sizes[r]` rows of dim 0 belong to rank r.
+        """Return this rank's rows of the sum of `tensor` over ranks; `sizes[r]` rows of dim 0 belong to rank r.
 
         `op_dims` (default: the shape of `tensor`): dims of the op's call; they must agree on all ranks.
         """
@@ -293,14 +295,14 @@ class ShmTransport:
 
     def all_to_all(self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
         """Send `send_sizes[r]` rows of dim 0 to each rank r, and return `receive_sizes[r]` rows from each."""
-        row = math.prod(tensor.shape[1:])
+        row_elements = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
         _core.all_to_all(
             self.core_group,
             tensor.data_ptr(),
             out.data_ptr(),
-            [size * row for size in send_sizes],
-            [size * row for size in receive_sizes],
+            [size * row_elements for size in send_sizes],
+            [size * row_elements for size in receive_sizes],
             dtype_number(tensor.dtype),
         )
         return out
@@ -348,14 +350,14 @@ def shm_transport(group: Group) -> ShmTransport | None:
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
-    found = create_together(_TRANSPORTS, group, _create_transport)
-    return found if isinstance(found, ShmTransport) else None
+    transport = create_together(_TRANSPORTS, group, _create_transport)
+    return transport if isinstance(transport, ShmTransport) else None
 
 
 def known_shm_transport(group: Group) -> ShmTransport | None:
     """Return the transport that `shm_transport` has created for `group`, or None. Never waits for other ranks."""
-    found = _TRANSPORTS.get(group)
-    return found if isinstance(found, ShmTransport) else None
+    transport = _TRANSPORTS.get(group)
+    return transport if isinstance(transport, ShmTransport) else None
 
 
 def shm_supports_size(size: int) -> Availability:
@@ -375,8 +377,8 @@ def shm_availability(group: Group) -> Availability:
         return unavailable(_core_missing_reason)
     if group.process_group is None:
         return unavailable("torch.distributed is not initialised")
-    found = _TRANSPORTS.get(group)
-    return found if isinstance(found, Availability) else AVAILABLE
+    transport = _TRANSPORTS.get(group)
+    return transport if isinstance(transport, Availability) else AVAILABLE
 
 
 def _create_transport(group: Group) -> ShmTransport | Availability:
@@ -386,9 +388,9 @@ def _create_transport(group: Group) -> ShmTransport | Availability:
     reserve_bytes, _ = settings.shared_memory_reserve(), settings.isa()
     core_group, problem = None, ""
 
-    def find_dead() -> list[int]:
-        dead = core_group.dead_peer() if core_group is not None else -1
-        return [dead] if dead >= 0 else []
+    def find_dead_ranks() -> list[int]:
+        dead_rank = core_group.dead_peer() if core_group is not None else -1
+        return [dead_rank] if dead_rank >= 0 else []
 
     try:
         if _core is None:
@@ -397,9 +399,9 @@ def _create_transport(group: Group) -> ShmTransport | Availability:
     except RuntimeError as error:
         problem = str(error)
     own_answer = core_group.address.hex() if core_group is not None else "", settings.host_name()
-    answers = exchange(group, _RENDEZVOUS_NAME, own_answer, find_dead)
+    answers = exchange(group, _RENDEZVOUS_NAME, own_answer, find_dead_ranks)
     if len(hosts := {host for _, host in answers}) > 1:
-        return unavailable(f"FUSED_TP_HOST assigns its ranks to {len(hosts)} different hosts")
+        return unavailable(f"FUSED_TP_HOST assigns the group's ranks to {len(hosts)} different hosts")
     addresses = [bytes.fromhex(address) for address, _ in answers]
     if core_group is not None and all(addresses):
         try:
@@ -407,7 +409,7 @@ def _create_transport(group: Group) -> ShmTransport | Availability:
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
     # All ranks must make the same decision, because a rank that cannot connect would keep its peers waiting.
-    if not (availability := first_unavailability(exchange(group, _RENDEZVOUS_NAME, problem, find_dead))):
+    if not (availability := first_unavailability(exchange(group, _RENDEZVOUS_NAME, problem, find_dead_ranks))):
         return availability
     transport = ShmTransport(core_group)
     tracing.add_wait_source(core_group, lambda core: core.waited_seconds)

@@ -16,7 +16,7 @@ class SideStream:
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._gathers: torch.cuda.Stream | None = None
+        self._gather_stream: torch.cuda.Stream | None = None
 
     @contextmanager
     def __call__(self, overlapped_work: Callable[[], None] | None, device: torch.device) -> Iterator[None]:
@@ -33,23 +33,23 @@ class SideStream:
             overlapped_work()
         else:
             stream = torch.cuda.current_stream(device)
-            before = stream.record_event()
+            start_event = stream.record_event()
             yield
             if stream.cuda_stream not in self._streams:
-                self._streams[stream.cuda_stream] = self.own_stream(device)
-            side = self._streams[stream.cuda_stream]
-            side.wait_event(before)
+                self._streams[stream.cuda_stream] = self._make_stream(device)
+            side_stream = self._streams[stream.cuda_stream]
+            side_stream.wait_event(start_event)
             try:
-                with torch.cuda.stream(side):
+                with torch.cuda.stream(side_stream):
                     overlapped_work()
             finally:
-                stream.wait_stream(side)
+                stream.wait_stream(side_stream)
 
     def start(self, x: Tensor, gather: Callable[[], Tensor]) -> Pending[Tensor]:
         """Start `gather` of `x`; on a GPU, on a separate stream, overlapped with the caller's next launches."""
-        if self._gathers is None:
-            self._gathers = self.own_stream(x.device)
-        stream = self._gathers
+        if self._gather_stream is None:
+            self._gather_stream = self._make_stream(x.device)
+        stream = self._gather_stream
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
             gathered = gather()
@@ -63,7 +63,7 @@ class SideStream:
 
         return PendingCall(finish)
 
-    def own_stream(self, device: torch.device) -> torch.cuda.Stream:
+    def _make_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Make a stream that nothing else uses."""
         from fused_tp.triton_kernels.comm.streams import own_streams
 

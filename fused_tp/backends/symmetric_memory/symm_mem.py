@@ -1,7 +1,7 @@
 """Symmetric memory, which kernels of all ranks of a group read and write: its availability, and its allocation.
 
-All ranks must reach the same decision, or some would launch kernels that wait for no one. So they exchange the facts
-that each of them sees, once per group, and all judge by the same facts.
+All ranks must make the same decision; otherwise some would launch kernels that wait for peers without kernels. So the
+ranks exchange their facts once per group, and all of them decide by the same facts.
 """
 
 from __future__ import annotations
@@ -41,37 +41,42 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def check_not_capturing(device: torch.device, lacks: str) -> None:
-    """Raise RuntimeError during CUDA graph capture. `lacks`: clause that names the missing object."""
+def check_not_capturing(device: torch.device, missing_clause: str) -> None:
+    """Raise RuntimeError during CUDA graph capture.
+
+    Args:
+        missing_clause: beginning of the message, such as "The group has no workspace yet".
+    """
     if is_capturing(device):
         raise RuntimeError(
-            f"{lacks}; it cannot be created during CUDA graph capture. Run the same ops once before the capture."
+            f"{missing_clause}; it cannot be created during CUDA graph capture. Run the same ops once before the "
+            "capture."
         )
 
 
-def made_on_device(
+def make_once_on_device(
     slot: GroupSlot[dict[tuple[str, int], T]],
     group: Group,
     device: torch.device,
-    what: str,
+    feature: str,
     make: Callable[[Group, torch.device], T],
 ) -> T:
-    """Return the value of `slot` for `group` on `device`. The first call makes it, by all ranks together.
+    """Return the value of `slot` for `group` on `device`. The first call makes it; all ranks must call together.
 
     Raises:
         RuntimeError: the first call is during the capture of a CUDA graph.
         CollectiveTimeoutError: some rank did not make the call.
     """
-    made, key = slot[group], (device.type, device.index or 0)
-    found = made.get(key)
-    if found is None:
-        check_not_capturing(device, f"The group has no {what} yet")
-        found = made[key] = make(group, device)
-    return found
+    values, key = slot[group], (device.type, device.index or 0)
+    value = values.get(key)
+    if value is None:
+        check_not_capturing(device, f"The group has no {feature} yet")
+        value = values[key] = make(group, device)
+    return value
 
 
 class KernelMemory(ABC):
-    """The ranks of a group and their memory, as kernels see them.
+    """Base class of memory of a group that kernels of all its ranks can access, and properties of these ranks.
 
     Streams share the GPU's queues, of which a process has 8, or up to 32 (CUDA_DEVICE_MAX_CONNECTIONS): a wait in one
     stream blocks all work behind it in the queue. So the workspaces of a rank share the stream in which nothing waits.
@@ -83,20 +88,20 @@ class KernelMemory(ABC):
     arch: int  # compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted
     sms: int  # multiprocessors of the rank with the fewest; ranks on one GPU share its multiprocessors
     pids: Mapping[int, int]  # processes of peers that can be watched from here, by rank
-    serialized_by: Hashable  # ops in memories of an equal value are serialized with each other
+    serialized_by: Hashable  # ops in all memories with an equal value are serialized with each other
     shares_gpu = False  # True if the ranks are threads of this process, on one GPU
 
     @cached_property
     def rescue(self) -> torch.cuda.Stream | None:
-        """A stream of this rank, on a GPU, in which nothing waits: copies on it end the waits of other streams."""
+        """Stream of this rank in which nothing waits, so that copies on it can end waits; None on a CPU."""
         return self.own_streams(self, 1)[0] if self.device.type == "cuda" else None
 
     def own_streams(self, owner: object, count: int) -> list[torch.cuda.Stream]:
         """Return `count` streams of the GPU's highest priority, which are reused only once `owner` is deleted."""
         from fused_tp.triton_kernels.comm.streams import own_streams
 
-        made: list[torch.cuda.Stream] = own_streams(owner, self.device, count, urgent=True)
-        return made
+        streams: list[torch.cuda.Stream] = own_streams(owner, self.device, count, urgent=True)
+        return streams
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
@@ -104,7 +109,7 @@ class KernelMemory(ABC):
 
 
 def byte_range(sizes: Sequence[int], dtype: torch.dtype, offset: int | None, nbytes: int) -> tuple[int, int]:
-    """First byte and end of a view of a buffer of `nbytes`, at element `offset`.
+    """Return (first byte, end) of a view at element `offset` of a buffer of `nbytes`.
 
     Raises:
         ValueError: the view does not fit.
@@ -127,8 +132,8 @@ class SymmMemFacts:
     gpu: str = ""  # uuid, which two ranks may share
     arch: int = 0
     sms: int = 0
-    unreachable: Sequence[str] = ()  # GPUs that this rank's GPU cannot address
-    overlapping: bool = False  # torch is configured to let ranks share a GPU
+    unreachable_gpus: Sequence[str] = ()  # GPUs that this rank's GPU cannot address
+    may_share_gpu: bool = False  # torch is configured to let ranks share a GPU
     problem: str = ""
 
 
@@ -156,14 +161,16 @@ _MEMORIES: GroupSlot[dict[tuple[str, int], GroupMemory | Availability]] = GroupS
 
 
 def group_memory(group: Group, device: torch.device) -> GroupMemory | Availability:
-    """The memory that `group` can share on `device`, or the reason why not. All ranks make the first call together.
+    """Return the memory that `group` shares on `device`, or the reason why there is none.
+
+    All ranks make the first call together.
 
     Args:
         device: a GPU with its index, or the CPU.
 
-    Raises the errors of `made_on_device`.
+    Raises the errors of `make_once_on_device`.
     """
-    return made_on_device(_MEMORIES, group, device, "memory for kernels", _agree)
+    return make_once_on_device(_MEMORIES, group, device, "memory for kernels", _create_group_memory)
 
 
 def knows_group_memory(group: Group, device: torch.device) -> bool:
@@ -171,40 +178,40 @@ def knows_group_memory(group: Group, device: torch.device) -> bool:
     return (device.type, device.index or 0) in _MEMORIES[group]
 
 
-def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
+def _create_group_memory(group: Group, device: torch.device) -> GroupMemory | Availability:
     if device.type == "cpu":
-        mine = SymmMemFacts(host_id(), process_identity(), sms=_INTERPRETED_PROGRAMS)
+        own_facts = SymmMemFacts(host_id(), process_identity(), sms=_INTERPRETED_PROGRAMS)
     else:
-        mine = _facts_of_gpu(device)
-    facts = [SymmMemFacts(**told) for told in exchange(group, "kernel memory", asdict(mine))]
-    found, multicast = judged(facts), False
-    if found and device.type == "cpu":
+        own_facts = _facts_of_gpu(device)
+    facts = [SymmMemFacts(**fields) for fields in exchange(group, "kernel memory", asdict(own_facts))]
+    availability, multicast = check_facts(facts), False
+    if availability and device.type == "cpu":
         if shm_transport(group) is None:
-            found = unavailable(f"the ranks cannot share memory: {shm_availability(group).reason}")
-    elif found:
-        found, multicast = _try_fabric(group, device)
-    if not found:
-        return found
+            availability = unavailable(f"the ranks cannot share memory: {shm_availability(group).reason}")
+    elif availability:
+        availability, multicast = _try_allocation(group, device)
+    if not availability:
+        return availability
     pids = watchable_pids([fact.process for fact in facts])
-    return GroupMemory(group, device, facts[0].arch, shared_sms(facts), pids, multicast)
+    return GroupMemory(group, device, facts[0].arch, sms_per_rank(facts), pids, multicast)
 
 
-def _try_fabric(group: Group, device: torch.device) -> tuple[Availability, bool]:
-    """Try to allocate over the GPUs' fabric: (availability to all ranks, True if all of them have multicast)."""
-    mine: tuple[str, bool]
+def _try_allocation(group: Group, device: torch.device) -> tuple[Availability, bool]:
+    """Allocate a small buffer as a test; return (availability, True if all ranks have multicast). Collective."""
+    own_answer: tuple[str, bool]
     try:
         _, handle = _allocate_cuda(group, device, 1024)
-        mine = "", bool(getattr(handle, "multicast_ptr", 0))
+        own_answer = "", bool(getattr(handle, "multicast_ptr", 0))
     except (RuntimeError, ValueError) as error:
-        mine = str(error).splitlines()[0], False
-    answers = exchange(group, "symmetric memory", mine)
-    failed = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
-    found = unavailable(f"torch's symmetric memory failed; {failed[0]}") if failed else AVAILABLE
-    return found, all(multicast for _, multicast in answers)
+        own_answer = str(error).splitlines()[0], False
+    answers = exchange(group, "symmetric memory", own_answer)
+    problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
+    availability = unavailable(f"torch could not allocate symmetric memory: {problems[0]}") if problems else AVAILABLE
+    return availability, all(multicast for _, multicast in answers)
 
 
-def shared_sms(facts: list[SymmMemFacts]) -> int:
-    """Multiprocessors for each rank: those of its GPU, or its share of them if ranks share the GPU.
+def sms_per_rank(facts: list[SymmMemFacts]) -> int:
+    """Return the smallest number of multiprocessors that a rank can use; ranks on one GPU share its multiprocessors.
 
     Kernels of the ranks wait for each other, so all of them must fit on the GPU at once.
     """
@@ -212,27 +219,28 @@ def shared_sms(facts: list[SymmMemFacts]) -> int:
     return max(1, min(fact.sms // ranks_on.get(fact.gpu, 1) for fact in facts))
 
 
-def judged(facts: list[SymmMemFacts]) -> Availability:
-    """Availability of peer memory access to these ranks."""
-    if not (found := first_unavailability(fact.problem for fact in facts)):
-        return found
+def check_facts(facts: list[SymmMemFacts]) -> Availability:
+    """Return whether ranks with these facts can access each other's memory."""
+    if not (availability := first_unavailability(fact.problem for fact in facts)):
+        return availability
     if len({fact.host for fact in facts}) > 1:
-        return unavailable("its ranks are on several hosts")
+        return unavailable("the group's ranks are on several hosts")
     if len({fact.arch for fact in facts}) > 1:
-        return unavailable(f"its GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}")
+        return unavailable(f"the group's GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}")
     gpus = [fact.gpu for fact in facts if fact.gpu]
-    if len(set(gpus)) < len(gpus) and not all(fact.overlapping for fact in facts):
-        return unavailable("several of its ranks share a GPU")
+    if len(set(gpus)) < len(gpus) and not all(fact.may_share_gpu for fact in facts):
+        return unavailable("several ranks of the group share a GPU")
     for rank, fact in enumerate(facts):
-        # torch judges a GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES), when memory is made.
+        # `unreachable_gpus` lacks GPUs that the rank does not see (CUDA_VISIBLE_DEVICES). torch checks those when it
+        # allocates memory.
         for peer, other in enumerate(facts):
-            if other.gpu in fact.unreachable:
+            if other.gpu in fact.unreachable_gpus:
                 return unavailable(f"the GPU of rank {rank} cannot access the memory of the GPU of rank {peer}")
     return AVAILABLE
 
 
 def allocate_cpu(group: Group, nbytes: int) -> tuple[Tensor, Any]:
-    """Allocate symmetric memory of exactly this size on the CPU."""
+    """Allocate `nbytes` of symmetric memory on the CPU."""
     transport = shm_transport(group)
     if transport is None:
         raise ValueError(f"The ranks cannot share memory: {shm_availability(group).reason}.")
@@ -240,14 +248,16 @@ def allocate_cpu(group: Group, nbytes: int) -> tuple[Tensor, Any]:
     return memory.get_buffer(memory.rank, (nbytes,), torch.uint8), memory
 
 
-_rendezvous = 0  # number in this process, over all groups
+_rendezvous_count = 0  # number of rendezvous of this process, over all groups
 
 
-def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | None = None) -> tuple[Tensor, Any]:
-    """Allocate zeroed symmetric memory of exactly this size, which returns to the driver when it is freed.
+def _allocate_cuda(
+    group: Group, device: torch.device, nbytes: int, group_name: str | None = None
+) -> tuple[Tensor, Any]:
+    """Allocate `nbytes` of zeroed symmetric memory on a GPU, which returns to the driver when it is freed.
 
     Args:
-        name: name of the group, for memory whose group torch must find without a group argument.
+        group_name: name of the group, for memory whose group torch must find without a group argument.
 
     Raises the errors of `_rendezvous_of_all`.
     """
@@ -258,9 +268,9 @@ def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | 
     problem = ""
     try:
         with torch.cuda.device(device):
-            # torch's pool of such memory would return a block again with the handle of an earlier group.
+            # Not from torch's pool, which would return a block of an earlier group with that group's handle.
             tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
-                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device, group_name=name
+                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device, group_name=group_name
             )
     except (RuntimeError, ValueError) as error:
         problem = str(error).splitlines()[0]
@@ -278,34 +288,34 @@ def _rendezvous_of_all(group: Group, device: torch.device, nbytes: int, problem:
     """Scope of one rendezvous of torch, entered by all ranks of `group` together; bounded by `FUSED_TP_TIMEOUT`.
 
     Args:
-        problem: reason why this rank has no memory for it; empty if it has.
+        problem: reason why this rank could not allocate its memory; empty if it could.
 
     Raises:
-        NoSymmetricMemory: some rank has no memory.
-        FusedTPError: the ranks' rendezvous counts differ, so torch would wait for ever.
+        NoSymmetricMemory: some rank could not allocate its memory.
+        FusedTPError: the ranks' rendezvous counts differ, so torch would wait forever.
     """
-    global _rendezvous
+    global _rendezvous_count
     # torch numbers rendezvous by process, not by group, and would wait for a number that no peer uses.
-    answers = exchange(group, "rendezvous", (_rendezvous, problem))
+    answers = exchange(group, "rendezvous", (_rendezvous_count, problem))
     counts = [count for count, _ in answers]
     if len(set(counts)) > 1:
         raise FusedTPError(
             f"The ranks of group {group.name!r} have created symmetric memory {counts} times in all of their groups, "
             "but torch needs equal counts. Use the same groups on all ranks, in the same order."
         )
-    failed = [f"rank {rank}: {said}" for rank, (_, said) in enumerate(answers) if said]
-    if failed:
-        raise NoSymmetricMemory(f"{nbytes} bytes of symmetric memory could not be allocated; {failed[0]}")
+    problems = [f"rank {rank}: {rank_problem}" for rank, (_, rank_problem) in enumerate(answers) if rank_problem]
+    if problems:
+        raise NoSymmetricMemory(f"{nbytes} bytes of symmetric memory could not be allocated; {problems[0]}")
     assert group.process_group is not None
     store = dist.distributed_c10d._get_process_group_store(group.process_group)
-    before = getattr(store, "timeout")  # noqa: B009  # missing from its stub
+    previous_timeout = getattr(store, "timeout")  # noqa: B009  # missing from its stub
     store.set_timeout(timedelta(seconds=settings.timeout_seconds()))
     try:
         with torch.cuda.device(device):
-            _rendezvous += 1
+            _rendezvous_count += 1
             yield
     finally:
-        store.set_timeout(before)
+        store.set_timeout(previous_timeout)
 
 
 # -- the workspace of torch's own ops ----------------------------------------------------------------------------------
@@ -314,10 +324,10 @@ _WORKSPACES: GroupSlot[str] = GroupSlot()  # names of the groups whose torch wor
 
 
 def make_torch_workspace(group: Group, device: torch.device, nbytes: int) -> Tensor | None:
-    """Make torch's workspace of `group` at least this large; return the previous one, which may still be in use.
+    """Grow torch's workspace of `group` to at least `nbytes`; return the previous one, which may still be in use.
 
-    A collective call. torch keeps the workspace by the group's name, while the group is alive. torch would also make
-    one within an op, but then a rank without memory for it leaves the others waiting.
+    A collective call. torch keeps the workspace by the group's name, while the group is alive. torch itself grows the
+    workspace within an op, but there a rank that cannot allocate it would leave the other ranks waiting.
 
     Raises the errors of `_rendezvous_of_all`.
     """
@@ -337,7 +347,7 @@ def make_torch_workspace(group: Group, device: torch.device, nbytes: int) -> Ten
 
 @on_destroy
 def _forget_workspace(group: Group) -> None:
-    """Drop torch's workspace, which torch would reuse, with this group's peers, for the next group of this name."""
+    """Drop torch's workspace of a destroyed group: torch would reuse it for the next group of the same name."""
     if (name := _WORKSPACES.get(group)) is not None:
         from torch.distributed import _symmetric_memory as torch_symmetric_memory
 
@@ -345,7 +355,7 @@ def _forget_workspace(group: Group) -> None:
 
 
 class _HostBarrier:
-    """torch's handle with another barrier: torch's is a kernel, and without a peer it ends the CUDA context."""
+    """torch's handle with a barrier on the host: torch's is a kernel that traps if a peer is absent."""
 
     def __init__(self, handle: Any, group: Group, device: torch.device) -> None:
         self._handle = handle
@@ -365,10 +375,10 @@ def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
     index = device.index
     try:
         properties = torch.cuda.get_device_properties(index)
-        others = [other for other in range(torch.cuda.device_count()) if other != index]
-        unreachable = tuple(
+        other_gpus = [other for other in range(torch.cuda.device_count()) if other != index]
+        unreachable_gpus = tuple(
             str(torch.cuda.get_device_properties(other).uuid)
-            for other in others
+            for other in other_gpus
             if not torch.cuda.can_device_access_peer(index, other)
         )
     except (AssertionError, RuntimeError) as error:  # a torch without CUDA raises AssertionError
@@ -380,7 +390,7 @@ def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
         str(properties.uuid),
         arch,
         properties.multi_processor_count,
-        unreachable,
+        unreachable_gpus,
         os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
         "" if arch >= 80 else f"its GPU is sm_{arch}; kernels need sm_80 or later",
     )
@@ -388,12 +398,12 @@ def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
 
 # -- symmetric memory: one interface for CPU and CUDA ------------------------------------------------------------------
 #
-# The interface is that of torch's own handle (`torch.distributed._symmetric_memory`), as far as kernels use it: their
-# signals are words of the memory itself.
+# The interface is the part of torch's own handle (`torch.distributed._symmetric_memory`) that kernels use. They
+# signal by words of the memory itself, so torch's signal pads are not part of it.
 
 
 class CpuSymmetricMemory:
-    """A tensor of equal size on every rank of one host."""
+    """Symmetric memory on the CPU: one buffer of `nbytes` per rank, which all ranks of the host can access."""
 
     def __init__(self, transport: ShmTransport, nbytes: int) -> None:
         self._transport = transport
@@ -402,20 +412,20 @@ class CpuSymmetricMemory:
         self.world_size = transport.world_size
         with transport.begin("symmetric_memory", (nbytes,), torch.uint8, 8) as workspace:
             # Within the call, so that peers are notified if one rank's pool is full.
-            own = transport.core_group.allocate(max(nbytes, 64))
-            workspace.buffer(self.rank, (1,), torch.int64).fill_(own.offset)
+            own_memory = transport.core_group.allocate(max(nbytes, 64))
+            workspace.buffer(self.rank, (1,), torch.int64).fill_(own_memory.offset)
             workspace.signal(1)
             workspace.wait_all(1)
             offsets = [int(workspace.buffer(r, (1,), torch.int64)) for r in range(self.world_size)]
-        # `own` keeps the range from being allocated again; views of peers do not.
+        # `own_memory` keeps this rank's range from being allocated again; the views of peers' memory do not.
         self._memories = [
-            own if r == self.rank else transport.core_group.at(r, offset, max(nbytes, 64))
+            own_memory if r == self.rank else transport.core_group.at(r, offset, max(nbytes, 64))
             for r, offset in enumerate(offsets)
         ]
         self.buffer_ptrs = [memory.address for memory in self._memories]
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
-        """A view of `rank`'s buffer, at element `storage_offset`."""
+        """Return a view of `rank`'s buffer, at element `storage_offset`."""
         begin, end = byte_range(sizes, dtype, storage_offset, self._nbytes)
         if begin == end:
             return torch.empty(tuple(sizes), dtype=dtype, device="cpu")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.backends.symmetric_memory.group_kernels import Workspaces, rounded
+from fused_tp.backends.symmetric_memory.group_kernels import Workspaces, round_up_bytes
 from fused_tp.backends.symmetric_memory.symm_mem import (
     GroupMemory,
     NoSymmetricMemory,
@@ -58,42 +58,43 @@ def find_torch_op(name: str, device_type: str) -> Any:
     """Return torch's op `symm_mem::<name>` for this device type, or an `Availability` with the reason if none fits."""
     import torch.distributed._symmetric_memory  # defines the ops that are written in Python
 
-    found = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
+    op = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
     key = DISPATCH_KEYS.get(device_type)
-    if found is None or key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", key):
+    if op is None or key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", key):
         return unavailable(f"torch {torch.__version__} has no symm_mem.{name} for {device_type}")
-    passed_types, arguments = (REQUIRED_OPS | OPTIONAL_OPS)[name], found._schema.arguments
+    passed_types, arguments = (REQUIRED_OPS | OPTIONAL_OPS)[name], op._schema.arguments
     types = tuple(str(argument.type) for argument in arguments)
     if types[: len(passed_types)] != passed_types or not all(
-        one.has_default_value() for one in arguments[len(passed_types) :]
+        argument.has_default_value() for argument in arguments[len(passed_types) :]
     ):
         return unavailable(
-            f"symm_mem.{name} of torch {torch.__version__} takes ({', '.join(types)}), not ({', '.join(passed_types)})"
+            f"symm_mem.{name} of torch {torch.__version__} has arguments ({', '.join(types)}), and fused_tp passes "
+            f"({', '.join(passed_types)})"
         )
-    return found
+    return op
 
 
 def torch_ops_availability(device: torch.device) -> Availability:
     """Return whether this version of torch has all `REQUIRED_OPS` for tensors on `device`."""
     if device.type not in DISPATCH_KEYS:
-        return unavailable(f"torch's symm_mem ops are for {', '.join(DISPATCH_KEYS)}; this is {device.type}")
+        return unavailable(f"torch's symm_mem ops run on {', '.join(DISPATCH_KEYS)}, not on {device.type}")
     return next(
         (op for name in REQUIRED_OPS if isinstance(op := find_torch_op(name, device.type), Availability)), AVAILABLE
     )
 
 
 class TorchSymmMem(Workspaces):
-    """The ops of one group on one device, and their memory.
+    """torch's symm_mem ops for one group on one device, and their memory.
 
     Attributes:
         ops: the ops that all ranks have, by name.
-        name: name of the group, as torch's ops take it.
+        name: name of the group, which torch's ops accept.
         multicast: True if the `multimem` ops can run.
     """
 
     def __init__(self, memory: GroupMemory, messages: GroupCalls | None = None) -> None:
         super().__init__(memory, {}, messages)
-        self._what = "symm_mem ops"
+        self._kernels_name = "symm_mem ops"
         self._group = memory.group
         self.name, self.multicast = memory.group.name, memory.multicast
         ops_here = {name: find_torch_op(name, self.device.type) for name in (*REQUIRED_OPS, *OPTIONAL_OPS)}
@@ -136,9 +137,9 @@ class TorchSymmMem(Workspaces):
         )
         # No rank may free memory that a peer may still read. So each rank waits for its own ops, and then allocates the
         # new memory, which waits for all ranks.
-        if self._turn.done is not None:
-            self._turn.done.synchronize()
-        size = rounded(nbytes)
+        if self._turn.done_event is not None:
+            self._turn.done_event.synchronize()
+        size = round_up_bytes(nbytes)
         try:
             if memory_name == "workspace":
                 outgrown = make_torch_workspace(self._group, self.device, size)
@@ -148,9 +149,9 @@ class TorchSymmMem(Workspaces):
                 self._sum_buffer, self._handle = self._memory.allocate(size)
         except NoSymmetricMemory as error:
             self._failed_bytes[memory_name] = nbytes
-            _LOG.warning("%s of this size uses plain collectives from now on: %s", op, error)
+            _LOG.warning("Calls of %s of this size or larger use plain collectives from now on: %s", op, error)
             return False
-        if outgrown is not None and self._outside_slot.captured:
+        if outgrown is not None and self._outside_slot.is_captured:
             self._outgrown_memory.append(outgrown)
         return True
 
@@ -168,7 +169,7 @@ class TorchSymmMem(Workspaces):
 
     def _on_peer_lost(self, rank: int) -> None:
         super()._on_peer_lost(rank)
-        if self._outside_slot.turn.under_way():
+        if self._outside_slot.turn.is_running():
             _LOG.error(
                 "Rank %d lost rank %d, whose process has exited, during one of torch's symm_mem ops. The op's kernels "
                 "wait without a deadline. Kill this process.",

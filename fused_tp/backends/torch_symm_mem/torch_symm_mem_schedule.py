@@ -39,12 +39,12 @@ from fused_tp.core.pending import Pending, PendingValue
 from fused_tp.core.tracing import span
 
 SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # supported by torch's all-reduces
-ALIGNMENT = 16  # bytes
-ONE_SHOT_BYTES = 256 << 10  # as in torch's own intra-node all-reduce; above it each rank sums its part
+ALIGNMENT_BYTES = 16
+ONE_SHOT_BYTES = 256 << 10  # as in torch's own intra-node all-reduce; larger sums use other ops
 
 
 class TorchSymmMemSchedule(KernelSchedule):
-    """The ops of one group by torch's symmetric memory ops; the rest fall back to plain collectives.
+    """Implements the ops of one group by torch's symm_mem ops; other calls fall back to plain collectives.
 
     Args:
         symm_mem: the group's ops and memory.
@@ -69,17 +69,17 @@ class TorchSymmMemSchedule(KernelSchedule):
             return self.fallback._gather(x_shard, dim_shards)
         # During a capture, ops on two streams are unordered, so both could use the workspace at the same time.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return PendingValue(self._gathered(x_shard, dim_shards))
-        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards))
+            return PendingValue(self._launch_gather(x_shard, dim_shards))
+        return self._side_stream.start(x_shard, lambda: self._launch_gather(x_shard, dim_shards))
 
-    def _gathered(self, x_shard: Tensor, dim_shards: DimShards) -> Tensor:
+    def _launch_gather(self, x_shard: Tensor, dim_shards: DimShards) -> Tensor:
         gather = self.symm_mem.ops["_low_contention_all_gather"]
 
-        def move(flat: Tensor) -> Pending[Tensor]:
+        def gather_flat(flat: Tensor) -> Pending[Tensor]:
             with self.symm_mem.turn(), span("all_gather", flat, self.name):
                 return PendingValue(_wait_for_result(gather(flat, self.symm_mem.name)))
 
-        return gather_blocks(x_shard, dim_shards, move).wait()
+        return gather_blocks(x_shard, dim_shards, gather_flat).wait()
 
     def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         rows = as_rows(request.x_shard).contiguous()
@@ -89,10 +89,10 @@ class TorchSymmMemSchedule(KernelSchedule):
             "all_gather_matmul", workspace=max_bytes
         ):
             return self.fallback._gather_matmul(request, dim_shards)
-        transposed = [w.t() for w in request.weights]
+        transposed_weights = [w.t() for w in request.weights]
         with self.symm_mem.turn(), span("all_gather_matmul", rows, *request.weights, self.name):
             gathered, outputs = self.symm_mem.ops["fused_all_gather_matmul"](
-                rows, transposed, 0, self.symm_mem.name, return_A=request.return_gathered
+                rows, transposed_weights, 0, self.symm_mem.name, return_A=request.return_gathered
             )
         for y, bias in zip(outputs, request.biases, strict=True):
             if bias is not None:
@@ -118,14 +118,14 @@ class TorchSymmMemSchedule(KernelSchedule):
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
-        (x, w), *others = products
+        (x, w), *other_products = products
         part_bytes = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
         if not self._is_even(dim_shards, part_bytes) or not self.symm_mem.reserve_memory(
             "matmul_reduce_scatter", workspace=2 * part_bytes
         ):
             return self.fallback._matmul_scatter(products, dim_shards, bias, overlapped_work)
-        if others:  # torch's op does not sum products: concatenate their features into one product
-            x, w = (torch.cat([product[side] for product in products], dim=-1) for side in (0, 1))
+        if other_products:  # torch's op does not sum products: concatenate their features into one product
+            x, w = (torch.cat([product[operand] for product in products], dim=-1) for operand in (0, 1))
         with self.symm_mem.turn(), span("matmul_reduce_scatter", x, w, self.name):
             total: Tensor = self.symm_mem.ops["fused_matmul_reduce_scatter"](x, w.t(), "sum", 0, self.symm_mem.name)
         if overlapped_work is not None:
@@ -134,9 +134,9 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     # -- all-reduces --------------------------------------------------------------------------------------------------
 
-    def _all_reduced(self, partial: Tensor) -> Tensor:
-        if not self._can_sum("all_reduce", partial.dtype, partial.nbytes):
-            return self.fallback._all_reduced(partial)
+    def _sum_partial(self, partial: Tensor) -> Tensor:
+        if not self._reserve_for_sum("all_reduce", partial.dtype, partial.nbytes):
+            return self.fallback._sum_partial(partial)
         with self.symm_mem.turn(), span("all_reduce", partial, self.name):
             term = self.symm_mem.summand(partial.shape, partial.dtype)
             term.copy_(partial)
@@ -146,7 +146,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         x, w = products[0]
         shape = torch.Size((x.shape[0], w.shape[0]))
         nbytes = shape.numel() * x.element_size()
-        if not self._can_sum("matmul_all_reduce", x.dtype, nbytes):
+        if not self._reserve_for_sum("matmul_all_reduce", x.dtype, nbytes):
             return self.fallback._matmul_sum(products, bias, overlapped_work)
         with self.symm_mem.turn():
             term = self.symm_mem.summand(shape, x.dtype)
@@ -157,7 +157,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         return total if bias is None else total.add_(bias)
 
     def _sum_term(self, term: Tensor) -> Tensor:
-        """Return the sum over ranks of `term`, which is in symmetric memory, in separate memory."""
+        """Return the sum of `term` over ranks. `term` is in symmetric memory; the result is not."""
         name, in_place = self._algorithm(term.nbytes, term.dtype)
         total: Tensor = self.symm_mem.ops[name](term, "sum", self.symm_mem.name)
         return term.clone() if in_place else total
@@ -176,12 +176,12 @@ class TorchSymmMemSchedule(KernelSchedule):
     # -- limits of torch's ops ----------------------------------------------------------------------------------------
 
     def _is_even(self, dim_shards: DimShards, nbytes: int) -> bool:
-        """True if all ranks' shards are equal and their size, `nbytes`, is a positive multiple of `ALIGNMENT`."""
-        return len(set(dim_shards.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT == 0
+        """True if all ranks' shards are equal and their size, `nbytes`, is a positive multiple of `ALIGNMENT_BYTES`."""
+        return len(set(dim_shards.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT_BYTES == 0
 
-    def _can_sum(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
-        """True if one of torch's ops sums this many bytes."""
-        is_supported = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT == 0
+    def _reserve_for_sum(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
+        """Allocate the memory of an all-reduce if needed. True if it exists and one of torch's ops supports the sum."""
+        is_supported = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT_BYTES == 0
         return is_supported and self.symm_mem.reserve_memory(op, sums=nbytes)
 
 

@@ -8,8 +8,8 @@
 - ring_attention, forward: all steps are one launch (`attention.ring_fused`).
 
 Requires GPUs that write into each other's memory, or, for tests, `TRITON_INTERPRET=1` and ranks on one host, which run
-the same kernels interpreted on the CPU. Calls without a kernel here, which are movements without a matmul and dtypes
-that tensor cores do not support, fall back to plain collectives.
+the same kernels interpreted on the CPU. Calls without a kernel fall back to plain collectives: collectives without
+a matmul, and dtypes that tensor cores do not support.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedul
 from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
-from fused_tp.backends.symmetric_memory.group_kernels import LONGEST_SECONDS, KernelSchedule, Workspaces
+from fused_tp.backends.symmetric_memory.group_kernels import MAX_TIMEOUT_SECONDS, KernelSchedule, Workspaces
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
 from fused_tp.core import settings
@@ -44,43 +44,46 @@ ONE_SHOT_BYTES = 256 * 1024
 
 
 class FusedKernel(KernelSchedule):
-    """The ops of one group whose ranks write into each other's memory.
+    """Implements the ops of one group by fused kernels, in memory that all ranks of the group can access.
 
     Args:
         memory: memory of the group.
         plain: schedule of the ops that have no kernel; None if the ranks are threads, for which there is no fallback.
-        copies: schedule of the group's copy engines; None if it has none, and all shards are read over the link.
+        copy_schedule: schedule of the group's copy engines; None if it has none: then kernels read all shards
+            directly over the link.
     """
 
     name = "fused_kernel"
 
-    def __init__(self, memory: KernelMemory, plain: Plain | None, copies: CopyEngineSchedule | None = None) -> None:
+    def __init__(
+        self, memory: KernelMemory, plain: Plain | None, copy_schedule: CopyEngineSchedule | None = None
+    ) -> None:
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
         from fused_tp.triton_kernels.comm.signals import MAX_TILE_ROWS, Workspace
         from fused_tp.triton_kernels.device import kernel_arch
 
-        kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
-        self.workspaces = Workspaces(memory, kinds, None if plain is None else plain.transport)
+        workspace_classes = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
+        self.workspaces = Workspaces(memory, workspace_classes, None if plain is None else plain.transport)
         super().__init__(
             self.workspaces,
             plain,
-            "Ranks that are threads of one process have kernels for matmuls and for attention's forward only, nothing "
-            "that moves.",
+            "If the ranks are threads of one process, fused kernels support only matmuls and the forward pass of "
+            "attention.",
         )
         self.memory = memory
-        self.copies = copies
-        if copies is not None:
-            self.workspaces.fail_with(copies.engine)
-        self._loaded: set[Any] = set()  # calls whose kernels are on the device
+        self.copy_schedule = copy_schedule
+        if copy_schedule is not None:
+            self.workspaces.link_failures(copy_schedule.engine)
+        self._loaded_kernels: set[Any] = set()  # calls whose kernels have been loaded on the device
         self._side_stream = SideStream()
         # An architecture such as sm_120 uses the kernels of another one with the same instructions.
         self._arch = kernel_arch(memory.arch)
-        self._max_tile_rows = MAX_TILE_ROWS
+        self._max_norm_tile_rows = MAX_TILE_ROWS
 
     @staticmethod
     def load() -> None:
-        """Import the kernels, and install precompiled ones in Triton's cache. Exceptions pass through."""
+        """Import the kernels, and install precompiled ones in Triton's cache. Exceptions propagate."""
         from fused_tp.triton_kernels.archive import install_shipped_kernels
 
         install_shipped_kernels()
@@ -90,11 +93,14 @@ class FusedKernel(KernelSchedule):
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
-        with super().abort_scope(op), nullcontext() if self.copies is None else self.copies.abort_scope(op):
+        with (
+            super().abort_scope(op),
+            nullcontext() if self.copy_schedule is None else self.copy_schedule.abort_scope(op),
+        ):
             yield
 
     def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
-        return (self.fallback if self.copies is None else self.copies)._gather(x_shard, dim_shards)
+        return (self.fallback if self.copy_schedule is None else self.copy_schedule)._gather(x_shard, dim_shards)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
@@ -108,40 +114,44 @@ class FusedKernel(KernelSchedule):
     def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.comm.streams import runs_copies_concurrently
 
-        direct = prod(dim_shards.shape) * request.x_shard.dtype.itemsize <= DIRECT_BYTES
-        if self.copies is None or direct:
+        is_small = prod(dim_shards.shape) * request.x_shard.dtype.itemsize <= DIRECT_BYTES
+        if self.copy_schedule is None or is_small:
             return self._gather_matmul_direct(request, dim_shards)
         if not runs_copies_concurrently(request.x_shard.device):
-            return self.copies._gather_matmul(request, dim_shards)
+            return self.copy_schedule._gather_matmul(request, dim_shards)
         return self.gather_matmul_copied(
-            request, dim_shards, self.copies.engine, self._gather_launch(request, dim_shards)
+            request, dim_shards, self.copy_schedule.engine, self._gather_launch(request, dim_shards)
         )
 
     def gather_matmul_copied(
         self, request: GatherMatmul, dim_shards: DimShards, engine: CopyEngine, launch: Any
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
+        """Implement `_gather_matmul` with shards that `engine` copies; not during captures.
+
+        Args:
+            launch: launch options of the matmul.
+        """
         from fused_tp.triton_kernels.comm.arrivals import Arrivals
         from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving_shards
 
-        own = as_rows(request.x_shard).contiguous()
-        if own.data_ptr() % 16:
-            own = own.clone()  # TMA requires 16-byte alignment
-        gathered = own.new_empty((sum(dim_shards.row_counts), dim_shards.shape[-1]))
-        places = list(gathered.split(dim_shards.row_counts))
-        largest = max(place.nbytes for place in places)
+        own_rows = as_rows(request.x_shard).contiguous()
+        if own_rows.data_ptr() % 16:
+            own_rows = own_rows.clone()  # TMA requires 16-byte alignment
+        gathered = own_rows.new_empty((sum(dim_shards.row_counts), dim_shards.shape[-1]))
+        destinations = list(gathered.split(dim_shards.row_counts))
+        max_bytes = max(destination.nbytes for destination in destinations)
         if not request.return_gathered:
-            places[self.rank] = places[self.rank][:0]
+            destinations[self.rank] = destinations[self.rank][:0]
         # The matmul's own deadline is only an upper bound: the streams that copy enforce the deadline.
-        timeout_ns = int(min(2 * settings.timeout_seconds(), LONGEST_SECONDS) * 1e9)
-        with self.workspaces.in_turn(), engine.call("all_gather_matmul", gather_bytes=largest) as call:
+        timeout_ns = int(min(2 * settings.timeout_seconds(), MAX_TIMEOUT_SECONDS) * 1e9)
+        with self.workspaces.in_turn(), engine.call("all_gather_matmul", gather_bytes=max_bytes) as call:
 
             def start() -> Arrivals:
-                offered = call.offer(own, places)
-                return Arrivals(offered.arrived, offered.order, offered.expired, timeout_ns)
+                shards = call.offer(own_rows, destinations)
+                return Arrivals(shards.arrival_flags, shards.order_scratch, shards.expired_address, timeout_ns)
 
             outputs = multiply_arriving_shards(
-                own,
+                own_rows,
                 gathered,
                 request.weights,
                 start_gather=start,
@@ -150,8 +160,8 @@ class FusedKernel(KernelSchedule):
                 launch=launch,
                 rows_per_rank=dim_shards.row_counts[0],
                 timeout_ns=timeout_ns,
-                loaded_keys=self._loaded,
-                biases=[_dense(bias) for bias in request.biases],
+                loaded_keys=self._loaded_kernels,
+                biases=[_contiguous_bias(bias) for bias in request.biases],
             )
             call.finish(*outputs, *([gathered] if request.return_gathered else []))
         return [dim_shards.from_rank_major(y) for y in outputs], dim_shards.from_rank_major(
@@ -171,7 +181,7 @@ class FusedKernel(KernelSchedule):
                 launch=self._gather_launch(request, dim_shards),
                 rows=sum(dim_shards.row_counts),
                 rows_per_rank=rows_per_rank,
-                biases=[_dense(bias) for bias in request.biases],
+                biases=[_contiguous_bias(bias) for bias in request.biases],
                 return_gathered=request.return_gathered,
             )
         return [
@@ -180,8 +190,8 @@ class FusedKernel(KernelSchedule):
 
     def _gather_launch(self, request: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
-        widest = max(w.shape[0] for w in request.weights)
-        return self._launch_options(request.x_shard.dtype, sum(dim_shards.row_counts), widest, least_margin=1)
+        max_width = max(w.shape[0] for w in request.weights)
+        return self._launch_options(request.x_shard.dtype, sum(dim_shards.row_counts), max_width, min_margin=1)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
@@ -191,7 +201,7 @@ class FusedKernel(KernelSchedule):
         x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
-        launch = self._launch_options(x.dtype, sum(counts), n, least_margin=1)
+        launch = self._launch_options(x.dtype, sum(counts), n, min_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
         nbytes = reduce_scatter_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
         with (
@@ -199,7 +209,7 @@ class FusedKernel(KernelSchedule):
             self._side_stream(overlapped_work, x.device),
         ):
             out: Tensor = gemm_reduce_scatter(
-                products, workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
+                products, workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_contiguous_bias(bias)
             )
         return out
 
@@ -212,14 +222,14 @@ class FusedKernel(KernelSchedule):
         return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
-        return self._launch_sum("matmul_all_reduce", products, overlapped_work, bias=_dense(bias))[0]
+        return self._launch_sum("matmul_all_reduce", products, overlapped_work, bias=_contiguous_bias(bias))[0]
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         rows = prod(x.shape[:-1])
         tile_rows, _ = self._launch_options(x.dtype, rows, weight.shape[0]).tile_counts(rows, 1)
-        if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_tile_rows:
+        if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_norm_tile_rows:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
         self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
@@ -254,7 +264,7 @@ class FusedKernel(KernelSchedule):
 
     # -- launch options -----------------------------------------------------------------------------------------------
 
-    def _launch_options(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
+    def _launch_options(self, dtype: torch.dtype, m: int, n: int, min_margin: int = 0) -> Any:
         from fused_tp.triton_kernels.gemm.tiles import launch_for
 
         return launch_for(
@@ -264,8 +274,8 @@ class FusedKernel(KernelSchedule):
             self.world_size,
             arch=self._arch,
             sms=self.memory.sms,
-            sm_margin=max(settings.sm_margin(), min(least_margin, self.memory.sms - 1)) if self.memory.arch else 0,
-            precision="tf32" if dtype == torch.float32 and _tf32_allowed() else "ieee",
+            sm_margin=max(settings.sm_margin(), min(min_margin, self.memory.sms - 1)) if self.memory.arch else 0,
+            precision="tf32" if dtype == torch.float32 and _is_tf32_allowed() else "ieee",
         )
 
     def _check_launch(self, op: str, launch: Any, x: Tensor) -> None:
@@ -274,12 +284,15 @@ class FusedKernel(KernelSchedule):
             self.check(f"{op} in {launch.precision}", (launch.programs, launch.block_m, launch.block_n), x)
 
 
-def _dense(bias: Tensor | None) -> Tensor | None:
+def _contiguous_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _tf32_allowed() -> bool:
-    """torch's setting for its own matmuls. The older query function fails if the newer attributes have been set."""
+def _is_tf32_allowed() -> bool:
+    """True if torch may use tf32 in its own matmuls.
+
+    Read from the attributes: the older query function fails if the newer attributes have been set.
+    """
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     if precision in (None, "none"):
         precision = getattr(torch.backends, "fp32_precision", None)
