@@ -15,7 +15,7 @@ class ScheduleKind:
 
     Attributes:
         name: name of the class, without "Schedule".
-        stages: number of stages per rank; 0: any number, two or more.
+        stages_per_rank: number of stages per rank; 0: any number, two or more.
         v_shaped: rank r runs the stages r and 2 * ranks - 1 - r, so that rank 0 has the first and the last. Otherwise
             stage s is on rank s % ranks.
         splits_backward: the schedule computes the gradients of inputs and of weights separately.
@@ -23,7 +23,7 @@ class ScheduleKind:
     """
 
     name: str
-    stages: int
+    stages_per_rank: int
     v_shaped: bool = False
     splits_backward: bool = False
     find_microbatch_error: Callable[[int, int], str | None] = lambda count, ranks: None
@@ -32,7 +32,7 @@ class ScheduleKind:
         """Numbers of the stages of `rank`."""
         if self.v_shaped:
             return [rank, 2 * ranks - 1 - rank]
-        return [rank + ranks * at for at in range(virtual_stages)]
+        return [rank + ranks * i for i in range(virtual_stages)]
 
     def make_schedule(self, stages: list[Any], microbatches: int, loss_fn: Callable[..., Any] | None) -> Any:
         """Create torch's schedule for this rank's stages. Gradients of microbatches are summed, not averaged."""
@@ -91,17 +91,17 @@ def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int 
     requirement = kind.find_microbatch_error(microbatches, ranks)
     if requirement is not None:
         raise ValueError(f"microbatches={microbatches} is not supported by schedule {kind.name!r}: {requirement}.")
-    if kind.stages:
-        if virtual_stages not in (None, kind.stages):
+    if kind.stages_per_rank:
+        if virtual_stages not in (None, kind.stages_per_rank):
             raise ValueError(
-                f"virtual_stages={virtual_stages}, but schedule {kind.name!r} has {kind.stages} "
-                f"stage{'s' if kind.stages > 1 else ''} on each rank. Remove virtual_stages."
+                f"virtual_stages={virtual_stages}, but schedule {kind.name!r} has {kind.stages_per_rank} "
+                f"stage{'s' if kind.stages_per_rank > 1 else ''} on each rank. Remove virtual_stages."
             )
-        return kind, kind.stages
-    stages = 2 if virtual_stages is None else virtual_stages
-    if stages < 2:
+        return kind, kind.stages_per_rank
+    stages_per_rank = 2 if virtual_stages is None else virtual_stages
+    if stages_per_rank < 2:
         raise ValueError(
             f"virtual_stages={virtual_stages}, but schedule {kind.name!r} needs two or more on each rank; "
             "'1F1B' has one."
         )
-    return kind, stages
+    return kind, stages_per_rank
