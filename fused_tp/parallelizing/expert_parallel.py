@@ -74,7 +74,7 @@ class ExpertDistribution:
     parameter_mesh: DeviceMesh | None
     grad_factor: float
 
-    def ranks(self, *, sharded: bool) -> ExpertRanks:
+    def expert_ranks(self, *, sharded: bool) -> ExpertRanks:
         """Placement of experts. `sharded`: the tensor parallel ranks also shard each expert."""
         if self.mesh is self.tp_mesh:
             return ExpertRanks(self.mesh, self.mesh)

@@ -91,9 +91,9 @@ def _run_summing_outputs(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_inde
     up_matmul: Callable[..., Tensor]
     down_matmul: Callable[..., Tensor]
     if state.tp_sharded and length is not None:
-        shape = (state.batch, length)
+        shape = (state.batch_size, length)
         expert_indices, routing_weights = _gather_routing(top_k_index, weights, shape, group)
-        x = x.unflatten(0, (state.batch, -1))
+        x = x.unflatten(0, (state.batch_size, -1))
         up_matmul = partial(all_gather_grouped_matmul, group=group, gather_dim=1, gather_size=length)
         down_matmul = partial(grouped_matmul_reduce_scatter, shape=shape, group=group, scatter_dim=1)
     else:

@@ -93,7 +93,7 @@ class ForwardShard:
     """Shard of the sequence that one forward pass runs on.
 
     Attributes:
-        batch: number of rows.
+        batch_size: number of rows.
         seq_len: number of tokens of the full sequence.
         local_len: number of tokens on this CP rank, over all TP ranks that share them.
         cp: set if the sequence is sharded over the context parallel ranks.
@@ -104,7 +104,7 @@ class ForwardShard:
         targets_version: `tensor_version(targets)` at the time they were counted.
     """
 
-    batch: int
+    batch_size: int
     seq_len: int
     local_len: int
     cp: CpContext | None = None
@@ -135,14 +135,14 @@ class LayerState:
             sharded.
         cp: set if the sequence is sharded over the context parallel ranks.
         logits_sharded: the output layer leaves its output sharded by vocabulary, for a loss over the TP ranks.
-        batch: number of rows; set together with `local_len`.
+        batch_size: number of rows; set together with `local_len`.
     """
 
     tp_sharded: bool = False
     local_len: int | None = None
     cp: CpContext | None = None
     logits_sharded: bool = False
-    batch: int = 0
+    batch_size: int = 0
 
 
 UNSHARDED = LayerState()
@@ -170,7 +170,7 @@ class StateHistory:
     """
 
     def __init__(self) -> None:
-        self._thread: int | None = None  # thread of the forward passes
+        self._thread_id: int | None = None  # thread of the forward passes
         self._start_numbers: list[int] = []
         self._states: list[LayerState] = []
 
@@ -178,10 +178,10 @@ class StateHistory:
         """Record that nodes created from now on belong to `state`."""
         number, thread = torch.autograd._get_sequence_nr(), threading.get_ident()
         # A lower number in the same thread ident means a new thread: idents are reused, and each thread counts from 0.
-        if thread != self._thread or (self._start_numbers and number < self._start_numbers[-1]):
+        if thread != self._thread_id or (self._start_numbers and number < self._start_numbers[-1]):
             if running_node_number() is not None:
                 return  # backward in another thread: the nodes that it creates are never looked up
-            self._thread = thread
+            self._thread_id = thread
             self._start_numbers.clear()
             self._states.clear()
         if self._states and self._states[-1] == state:

@@ -112,11 +112,11 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                     f"{specs[key].dim_of(parameter)}, which has {specs[key].parts} chunks of {size} elements: {size} "
                     f"is not a multiple of the {ranks} tensor parallel ranks. Use another tensor parallel size."
                 )
-        _check_parts(name, module, spec_of(style), ranks)
+        _check_packed_widths(name, module, spec_of(style), ranks)
         if ranks > 1:
             _check_nothing_lost(name, module, spec_of(style).convert is not None)
         if plan:
-            _check_reads(name, module, plan)
+            _check_direct_reads(name, module, plan)
         if style is not None and spec_of(style).shares_rotary:
             _rotary_width(getattr(model, "config", None), module)
     for dims in dims_by_parameter.values():
@@ -129,7 +129,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
             )
 
 
-def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
+def _check_packed_widths(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
     """Check that a packed layer has a multiple of `ranks` features per chunk, and a multi-query layer the right widths.
 
     Raises:
@@ -175,7 +175,7 @@ def attachments(module: nn.Module) -> list[str]:
     return [key for key, value in vars(module).items() if (key == "forward" or key.endswith("_hooks")) and value]
 
 
-def _check_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
+def _check_direct_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
     """Raise ValueError if the plan shards a submodule's parameter that the forward of `module` reads directly."""
     for parameter in find_read_parameters(module, forward_only=True):
         owner = _path(name, parameter.rpartition(".")[0])
@@ -216,7 +216,7 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
         if spec_of(style).sums_output:
             sharded, distribution = style == "moe_tp_experts", sharding.expert_distribution
             ranks = (
-                distribution.ranks(sharded=sharded)
+                distribution.expert_ranks(sharded=sharded)
                 if distribution and name in distribution.names
                 else ExpertRanks(mesh)
             )
@@ -321,7 +321,7 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
 def distribute_experts(model: nn.Module, distribution: ExpertDistribution) -> None:
     """Distribute the experts of a model without tensor parallel ranks."""
     for name in sorted(distribution.names):
-        _parallelize_experts(model.get_submodule(name), distribution.ranks(sharded=False), unsharded_state)
+        _parallelize_experts(model.get_submodule(name), distribution.expert_ranks(sharded=False), unsharded_state)
 
 
 def _parallelize_experts(experts: Any, ranks: ExpertRanks, current_state: Callable[[], LayerState]) -> None:
@@ -360,16 +360,18 @@ def holds_sharded_heads(attention: nn.Module) -> bool:
     return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.modules())
 
 
-def _replace_module(old: nn.Module, new: nn.Module, references: Sequence[tuple[nn.Module, str]]) -> None:
-    """Replace `old` by `new` in each (parent, key) of `references`, and move `old`'s parameters to the meta device.
+def _replace_module(old_module: nn.Module, new_module: nn.Module, references: Sequence[tuple[nn.Module, str]]) -> None:
+    """Replace `old_module` by `new_module` in each (parent, key) of `references`, and move its parameters to "meta".
 
-    This frees the full weight before the next layer is sharded, and makes code that still computes with `old` fail.
+    This frees the full weight before the next layer is sharded. Code that still computes with `old_module` then fails.
     """
     for parent, key in references:
-        parent._modules[key] = new
-    for key, parameter in old._parameters.items():
+        parent._modules[key] = new_module
+    for key, parameter in old_module._parameters.items():
         if parameter is not None:
-            old._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            old_module._parameters[key] = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), parameter.requires_grad
+            )
 
 
 def _pass_batch_size(
@@ -377,7 +379,7 @@ def _pass_batch_size(
 ) -> HookArguments | None:
     """Pass the batch size to a layer whose input is [batch * seq, n], so that it gathers or scatters each sequence."""
     state = sequence.current_state()
-    return (args, {"batch": state.batch, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
+    return (args, {"batch": state.batch_size, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
 
 
 _SHARD_ATTRIBUTE = "_fused_tp_part"  # attribute of a stand-in: the shard of the sequence that it replaces

@@ -55,7 +55,7 @@ def check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> No
     """Check that `size`, the `ulysses_size`, divides the context parallel ranks and each TP rank's heads.
 
     Raises:
-        ValueError: it does not; the message lists the supported sizes.
+        ValueError: `size` does not divide them; the message lists the supported sizes.
     """
     check_int("ulysses_size", size, 1)
     if cp_size % size:

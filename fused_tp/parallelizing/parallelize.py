@@ -92,14 +92,14 @@ class _CheckedArguments:
         parallelism: TP and CP meshes, and the options that forward passes read.
         ep_mesh: mesh over which unsharded experts are distributed: `parallelism.tp_mesh`, `parallelism.cp_mesh` or the
             mesh of a separate dim; None without distribution.
-        from_meta: the model has parameters on the meta device.
+        is_from_meta: the model has parameters on the meta device.
     """
 
     keywords: ParallelizeKeywords
     mesh: DeviceMesh
     parallelism: Parallelism
     ep_mesh: DeviceMesh | None
-    from_meta: bool
+    is_from_meta: bool
 
     @property
     def meshes(self) -> list[DeviceMesh]:
@@ -312,8 +312,8 @@ def _check_arguments(model: nn.Module, mesh: DeviceMesh, keywords: ParallelizeKe
     """Check the arguments of `parallelize` without changing anything; `_make_plan` checks those that refer to names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
-    requested = {key: getattr(keywords, key) for key in ("sequence_parallel", "loss_parallel")}
-    check_bool(**requested, grad_sync=keywords.grad_sync)
+    requested_options = {key: getattr(keywords, key) for key in ("sequence_parallel", "loss_parallel")}
+    check_bool(**requested_options, grad_sync=keywords.grad_sync)
     if keywords.parameters not in ("dtensor", "plain"):
         raise ValueError(f"parameters must be 'dtensor' or 'plain', got {keywords.parameters!r}.")
     check_verify(keywords.verify)
@@ -324,23 +324,23 @@ def _check_arguments(model: nn.Module, mesh: DeviceMesh, keywords: ParallelizeKe
             "that averages gradients over these ranks would average those of different experts. Use "
             f"ep_dim={keywords.tp_dim!r}, or parameters='dtensor'."
         )
-    from_meta = any(parameter.is_meta for parameter in model.parameters())
+    is_from_meta = any(parameter.is_meta for parameter in model.parameters())
     parallelism = Parallelism(tp_mesh, cp_mesh, False, False, keywords.grad_sync)
-    options = _CheckedArguments(keywords, mesh, parallelism, ep_mesh, from_meta)
+    options = _CheckedArguments(keywords, mesh, parallelism, ep_mesh, is_from_meta)
     check_equal_models(model, options.model_meshes)  # first, as later checks may raise on some ranks only
-    if tp_mesh is None and any(requested.values()):
+    if tp_mesh is None and any(requested_options.values()):
         if keywords.tp_dim not in (mesh.mesh_dim_names or ()):
-            first_option = next(key for key, value in requested.items() if value)
+            first_option = next(key for key, value in requested_options.items() if value)
             raise ValueError(
                 f"{first_option}=True needs tensor parallel ranks, but mesh has no dim {keywords.tp_dim!r}. Add it, or "
                 "pass tp_dim=."
             )
-        requested = dict.fromkeys(requested, False)  # nothing to shard over one rank
+        requested_options = dict.fromkeys(requested_options, False)  # nothing to shard over one rank
     _check_unwrapped(model)
     size = keywords.ulysses_size
     check_ulysses(model, size, *(1 if dim_mesh is None else dim_mesh.size() for dim_mesh in (cp_mesh, tp_mesh)))
     ulysses_meshes = None if cp_mesh is None or size == 1 else split_for_ulysses(cp_mesh, size)
-    return replace(options, parallelism=replace(parallelism, **requested, ulysses_meshes=ulysses_meshes))
+    return replace(options, parallelism=replace(parallelism, **requested_options, ulysses_meshes=ulysses_meshes))
 
 
 def _check_unwrapped(model: nn.Module) -> None:
@@ -375,7 +375,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
     sequence: SequenceSharding
     with adapters.without_wrappers() if adapters else nullcontext():
         plan = resolve_plan(model, given_plan) if tp_mesh is not None or has_plan else ShardingPlan()
-        experts = _plan_experts(model, options, plan)
+        expert_distribution = _plan_experts(model, options, plan)
         if tp_mesh is not None:
             plan = choose_intermediate_styles(model, plan, shards_logits=parallelism.loss_parallel)
             check_head_counts(model, plan.modules, tp_mesh.size())
@@ -385,8 +385,8 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
         check_buffers(model, is_hf=is_hf)
         if is_hf:  # before `find_blocks`, whose message may request a style for a model that is not supported at all
             check_transformers_model(model, plan.modules, parallelism)
-        exchanges_rows = experts is not None and experts.mesh is not tp_mesh
-        blocks = (
+        exchanges_rows = expert_distribution is not None and expert_distribution.mesh is not tp_mesh
+        block_names = (
             find_blocks(model, plan, exchanges_expert_rows=exchanges_rows)
             if parallelism.sequence_parallel
             else ([], [])
@@ -396,7 +396,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
         else:
             check_plain_model(model, plan.modules, parallelism)
             sequence = PlainSequence(model, parallelism, plan.modules)
-        sequence.whole_blocks, sequence.expert_blocks = blocks
+        sequence.whole_blocks, sequence.expert_blocks = block_names
         if adapters:
             adapters.check(sequence.whole_blocks)
     if adapters:
@@ -407,7 +407,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
             bool(plan.full_arguments),
         )
         sequence.gather_after, sequence.modules_after_layers = plan.gather_after, plan.modules_after_layers
-    return _ModelPlan(plan, experts, sequence, adapters)
+    return _ModelPlan(plan, expert_distribution, sequence, adapters)
 
 
 def _plan_experts(model: nn.Module, options: _CheckedArguments, plan: ShardingPlan) -> ExpertDistribution | None:
@@ -417,18 +417,18 @@ def _plan_experts(model: nn.Module, options: _CheckedArguments, plan: ShardingPl
         if ep_dim is None or tp_mesh is not None:
             check_experts_not_distributed(plan, ep_dim)
         return None
-    over_tp = ep_mesh is tp_mesh
+    is_over_tp = ep_mesh is tp_mesh
     names = plan_experts(
-        model, plan, options.keywords.plan, ep_mesh.size(), experts_unsharded=over_tp or tp_mesh is None
+        model, plan, options.keywords.plan, ep_mesh.size(), experts_unsharded=is_over_tp or tp_mesh is None
     )
-    parameter_mesh = None if over_tp or tp_mesh is None else expert_tp_mesh(options.mesh, str(ep_dim), tp_mesh)
-    grad_factor = 1.0 if over_tp else 1 / ep_mesh.size()
+    parameter_mesh = None if is_over_tp or tp_mesh is None else expert_tp_mesh(options.mesh, str(ep_dim), tp_mesh)
+    grad_factor = 1.0 if is_over_tp else 1 / ep_mesh.size()
     return ExpertDistribution(frozenset(names), ep_mesh, tp_mesh, parameter_mesh, grad_factor)
 
 
 def _apply_plan(model: nn.Module, options: _CheckedArguments, model_plan: _ModelPlan) -> Sharding | None:
     """Replace layers and parameters as planned. Return the sharding over TP ranks, or None without TP ranks."""
-    plan, experts, sequence, adapters = (
+    plan, expert_distribution, sequence, adapters = (
         model_plan.sharding_plan,
         model_plan.expert_distribution,
         model_plan.sequence,
@@ -444,7 +444,13 @@ def _apply_plan(model: nn.Module, options: _CheckedArguments, model_plan: _Model
         memo = WeakIdKeyDictionary()
         config = getattr(model, "config", None)
         sharding = Sharding(
-            plan, tp_mesh, options.meshes, sequence, config, experts, has_plain_parameters=has_plain_parameters
+            plan,
+            tp_mesh,
+            options.meshes,
+            sequence,
+            config,
+            expert_distribution,
+            has_plain_parameters=has_plain_parameters,
         )
         with model_plan.without_adapters():
             warn_of_small_sharded_share(model, plan)
@@ -460,18 +466,18 @@ def _apply_plan(model: nn.Module, options: _CheckedArguments, model_plan: _Model
                 gather_output_after(model.get_submodule(sequence.gather_after), tp_mesh, sequence)
         if adapters:
             adapters.shard(sharding, memo)
-    elif experts is not None:
-        distribute_experts(model, experts)
+    elif expert_distribution is not None:
+        distribute_experts(model, expert_distribution)
         # Clipping and optimizers do not accept a mix of DTensors and plain tensors, so convert all parameters, the
         # experts first. Exception: with grad_sync=False, FSDP2 shards the other parameters over these ranks itself, and
         # needs plain tensors. `plan` is not used here: its entries apply to tensor parallel ranks.
-        for name in experts.names:
+        for name in expert_distribution.names:
             module = model.get_submodule(name)
             expert_plan = ShardingPlan(parameters=dict.fromkeys(module._parameters, "grouped_gemm"))
-            expert_sharding = Sharding(expert_plan, experts.mesh, options.meshes, sequence)
+            expert_sharding = Sharding(expert_plan, expert_distribution.mesh, options.meshes, sequence)
             replicate_parameters(module, expert_sharding, WeakIdKeyDictionary())
         if options.parallelism.grad_sync:
-            expert_sharding = Sharding(ShardingPlan(), experts.mesh, options.meshes, sequence)
+            expert_sharding = Sharding(ShardingPlan(), expert_distribution.mesh, options.meshes, sequence)
             replicate_parameters(model, expert_sharding, WeakIdKeyDictionary())
     record_replaced_parameters(names_by_parameter, model)
     materialize(model, options.mesh.device_type, is_hf=is_transformers_model(model))
@@ -505,7 +511,7 @@ def _add_hooks(
         model.register_forward_pre_hook(step_check, with_kwargs=True, prepend=True)
         model.register_forward_hook(loss_check.after_forward, with_kwargs=True)
     if meshes:
-        module_check = ModuleCheck(parallelism, model, from_meta=options.from_meta)
+        module_check = ModuleCheck(parallelism, model, is_from_meta=options.is_from_meta)
         model.register_forward_pre_hook(module_check.check_parameters, prepend=True)
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         restore_hook_order(model._forward_pre_hooks)
@@ -517,7 +523,7 @@ def _add_hooks(
         restore_hook_order(model._forward_pre_hooks)
     if parallelism.tp_mesh is not None:
         model.register_forward_hook(GradientCheck(parallelism.tp_mesh))
-    syncs = [] if sequence.sync is None else [sequence.sync]
+    syncs = [] if sequence.gradient_sync is None else [sequence.gradient_sync]
     if options.separate_ep_mesh is not None and parallelism.grad_sync:
         syncs.append(GradientSync(options.separate_ep_mesh, takes_mean=True))
         model.register_forward_pre_hook(_WatchHook(syncs[-1]))

@@ -302,9 +302,9 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
     All ranks must call it; global rank 0 gathers the adapters on the CPU and writes them. `parallelize` makes this
     function the `save_pretrained` of a PeftModel.
     """
-    call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
-    keyword_values = call.arguments.setdefault("kwargs", {})
-    writes = call.arguments.get("is_main_process", True)
+    bound_arguments = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
+    keyword_values = bound_arguments.arguments.setdefault("kwargs", {})
+    writes = bound_arguments.arguments.get("is_main_process", True)
     base: Any = model.get_base_model()
     has_embeddings = hasattr(base, "get_output_embeddings")  # a transformers model, whose embeddings PEFT may write
     layers = [base.get_input_embeddings(), base.get_output_embeddings()] if has_embeddings else [None]
@@ -320,7 +320,7 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
         )
         writes = writes and dist.get_rank() == 0
     if writes:
-        type(model).save_pretrained(*call.args, **call.kwargs)
+        type(model).save_pretrained(*bound_arguments.args, **bound_arguments.kwargs)
 
 
 # ---- unsupported adapters -------------------------------------------------------------------------------------------
@@ -338,12 +338,12 @@ def check_config(config: LoraConfig) -> None:
     if type(config) is not LoraConfig:
         raise TypeError(f"A parallel model supports LoraConfig only, got {type(config).__name__}.")
     variants = [config_field.name for config_field in fields(config) if config_field.metadata.get("is_lora_variant")]
-    unsupported = next((name for name in (*variants, *_UNSUPPORTED_FIELDS) if getattr(config, name, None)), None)
-    if unsupported is not None:
-        alternative = ", or apply the config before parallelize" if unsupported == "modules_to_save" else ""
+    unsupported_field = next((name for name in (*variants, *_UNSUPPORTED_FIELDS) if getattr(config, name, None)), None)
+    if unsupported_field is not None:
+        alternative = ", or apply the config before parallelize" if unsupported_field == "modules_to_save" else ""
         raise ValueError(
-            f"The LoraConfig has {unsupported}={getattr(config, unsupported)!r}, which is not supported on a model "
-            f"that is parallel already. Omit {unsupported}{alternative}."
+            f"The LoraConfig has {unsupported_field}={getattr(config, unsupported_field)!r}, which is not supported on "
+            f"a model that is parallel already. Omit {unsupported_field}{alternative}."
         )
     init_method = config.init_lora_weights
     if not (isinstance(init_method, bool) or init_method == "gaussian"):

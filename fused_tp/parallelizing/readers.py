@@ -115,10 +115,10 @@ def _function_chains(function: FunctionType) -> frozenset[str]:
     return frozenset().union(*_chains_by_method(tree).values())
 
 
-def _source(module: str) -> str:
+def _read_source(module_name: str) -> str:
     """Return the current source of a module. Not cached: the module may be reloaded or replaced."""
     try:
-        return inspect.getsource(sys.modules[module])
+        return inspect.getsource(sys.modules[module_name])
     except (KeyError, OSError, TypeError):
         return ""
 
@@ -146,7 +146,7 @@ def _chains_by_method(definition: ast.AST) -> dict[str, frozenset[str]]:
 
 def _class_definitions(module_class: type) -> list[ast.ClassDef]:
     """Return the definitions of a class in the source of its module; several if `if` branches define it."""
-    return _classes_by_name(_source(module_class.__module__)).get(module_class.__qualname__, [])
+    return _classes_by_name(_read_source(module_class.__module__)).get(module_class.__qualname__, [])
 
 
 @lru_cache(maxsize=16)  # the classes of one model are in a few files
@@ -158,11 +158,11 @@ def _classes_by_name(source: str) -> dict[str, list[ast.ClassDef]]:
     """
     definitions: dict[str, list[ast.ClassDef]] = {}
     try:
-        pending: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
+        pending_nodes: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
     except SyntaxError:
         return definitions
-    while pending:
-        prefix, node = pending.pop()
+    while pending_nodes:
+        prefix, node = pending_nodes.pop()
         scope = prefix
         if isinstance(node, ast.ClassDef):
             definitions.setdefault(prefix + node.name, []).append(node)
@@ -171,7 +171,7 @@ def _classes_by_name(source: str) -> dict[str, list[ast.ClassDef]]:
             scope = f"{prefix}{node.name}.<locals>."
         for child in ast.iter_child_nodes(node):
             if isinstance(child, _SCOPE_NODES):
-                pending.append((scope, child))
+                pending_nodes.append((scope, child))
     return definitions
 
 
@@ -183,7 +183,7 @@ def compared_attention_names(module: nn.Module) -> set[str]:
     names: set[str] = set()
     for base in type(module).__mro__:
         is_model_code = issubclass(base, nn.Module) and not base.__module__.startswith(_LIBRARY_MODULES)
-        if is_model_code and "_attn_implementation" in _source(base.__module__):
+        if is_model_code and "_attn_implementation" in _read_source(base.__module__):
             names.update(*(_compared_names(definition) for definition in _class_definitions(base)))
     return names
 

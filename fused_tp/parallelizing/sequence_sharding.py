@@ -97,14 +97,14 @@ class SequenceSharding:
         self.head: nn.Module | None = None  # the output layer, if it is sharded, with its adapters
         self._head_outputs = HeadOutputs()
         self._history = StateHistory()
-        self._in_history = True  # `_history` has the latest forward pass; False while torch.compile traces
+        self._is_in_history = True  # `_history` has the latest forward pass; False while torch.compile traces
         self._state = UNSHARDED  # state of the running forward pass
         self._layers_state = UNSHARDED  # state that the attributes of the layers are set to
         cp_mesh = parallelism.cp_mesh
-        self.sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
+        self.gradient_sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
         parameters = inspect.signature(model.forward).parameters.values()
         self._positional_names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
-        self._replicated_over_cp = False  # the running forward pass computes the same on every CP rank
+        self._is_replicated_over_cp = False  # the running forward pass computes the same on every CP rank
         # With experts, which parameters a forward pass uses depends on its tokens.
         self._has_experts = any("expert" in name for name, _ in model.named_modules())
         self._gradient_pass_count = 0  # forward passes with gradients
@@ -119,7 +119,7 @@ class SequenceSharding:
         self.has_full_arguments = False
         self.gather_after = ""
         self.modules_after_layers: tuple[str, ...] = ()
-        self._loss: GlobalLoss | None = None
+        self._global_loss: GlobalLoss | None = None
         self.min_attention_calls = 0  # least number of calls of attention over the CP ranks in a forward pass
         self.attention_calls = 0  # number of such calls in the last forward pass
         self._id_counts = _count_ids(model)
@@ -131,7 +131,7 @@ class SequenceSharding:
         """Change attention, masks and loss of `model`, after its layers were replaced."""
 
     def install(self, model: nn.Module) -> None:
-        """Hook `model`, whose layers have been replaced."""
+        """Register the hooks on `model`, whose layers have been replaced."""
         for name, module in model.named_modules():
             self.add_layer(name, module)
         for module in self.entry_modules(model):
@@ -140,7 +140,7 @@ class SequenceSharding:
             self.set_head(self.head)
         # torch.compile cannot trace the registration of hooks on parameters, which gradient sync needs. Then these two
         # hooks run eagerly, before and after the model's code, which is traced without them.
-        is_traced = self.sync is None
+        is_traced = self.gradient_sync is None
         model.register_forward_pre_hook(
             self.before_forward if is_traced else self.before_forward_untraced, with_kwargs=True
         )
@@ -191,14 +191,14 @@ class SequenceSharding:
         """Return the loss over all ranks that replaces `loss_function`, the model's loss function."""
         parallelism = self.parallelism
         vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
-        self._loss = GlobalLoss(
+        self._global_loss = GlobalLoss(
             loss_function,
             vocab_mesh=vocab_mesh,
             cp_mesh=parallelism.cp_mesh,
             shards_tokens=parallelism.shards_sequence,
             grad_sync=parallelism.grad_sync,
         )
-        return self._loss
+        return self._global_loss
 
     # ---- overridden by subclasses ----
 
@@ -263,36 +263,40 @@ class SequenceSharding:
         token_name, tokens = self.find_tokens(arguments)
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
         is_too_short = self.is_too_short(tokens.shape[1])
-        from_parameters = self.sync is not None and _are_from_parameters(tokens, token_name, model)
+        is_from_parameters = self.gradient_sync is not None and _are_from_parameters(tokens, token_name, model)
         is_cached = self.is_cached(arguments)
         if is_too_short and not is_cached:
             self.adapt_unsharded_arguments(arguments, tokens.shape[1])
         shard = (
             None
             if is_cached or is_too_short
-            else self._shard_forward(model, arguments, token_name, tokens, from_parameters)
+            else self._shard_forward(model, arguments, token_name, tokens, is_from_parameters)
         )
         cache = self.open_cache(model, arguments, tokens.shape[1]) if shard is None and cp_mesh is not None else None
-        self._replicated_over_cp = shard is None and cp_mesh is not None
-        if self._replicated_over_cp and grad_sync and tokens.is_floating_point() and not from_parameters:
+        self._is_replicated_over_cp = shard is None and cp_mesh is not None
+        if self._is_replicated_over_cp and grad_sync and tokens.is_floating_point() and not is_from_parameters:
             assert cp_mesh is not None
             # `after_forward` scales gradients by 1 / ranks for the sum over parameters. Undo that for the caller's
             # embeddings.
             arguments[token_name] = scale_gradient(tokens, cp_mesh.size())
-        if self.sync is not None and torch.is_grad_enabled():
-            self.sync.watch(model)
-        if self._loss is not None:
-            self._loss.computed_losses = []
+        if self.gradient_sync is not None and torch.is_grad_enabled():
+            self.gradient_sync.watch(model)
+        if self._global_loss is not None:
+            self._global_loss.computed_losses = []
         self._state = UNSHARDED
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
             tp_sharded = self.parallelism.sequence_parallel
             untyped_model: Any = model
-            if logits_sharded and self._loss and not isinstance(untyped_model.loss_function, (GlobalLoss, UserLoss)):
-                untyped_model.loss_function = UserLoss(untyped_model.loss_function, self._loss)
-            self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
-        self._in_history = not torch.compiler.is_compiling()
-        if self._in_history:
+            if (
+                logits_sharded
+                and self._global_loss
+                and not isinstance(untyped_model.loss_function, (GlobalLoss, UserLoss))
+            ):
+                untyped_model.loss_function = UserLoss(untyped_model.loss_function, self._global_loss)
+            self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch_size)
+        self._is_in_history = not torch.compiler.is_compiling()
+        if self._is_in_history:
             self._history.record(self._state)
         self._set_layer_state(self._state)
         enter_forward(self, shard, cache)
@@ -319,7 +323,7 @@ class SequenceSharding:
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _shard_forward(
-        self, model: nn.Module, arguments: dict[str, Any], token_name: str, tokens: Tensor, from_parameters: bool
+        self, model: nn.Module, arguments: dict[str, Any], token_name: str, tokens: Tensor, is_from_parameters: bool
     ) -> ForwardShard:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
@@ -338,7 +342,7 @@ class SequenceSharding:
             target_count = (targets != ignore_index).sum() if target_count is None else target_count
         if cp is not None:
             self._check_no_other_tensors(arguments, token_name)
-            tokens = self._shard_tokens(tokens, cp, from_parameters)
+            tokens = self._shard_tokens(tokens, cp, is_from_parameters)
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.has_full_arguments:
@@ -376,19 +380,19 @@ class SequenceSharding:
         """
         if torch.compiler.is_compiling():
             return
-        for name, ids, kind in ((token_name, tokens, 0), (self.label_name, targets, 1)):
+        for name, ids, is_target in ((token_name, tokens, 0), (self.label_name, targets, 1)):
             if ids is None or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
                 continue
-            ids = ids[ids != ignore_index] if kind else ids
+            ids = ids[ids != ignore_index] if is_target else ids
             smallest_id, largest_id = (int(t) for t in ids.aminmax()) if ids.numel() else (0, 0)
-            id_count = self._id_counts[kind]
+            id_count = self._id_counts[is_target]
             if id_count is not None and not 0 <= smallest_id <= largest_id < id_count:
                 self._id_counts = _count_ids(model)  # embeddings may have been resized
-                id_count = self._id_counts[kind]
+                id_count = self._id_counts[is_target]
             if id_count is not None and not 0 <= smallest_id <= largest_id < id_count:
                 raise ValueError(
                     f"{name} contains {smallest_id if smallest_id < 0 else largest_id}; ids must be 0 to {id_count - 1}"
-                    + (f", or ignore_index={ignore_index}." if kind else ".")
+                    + (f", or ignore_index={ignore_index}." if is_target else ".")
                 )
 
     def _extend_labels(self, arguments: dict[str, Any], seq_len: int, logits_to_keep: int | Tensor) -> None:
@@ -455,8 +459,8 @@ class SequenceSharding:
         arguments[name] = positions if cp is None else cp.shard(positions, positions.ndim - 1)
         return positions
 
-    def _shard_tokens(self, tokens: Tensor, cp: CpContext, from_parameters: bool) -> Tensor:
-        if from_parameters:
+    def _shard_tokens(self, tokens: Tensor, cp: CpContext, is_from_parameters: bool) -> Tensor:
+        if is_from_parameters:
             # Backward sums the gradients of the parameters that computed these embeddings over the ranks. So select
             # this rank's tokens, without gathering the gradient.
             return tokens.index_select(1, cp.positions(tokens.device))
@@ -500,10 +504,10 @@ class SequenceSharding:
             state = self._state
         elif node_number is not None:
             # A compiled forward pass is not in the history: use the latest state.
-            state = self._history.state_at(node_number) if self._in_history else self._state
+            state = self._history.state_at(node_number) if self._is_in_history else self._state
         else:
             state = self._find_direct_call_state()
-        if self._in_history:
+        if self._is_in_history:
             # The layer creates new nodes: if it contains a nested checkpoint, that will be looked up by these.
             self._history.record(state)
         if state is not self._layers_state:
@@ -568,19 +572,26 @@ class SequenceSharding:
     def _finish_output(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, shard: ForwardShard | None
     ) -> Any:
-        if shard is not None and shard.targets is not None and self._loss is not None:
-            self._loss.check_returned_loss(output, self._head_outputs)
-        has_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_disabled
+        if shard is not None and shard.targets is not None and self._global_loss is not None:
+            self._global_loss.check_returned_loss(output, self._head_outputs)
+        has_gradients = (
+            self.gradient_sync is not None and torch.is_grad_enabled() and not self.gradient_sync.is_disabled
+        )
         self._gradient_pass_count += has_gradients
         is_comparison_due = (
             self._has_experts
-            or (self.sync is not None and self.sync.has_partly_used_parameters)
+            or (self.gradient_sync is not None and self.gradient_sync.has_partly_used_parameters)
             or is_check_due(self._gradient_pass_count)
         )
-        if self.sync is not None and has_gradients and is_comparison_due and not self.sync.has_pending_reduction:
+        if (
+            self.gradient_sync is not None
+            and has_gradients
+            and is_comparison_due
+            and not self.gradient_sync.has_pending_reduction
+        ):
             outputs = [t for t in find_tensors(output) if t.requires_grad]
-            self.sync.find_partly_used_parameters(model, outputs, has_experts=self._has_experts)
-        if self._replicated_over_cp and self.parallelism.grad_sync and torch.is_grad_enabled():
+            self.gradient_sync.find_partly_used_parameters(model, outputs, has_experts=self._has_experts)
+        if self._is_replicated_over_cp and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, but backward sums the gradients of parameters: scale by 1 / ranks.
             assert self.parallelism.cp_mesh is not None
             loss_share = 1 / self.parallelism.cp_mesh.size()
@@ -647,14 +658,14 @@ def _are_from_parameters(tokens: Tensor, token_name: str, model: nn.Module) -> b
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
-    are_parameters = {id(leaf) in parameters for leaf in leaf_tensors(reachable_nodes(tokens))}
-    if len(are_parameters) > 1:
+    leaf_is_parameter = {id(leaf) in parameters for leaf in leaf_tensors(reachable_nodes(tokens))}
+    if len(leaf_is_parameter) > 1:
         raise ValueError(
             f"{token_name} was computed from parameters of the model and from other tensors that require grad, which "
             "is not supported over context parallel ranks: only one of the two would get a correct gradient. Detach "
             "one of them, or pass token ids, which the model embeds."
         )
-    return are_parameters == {True}
+    return leaf_is_parameter == {True}
 
 
 def restore_hook_order(hooks: dict[int, Any]) -> None:

@@ -276,11 +276,13 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     prefix, family = _find_family_of_model(model)
-    resolved = ShardingPlan(flattens_tokens=family.flattens_tokens)
+    resolved_plan = ShardingPlan(flattens_tokens=family.flattens_tokens)
     if family.gather_after and prefix + family.gather_after in modules:
         later_modules = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
-        resolved = replace(resolved, gather_after=prefix + family.gather_after, modules_after_layers=later_modules)
-    unsupported: dict[str, Style] = {}
+        resolved_plan = replace(
+            resolved_plan, gather_after=prefix + family.gather_after, modules_after_layers=later_modules
+        )
+    unsupported_styles: dict[str, Style] = {}
     for pattern, style in patterns.items():
         matching_modules = _find_matches(modules, pattern)
         names = matching_modules
@@ -298,44 +300,47 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
             _is_supported(style, parameters[name], _owner_styles(name, patterns)) for name in matching_parameters
         ]
         if False in are_supported or (isinstance(style, str) and names and style not in STYLES):
-            unsupported[pattern] = style
+            unsupported_styles[pattern] = style
             continue
         for name in names:
             check_style(name, modules[name], style)
-        resolved.modules.update(dict.fromkeys(names, style))
-        resolved.parameters.update({name: style for name in matching_parameters if isinstance(style, str)})
-    if unsupported:
+        resolved_plan.modules.update(dict.fromkeys(names, style))
+        resolved_plan.parameters.update({name: style for name in matching_parameters if isinstance(style, str)})
+    if unsupported_styles:
         raise ValueError(
-            f"Unsupported styles in the plan: {unsupported}. Supported for modules: {', '.join(sorted(STYLES))}; for "
-            "1-D parameters: 'colwise'; for parameters of 'moe_tp_experts' modules: "
+            f"Unsupported styles in the plan: {unsupported_styles}. Supported for modules: "
+            f"{', '.join(sorted(STYLES))}; for 1-D parameters: 'colwise'; for parameters of 'moe_tp_experts' modules: "
             f"{', '.join(sorted(PARAMETER_STYLES))}. Remove these entries to replicate their modules on every rank"
             + (
-                f": plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unsupported)}}}."
+                ": plan={name: style for name, style in model.tp_plan.items() if name not in "
+                f"{sorted(unsupported_styles)}}}."
                 if model_plan
                 else "."
             )
         )
-    _shard_tied_embeddings(model, resolved)
-    specs = {name: spec_of(style) for name, style in resolved.modules.items()}
+    _shard_tied_embeddings(model, resolved_plan)
+    specs = {name: spec_of(style) for name, style in resolved_plan.modules.items()}
     columns = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
     parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
     for pattern, attributes in family.head_attributes.items():
-        resolved.head_attributes.update(dict.fromkeys(_find_matches(parents, prefix + pattern), attributes))
+        resolved_plan.head_attributes.update(dict.fromkeys(_find_matches(parents, prefix + pattern), attributes))
     for pattern, arguments in family.per_head_arguments.items():
-        resolved.per_head_arguments.update(dict.fromkeys(_find_matches(parents, prefix + pattern), arguments))
-    resolved.position_modules.update(_find_matches(modules, *(prefix + pattern for pattern in family.position_modules)))
-    resolved.modules_before_layers.update(
+        resolved_plan.per_head_arguments.update(dict.fromkeys(_find_matches(parents, prefix + pattern), arguments))
+    resolved_plan.position_modules.update(
+        _find_matches(modules, *(prefix + pattern for pattern in family.position_modules))
+    )
+    resolved_plan.modules_before_layers.update(
         _find_matches(modules, *(prefix + pattern for pattern in family.modules_before_layers))
     )
     for arguments_by_module, family_arguments in (
-        (resolved.full_arguments, family.full_arguments),
-        (resolved.sharded_arguments, family.sharded_arguments),
+        (resolved_plan.full_arguments, family.full_arguments),
+        (resolved_plan.sharded_arguments, family.sharded_arguments),
     ):
         for pattern, argument_names in family_arguments.items():
             for name in _find_matches(modules, prefix + pattern):
                 arguments_by_module[name] = (*arguments_by_module.get(name, ()), *argument_names)
-    resolved.unread_parameters.update(find_unread_parameters(model))
-    if not resolved:
+    resolved_plan.unread_parameters.update(find_unread_parameters(model))
+    if not resolved_plan:
         has_adapters = hasattr(model, "merge_and_unload")
         first_entries = ", ".join(list(patterns)[:2])
         description = f"has {len(patterns)} entries ({first_entries}, ...), none of which {type(model).__name__} has"
@@ -347,7 +352,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
                 else "Pass plan=."
             )
         )
-    return resolved
+    return resolved_plan
 
 
 def _suggest_plan(model: nn.Module) -> str:

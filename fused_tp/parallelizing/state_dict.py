@@ -75,7 +75,7 @@ def load_full_state_dict(
     if strict and (missing_names or unknown_names):
         problems = [
             f"{description} {names[:5]}{'...' if len(names) > 5 else ''}"
-            for description, names in (("lacks", missing_names), ("has unknown", unknown_names))
+            for description, names in (("lacks the names", missing_names), ("has the unknown names", unknown_names))
             if names
         ]
         raise ValueError(f"state_dict {' and '.join(problems)}. Pass strict=False to load the other tensors.")

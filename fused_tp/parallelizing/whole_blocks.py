@@ -233,7 +233,7 @@ def _gather_input(
     def gather_full(t: Tensor) -> Tensor:
         is_flat = t.ndim == 2  # the tokens of all rows in one dim
         shard = t if t.is_floating_point() else t.double()  # gather needs floats; float64 holds indices exactly
-        shard = shard.unflatten(0, (state.batch, -1)) if is_flat else shard
+        shard = shard.unflatten(0, (state.batch_size, -1)) if is_flat else shard
         full_input = gather(shard, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
         return full_input.flatten(0, 1) if is_flat else full_input
 

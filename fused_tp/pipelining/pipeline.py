@@ -221,16 +221,16 @@ def pipeline(
     ) as outcome:
         error_of_stage: Exception | None = None
         try:
-            for number, (part, boundary) in take_stages(
+            for number, (stage_model, boundary) in take_stages(
                 model, layer_split, parts, schedule_kind.stages_of(rank, ranks, stages_per_rank)
             ).items():
                 if number + 1 < len(parts):
-                    setattr(part, INNER_STAGE_ATTRIBUTE, True)
+                    setattr(stage_model, INNER_STAGE_ATTRIBUTE, True)
                 # A stage with nothing to shard is replicated over the tensor parallel ranks.
                 is_replicated = (
                     named_styles is not None
                     and not keywords["sequence_parallel"]
-                    and not _restrict_plan(part, named_styles)
+                    and not _restrict_plan(stage_model, named_styles)
                 )
                 stage_meshes = {
                     dim: dim_mesh for dim, dim_mesh in meshes.items() if not (is_replicated and dim_mesh is tp_mesh)
@@ -240,10 +240,10 @@ def pipeline(
                     own_keywords = keywords | {"loss_parallel": keywords["loss_parallel"] and not is_replicated}
                     # A stage cannot run alone.
                     parallelize_keywords = own_keywords | {"grad_sync": False, "verify": False}
-                    parallelize(part, stage_mesh, plan=_restrict_plan(part, plan), **parallelize_keywords)
+                    parallelize(stage_model, stage_mesh, plan=_restrict_plan(stage_model, plan), **parallelize_keywords)
                 else:
-                    materialize(part, mesh.device_type, is_hf=is_hf)
-                stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
+                    materialize(stage_model, mesh.device_type, is_hf=is_hf)
+                stages[number] = Stage(stage_model, boundary, number, len(parts), is_hf, loss_fn)
         except Exception as error:
             error_of_stage = error
         _raise_on_all_ranks(pp_mesh, error_of_stage)
@@ -298,12 +298,12 @@ def _find_tied_names(model: nn.Module, layers: ModelLayers) -> tuple[str, str] |
     return shared_names[0] if shared_names else None
 
 
-def _restrict_plan(part: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[str, Style]:
+def _restrict_plan(stage_model: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[str, Style]:
     """Restrict a plan with concrete names to the names in a stage."""
     if isinstance(plan, str):
         return plan
-    stage_names = {name for name, module in part.named_modules() if not isinstance(module, nn.Identity)}
-    stage_names |= {name for name, _ in part.named_parameters(remove_duplicate=False)}
+    stage_names = {name for name, module in stage_model.named_modules() if not isinstance(module, nn.Identity)}
+    stage_names |= {name for name, _ in stage_model.named_parameters(remove_duplicate=False)}
     return {name: style for name, style in plan.items() if name in stage_names or "*" in name}
 
 
@@ -445,9 +445,9 @@ class Pipeline:
         self._schedules: dict[tuple[int, ...], Any] = {}  # by the shape of the hidden state
         for stage in stages.values():
             stage.microbatches = microbatches
-        self._is_unsynced = False  # True while gradients are not yet reduced over ranks
+        self._has_unsynced_gradients = False  # True while gradients are not yet reduced over ranks
         ranks = pp_mesh.size()
-        self._rank_of = {
+        self._rank_by_stage = {
             number: rank for rank in range(ranks) for number in kind.stages_of(rank, ranks, len(parts) // ranks)
         }
         some_stage = next(iter(stages.values()))
@@ -482,17 +482,17 @@ class Pipeline:
         self._check_parameters()
         self._check_steps()
         prepared_batch = self._prepare_batch(batch, with_labels=True)
-        earlier_gradients = [] if self._is_unsynced else self._detach_gradients()
+        earlier_gradients = [] if self._has_unsynced_gradients else self._detach_gradients()
         try:
             with self._backward_context():
                 losses = self._run_schedule(prepared_batch)
-            self._is_unsynced = True
+            self._has_unsynced_gradients = True
             if sync_gradients:
                 self._sync_gradients()
-                self._is_unsynced = False
+                self._has_unsynced_gradients = False
         except BaseException:
             # A failed step leaves partial gradients on some parameters: drop all of them.
-            for parameter in () if self._is_unsynced else self.parameters():
+            for parameter in () if self._has_unsynced_gradients else self.parameters():
                 parameter.grad = None
             for parameter, grad in earlier_gradients:
                 parameter.grad = grad
@@ -584,7 +584,7 @@ class Pipeline:
         microbatch_tensors = {name: t.chunk(self.microbatches) for name, t in tensors.items()}
         shape, dtype = self._hidden_spec(batch)
         hidden_states: dict[int, list[Any]] = {}  # outputs by the next stage's number, if this rank has that stage, too
-        sends: list[dist.Work] = []
+        pending_sends: list[dist.Work] = []
         for number, stage in sorted(self.stages.items()):
             outputs = []
             for index in range(self.microbatches):
@@ -600,14 +600,14 @@ class Pipeline:
                 if not stage.is_last and number + 1 not in self.stages:
                     work = dist.isend(output, self._global_rank_of(number + 1), group=self._group)
                     assert work is not None
-                    sends.append(work)
+                    pending_sends.append(work)
             hidden_states = {number + 1: outputs}
-        for work in sends:
+        for work in pending_sends:
             work.wait()
         return outputs if self._has_last_stage else []
 
     def _global_rank_of(self, stage: int) -> int:
-        return dist.get_global_rank(self._group, self._rank_of[stage])
+        return dist.get_global_rank(self._group, self._rank_by_stage[stage])
 
     @property
     def _has_last_stage(self) -> bool:
@@ -778,21 +778,21 @@ class Pipeline:
         if len(tied_parameters) == 1:
             ((number, gradient),) = grads.items()
             peer_stage = last_stage - number
-            peer_gradient = torch.empty_like(_local(gradient), memory_format=torch.contiguous_format)
+            peer_gradient = torch.empty_like(_local_tensor(gradient), memory_format=torch.contiguous_format)
             peer = self._global_rank_of(peer_stage)
             operations = [
-                dist.P2POp(dist.isend, _local(gradient).contiguous(), peer, group=self._group),
+                dist.P2POp(dist.isend, _local_tensor(gradient).contiguous(), peer, group=self._group),
                 dist.P2POp(dist.irecv, peer_gradient, peer, group=self._group),
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            total_gradient = _local(gradient).clone()
+            total_gradient = _local_tensor(gradient).clone()
             total_gradient = total_gradient + peer_gradient if number == 0 else peer_gradient + total_gradient
-            _local(gradient).copy_(total_gradient)
+            _local_tensor(gradient).copy_(total_gradient)
         else:
-            total_gradient = _local(grads[0]) + _local(grads[last_stage])
+            total_gradient = _local_tensor(grads[0]) + _local_tensor(grads[last_stage])
             for grad in grads.values():
-                _local(grad).copy_(total_gradient)
+                _local_tensor(grad).copy_(total_gradient)
         for number, parameter in tied_parameters.items():
             parameter.grad = grads[number]
 
@@ -908,7 +908,7 @@ class Pipeline:
         full_state: dict[str, Tensor] = {}
         with transport.abort_scope("save_pretrained"):
             for number, tensors in sorted(stage for rank in rank_descriptions for stage in rank):
-                owner_rank = self._rank_of[number]
+                owner_rank = self._rank_by_stage[number]
                 for name, shape, dtype_name in tensors:
                     tensor = stage_tensors[number].pop(name) if owner_rank == group.rank else None
                     if owner_rank != collector_rank:
@@ -963,5 +963,5 @@ def _concatenate(*parts: Any) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].ndim else parts[0]
 
 
-def _local(t: Tensor) -> Tensor:
+def _local_tensor(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t

@@ -371,24 +371,29 @@ def share_out(costs: Sequence[float], stages: int) -> list[range]:
     Example:
         share_out([1, 1, 1, 3], 2)  # [range(0, 3), range(3, 4)]
     """
-    count = len(costs)
-    if count < stages:
-        raise ValueError(f"{count} layers cannot be divided over {stages} stages: each stage needs at least one layer.")
+    layer_count = len(costs)
+    if layer_count < stages:
+        raise ValueError(
+            f"{layer_count} layers cannot be divided over {stages} stages: each stage needs at least one layer."
+        )
     if not all(isinstance(c, (int, float)) and 0 <= c < float("inf") for c in costs):
         raise ValueError(f"costs must be finite numbers, zero or greater, got {list(costs)}.")
-    sums = [0.0, *accumulate(costs)]
+    cumulative_costs = [0.0, *accumulate(costs)]
     # best[n]: best split of the first n layers over the stages so far, (stage costs in descending order, first layers).
-    best: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
+    best_splits: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
     for stage in range(stages):
         later_stages = stages - stage - 1
         next_best: dict[int, tuple[list[float], list[int]]] = {}
-        for start, (stage_costs, starts) in best.items():
-            for stop in [count] if not later_stages else range(start + 1, count - later_stages + 1):
-                candidate = sorted([*stage_costs, sums[stop] - sums[start]], reverse=True), [*starts, start]
+        for start, (stage_costs, starts) in best_splits.items():
+            for stop in [layer_count] if not later_stages else range(start + 1, layer_count - later_stages + 1):
+                candidate = (
+                    sorted([*stage_costs, cumulative_costs[stop] - cumulative_costs[start]], reverse=True),
+                    [*starts, start],
+                )
                 if stop not in next_best or candidate[0] < next_best[stop][0]:
                     next_best[stop] = candidate
-        best = next_best
-    starts = [*best[count][1], count]
+        best_splits = next_best
+    starts = [*best_splits[layer_count][1], layer_count]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 

@@ -51,16 +51,16 @@ class ModuleCheck:
     Args:
         parallelism: value of the attribute `PARALLELISM_ATTRIBUTE` of the model's modules.
         model: the model as `parallelize` returns it.
-        from_meta: True if the model was built on the meta device, so that its parameters may have no values yet.
+        is_from_meta: True if the model was built on the meta device, so that its parameters may have no values yet.
 
     Raises:
         ValueError: a parameter, or a module with parameters, was added to a tensor parallel model; `parameter.data` was
             assigned, which has no effect on a DTensor; or parameters have no values.
     """
 
-    def __init__(self, parallelism: Any, model: nn.Module, *, from_meta: bool) -> None:
+    def __init__(self, parallelism: Any, model: nn.Module, *, is_from_meta: bool) -> None:
         self.parallelism = parallelism
-        self.from_meta = from_meta
+        self.is_from_meta = is_from_meta
         self.call_count, self._is_due = 0, False
         self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the unsharded model
         self.storages = _parameter_storages(model)
@@ -103,8 +103,8 @@ class ModuleCheck:
                         "and remove them from the plan. To load other values, use load_full_state_dict."
                     )
         self._check_storages(model)
-        if self.from_meta and self.parallelism.tp_mesh is not None:
-            self.from_meta = False
+        if self.is_from_meta and self.parallelism.tp_mesh is not None:
+            self.is_from_meta = False
             _check_values(model)
 
     def log_changes(self, model: nn.Module, args: Any) -> None:

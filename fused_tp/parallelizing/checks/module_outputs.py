@@ -167,8 +167,10 @@ class OutputComparison:
     """Recorder of the module outputs of a parallel model; `differences` compares them with `expected`."""
 
     def __init__(self, expected: Recording, rank_shards: RankShards) -> None:
-        self._expected, self._rank_shards = expected, rank_shards
-        self._recorded: list[tuple[str, list[Tensor]]] = []  # copies, because models may write into tensors in place
+        self._expected_recording, self._rank_shards = expected, rank_shards
+        self._recorded_outputs: list[
+            tuple[str, list[Tensor]]
+        ] = []  # copies, because models may write into tensors in place
 
     @contextmanager
     def recording_outputs(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -178,7 +180,7 @@ class OutputComparison:
             parameters = _parameter_names(model)
             for name, module in model.named_modules():
                 # A module with fewer parameters lacks layers of other pipeline stages: its output is not comparable.
-                if self._expected.parameters.get(name) == parameters[name]:
+                if self._expected_recording.parameters.get(name) == parameters[name]:
                     handles.append(module.register_forward_hook(partial(self._record, name)))
         try:
             yield
@@ -189,7 +191,7 @@ class OutputComparison:
     def _record(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         if running_node_number() is not None:
             return  # recomputed by activation checkpointing
-        self._recorded.append((name, [t.detach().clone() for t in find_tensors(output)]))
+        self._recorded_outputs.append((name, [t.detach().clone() for t in find_tensors(output)]))
 
     @torch.no_grad()
     def differences(self) -> tuple[dict[str, float], dict[str, str]]:
@@ -197,9 +199,9 @@ class OutputComparison:
         errors: dict[str, float] = {}
         skip_reasons: dict[str, str] = {}
         counts: dict[str, int] = {}
-        for name, outputs in self._recorded:
+        for name, outputs in self._recorded_outputs:
             call = counts[name] = counts.get(name, 0) + 1
-            expected_calls = self._expected.outputs.get(name, [])
+            expected_calls = self._expected_recording.outputs.get(name, [])
             if call > len(expected_calls) or len(outputs) != len(expected_calls[call - 1]):
                 skip_reasons[name] = (
                     f"it returns a different number of tensors, or is called more than {len(expected_calls)} times"

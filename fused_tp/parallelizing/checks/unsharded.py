@@ -102,11 +102,15 @@ class ModuleState:
 
 
 def _merge_changes(
-    original: Mapping[Any, Any], sharded: Mapping[Any, Any], current: Mapping[Any, Any]
+    original_entries: Mapping[Any, Any], sharded_entries: Mapping[Any, Any], current_entries: Mapping[Any, Any]
 ) -> dict[Any, Any]:
-    unchanged = {key: value for key, value in original.items() if key in current or key not in sharded}
+    unchanged = {
+        key: value for key, value in original_entries.items() if key in current_entries or key not in sharded_entries
+    }
     return unchanged | {
-        key: value for key, value in current.items() if key not in sharded or not _is_same(value, sharded[key])
+        key: value
+        for key, value in current_entries.items()
+        if key not in sharded_entries or not _is_same(value, sharded_entries[key])
     }
 
 

@@ -112,7 +112,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
         if not (is_base or has_unknown_loss or model.loss_type == "ForCausalLM"):
             raise ValueError(
                 f"{class_name} is neither a causal language model nor a base model; {option} supports only these. "
-                "Omit it."
+                f"Omit {option}."
             )
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
@@ -142,11 +142,11 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
     """Raise ValueError for attention that cannot be replaced and, with a cp_dim, for unknown layers with a state."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    class_name, over_cp = type(model).__name__, parallelism.cp_mesh is not None
-    family, has_custom_attention = find_family(model.config), over_cp and bool(_custom_attention_modules(model))
-    has_state_layers = over_cp and bool(find_state_layers(model))
+    class_name, is_over_cp = type(model).__name__, parallelism.cp_mesh is not None
+    family, has_custom_attention = find_family(model.config), is_over_cp and bool(_custom_attention_modules(model))
+    has_state_layers = is_over_cp and bool(find_state_layers(model))
     other_types = _find_non_attention_types(model)
-    if over_cp and other_types and not has_state_layers:
+    if is_over_cp and other_types and not has_state_layers:
         raise ValueError(
             f"{class_name} has layers that mix tokens by other means than attention ({', '.join(other_types)}); "
             f"{option} supports such layers only in {', '.join(sorted(STATE_LAYERS))}, and only if no kernel from "
@@ -157,7 +157,7 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
     implementation = model.config._attn_implementation
     is_eager, runs_unreplaced = (
         implementation == "eager",
-        has_custom_attention or (not over_cp and family.supports_eager_sequences),
+        has_custom_attention or (not is_over_cp and family.supports_eager_sequences),
     )
     # Models with a state: transformers sets `_supports_attention_backend` to False for all of them, even if their
     # attention can be replaced. modeling_utils is skipped because it contains ATTENTION_REGISTRY for all models.
@@ -165,7 +165,7 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
     model_files = (sys.modules.get(base.__module__) for base in bases)
     is_replaceable = model._supports_attention_backend or has_state_layers
     # False if only some modules of the file use the interface.
-    can_use_interface = not over_cp or family.uses_configured_attention
+    can_use_interface = not is_over_cp or family.uses_configured_attention
     is_replaceable = (
         is_replaceable
         or has_custom_attention
@@ -176,11 +176,11 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
             (name, type(m).__name__) for name, m in model.named_modules() if "Attention" in type(m).__name__
         )
         name, attention = next(attention_modules, ("", class_name))
-        eager_would_help = not is_eager and (family.attention is not None if over_cp else runs_unreplaced)
+        eager_would_help = not is_eager and (family.attention is not None if is_over_cp else runs_unreplaced)
         raise ValueError(
             f"the attention of {class_name} cannot be replaced: {name!r} ({attention}) is not known to use "
             f"transformers' AttentionInterface, which {option} needs. "
-            + ("Omit cp_dim" if over_cp else "Pass sequence_parallel=False")
+            + ("Omit cp_dim" if is_over_cp else "Pass sequence_parallel=False")
             + (", or load it with attn_implementation='eager'." if eager_would_help else ".")
         )
     is_known = runs_unreplaced or has_eager_attention(model) if is_eager else implementation in ALL_ATTENTION_FUNCTIONS
@@ -190,7 +190,7 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
             f"AttentionInterface, as {option} needs. Load the model with one that is, such as "
             "attn_implementation='sdpa'."
         )
-    if over_cp:
+    if is_over_cp:
         _check_special_attention_code(model, implementation)
 
 
@@ -336,7 +336,7 @@ class TransformersSequence(SequenceSharding):
         if not state.tp_sharded or logits is None:
             return
         if not have_full_sequence:
-            rows = (t.unflatten(0, (state.batch, -1)) for t in logits)
+            rows = (t.unflatten(0, (state.batch_size, -1)) for t in logits)
             mesh, length = self.parallelism.tp_mesh, state.local_len
             logits = tuple(gather(t, 1, group=mesh, gather_size=length).flatten(0, 1) for t in rows)
         output["router_logits"] = self._router_logits = logits
@@ -564,7 +564,7 @@ class TransformersSequence(SequenceSharding):
             return scored_arguments
         # Without a mask, transformers would take gaps in a rank's positions for bounds of packed documents.
         # `_build_mask` ignores this mask.
-        full_mask = torch.ones((shard.batch, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
+        full_mask = torch.ones((shard.batch_size, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
         return {"attention_mask": full_mask, **scored_arguments}
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
@@ -738,8 +738,8 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
         _refuse_ambiguous_documents(mask, makes_cache)
     if bounds and starts and _sorted_distinct(bounds) != _sorted_distinct((*starts, seq_len)):
         raise ValueError(
-            f"cu_seq_lens_q has documents that begin at {_format_few(bounds[:-1])}, but position_ids start again at "
-            f"{_format_few(starts)}. Pass bounds and positions of the same documents."
+            f"cu_seq_lens_q has documents that begin at {_format_bounds(bounds[:-1])}, but position_ids start again at "
+            f"{_format_bounds(starts)}. Pass bounds and positions of the same documents."
         )
     if document_indices is not None and not bounds and not starts and bool((document_indices.diff(dim=-1) != 0).any()):
         raise ValueError(
@@ -816,6 +816,6 @@ def _sorted_distinct(bounds: tuple[int, ...]) -> list[int]:
     return sorted(set(bounds))
 
 
-def _format_few(numbers: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"({shown}, ...)" if len(numbers) > 8 else f"({shown})"
+def _format_bounds(bounds: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, bounds[:8]))
+    return f"({shown}, ...)" if len(bounds) > 8 else f"({shown})"
