@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from fused_tp.nn import clip_grad_norm_, original_shapes
 from fused_tp.nn.optimizers import PLAIN_SHARDINGS
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader
-from fused_tp.parallelizing.marks import PARALLELISM_ATTRIBUTE
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE
 from fused_tp.parallelizing.sequence_sharding import Parallelism
 
 T = TypeVar("T", bound=type)

@@ -36,8 +36,8 @@ from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_grad_requested
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE
 from fused_tp.parallelizing.graph import REENTRANT_NODE, leaf_tensors, reachable_nodes
-from fused_tp.parallelizing.marks import PARALLELISM_ATTRIBUTE
 
 _HOOK_ATTRIBUTE = "_fused_tp_gradient_summed"
 GRADIENT_SYNCS_ATTRIBUTE = "_fused_tp_gradient_syncs"  # attribute of a model: the objects that sum its gradients

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.nn.optimizers import record_replaced_parameters, watch_model
 from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.ops.arguments import check_bool
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
 from fused_tp.parallelizing.checks.batch_check import BatchCheck
 from fused_tp.parallelizing.checks.gradient_check import GradientCheck
 from fused_tp.parallelizing.checks.loss_check import LossCheck
@@ -27,7 +28,7 @@ from fused_tp.parallelizing.checks.model_check import (
     is_parallelized,
     remember_code,
 )
-from fused_tp.parallelizing.checks.parts_check import ShardCheck
+from fused_tp.parallelizing.checks.shard_check import ShardCheck
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.checks.step_check import StepCheck
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
@@ -40,7 +41,6 @@ from fused_tp.parallelizing.hf.hf_model import (
     without_input_hooks,
 )
 from fused_tp.parallelizing.layers import Sharding, check_layers, distribute_experts, replicate_parameters, shard_layers
-from fused_tp.parallelizing.marks import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
 from fused_tp.parallelizing.mesh_dims import check_ulysses, expert_tp_mesh, find_dim_meshes, split_for_ulysses
 from fused_tp.parallelizing.plain_model import PlainSequence, check_plain_model
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, restore_hook_order

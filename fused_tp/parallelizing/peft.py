@@ -41,9 +41,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import plain_parameters_
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
 from fused_tp.parallelizing.checks.model_check import check_equal_models
 from fused_tp.parallelizing.layers import Sharding, replicate_module, resolve_stand_in, shard_layer
-from fused_tp.parallelizing.marks import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
 from fused_tp.parallelizing.readers import find_read_parameters
 from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, find_unread_parameters, spec_of
 

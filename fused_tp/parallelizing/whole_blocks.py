@@ -119,9 +119,8 @@ def _treats_tokens_independently(name: str, block: nn.Module, plan: ShardingPlan
         if not (is_supported and is_known and not _may_read_tokens(module) and not _draws_noise(module)):
             return False
     parameters = inspect.signature(type(block).forward).parameters.values()
-    takes_hidden_states_only = [p.kind for p in parameters] == [
-        inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ] * 2  # self, and hidden states
+    expected_kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # of self, and of the hidden states
+    takes_hidden_states_only = [p.kind for p in parameters] == expected_kinds
     return bool(expert_names) and takes_hidden_states_only
 
 

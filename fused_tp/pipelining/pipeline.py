@@ -33,7 +33,7 @@ from fused_tp.nn.optimizers import optimizer_step_counts, watch_model
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
-from fused_tp.parallelizing.checks.parts_check import check_equal_steps
+from fused_tp.parallelizing.checks.shard_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.grad_sync import average_gradients, has_distributed_experts
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
@@ -62,9 +62,8 @@ if TYPE_CHECKING:
 LossFunction = Callable[[Any, Any], Tensor]
 _IGNORED_LABEL = -100  # label of ignored tokens, as everywhere in transformers
 _LABEL_NAMES = ("labels", "shift_labels")
-_TARGET_COUNT_NAME = (
-    "num_items_in_batch"  # divisor of the sum over targets, in place of a microbatch's own number of targets
-)
+# Argument of forward: divisor of the sum over targets, in place of a microbatch's own number of targets.
+_TARGET_COUNT_NAME = "num_items_in_batch"
 
 
 class StageKeywords(TypedDict, total=False):

@@ -19,8 +19,8 @@ from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.core.pending import checksum
 from fused_tp.nn.sharding import PLAIN_SHARDINGS
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
-from fused_tp.parallelizing.marks import PARALLELISM_ATTRIBUTE
 
 _LOG = logging.getLogger("fused_tp")
 # Number of elements of each tensor that are compared. Few suffice, because independently initialized weights differ

@@ -221,9 +221,7 @@ def _can_be_sharded(cache: Any) -> bool:
 
 def _has_only_left_padding(mask: Any) -> bool:
     """True if `mask` [batch, columns] has padding only on the left of each sequence."""
-    if (
-        not isinstance(mask, Tensor) or mask.ndim != 2
-    ):  # transformers also accepts a dict with one mask per kind of layer
+    if not isinstance(mask, Tensor) or mask.ndim != 2:  # it may be a dict with one mask for each kind of layer
         return False
     is_token = mask.bool()
     return bool(is_token[:, -1:].all()) and not bool((is_token[:, :-1] & ~is_token[:, 1:]).any())
