@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from fused_tp.nn import clip_grad_norm_, original_shapes
 from fused_tp.nn.optimizers import PLAIN_SHARDINGS
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader
-from fused_tp.parallelizing.marks import MARK
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE
 from fused_tp.parallelizing.sequence_sharding import Parallelism
 
 T = TypeVar("T", bound=type)
@@ -115,7 +115,7 @@ def _base_model(model: nn.Module) -> Any:
 
 
 def _parallelism_of(model: nn.Module) -> Parallelism:
-    found: Parallelism | None = getattr(_base_model(model), MARK, None)
+    found: Parallelism | None = getattr(_base_model(model), PARALLELISM_ATTRIBUTE, None)
     if found is None:
         raise ValueError(f"{type(model).__name__} is not parallel. Call fused_tp.parallelize(model, mesh) first.")
     return found

@@ -45,11 +45,11 @@ class ExpertRanks:
         """True if the ranks of `expert_mesh` have different tokens, so that rows must be exchanged between them."""
         return self.expert_mesh is not None and self.expert_mesh is not self.shard_ranks
 
-    def local_experts(self, experts: int) -> range:
-        """Indices of this rank's experts, out of `experts`."""
+    def local_experts(self, expert_count: int) -> range:
+        """Indices of this rank's experts, out of `expert_count`."""
         if self.expert_mesh is None:
-            return range(experts)
-        experts_per_rank = experts // self.expert_mesh.size()
+            return range(expert_count)
+        experts_per_rank = expert_count // self.expert_mesh.size()
         return range(
             self.expert_mesh.get_local_rank() * experts_per_rank,
             (self.expert_mesh.get_local_rank() + 1) * experts_per_rank,
@@ -74,7 +74,7 @@ class ExpertDistribution:
     parameter_mesh: DeviceMesh | None
     grad_factor: float
 
-    def ranks(self, *, sharded: bool) -> ExpertRanks:
+    def expert_ranks(self, *, sharded: bool) -> ExpertRanks:
         """Placement of experts. `sharded`: the tensor parallel ranks also shard each expert."""
         if self.mesh is self.tp_mesh:
             return ExpertRanks(self.mesh, self.mesh)
@@ -102,40 +102,42 @@ class ExpertExchange:
     def __init__(self, counts: Tensor, ranks: ExpertRanks) -> None:
         mesh = ranks.expert_mesh
         assert mesh is not None
-        self._mesh, self._factor = mesh, ranks.grad_factor
+        self._mesh, self._grad_factor = mesh, ranks.grad_factor
         with torch.no_grad():  # all_gather takes float64, which is exact up to 2^53 rows
             all_counts = all_gather(counts.double()[None], 0, group=mesh).long()
         local_experts = ranks.local_experts(len(counts))
         received_counts = all_counts[:, local_experts.start : local_experts.stop]
-        self._send: list[int] = all_counts[mesh.get_local_rank()].view(mesh.size(), -1).sum(1).tolist()
-        self._receive: list[int] = received_counts.sum(1).tolist()
+        self._send_counts: list[int] = all_counts[mesh.get_local_rank()].view(mesh.size(), -1).sum(1).tolist()
+        self._receive_counts: list[int] = received_counts.sum(1).tolist()
         # Rows arrive grouped by rank, and sorted by expert within each rank.
-        numbers = torch.arange(len(local_experts), device=counts.device).repeat(mesh.size())
-        arrival_experts = numbers.repeat_interleave(received_counts.reshape(-1), output_size=sum(self._receive))
-        self.row_experts, self._order = arrival_experts.sort(stable=True)
+        expert_indices = torch.arange(len(local_experts), device=counts.device).repeat(mesh.size())
+        arrival_experts = expert_indices.repeat_interleave(
+            received_counts.reshape(-1), output_size=sum(self._receive_counts)
+        )
+        self.row_experts, self._arrival_order = arrival_experts.sort(stable=True)
 
     def send_rows(self, rows: Tensor) -> Tensor:
         """Send `rows` to their experts. Return the rows of all ranks for this rank's experts, sorted by expert."""
-        received = exchange_rows(rows, self._send, self._receive, group=self._mesh)
+        received = exchange_rows(rows, self._send_counts, self._receive_counts, group=self._mesh)
         # In backward this undoes the factor that `return_rows` applies, so that only the gradients computed between the
         # two calls, those of the experts' parameters, are scaled.
-        return scale_gradient(received.index_select(0, self._order), 1 / self._factor)
+        return scale_gradient(received.index_select(0, self._arrival_order), 1 / self._grad_factor)
 
     def return_rows(self, rows: Tensor) -> Tensor:
         """Return the experts' outputs for this rank's rows, in the order of the rows passed to `send_rows`."""
-        outputs = scale_gradient(rows, self._factor).index_select(0, self._order.argsort())
-        return exchange_rows(outputs, self._receive, self._send, group=self._mesh)
+        outputs = scale_gradient(rows, self._grad_factor).index_select(0, self._arrival_order.argsort())
+        return exchange_rows(outputs, self._receive_counts, self._send_counts, group=self._mesh)
 
 
 def check_distributable(name: str, experts: nn.Module, ranks: int, is_supported: bool) -> None:
     """Raise if `experts` cannot be distributed over `ranks` ranks.
 
     Args:
-        supported: this package can run the experts on rows received from other ranks.
+        is_supported: this package can run the experts on rows received from other ranks.
 
     Raises:
-        ValueError: `supported` is False; the number of experts is not a multiple of `ranks`; a submodule of `experts`
-            has parameters; or a parameter does not have one entry per expert in its first dim.
+        ValueError: `is_supported` is False; the number of experts is not a multiple of `ranks`; a submodule of
+            `experts` has parameters; or a parameter does not have one entry per expert in its first dim.
     """
     first_dims = {key: len(p) if p.ndim else 0 for key, p in experts.named_parameters(recurse=False)}
     submodules = [key for key, child in experts.named_children() if next(child.parameters(), None) is not None]
@@ -152,12 +154,12 @@ def check_distributable(name: str, experts: nn.Module, ranks: int, is_supported:
             f"{name!r} ({class_name}) cannot be distributed over expert parallel ranks: {reason}. Omit ep_dim; with a "
             "tensor parallel dim, every rank then holds a shard of each expert."
         )
-    count = next(iter(first_dims.values()))
-    if count % ranks:
-        sizes = [n for n in range(1, count + 1) if count % n == 0]
+    expert_count = next(iter(first_dims.values()))
+    if expert_count % ranks:
+        rank_counts = [n for n in range(1, expert_count + 1) if expert_count % n == 0]
         raise ValueError(
-            f"{name!r} has {count} experts, which is not a multiple of the {ranks} expert parallel ranks. Use one of "
-            f"these numbers of ranks: {', '.join(map(str, sizes))}."
+            f"{name!r} has {expert_count} experts, which is not a multiple of the {ranks} expert parallel ranks. Use "
+            f"one of these numbers of ranks: {', '.join(map(str, rank_counts))}."
         )
 
 

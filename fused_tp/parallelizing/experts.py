@@ -49,7 +49,7 @@ from fused_tp.parallelizing.forward_shard import LayerState
 
 EXPERTS_FUNCTION = "fused_tp"
 _RANKS_ATTRIBUTE = "_fused_tp_ranks"
-_STATE_ATTRIBUTE = "_fused_tp_state_now"
+_STATE_ATTRIBUTE = "_fused_tp_current_state"
 
 
 def takes_routing(experts: Any) -> bool:
@@ -57,16 +57,16 @@ def takes_routing(experts: Any) -> bool:
     return hasattr(experts, "is_transposed") and hasattr(experts, "_apply_gate")
 
 
-def run_grouped(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
+def use_grouped_matmuls(experts: Any, ranks: ExpertRanks, current_state: Callable[[], LayerState]) -> None:
     """Make `experts`, for which `takes_routing` is true, run over `ranks`.
 
-    `state_now` returns the sharding state of the running forward pass.
+    `current_state` returns the sharding state of the running forward pass.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, _run_experts)
     setattr(experts, _RANKS_ATTRIBUTE, ranks)
-    setattr(experts, _STATE_ATTRIBUTE, state_now)
+    setattr(experts, _STATE_ATTRIBUTE, current_state)
     experts.config = copy.copy(experts.config)  # other layers share the config and must keep their implementation
     experts.config._experts_implementation = EXPERTS_FUNCTION
 
@@ -78,44 +78,46 @@ def _run_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     same tokens or, with sequence parallelism, each its shard.
     """
     ranks: ExpertRanks = getattr(experts, _RANKS_ATTRIBUTE)
-    cast = not torch.is_autocast_enabled(hidden_states.device.type)
-    x = hidden_states.to(experts.down_proj.dtype) if cast else hidden_states
-    run = _run_exchanging_rows if ranks.needs_exchange else _run_summing_outputs
-    y: Tensor = run(experts, ranks, x, top_k_index, top_k_weights)
+    casts_input = not torch.is_autocast_enabled(hidden_states.device.type)
+    x = hidden_states.to(experts.down_proj.dtype) if casts_input else hidden_states
+    run_over_ranks = _run_exchanging_rows if ranks.needs_exchange else _run_summing_outputs
+    y: Tensor = run_over_ranks(experts, ranks, x, top_k_index, top_k_weights)
     return y.to(hidden_states.dtype)
 
 
 def _run_summing_outputs(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
     state: LayerState = getattr(experts, _STATE_ATTRIBUTE)()
     group, length = ranks.shard_ranks, state.local_len
-    up: Callable[..., Tensor]
-    down: Callable[..., Tensor]
+    up_matmul: Callable[..., Tensor]
+    down_matmul: Callable[..., Tensor]
     if state.tp_sharded and length is not None:
-        shape = (state.batch, length)
-        index, scale = _gather_routing(top_k_index, weights, shape, group)
-        x = x.unflatten(0, (state.batch, -1))
-        up = partial(all_gather_grouped_matmul, group=group, gather_dim=1, gather_size=length)
-        down = partial(grouped_matmul_reduce_scatter, shape=shape, group=group, scatter_dim=1)
+        shape = (state.batch_size, length)
+        expert_indices, routing_weights = _gather_routing(top_k_index, weights, shape, group)
+        x = x.unflatten(0, (state.batch_size, -1))
+        up_matmul = partial(all_gather_grouped_matmul, group=group, gather_dim=1, gather_size=length)
+        down_matmul = partial(grouped_matmul_reduce_scatter, shape=shape, group=group, scatter_dim=1)
     else:
-        index, scale = top_k_index, copy_to_group(weights, group=group)
-        up = partial(column_parallel_grouped_matmul, group=group)
-        down = partial(grouped_matmul_all_reduce, shape=x.shape[:1], group=group)
-    chosen, order = index.reshape(-1).sort(stable=True)
+        expert_indices, routing_weights = top_k_index, copy_to_group(weights, group=group)
+        up_matmul = partial(column_parallel_grouped_matmul, group=group)
+        down_matmul = partial(grouped_matmul_all_reduce, shape=x.shape[:1], group=group)
+    row_experts, order = expert_indices.reshape(-1).sort(stable=True)
     local_count = len(experts.down_proj)
     if ranks.expert_mesh is not None:
         local_experts = ranks.local_experts(local_count * ranks.expert_mesh.size())
-        ends = torch.tensor([local_experts.start, local_experts.stop], dtype=chosen.dtype, device=chosen.device)
-        start, stop = torch.searchsorted(chosen, ends).tolist()
-        chosen, order = chosen[start:stop] - local_experts.start, order[start:stop]
-    routing = routing_from_sorted_experts(chosen, order // weights.shape[-1], local_count)
-    hidden = _apply_gate_up(experts, up, x, routing, chosen)
-    y = down(hidden, _down_weight(experts), *routing, scale.reshape(-1)[order]).flatten(0, -2)
+        ends = torch.tensor(
+            [local_experts.start, local_experts.stop], dtype=row_experts.dtype, device=row_experts.device
+        )
+        start, stop = torch.searchsorted(row_experts, ends).tolist()
+        row_experts, order = row_experts[start:stop] - local_experts.start, order[start:stop]
+    routing = routing_from_sorted_experts(row_experts, order // weights.shape[-1], local_count)
+    hidden = _apply_gate_up(experts, up_matmul, x, routing, row_experts)
+    y = down_matmul(hidden, _down_weight(experts), *routing, routing_weights.reshape(-1)[order]).flatten(0, -2)
     if experts.has_bias:
         bias = experts.down_proj_bias
         if ranks.expert_mesh is not None:
             bias = (all_gather if state.tp_sharded else gather)(bias, 0, group=ranks.expert_mesh)
-        by_expert = weights.new_zeros(len(weights), len(bias)).scatter_add(1, top_k_index, weights)
-        y = y + by_expert.to(y.dtype) @ bias.to(y.dtype)
+        weights_by_expert = weights.new_zeros(len(weights), len(bias)).scatter_add(1, top_k_index, weights)
+        y = y + weights_by_expert.to(y.dtype) @ bias.to(y.dtype)
     return y
 
 
@@ -129,22 +131,24 @@ def _gather_routing(
     """
     dtype = torch.promote_types(weights.dtype, torch.float32)
     local_routing = torch.cat([top_k_index.to(dtype), weights.to(dtype)], 1).unflatten(0, (shape[0], -1))
-    index, scale = all_gather(local_routing, 1, group=group, gather_size=shape[1]).flatten(0, 1).chunk(2, 1)
-    return index.long(), scale.to(weights.dtype)
+    expert_indices, routing_weights = (
+        all_gather(local_routing, 1, group=group, gather_size=shape[1]).flatten(0, 1).chunk(2, 1)
+    )
+    return expert_indices.long(), routing_weights.to(weights.dtype)
 
 
 def _run_exchanging_rows(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
     assert ranks.expert_mesh is not None
-    chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    all_experts = len(experts.down_proj) * ranks.expert_mesh.size()
-    all_routing = routing_from_sorted_experts(chosen, order // weights.shape[-1], all_experts)
+    row_experts, order = top_k_index.reshape(-1).sort(stable=True)
+    expert_count = len(experts.down_proj) * ranks.expert_mesh.size()
+    all_routing = routing_from_sorted_experts(row_experts, order // weights.shape[-1], expert_count)
     exchange = ExpertExchange(offsets_to_counts(all_routing.offsets), ranks)
     rows = exchange.send_rows(all_routing.gather_rows(x))
     # The grouped matmuls treat each received row as one token.
     row_indices = torch.arange(len(rows), device=rows.device)
     routing = routing_from_sorted_experts(exchange.row_experts, row_indices, len(experts.down_proj))
-    up = partial(column_parallel_grouped_matmul, group=ranks.shard_ranks)
-    hidden = _apply_gate_up(experts, up, rows, routing, exchange.row_experts)
+    up_matmul = partial(column_parallel_grouped_matmul, group=ranks.shard_ranks)
+    hidden = _apply_gate_up(experts, up_matmul, rows, routing, exchange.row_experts)
     y = grouped_matmul_all_reduce(
         hidden, _down_weight(experts), *routing, shape=rows.shape[:1], group=ranks.shard_ranks
     )
@@ -162,9 +166,9 @@ def _apply_gate_up(
     `row_experts` holds the expert of each row. `multiply` is the op that applies gate_up_proj.
     """
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    up = getattr(experts, name)
-    up = up.transpose(1, 2) if experts.is_transposed else up
-    h = multiply(x, up, *routing)
+    up_weight = getattr(experts, name)
+    up_weight = up_weight.transpose(1, 2) if experts.is_transposed else up_weight
+    h = multiply(x, up_weight, *routing)
     if experts.has_bias:
         h = h + getattr(experts, f"{name}_bias")[row_experts]
     gated: Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
@@ -176,13 +180,13 @@ def _down_weight(experts: Any) -> Tensor:
     return down.transpose(1, 2) if experts.is_transposed else down
 
 
-def routing_from_sorted_experts(row_experts: Tensor, tokens: Tensor, experts: int) -> Routing:
-    """Return the Routing of rows whose experts are `row_experts` (sorted) and whose tokens are `tokens`."""
+def routing_from_sorted_experts(row_experts: Tensor, row_tokens: Tensor, expert_count: int) -> Routing:
+    """Return the Routing of rows whose experts are `row_experts` (sorted) and whose tokens are `row_tokens`."""
     # Not bincount, which would synchronize with the GPU.
     ends = torch.searchsorted(
-        row_experts, torch.arange(experts, device=row_experts.device, dtype=row_experts.dtype), right=True
+        row_experts, torch.arange(expert_count, device=row_experts.device, dtype=row_experts.dtype), right=True
     )
-    return Routing(tokens, ends.int())
+    return Routing(row_tokens, ends.int())
 
 
 # ---- experts with precomputed rows ----------------------------------------------------------------------------------
@@ -209,9 +213,9 @@ def _send_rows(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not ranks.needs_exchange:
         return (scatter(x, 0, group=ranks.expert_mesh),)
     assert ranks.expert_mesh is not None
-    count = next(experts.parameters()).shape[0]  # a DTensor's shape counts the experts of all ranks
+    expert_count = next(experts.parameters()).shape[0]  # a DTensor's shape counts the experts of all ranks
     experts._fused_tp_exchange = ExpertExchange(
-        torch.full((count,), len(x) // count, dtype=torch.int64, device=x.device), ranks
+        torch.full((expert_count,), len(x) // expert_count, dtype=torch.int64, device=x.device), ranks
     )
     return (experts._fused_tp_exchange.send_rows(x),)
 

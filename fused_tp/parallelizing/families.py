@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fused_tp.parallelizing import own_attention
-from fused_tp.parallelizing.own_attention import CustomAttention
+from fused_tp.parallelizing import custom_attention
+from fused_tp.parallelizing.custom_attention import CustomAttention
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Family:
             because the base model combines their output with another tensor of all tokens.
         full_arguments: arguments of layers that hold all tokens because of `modules_before_layers`, by names of
             modules. They are sharded when the layer receives them.
-        parts: arguments of blocks on the full sequence (`whole_blocks`) that hold a shard of it, besides the first
-            argument, which always holds a shard. An argument may have the tokens of all rows in one dim.
+        sharded_arguments: arguments of blocks on the full sequence (`whole_blocks`) that hold a shard of it, besides
+            the first argument, which always holds a shard. An argument may have the tokens of all rows in one dim.
         gather_after: the last module of the layers, after which the base model reshapes hidden states to its input's
             shape. Under sequence parallelism its output is gathered, and all later modules run on the full sequence.
         shards_head: True if the output layer is sharded by vocabulary, together with a tied embedding; False if it is
             not sharded; None to follow transformers' plan.
-        flattens: the base model passes layers [batch * seq, hidden] instead of [batch, seq, hidden].
+        flattens_tokens: the base model passes layers [batch * seq, hidden] instead of [batch, seq, hidden].
         supports_eager_sequences: sequence parallelism works with the custom attention code of the family, which ignores
             the attention function of the config: it sees the full sequence, because projections and masks have its
             length. Also set for models without attention, whose state blocks run on the full sequence.
@@ -67,10 +67,10 @@ class Family:
     position_modules: tuple[str, ...] = ()
     modules_before_layers: tuple[str, ...] = ()
     full_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sharded_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gather_after: str = ""
     shards_head: bool | None = None
-    flattens: bool = False
+    flattens_tokens: bool = False
     supports_eager_sequences: bool = False
     needs_tokens: bool = False
     attention: CustomAttention | None = None
@@ -119,7 +119,7 @@ def _gathered_styles(parent: str, out: str, *leaves: str) -> dict[str, str | Non
 
 def _bloom(config: Any) -> Family:
     reads_weights = config.pretraining_tp > 1 and config.slow_but_exact
-    attention = CustomAttention("BloomAttention", own_attention.attend_bloom, dropout="attention_dropout")
+    attention = CustomAttention("BloomAttention", custom_attention.attend_bloom, dropout_attribute="attention_dropout")
     return Family(
         _pair_styles("h.*.self_attention", "query_key_value", "dense") | _BLOOM_MLP,
         {"h.*.self_attention": ("num_heads",)},
@@ -133,27 +133,27 @@ def _bloom(config: Any) -> Family:
 
 
 def _falcon(config: Any) -> Family:
-    one_head = config.multi_query and not config.new_decoder_architecture
+    is_multi_query = config.multi_query and not config.new_decoder_architecture
     return Family(
-        _styles("h.*.self_attention", "multi_query_colwise" if one_head else "colwise", "query_key_value")
+        _styles("h.*.self_attention", "multi_query_colwise" if is_multi_query else "colwise", "query_key_value")
         | _styles("h.*.self_attention", "rowwise", "dense")
         | _BLOOM_MLP,
-        {"h.*.self_attention": ("num_heads",) if one_head else ("num_heads", "num_kv_heads")},
+        {"h.*.self_attention": ("num_heads",) if is_multi_query else ("num_heads", "num_kv_heads")},
         per_head_arguments={"h.*.self_attention": {"alibi": 1, "attention_mask": 1}},
         shards_head=True,
         supports_eager_sequences=True,
-        attention=None if config.alibi else CustomAttention("FalconAttention", own_attention.attend_falcon),
+        attention=None if config.alibi else CustomAttention("FalconAttention", custom_attention.attend_falcon),
         reads_length_from_mask=True,
     )
 
 
 def _gpt_bigcode(config: Any) -> Family:
-    one_head = config.multi_query
+    is_multi_query = config.multi_query
     return Family(
-        _styles("h.*.attn", "multi_query_colwise" if one_head else "colwise", "c_attn")
+        _styles("h.*.attn", "multi_query_colwise" if is_multi_query else "colwise", "c_attn")
         | _styles("h.*.attn", "rowwise", "c_proj")
         | _GPT2_MLP,
-        {"h.*.attn": ("num_heads", *(("embed_dim", "num_key_value_groups") if one_head else ()))},
+        {"h.*.attn": ("num_heads", *(("embed_dim", "num_key_value_groups") if is_multi_query else ()))},
         shards_head=True,
     )
 
@@ -180,10 +180,10 @@ def _mllama(prefix: str) -> Family:
 
 def _recurrent_gemma(config: Any) -> Family:
     heads = "q_proj", "k_proj", "v_proj"
-    one_head = config.num_key_value_heads == 1
+    is_multi_query = config.num_key_value_heads == 1
     attention = _gathered_styles("layers.*.temporal_block", "o_proj", *heads)
     return Family(
-        (attention if one_head else _attention_styles("layers.*.temporal_block"))
+        (attention if is_multi_query else _attention_styles("layers.*.temporal_block"))
         | _gathered_styles("layers.*.temporal_block", "linear_out", "linear_x", "linear_y")
         | _styles("layers.*.mlp_block", "colwise", "gate_proj", "up_proj")
         | _styles("layers.*.mlp_block", "rowwise", "down_proj"),
@@ -198,15 +198,17 @@ def _openai_gpt(config: Any) -> Family:
         gather_after=f"h.{config.num_hidden_layers - 1}.ln_2",
         shards_head=True,
         supports_eager_sequences=True,
-        attention=CustomAttention("Attention", own_attention.attend_openai_gpt, "_attn", "attn_dropout"),
+        attention=CustomAttention("Attention", custom_attention.attend_openai_gpt, "_attn", "attn_dropout"),
         can_shard_cache=False,  # the model has no cache
     )
 
 
 def _gemma3n(config: Any) -> Family:
     # A sparse layer needs all features of the gate: it selects by their mean and standard deviation.
-    sparse = [f"layers.{n}.mlp" for n, share in enumerate(config.activation_sparsity_pattern) if share > 0]
-    return Family({name: style for mlp in sparse for name, style in _gathered_styles(mlp, *_GATED_MLP_NAMES).items()})
+    sparse_mlps = [f"layers.{n}.mlp" for n, share in enumerate(config.activation_sparsity_pattern) if share > 0]
+    return Family(
+        {name: style for mlp in sparse_mlps for name, style in _gathered_styles(mlp, *_GATED_MLP_NAMES).items()}
+    )
 
 
 def _zamba2(config: Any) -> Family:
@@ -220,7 +222,10 @@ def _zamba2(config: Any) -> Family:
         | _styles(f"{block}.feed_forward", "replicate", "gate_up_proj_adapter_list.*.0")
         | _styles(f"{block}.feed_forward", "rowwise", "down_proj")
         | _styles("layers.*", "colwise_gather_output", "mamba.in_proj", "mamba_decoder.mamba.in_proj"),
-        parts={"layers.*.mamba_decoder": ("transformer_hidden_states",), block: ("original_hidden_states",)},
+        sharded_arguments={
+            "layers.*.mamba_decoder": ("transformer_hidden_states",),
+            block: ("original_hidden_states",),
+        },
         shards_head=True,
     )
 
@@ -250,7 +255,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"h.*.attn": ("num_attention_heads",)},
         shards_head=True,
         supports_eager_sequences=True,
-        attention=CustomAttention("CodeGenAttention", own_attention.attend_by_head, "_attn", "attn_dropout"),
+        attention=CustomAttention("CodeGenAttention", custom_attention.attend_by_head, "_attn", "attn_dropout"),
     ),
     "cpmant": Family(
         {
@@ -295,7 +300,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             "per_layer_projection_norm",
         ),
         full_arguments={"layers.0": ("hidden_states",), "layers.*": ("per_layer_input",)},
-        parts={"layers.*.experts": ("top_k_index", "top_k_weights")},
+        sharded_arguments={"layers.*.experts": ("top_k_index", "top_k_weights")},
     ),
     # transformers' plan gathers the outputs of gate_up_proj instead of sharding them.
     **dict.fromkeys(("glm", "glm4", "phi3"), Family(_PACKED_MLP)),
@@ -306,7 +311,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"h.*.attn.attention": ("num_heads",)},
         shards_head=True,
         supports_eager_sequences=True,
-        attention=CustomAttention("GPTNeoSelfAttention", own_attention.attend_gpt_neo, "_attn", "attn_dropout"),
+        attention=CustomAttention("GPTNeoSelfAttention", custom_attention.attend_gpt_neo, "_attn", "attn_dropout"),
     ),
     "gpt_neox_japanese": Family(
         _pair_styles("layers.*.attention", "query_key_value", "dense")
@@ -316,7 +321,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         shards_head=True,
         supports_eager_sequences=True,
         attention=CustomAttention(
-            "GPTNeoXJapaneseAttention", own_attention.attend_by_head, "_attn", "attention_dropout"
+            "GPTNeoXJapaneseAttention", custom_attention.attend_by_head, "_attn", "attention_dropout"
         ),
     ),
     "gpt_oss": Family(
@@ -335,7 +340,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"h.*.attn": ("num_attention_heads",)},
         shards_head=True,
         supports_eager_sequences=True,
-        attention=CustomAttention("GPTJAttention", own_attention.attend_by_head, "_attn", "attn_dropout"),
+        attention=CustomAttention("GPTJAttention", custom_attention.attend_by_head, "_attn", "attn_dropout"),
     ),
     "hunyuan_v1_dense": Family(
         _LLAMA | _styles("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
@@ -348,7 +353,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             **_styles("layers.*", "replicate", "attention_input", "mlp_input"),
             "final_input": "replicate",
         },
-        parts={"layers.*.self_attn": ("key_hidden_states", "value_hidden_states")},
+        sharded_arguments={"layers.*.self_attn": ("key_hidden_states", "value_hidden_states")},
         shards_head=True,
     ),
     "inkling_text": Family(
@@ -389,7 +394,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         per_head_arguments={"blocks.*.attn": {"position_bias": 0}},
         shards_head=True,
         supports_eager_sequences=True,
-        attention=CustomAttention("MptAttention", own_attention.attend_mpt, dropout="attn_dropout_p"),
+        attention=CustomAttention("MptAttention", custom_attention.attend_mpt, dropout_attribute="attn_dropout_p"),
     ),
     "nemotron_h": Family(shards_head=True),
     "openai-gpt": _openai_gpt,
@@ -397,7 +402,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {f"decoder.{name}": style for name, style in _FAIRSEQ_LAYERS.items()},
         {"decoder.layers.*.self_attn": ("num_heads",)},
         shards_head=True,
-        flattens=True,
+        flattens_tokens=True,
         counts_positions_in_mask=True,
     ),
     "persimmon": Family(
@@ -434,7 +439,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         position_modules=("embed_positions",),
         shards_head=True,
         supports_eager_sequences=True,
-        attention=CustomAttention("XGLMAttention", own_attention.attend_xglm, dropout="dropout"),
+        attention=CustomAttention("XGLMAttention", custom_attention.attend_xglm, dropout_attribute="dropout"),
     ),
     "xlstm": Family(  # the config selects separate or fused layers; the plan lists both
         _gathered_styles("blocks.*.mlstm_layer", "out_proj", "q", "k", "v", "ogate_preact", "qkv_opreact")
@@ -457,7 +462,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             **_styles("layers.*", "replicate", "post_attention_residual_scale", "post_mlp_residual_scale"),
             "": "replicate",
         },
-        parts={"layers.*.mlp": ("prev_router_hidden_states",)},
+        sharded_arguments={"layers.*.mlp": ("prev_router_hidden_states",)},
         shards_head=True,
     ),
 }

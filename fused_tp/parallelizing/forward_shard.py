@@ -1,4 +1,4 @@
-"""Sharding state of the forward passes of a parallel model, and the stack of running ones."""
+"""Sharding state of the forward passes of a parallel model, and the stack of running passes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class CpContext:
     """Context parallel ranks that one forward pass attends over, and the layout of the sequence on them.
 
     Attributes:
-        padded: True if the caller's mask had padding on the right and was removed. Causal attention does not need the
-            mask then; non-causal attention would.
+        has_padding: True if the caller's mask had padding on the right and was removed. Causal attention does not need
+            such a mask; non-causal attention would.
         documents: starts of the packed documents of each row, and the end: (0, ..., seq_len); () for one document.
         tp_rank: index of this rank among the tensor parallel ranks that share the heads.
-        ulysses: (ranks of `mesh` that exchange heads, ranks of `mesh` that pass keys around a ring); None for one ring
-            of all ranks.
-        last_position: the greatest position of the full sequence; None unless `asks_last_position` is set.
+        ulysses_meshes: (ranks of `mesh` that exchange heads, ranks of `mesh` that pass keys around a ring); None for
+            one ring of all ranks.
+        last_position: the greatest position of the full sequence; None unless `needs_last_position` is set.
     """
 
     mesh: DeviceMesh
     seq_len: int
-    padded: bool = False
+    has_padding: bool = False
     documents: tuple[int, ...] = ()
     tp_rank: int = 0
-    ulysses: tuple[DeviceMesh, DeviceMesh | None] | None = None
+    ulysses_meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
     last_position: int | None = None
 
     @property
@@ -67,8 +67,8 @@ class CpContext:
         """Gather `t`, a shard returned by `shard`, to the full tensor."""
         return unshard_sequence(t, dim, seq_len=self.seq_len, **self._layout_options)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, heads_sharded: bool, **keywords: Any) -> Tensor:
-        """Attention of this rank's tokens over all tokens.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, heads_sharded: bool, **keywords: Any) -> Tensor:
+        """Attend from this rank's tokens to all tokens.
 
         Args:
             q, k, v: [batch, heads, seq, head_dim], like the result.
@@ -77,14 +77,14 @@ class CpContext:
                 must draw the same dropout.
             keywords: keyword arguments of `ring_attention`.
         """
-        _count_attention()
+        _count_attention_call()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         keywords |= {"layout": self.layout, "cu_seqlens": self.cu_seqlens, "seq_len": self.seq_len}
         keywords["first_head"] = self.tp_rank * q.shape[2] if heads_sharded else 0
-        if self.ulysses is None:
+        if self.ulysses_meshes is None:
             out = ring_attention_from_head(q, k, v, self.mesh, **keywords)
         else:
-            out = context_parallel_attention_from_head(q, k, v, *self.ulysses, **keywords)
+            out = context_parallel_attention_from_head(q, k, v, *self.ulysses_meshes, **keywords)
         return out.transpose(1, 2)
 
 
@@ -93,7 +93,7 @@ class ForwardShard:
     """Shard of the sequence that one forward pass runs on.
 
     Attributes:
-        batch: number of rows.
+        batch_size: number of rows.
         seq_len: number of tokens of the full sequence.
         local_len: number of tokens on this CP rank, over all TP ranks that share them.
         cp: set if the sequence is sharded over the context parallel ranks.
@@ -104,7 +104,7 @@ class ForwardShard:
         targets_version: `tensor_version(targets)` at the time they were counted.
     """
 
-    batch: int
+    batch_size: int
     seq_len: int
     local_len: int
     cp: CpContext | None = None
@@ -135,25 +135,25 @@ class LayerState:
             sharded.
         cp: set if the sequence is sharded over the context parallel ranks.
         logits_sharded: the output layer leaves its output sharded by vocabulary, for a loss over the TP ranks.
-        batch: number of rows; set together with `local_len`.
+        batch_size: number of rows; set together with `local_len`.
     """
 
     tp_sharded: bool = False
     local_len: int | None = None
     cp: CpContext | None = None
     logits_sharded: bool = False
-    batch: int = 0
+    batch_size: int = 0
 
 
 UNSHARDED = LayerState()
 
 
 def unsharded_state() -> LayerState:
-    """Return `UNSHARDED`: the `state_now` of modules whose forward pass is never sharded."""
+    """Return `UNSHARDED`: the `current_state` of modules whose forward pass is never sharded."""
     return UNSHARDED
 
 
-_MAX_HISTORY = 4096  # changes of state to keep; an autograd graph rarely lives through more than a few
+_MAX_RECORDED_STATES = 4096  # changes of state to keep; an autograd graph rarely lives through more than a few
 
 
 class StateHistory:
@@ -170,33 +170,33 @@ class StateHistory:
     """
 
     def __init__(self) -> None:
-        self._thread: int | None = None  # thread of the forward passes
-        self._starts: list[int] = []
+        self._thread_id: int | None = None  # thread of the forward passes
+        self._start_numbers: list[int] = []
         self._states: list[LayerState] = []
 
     def record(self, state: LayerState) -> None:
         """Record that nodes created from now on belong to `state`."""
         number, thread = torch.autograd._get_sequence_nr(), threading.get_ident()
         # A lower number in the same thread ident means a new thread: idents are reused, and each thread counts from 0.
-        if thread != self._thread or (self._starts and number < self._starts[-1]):
-            if running_node() is not None:
+        if thread != self._thread_id or (self._start_numbers and number < self._start_numbers[-1]):
+            if running_node_number() is not None:
                 return  # backward in another thread: the nodes that it creates are never looked up
-            self._thread = thread
-            self._starts.clear()
+            self._thread_id = thread
+            self._start_numbers.clear()
             self._states.clear()
         if self._states and self._states[-1] == state:
             return
-        self._starts.append(number)
+        self._start_numbers.append(number)
         self._states.append(state)
-        if len(self._starts) > _MAX_HISTORY:
-            del self._starts[0], self._states[0]
+        if len(self._start_numbers) > _MAX_RECORDED_STATES:
+            del self._start_numbers[0], self._states[0]
 
     def state_at(self, number: int) -> LayerState:
         """State in which the autograd node with this `number` was created."""
-        return self._states[max(bisect_right(self._starts, number) - 1, 0)] if self._states else UNSHARDED
+        return self._states[max(bisect_right(self._start_numbers, number) - 1, 0)] if self._states else UNSHARDED
 
 
-def running_node() -> int | None:
+def running_node_number() -> int | None:
     """Sequence number of the autograd node whose backward is running this code; None outside of backward."""
     if torch.compiler.is_compiling():
         return None  # code is traced in forward, never inside a backward
@@ -211,8 +211,8 @@ class RunningForward:
     Attributes:
         owner: the SequenceSharding whose model runs.
         shard: the shard that it runs on, or None.
-        node: the `running_node` at its start; None outside of backward.
-        outer: the forward pass of another model that called this one.
+        node_number: the `running_node_number` at its start; None outside of backward.
+        outer_frame: the forward pass of another model that called this one.
         cache: KV cache that is sharded over the CP ranks, in a forward pass whose sequence is not sharded.
         attention_calls: number of calls of attention over the CP ranks.
         is_traced: True if a compiled program called attention; its calls are not counted in `attention_calls`.
@@ -220,8 +220,8 @@ class RunningForward:
 
     owner: object
     shard: ForwardShard | None
-    node: int | None
-    outer: RunningForward | None
+    node_number: int | None
+    outer_frame: RunningForward | None
     cache: object | None = None
     attention_calls: int = 0
     is_traced: bool = False
@@ -240,8 +240,8 @@ def running_forward() -> RunningForward | None:
 
 def is_recomputing() -> bool:
     """True while backward recomputes an earlier forward pass (activation checkpointing)."""
-    node, frame = running_node(), running_forward()
-    return node is not None and (frame is None or frame.node != node)
+    node_number, frame = running_node_number(), running_forward()
+    return node_number is not None and (frame is None or frame.node_number != node_number)
 
 
 def running_shard() -> ForwardShard | None:
@@ -254,28 +254,28 @@ def running_shard() -> ForwardShard | None:
     return None if frame is None else frame.shard
 
 
-def _count_attention() -> None:
+def _count_attention_call() -> None:
     """Count a call of attention over the CP ranks, unless backward is recomputing the layer."""
     frame = running_forward()
     if frame is None:
         return
     if torch.compiler.is_compiling():
         frame.is_traced = True
-    elif frame.node == running_node():
+    elif frame.node_number == running_node_number():
         frame.attention_calls += 1
 
 
 def enter_forward(owner: object, shard: ForwardShard | None, cache: object | None = None) -> None:
     """Begin a forward pass of `owner`, possibly inside a forward pass of another model."""
-    node, outer = running_node(), running_forward()
-    frame = outer
+    node_number, outer_frame = running_node_number(), running_forward()
+    frame = outer_frame
     while frame is not None:
-        if frame.owner is owner and frame.node == node:
+        if frame.owner is owner and frame.node_number == node_number:
             # A model does not run inside itself, so this frame and all frames inside it are left over from interrupted
             # passes: on KeyboardInterrupt torch skips the forward hooks that call `leave_forward`.
-            outer = frame.outer
-        frame = frame.outer
-    _thread_state.frame = RunningForward(owner, shard, node, outer, cache)
+            outer_frame = frame.outer_frame
+        frame = frame.outer_frame
+    _thread_state.frame = RunningForward(owner, shard, node_number, outer_frame, cache)
 
 
 def leave_forward(owner: object) -> RunningForward | None:
@@ -286,5 +286,5 @@ def leave_forward(owner: object) -> RunningForward | None:
     frame = running_forward()
     if frame is None or frame.owner is not owner:
         return None
-    _thread_state.frame = frame.outer
+    _thread_state.frame = frame.outer_frame
     return frame

@@ -72,7 +72,7 @@ class GlobalLoss:
     forward pass is not sharded. Activation checkpointing must not recompute the loss.
 
     Args:
-        model_loss: the model's function.
+        model_loss_function: the model's function.
         vocab_mesh: the ranks that shard the last dim of the logits, or None.
         cp_mesh: the ranks that shard the sequence, or None.
         shards_tokens: True if a rank has hidden states of only some of the tokens.
@@ -80,7 +80,7 @@ class GlobalLoss:
         computed_losses: losses of the running forward pass.
     """
 
-    model_loss: Callable[..., Tensor]
+    model_loss_function: Callable[..., Tensor]
     vocab_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None
     shards_tokens: bool
@@ -95,7 +95,7 @@ class GlobalLoss:
             )
         shard = running_shard()
         if shard is None or shard.targets is None:
-            return self.model_loss(logits, labels, vocab_size, **kwargs)
+            return self.model_loss_function(logits, labels, vocab_size, **kwargs)
         ignore_index = kwargs.get("ignore_index", shard.ignore_index)
         if ignore_index != shard.ignore_index:
             raise ValueError(
@@ -109,15 +109,15 @@ class GlobalLoss:
                 "supported over sharded tokens or a sharded vocabulary. Call the model without labels, and compute "
                 "the loss from its logits."
             )
-        unsupported = []
+        unsupported_names = []
         for name, default in UNSUPPORTED_KEYWORDS.items():  # torch.compile does not trace this as a comprehension
             value = kwargs.get(name)
             if value is not None and (isinstance(value, Tensor) or value != default):
-                unsupported.append(name)
-        if unsupported:
+                unsupported_names.append(name)
+        if unsupported_names:
             raise ValueError(
-                f"The model calls its loss_function with {', '.join(unsupported)}, which is not supported over sharded "
-                "tokens or a sharded vocabulary: the loss must be the plain mean cross entropy. Call the model "
+                f"The model calls its loss_function with {', '.join(unsupported_names)}, which is not supported over "
+                "sharded tokens or a sharded vocabulary: the loss must be the plain mean cross entropy. Call the model "
                 "without labels, and compute the loss from its logits."
             )
         assert shard.target_count is not None  # set together with the targets
@@ -129,7 +129,7 @@ class GlobalLoss:
         self.computed_losses.append(ComputedLoss.from_loss(loss))
         return loss
 
-    def check_returned(self, output: Any, head: HeadOutputs) -> None:
+    def check_returned_loss(self, output: Any, head: HeadOutputs) -> None:
         """Check that `output` of a forward pass with labels holds the computed loss, and no scalar of this rank alone.
 
         Raises:
@@ -150,20 +150,22 @@ class GlobalLoss:
             return  # if the loss is not in the output, the checks below break the graph and run eagerly
         scalars = [t for t in find_tensors(output) if t.numel() == 1]
         returned_losses = [t for t in scalars if any(computed.equals(t) for computed in computed_losses)]
-        other_scalars = [t for t in scalars if t.requires_grad and not any(t is one for one in returned_losses)]
+        other_scalars = [
+            t for t in scalars if t.requires_grad and not any(t is returned for returned in returned_losses)
+        ]
         if not self.shards_tokens and head.is_available:
             # The model may add terms computed from all tokens, such as a router loss.
             loss_nodes = [computed.node for computed in computed_losses]
-            reached = [(t, reachable_nodes(t, stop_nodes=loss_nodes)) for t in other_scalars]
-            returned_losses += [t for t, nodes in reached if not nodes.isdisjoint(loss_nodes)]
-            other_scalars = [t for t, nodes in reached if not nodes.isdisjoint(head.nodes)]
+            reached_nodes = [(t, reachable_nodes(t, stop_nodes=loss_nodes)) for t in other_scalars]
+            returned_losses += [t for t, nodes in reached_nodes if not nodes.isdisjoint(loss_nodes)]
+            other_scalars = [t for t, nodes in reached_nodes if not nodes.isdisjoint(head.nodes)]
         elif not self.shards_tokens:
             returned_losses += [t for t in scalars if any(t is computed.loss for computed in computed_losses)]
         if other_scalars or not returned_losses:
             raise ValueError(
-                "forward did not return the loss that loss_function computed: it changed the loss, or returned another "
-                "scalar, using only this rank's shard of the tokens or of the vocabulary. Call the model without "
-                "labels, and compute such terms from its logits."
+                "forward did not return the loss that loss_function computed: the model changed the loss, or returned "
+                "another scalar that is computed from this rank's shard of the tokens or of the vocabulary only. Call "
+                "the model without labels, and compute such terms from its logits."
             )
 
     def _sum_local_loss(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
@@ -181,14 +183,14 @@ class GlobalLoss:
                 reduction="sum",
                 vocab_size=vocab_size,
             )
-        precise = logits if logits.dtype == torch.float64 else logits.float()
+        precise_logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(
-            precise.flatten(0, -2), targets.flatten(), ignore_index=shard.ignore_index, reduction="sum"
+            precise_logits.flatten(0, -2), targets.flatten(), ignore_index=shard.ignore_index, reduction="sum"
         )
 
 
 @dataclass(eq=False)
-class ReplacedLoss:
+class UserLoss:
     """A `loss_function` that the user set after `parallelize`, and that replaced the GlobalLoss `global_loss`.
 
     Raises:
@@ -222,13 +224,13 @@ def _contains_tensor(output: Any, t: Tensor) -> bool:
     return any([_contains_tensor(item, t) for item in output])  # noqa: C419  # torch.compile does not trace generators that recurse
 
 
-def have_equal_values(one: Any, other: Tensor) -> bool:
-    """True if `one` is `other`, or a tensor with equal values, possibly of another dtype or on another device."""
-    if one is other or not isinstance(one, Tensor):
-        return one is other
-    if one.shape != other.shape:
+def have_equal_values(first: Any, second: Tensor) -> bool:
+    """True if `first` is `second`, or a tensor with equal values, possibly of another dtype or on another device."""
+    if first is second or not isinstance(first, Tensor):
+        return first is second
+    if first.shape != second.shape:
         return False
-    return torch.allclose(one.detach(), other.detach().to(one), rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.allclose(first.detach(), second.detach().to(first), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class _ScaleGradient(torch.autograd.Function):

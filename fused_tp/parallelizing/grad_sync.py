@@ -36,11 +36,11 @@ from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_grad_requested
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE
 from fused_tp.parallelizing.graph import REENTRANT_NODE, leaf_tensors, reachable_nodes
-from fused_tp.parallelizing.marks import MARK
 
 _HOOK_ATTRIBUTE = "_fused_tp_gradient_summed"
-GRADIENT_SYNCS = "_fused_tp_gradient_syncs"  # attribute of a model: the objects that sum its gradients
+GRADIENT_SYNCS_ATTRIBUTE = "_fused_tp_gradient_syncs"  # attribute of a model: the objects that sum its gradients
 
 
 class GradientSync:
@@ -48,11 +48,11 @@ class GradientSync:
 
     The hook runs before AccumulateGrad, so it sums only the gradients of one backward, never earlier ones: gradients
     may be accumulated over several backwards. All ranks of `mesh` must compute gradients of the same parameters, except
-    for the parameters that `find_partly_used` has found to be used by some ranks only. The gradients of the latter are
-    zeros until backward ends.
+    for the parameters that `find_partly_used_parameters` has found to be used by some ranks only. The gradients of the
+    latter are zeros until backward ends.
 
     Args:
-        mean: take the mean of the ranks' gradients instead of their sum.
+        takes_mean: take the mean of the ranks' gradients instead of their sum.
 
     Example:
         >>> sync = GradientSync(mesh["cp"])
@@ -60,9 +60,9 @@ class GradientSync:
         >>> model(tokens).sum().backward()
     """
 
-    def __init__(self, mesh: DeviceMesh, *, mean: bool = False) -> None:
-        self.mesh, self.mean = mesh, mean
-        self._partly_used: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
+    def __init__(self, mesh: DeviceMesh, *, takes_mean: bool = False) -> None:
+        self.mesh, self.takes_mean = mesh, takes_mean
+        self._partly_used_parameters: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
         self._held_gradients: dict[int, Tensor] = {}  # gradients of the partly used parameters, until backward ends
         self._summed_names: list[str] = []  # names of the parameters whose gradients this backward has already summed
         self._in_autograd_grad = False  # torch.autograd.grad returns the gradients instead of accumulating them
@@ -76,7 +76,7 @@ class GradientSync:
         self._queued_callback: Callable[[], Callable[[], None] | None] = _no_callback
 
     def __reduce__(self) -> Any:
-        return partial(GradientSync, mean=self.mean), (self.mesh,)
+        return partial(GradientSync, takes_mean=self.takes_mean), (self.mesh,)
 
     def watch(self, model: nn.Module) -> None:
         """Hook every trainable parameter of `model` that has no hook yet.
@@ -85,45 +85,45 @@ class GradientSync:
             ValueError: FSDP2 manages some modules of the model and removes gradients before any hook sees them; a
                 parameter accumulates its gradient in `main_grad`; or a parameter was computed from other tensors.
         """
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        with_main_grad = [name for name, p in trainable if getattr(p, "main_grad", None) is not None]
-        if with_main_grad:
+        trainable_parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        main_grad_names = [name for name, p in trainable_parameters if getattr(p, "main_grad", None) is not None]
+        if main_grad_names:
             raise ValueError(
-                f"{with_main_grad[0]!r} accumulates its gradient in main_grad, which grad_sync=True does not sum over "
+                f"{main_grad_names[0]!r} accumulates its gradient in main_grad, which grad_sync=True does not sum over "
                 "the context parallel ranks. Pass grad_sync=False to parallelize, and average main_grad over these "
                 "ranks in the wrapper that reduces it; or remove main_grad."
             )
-        nonleaf_names = [name for name, p in trainable if not p.is_leaf]
+        nonleaf_names = [name for name, p in trainable_parameters if not p.is_leaf]
         if nonleaf_names:
             raise ValueError(
                 f"{nonleaf_names[0]!r} is not a leaf: it was computed from other tensors, as "
-                "torch.func.functional_call and FullyShardedDataParallel do. grad_sync=True might sum their gradients "
-                "twice. Pass leaf parameters (detach().requires_grad_()), or pass grad_sync=False to parallelize and "
-                "average the gradients over the context parallel ranks."
+                "torch.func.functional_call and FullyShardedDataParallel do. grad_sync=True might sum the gradients of "
+                "such tensors twice. Pass leaf parameters (detach().requires_grad_()), or pass grad_sync=False to "
+                "parallelize and average the gradients over the context parallel ranks."
             )
-        unhooked = [(name, p) for name, p in trainable if not self._has_hook(p)]
-        if unhooked and any(isinstance(module, FSDPModule) for module in model.modules()):
+        unhooked_parameters = [(name, p) for name, p in trainable_parameters if not self._has_hook(p)]
+        if unhooked_parameters and any(isinstance(module, FSDPModule) for module in model.modules()):
             raise ValueError(
                 "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
                 f"parallelize and a mesh that includes {', '.join(self.mesh.mesh_dim_names or ())!r} to fully_shard, "
                 "which then reduces the gradients. (First call fully_shard on experts that are distributed over that "
                 "dim, with a mesh without it, or pass them in ignored_params.)"
             )
-        for name, parameter in unhooked:
+        for name, parameter in unhooked_parameters:
             hooks = parameter._backward_hooks
             if hooks is not None:
                 # module.to() may have replaced the tensor; the new one lists the hooks but does not run them.
                 for key in [
                     k
                     for k, hook in hooks.items()
-                    if getattr(hook, "func", None) in (self._sum_hook, self._undo_division)
+                    if getattr(hook, "func", None) in (self._sum_gradient, self._undo_division)
                 ]:
                     del hooks[key]
                 parameter._backward_hooks = hooks
             # Bound by id, not by weak reference: module.to() does not swap tensors that have weak references.
-            hook = self._undo_division if is_distributed(parameter, self.mesh) else self._sum_hook
+            hook = self._undo_division if has_distributed_experts(parameter, self.mesh) else self._sum_gradient
             parameter.register_hook(partial(hook, name, id(parameter)))
-            if hook == self._sum_hook:
+            if hook == self._sum_gradient:
                 self._watched_parameters[id(parameter)] = parameter
             setattr(parameter, _HOOK_ATTRIBUTE, id(parameter))
 
@@ -132,7 +132,7 @@ class GradientSync:
 
         It was divided by the number of ranks, for wrappers that average gradients; this multiplies it back.
         """
-        return grad if self.mean else grad * self.mesh.size()
+        return grad if self.takes_mean else grad * self.mesh.size()
 
     def _has_hook(self, parameter: nn.Parameter) -> bool:
         """True if `parameter` runs our hook.
@@ -142,13 +142,15 @@ class GradientSync:
         them.
         """
         hooks = (parameter._backward_hooks or {}).values()
-        has_listed_hook = any(getattr(hook, "func", None) in (self._sum_hook, self._undo_division) for hook in hooks)
+        has_listed_hook = any(
+            getattr(hook, "func", None) in (self._sum_gradient, self._undo_division) for hook in hooks
+        )
         return has_listed_hook and getattr(parameter, _HOOK_ATTRIBUTE, None) == id(parameter)
 
     @property
-    def has_partly_used(self) -> bool:
-        """True if some parameters were used by some ranks only: then every forward needs `find_partly_used`."""
-        return bool(self._partly_used)
+    def has_partly_used_parameters(self) -> bool:
+        """True if only some ranks used some parameters. Every forward then needs `find_partly_used_parameters`."""
+        return bool(self._partly_used_parameters)
 
     @contextmanager
     def defer(self) -> Iterator[None]:
@@ -165,7 +167,7 @@ class GradientSync:
 
     @property
     def has_pending_reduction(self) -> bool:
-        """True if gradients are left to `reduce_deferred`, which exchanges which ranks have them."""
+        """True if gradients wait for `reduce_deferred`, in which the ranks also exchange which parameters they used."""
         return self._reduction_pending
 
     @torch.no_grad()
@@ -173,11 +175,11 @@ class GradientSync:
         """Reduce the deferred gradients over the ranks. A collective call."""
         if not self._reduction_pending:
             return
-        used = [key in self._deferred_ids for key in self._watched_parameters]
+        is_used = [key in self._deferred_ids for key in self._watched_parameters]
         self._deferred_ids, self._reduction_pending = set(), False
-        average_gradients(self.mesh, list(self._watched_parameters.values()), used)
+        average_gradients(self.mesh, list(self._watched_parameters.values()), is_used)
 
-    def find_partly_used(self, model: nn.Module, outputs: Sequence[Tensor], *, has_experts: bool) -> None:
+    def find_partly_used_parameters(self, model: nn.Module, outputs: Sequence[Tensor], *, has_experts: bool) -> None:
         """Find the parameters that only some ranks used for `outputs`. A collective call.
 
         The gradients of these parameters are then summed at the end of every backward, in the same order on all ranks,
@@ -190,26 +192,30 @@ class GradientSync:
             ValueError: there are such parameters, and hooks or DDP read their gradients in the middle of backward; or a
                 reentrant checkpoint in a model with experts hides which parameters were used.
         """
-        parameters = [p for p in model.parameters() if p.requires_grad and not is_distributed(p, self.mesh)]
+        parameters = [p for p in model.parameters() if p.requires_grad and not has_distributed_experts(p, self.mesh)]
         nodes = [node for t in outputs for node in reachable_nodes(t)]
-        used = {id(leaf) for leaf in leaf_tensors(nodes)}
-        hidden = has_experts and any(node.name() == REENTRANT_NODE for node in nodes)
-        local_use = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32, device="cpu")
-        *counts, hidden = all_reduce(local_use.to(self.mesh.device_type), group=self.mesh).tolist()
-        if hidden:
+        used_ids = {id(leaf) for leaf in leaf_tensors(nodes)}
+        is_use_hidden = has_experts and any(node.name() == REENTRANT_NODE for node in nodes)
+        local_use = torch.tensor(
+            [*(id(p) in used_ids for p in parameters), is_use_hidden], dtype=torch.float32, device="cpu"
+        )
+        *counts, is_use_hidden = all_reduce(local_use.to(self.mesh.device_type), group=self.mesh).tolist()
+        if is_use_hidden:
             raise ValueError(
                 "a reentrant checkpoint hides which experts a context parallel rank has used. Pass "
                 "use_reentrant=False to checkpoint."
             )
-        self._partly_used |= {id(p): p for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()}
-        if self._partly_used:
+        self._partly_used_parameters |= {
+            id(p): p for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()
+        }
+        if self._partly_used_parameters:
             self._check_no_early_readers()
             for t in outputs:
                 t.register_hook(self._queue_callback)
 
     def _check_no_early_readers(self) -> None:
         in_ddp = DistributedDataParallel._get_active_ddp_module() is not None
-        parameters = self._partly_used.values()
+        parameters = self._partly_used_parameters.values()
         if in_ddp or any(len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks for p in parameters):
             reader = "DistributedDataParallel" if in_ddp else "a hook on them"
             raise ValueError(
@@ -228,7 +234,7 @@ class GradientSync:
         finally:
             self.is_disabled = False
 
-    def _sum_hook(self, name: str, key: int, grad: Tensor) -> Tensor:
+    def _sum_gradient(self, name: str, key: int, grad: Tensor) -> Tensor:
         if self.is_disabled:
             return grad
         if torch.is_grad_enabled():
@@ -240,18 +246,18 @@ class GradientSync:
             self._queue_callback(grad)
         if self._reduction_pending:
             self._deferred_ids.add(key)
-            return grad if self.mean else grad * self.mesh.size()
-        if key not in self._partly_used:
+            return grad if self.takes_mean else grad * self.mesh.size()
+        if key not in self._partly_used_parameters:
             self._summed_names.append(name)
             return self._reduce(grad)
-        self._in_autograd_grad |= is_grad_requested(get_gradient_edge(self._partly_used[key]).node)
+        self._in_autograd_grad |= is_grad_requested(get_gradient_edge(self._partly_used_parameters[key]).node)
         # The nested backward of a reentrant checkpoint also runs this hook, so add.
         self._held_gradients[key] = self._held_gradients[key] + grad if key in self._held_gradients else grad
         return torch.zeros_like(grad)
 
     def _reduce(self, grad: Tensor) -> Tensor:
-        total = _sum_over(self.mesh, grad)
-        return total / self.mesh.size() if self.mean else total
+        total = _sum_over_ranks(self.mesh, grad)
+        return total / self.mesh.size() if self.takes_mean else total
 
     def _queue_callback(self, grad: Tensor) -> None:
         if self._queued_callback() is None:
@@ -262,16 +268,20 @@ class GradientSync:
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
-        held, summed, in_autograd_grad = self._held_gradients, self._summed_names, self._in_autograd_grad
+        held_gradients, summed_names, in_autograd_grad = (
+            self._held_gradients,
+            self._summed_names,
+            self._in_autograd_grad,
+        )
         self._held_gradients, self._queued_callback = {}, _no_callback
         if self._reduction_pending:
             self.reduce_deferred()
             return
-        self._compare_names(summed)
-        if self._partly_used:
-            self._sum_held_gradients(held, in_autograd_grad)
+        self._compare_names(summed_names)
+        if self._partly_used_parameters:
+            self._sum_held_gradients(held_gradients, in_autograd_grad)
 
-    def _compare_names(self, summed: list[str]) -> None:
+    def _compare_names(self, summed_names: list[str]) -> None:
         """Compare the names of the summed parameters over the ranks.
 
         Raises:
@@ -279,11 +289,11 @@ class GradientSync:
         """
         if is_capturing():
             return
-        name_checksum = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64, device="cpu")
+        name_checksum = torch.tensor([checksum("\n".join(summed_names).encode())], dtype=torch.float64, device="cpu")
         checksums = all_gather(name_checksum.to(self.mesh.device_type), 0, group=self.mesh).tolist()
         if len(set(checksums)) == 1:
             return
-        rank_names = exchange(resolve_group(self.mesh), "parameters whose gradients were summed", summed)
+        rank_names = exchange(resolve_group(self.mesh), "parameters whose gradients were summed", summed_names)
         other_rank = next(i for i, names in enumerate(rank_names) if names != rank_names[0])
         first, second = next(pair for pair in zip_longest(rank_names[0], rank_names[other_rank]) if pair[0] != pair[1])
         raise RankMismatchError(
@@ -294,8 +304,8 @@ class GradientSync:
             "use_reentrant=False to checkpoint, because reentrant checkpoints hide the used parameters."
         )
 
-    def _sum_held_gradients(self, held: dict[int, Tensor], in_autograd_grad: bool) -> None:
-        local_use = [*(key in held for key in self._partly_used), in_autograd_grad]
+    def _sum_held_gradients(self, held_gradients: dict[int, Tensor], in_autograd_grad: bool) -> None:
+        local_use = [*(key in held_gradients for key in self._partly_used_parameters), in_autograd_grad]
         *counts, in_autograd_grad = all_reduce(
             torch.tensor(local_use, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
         )
@@ -305,10 +315,10 @@ class GradientSync:
                 "used: their gradients are summed at the end of backward. Call backward() and read the parameters' "
                 "grad."
             )
-        for (key, parameter), count in zip(self._partly_used.items(), counts, strict=True):
+        for (key, parameter), count in zip(self._partly_used_parameters.items(), counts, strict=True):
             if not count:
                 continue
-            total = self._reduce(held[key] if key in held else torch.zeros_like(parameter))
+            total = self._reduce(held_gradients[key] if key in held_gradients else torch.zeros_like(parameter))
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
 
@@ -316,35 +326,35 @@ def _no_callback() -> None:
     return None
 
 
-def is_distributed(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+def has_distributed_experts(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     """True if `parameter` holds different experts on each rank of `mesh`."""
     if not isinstance(parameter, DTensor):
         return False
-    placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-    return any(name in (mesh.mesh_dim_names or ()) and placement.is_shard() for name, placement in placed)
+    named_placements = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+    return any(name in (mesh.mesh_dim_names or ()) and placement.is_shard() for name, placement in named_placements)
 
 
 @torch.no_grad()
-def average_gradients(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
+def average_gradients(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], is_used: Sequence[bool]) -> None:
     """Replace each gradient that a rank of `mesh` contributes to by its mean over all ranks of `mesh`.
 
     A collective call. A gradient to which no rank contributes is not changed.
 
     Args:
         parameters: the same on all ranks, in the same order.
-        used: for each parameter, True if this rank contributes to its gradient.
+        is_used: for each parameter, True if this rank contributes to its gradient.
     """
-    local_use = torch.tensor(used, dtype=torch.float32, device=mesh.device_type)
+    local_use = torch.tensor(is_used, dtype=torch.float32, device=mesh.device_type)
     counts = all_reduce(local_use, group=mesh).tolist() if parameters else []
     for parameter, count in zip(parameters, counts, strict=True):
         if count:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = _sum_over(mesh, grad) / mesh.size()
+            parameter.grad = _sum_over_ranks(mesh, grad) / mesh.size()
 
 
 def find_gradient_syncs(model: nn.Module) -> list[GradientSync]:
     """Return the GradientSync objects of `model` and its submodules, each once."""
-    syncs = (sync for module in model.modules() for sync in getattr(module, GRADIENT_SYNCS, ()))
+    syncs = (sync for module in model.modules() for sync in getattr(module, GRADIENT_SYNCS_ATTRIBUTE, ()))
     return list({id(sync): sync for sync in syncs}.values())
 
 
@@ -365,20 +375,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ...     with nullcontext() if i + 1 == len(batches) else fused_tp.no_sync(model):
         ...         model(**batch).loss.backward()
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not sharded and not any(hasattr(module, MARK) for module in model.modules()):
+    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not fsdp_modules and not any(hasattr(module, PARALLELISM_ATTRIBUTE) for module in model.modules()):
         raise TypeError(
             f"{type(model).__name__} is not parallel: call parallelize or fully_shard on the model before no_sync."
         )
     with ExitStack() as stack:
         for sync in find_gradient_syncs(model):
             stack.enter_context(sync.defer())
-        for module in sharded:
+        for module in fsdp_modules:
             module.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            for module in sharded:
+            for module in fsdp_modules:
                 module.set_requires_gradient_sync(True, recurse=False)
 
 
@@ -400,18 +410,18 @@ def sync_gradients(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _sum_over(mesh: DeviceMesh, grad: Tensor) -> Tensor:
+def _sum_over_ranks(mesh: DeviceMesh, grad: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         raise ValueError(
             f"grad_sync=True supports dense gradients only, got layout {grad.layout} for a parameter of shape "
             f"{tuple(grad.shape)}. Create the embedding with sparse=False."
         )
-    local = grad.to_local() if isinstance(grad, DTensor) else grad
-    local = local.contiguous()
-    if local.is_complex():
-        total = torch.view_as_complex(all_reduce(torch.view_as_real(local.resolve_conj()), group=mesh))
+    local_grad = grad.to_local() if isinstance(grad, DTensor) else grad
+    local_grad = local_grad.contiguous()
+    if local_grad.is_complex():
+        total = torch.view_as_complex(all_reduce(torch.view_as_real(local_grad.resolve_conj()), group=mesh))
     else:
-        total = all_reduce(local, group=mesh)
+        total = all_reduce(local_grad, group=mesh)
     if not isinstance(grad, DTensor):
         return total
     return DTensor.from_local(

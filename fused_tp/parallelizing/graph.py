@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-REENTRANT_NODE = (
-    "CheckpointFunctionBackward"  # name of the node of a reentrant checkpoint; the nodes inside are invisible
-)
+# Name of the autograd node of a reentrant checkpoint. The nodes inside the checkpoint are invisible.
+REENTRANT_NODE = "CheckpointFunctionBackward"
 
 
 def reachable_nodes(t: Tensor, *, stop_nodes: Collection[Any] = ()) -> set[Any]:
@@ -20,13 +19,13 @@ def reachable_nodes(t: Tensor, *, stop_nodes: Collection[Any] = ()) -> set[Any]:
     Reached nodes of `stop_nodes` are included.
     """
     first = get_gradient_edge(t).node
-    nodes, pending = {first}, [first]
-    while pending:
-        node = pending.pop()
+    nodes, pending_nodes = {first}, [first]
+    while pending_nodes:
+        node = pending_nodes.pop()
         if node not in stop_nodes:
             successors = {successor for successor, _ in node.next_functions if successor is not None} - nodes
             nodes |= successors
-            pending.extend(successors)
+            pending_nodes.extend(successors)
     return nodes
 
 

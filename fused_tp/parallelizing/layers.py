@@ -28,21 +28,21 @@ from fused_tp.nn.sharding import Memo, PartsShard, shard_rows
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution, ExpertRanks
-from fused_tp.parallelizing.experts import distribute_rows, run_grouped, takes_routing
+from fused_tp.parallelizing.experts import distribute_rows, takes_routing, use_grouped_matmuls
 from fused_tp.parallelizing.forward_shard import LayerState, unsharded_state
-from fused_tp.parallelizing.readers import parameters_read
+from fused_tp.parallelizing.readers import find_read_parameters
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
 from fused_tp.parallelizing.shard_plan import (
     STYLES,
-    WHOLE,
+    UNSHARDED_STYLE,
     ShardingPlan,
     Style,
     StyleSpec,
     attention_of,
     embedding_scale,
     head_counts,
+    is_within,
     spec_of,
-    within,
 )
 
 HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
@@ -61,8 +61,8 @@ class Sharding:
         meshes: meshes of all ranks that share the model, see `gather_over_meshes`.
         sequence: shards the sequence of each forward pass.
         config: the model's config, or None.
-        distribution: distribution of experts over the ranks of `ep_dim`, or None.
-        plain: parameters are converted to plain tensors at the end, see `plain_parameters_`.
+        expert_distribution: distribution of experts over the ranks of `ep_dim`, or None.
+        has_plain_parameters: parameters are converted to plain tensors at the end, see `plain_parameters_`.
     """
 
     plan: ShardingPlan
@@ -70,8 +70,8 @@ class Sharding:
     meshes: Sequence[DeviceMesh]
     sequence: SequenceSharding
     config: Any = None
-    distribution: ExpertDistribution | None = None
-    plain: bool = False
+    expert_distribution: ExpertDistribution | None = None
+    has_plain_parameters: bool = False
 
 
 def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
@@ -82,7 +82,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
         ValueError: the plan shards tied weights differently; a module other than its owner reads a sharded weight; a
             dim is not a multiple of `ranks`; hooks would be lost.
     """
-    dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
+    dims_by_parameter: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
         style = plan.modules.get(name)
         specs = plan.parameters_of(name, module)
@@ -92,9 +92,9 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                     f"parameter {f'{name}.{key}'!r} is a DTensor already. Call parallelize on the unsharded model, "
                     "before fully_shard or any other sharding."
                 )
-            if ranks > 1 and (why := reason_not_plain(type(parameter))) is not None:
+            if ranks > 1 and (reason := reason_not_plain(type(parameter))) is not None:
                 raise ValueError(
-                    f"{_path(name, key)!r} cannot be converted to a DTensor: {why}. Call parallelize before "
+                    f"{_path(name, key)!r} cannot be converted to a DTensor: {reason}. Call parallelize before "
                     "the model is quantized or its parameters are wrapped."
                 )
             if ranks > 1 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
@@ -103,7 +103,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                     "by a DTensor. Register the hooks after parallelize."
                 )
             if not isinstance(style, ParallelStyle):
-                dims_of[id(parameter)][name] = (
+                dims_by_parameter[id(parameter)][name] = (
                     specs[key].dim_of(parameter) if key in specs else spec_of(style).shard_dim
                 )
             if key in specs and (size := parameter.shape[specs[key].dim_of(parameter)] // specs[key].parts) % ranks:
@@ -112,14 +112,14 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                     f"{specs[key].dim_of(parameter)}, which has {specs[key].parts} chunks of {size} elements: {size} "
                     f"is not a multiple of the {ranks} tensor parallel ranks. Use another tensor parallel size."
                 )
-        _check_parts(name, module, spec_of(style), ranks)
+        _check_packed_widths(name, module, spec_of(style), ranks)
         if ranks > 1:
-            _check_losses(name, module, spec_of(style).convert is not None)
+            _check_nothing_lost(name, module, spec_of(style).convert is not None)
         if plan:
-            _check_reads(name, module, plan)
+            _check_direct_reads(name, module, plan)
         if style is not None and spec_of(style).shares_rotary:
             _rotary_width(getattr(model, "config", None), module)
-    for dims in dims_of.values():
+    for dims in dims_by_parameter.values():
         if len(set(dims.values())) > 1:
             first, second = list(dims)[:2]
             raise ValueError(
@@ -129,7 +129,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
             )
 
 
-def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
+def _check_packed_widths(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
     """Check that a packed layer has a multiple of `ranks` features per chunk, and a multi-query layer the right widths.
 
     Raises:
@@ -151,7 +151,7 @@ def _path(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
 
 
-def _check_losses(name: str, module: nn.Module, replaced: bool) -> None:
+def _check_nothing_lost(name: str, module: nn.Module, is_replaced: bool) -> None:
     """Check that sharding or replacing a module loses neither hooks nor options.
 
     Raises:
@@ -163,10 +163,10 @@ def _check_losses(name: str, module: nn.Module, replaced: bool) -> None:
             f"{name!r} is an nn.Embedding with max_norm or sparse=True, which tensor parallelism does not support. "
             f"Unset them or leave {name!r} out of the plan."
         )
-    if replaced and (attached := attachments(module)):
+    if is_replaced and (attribute_names := attachments(module)):
         raise ValueError(
-            f"{name!r} has {', '.join(attached)} set on the instance, which would be lost: parallelize replaces the "
-            f"layer. Set them after parallelize, or remove {name!r} from the plan."
+            f"{name!r} has {', '.join(attribute_names)} set on the instance, which would be lost: parallelize replaces "
+            f"the layer. Set them after parallelize, or remove {name!r} from the plan."
         )
 
 
@@ -175,9 +175,9 @@ def attachments(module: nn.Module) -> list[str]:
     return [key for key, value in vars(module).items() if (key == "forward" or key.endswith("_hooks")) and value]
 
 
-def _check_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
+def _check_direct_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
     """Raise ValueError if the plan shards a submodule's parameter that the forward of `module` reads directly."""
-    for parameter in parameters_read(module, by_forward=True):
+    for parameter in find_read_parameters(module, forward_only=True):
         owner = _path(name, parameter.rpartition(".")[0])
         if (
             spec_of(plan.modules.get(owner)).shard_dim is not None
@@ -214,34 +214,42 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             parallelize_module(module, mesh, style)
             continue
         if spec_of(style).sums_output:
-            sharded, distribution = style == "moe_tp_experts", sharding.distribution
+            sharded, distribution = style == "moe_tp_experts", sharding.expert_distribution
             ranks = (
-                distribution.ranks(sharded=sharded)
+                distribution.expert_ranks(sharded=sharded)
                 if distribution and name in distribution.names
                 else ExpertRanks(mesh)
             )
-            _run_experts(module, ranks, sequence.state_of(name))
+            _parallelize_experts(module, ranks, sequence.state_function_of(name))
         if spec_of(style).adds_once:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
         layer = shard_layer(name, module, style, sharding, memo)
         if layer is not module:
             references[id(layer)] = references.pop(id(module))
             _replace_module(module, layer, references[id(layer)])
-    attentions = {name for name in map(attention_of, plan.modules) if name is not None and not sequence.is_whole(name)}
-    for name in sorted(attentions):
+    attention_names = {
+        name
+        for name in map(attention_of, plan.modules)
+        if name is not None and not sequence.runs_on_full_sequence(name)
+    }
+    for name in sorted(attention_names):
         model.get_submodule(name).register_forward_pre_hook(partial(_pass_stand_in, sequence), with_kwargs=True)
         unsharded_layers = [
-            inner for inner, style in plan.modules.items() if within(inner, name) and spec_of(style) is WHOLE
+            inner
+            for inner, style in plan.modules.items()
+            if is_within(inner, name) and spec_of(style) is UNSHARDED_STYLE
         ]
         for layer in map(model.get_submodule, unsharded_layers):
             if isinstance(layer, nn.Linear):
                 layer.register_forward_pre_hook(_replace_stand_ins)
     _share_gathers(model, plan.modules)
-    for name, arguments in plan.per_head_arguments.items():
+    for name, dims_by_argument in plan.per_head_arguments.items():
         attention: Any = model.get_submodule(name)
         heads = max(head_counts(attention).values())  # number of query heads
-        order = list(inspect.signature(attention.forward).parameters)
-        attention.register_forward_pre_hook(partial(_narrow_heads, mesh, heads, arguments, order), with_kwargs=True)
+        argument_names = list(inspect.signature(attention.forward).parameters)
+        attention.register_forward_pre_hook(
+            partial(_narrow_heads, mesh, heads, dims_by_argument, argument_names), with_kwargs=True
+        )
     for name, attributes in plan.head_attributes.items():
         attention = model.get_submodule(name)
         for attribute in attributes:
@@ -250,26 +258,26 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
 
 def _narrow_heads(
     mesh: DeviceMesh,
-    heads: int,
-    dims: Mapping[str, int],
-    order: list[str],
+    head_count: int,
+    dims_by_argument: Mapping[str, int],
+    argument_names: list[str],
     attention: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments:
     """Narrow per-head arguments of an attention module to this rank's heads.
 
-    `dims` maps the names of these arguments to their dim of size heads or batch * heads.
+    `dims_by_argument` maps the names of these arguments to their dim of size heads or batch * heads.
     """
-    start, stop = shard_rows(heads, mesh)
+    start, stop = shard_rows(head_count, mesh)
 
     def narrow(name: str, t: Any) -> Any:
-        if name not in dims or not isinstance(t, Tensor) or t.shape[dims[name]] == 1:
+        if name not in dims_by_argument or not isinstance(t, Tensor) or t.shape[dims_by_argument[name]] == 1:
             return t
-        dim = dims[name]
-        return t.unflatten(dim, (-1, heads)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+        dim = dims_by_argument[name]
+        return t.unflatten(dim, (-1, head_count)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
 
-    return tuple(map(narrow, order, args)), {name: narrow(name, t) for name, t in kwargs.items()}
+    return tuple(map(narrow, argument_names, args)), {name: narrow(name, t) for name, t in kwargs.items()}
 
 
 def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Memo) -> nn.Module:
@@ -289,12 +297,12 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     if scale is not None:
         layer.register_forward_hook(partial(_scale_output, scale))
     if (
-        (sharding.plan.flattens or sequence.flattens(name))
+        (sharding.plan.flattens_tokens or sequence.may_get_flat_tokens(name))
         and isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-        and not sequence.is_whole(name)
+        and not sequence.runs_on_full_sequence(name)
     ):
         layer.register_forward_pre_hook(partial(_pass_batch_size, sequence), with_kwargs=True)
-    if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
+    if isinstance(layer, ColumnParallelLinear) and not sequence.runs_on_full_sequence(name):
         hook = partial(_replace_stand_in_by_shard, sequence, name if attention_of(name) is not None else "")
         layer.register_forward_pre_hook(hook, with_kwargs=True)
     return layer
@@ -313,19 +321,19 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
 def distribute_experts(model: nn.Module, distribution: ExpertDistribution) -> None:
     """Distribute the experts of a model without tensor parallel ranks."""
     for name in sorted(distribution.names):
-        _run_experts(model.get_submodule(name), distribution.ranks(sharded=False), unsharded_state)
+        _parallelize_experts(model.get_submodule(name), distribution.expert_ranks(sharded=False), unsharded_state)
 
 
-def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
+def _parallelize_experts(experts: Any, ranks: ExpertRanks, current_state: Callable[[], LayerState]) -> None:
     if takes_routing(experts):
-        run_grouped(experts, ranks, state_now)
+        use_grouped_matmuls(experts, ranks, current_state)
         return
-    shares_input, sums_output = partial(_share_input, ranks.shard_ranks), partial(_sum_output, ranks.shard_ranks)
+    share_input, sum_output = partial(_share_input, ranks.shard_ranks), partial(_sum_output, ranks.shard_ranks)
     if ranks.expert_mesh is not None:
-        distribute_rows(experts, ranks, share_input=shares_input, sum_output=sums_output)
+        distribute_rows(experts, ranks, share_input=share_input, sum_output=sum_output)
     else:
-        experts.register_forward_pre_hook(shares_input, with_kwargs=True)
-        experts.register_forward_hook(sums_output)
+        experts.register_forward_pre_hook(share_input, with_kwargs=True)
+        experts.register_forward_hook(sum_output)
 
 
 def _share_input(mesh: GroupLike, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
@@ -352,27 +360,29 @@ def holds_sharded_heads(attention: nn.Module) -> bool:
     return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.modules())
 
 
-def _replace_module(old: nn.Module, new: nn.Module, references: Sequence[tuple[nn.Module, str]]) -> None:
-    """Replace `old` by `new` in each (parent, key) of `references`, and move `old`'s parameters to the meta device.
+def _replace_module(old_module: nn.Module, new_module: nn.Module, references: Sequence[tuple[nn.Module, str]]) -> None:
+    """Replace `old_module` by `new_module` in each (parent, key) of `references`, and move its parameters to "meta".
 
-    This frees the full weight before the next layer is sharded, and makes code that still computes with `old` fail.
+    This frees the full weight before the next layer is sharded. Code that still computes with `old_module` then fails.
     """
     for parent, key in references:
-        parent._modules[key] = new
-    for key, parameter in old._parameters.items():
+        parent._modules[key] = new_module
+    for key, parameter in old_module._parameters.items():
         if parameter is not None:
-            old._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            old_module._parameters[key] = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), parameter.requires_grad
+            )
 
 
 def _pass_batch_size(
     sequence: SequenceSharding, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments | None:
     """Pass the batch size to a layer whose input is [batch * seq, n], so that it gathers or scatters each sequence."""
-    state = sequence.state_now()
-    return (args, {"batch": state.batch, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
+    state = sequence.current_state()
+    return (args, {"batch": state.batch_size, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
 
 
-_SHARD = "_fused_tp_part"  # attribute of a stand-in: the shard of the sequence that it replaces
+_SHARD_ATTRIBUTE = "_fused_tp_part"  # attribute of a stand-in: the shard of the sequence that it replaces
 
 
 def _pass_stand_in(
@@ -385,12 +395,12 @@ def _pass_stand_in(
     The stand-in is one NaN, expanded: a module that computes with it, instead of passing it to a projection, returns
     NaN everywhere.
     """
-    state = sequence.state_now()
+    state = sequence.current_state()
     if not state.tp_sharded:
         return None
     x = args[0] if args else next(iter(kwargs.values()))
     stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], state.local_len, x.shape[-1])
-    setattr(stand_in, _SHARD, x)
+    setattr(stand_in, _SHARD_ATTRIBUTE, x)
 
     def replace(value: Any) -> Any:  # some modules pass the same tensor again, for keys and values
         return stand_in if value is x else value
@@ -398,15 +408,15 @@ def _pass_stand_in(
     return tuple(map(replace, args)), {name: replace(value) for name, value in kwargs.items()}
 
 
-def shard_behind(x: Tensor) -> Tensor:
+def resolve_stand_in(x: Tensor) -> Tensor:
     """Return the shard that the stand-in `x` replaces (see `_pass_stand_in`); `x` itself if it is not a stand-in."""
-    shard: Tensor = getattr(x, _SHARD, x)
+    shard: Tensor = getattr(x, _SHARD_ATTRIBUTE, x)
     return shard
 
 
 def _replace_stand_ins(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Pass the shard to an unsharded layer, instead of the stand-in of the attention module around it."""
-    return tuple(map(shard_behind, args))
+    return tuple(map(resolve_stand_in, args))
 
 
 def _replace_stand_in_by_shard(
@@ -416,11 +426,13 @@ def _replace_stand_in_by_shard(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments | None:
-    state = sequence.state_now()
+    state = sequence.current_state()
     if not state.tp_sharded:
         return None
     x = args[0]
-    shard = getattr(x, _SHARD, None)  # layers that are not attention projections (gates) may get a stand-in, too
+    shard = getattr(
+        x, _SHARD_ATTRIBUTE, None
+    )  # layers that are not attention projections (gates) may get a stand-in, too
     if shard is None and attention_projection:
         raise ValueError(
             "sequence_parallel=True needs attention modules that pass their first argument unchanged to their "
@@ -433,17 +445,17 @@ def _replace_stand_in_by_shard(
 
 def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
     """Make q, k and v, and gate and up, gather their common input in one op."""
-    families: dict[tuple[Any, ...], list[ColumnParallelLinear]] = defaultdict(list)
+    layer_groups: dict[tuple[Any, ...], list[ColumnParallelLinear]] = defaultdict(list)
     modules = dict(model.named_modules())
     for name in plan:
         parent, _, leaf = name.rpartition(".")
         layer, attention = modules.get(name), attention_of(name)
         # In cross-attention q reads another tensor than k and v do.
-        crosses = "cross" in parent or "encoder_attn" in parent
+        is_cross_attention = "cross" in parent or "encoder_attn" in parent
         scope = attention if attention is not None else parent if leaf in GATED_PROJECTIONS else None
-        if isinstance(layer, ColumnParallelLinear) and scope is not None and not crosses:
-            families[scope, attention is not None, layer.in_features, layer.weight.dtype].append(layer)
-    for layers in families.values():
+        if isinstance(layer, ColumnParallelLinear) and scope is not None and not is_cross_attention:
+            layer_groups[scope, attention is not None, layer.in_features, layer.weight.dtype].append(layer)
+    for layers in layer_groups.values():
         if len(layers) > 1:
             share_gather(layers)
 
@@ -459,30 +471,36 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
     plan = sharding.plan
     embeddings = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
 
-    def sums(name: str) -> Callable[[], bool]:
-        embedded = any(within(name, embedding) for embedding in embeddings)
-        return _gradient_predicate(name, spec_of(plan.modules.get(name)), sharding.sequence, embedded=embedded)
+    def make_predicate(name: str) -> Callable[[], bool]:
+        is_embedded = any(is_within(name, embedding) for embedding in embeddings)
+        return _gradient_predicate(name, spec_of(plan.modules.get(name)), sharding.sequence, embedded=is_embedded)
 
     for name, module in modules.items():
         specs = plan.parameters_of(name, module).items()
         shards = {key: PartsShard(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in specs}
-        owners = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
+        owners = {p: _path(name, p.rpartition(".")[0]) for p in find_read_parameters(module)}
         # Do not convert sharded parameters that the code reads: it would treat a plain shard as the full parameter.
         # Left as DTensors, torch raises an error.
-        read = {p: sums(owner) for p, owner in owners.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
-        distribution = sharding.distribution
+        read_predicates = {
+            p: make_predicate(owner)
+            for p, owner in owners.items()
+            if spec_of(plan.modules.get(owner)).shard_dim is None
+        }
+        distribution = sharding.expert_distribution
         mesh = distribution.parameter_mesh if distribution and name in distribution.names else None
         has_parameters = replicate_own_parameters(
             module,
             sharding.mesh,
             memo,
-            sums_gradients=sums(name),
+            sums_gradients=make_predicate(name),
             shards=shards,
-            read_parameters=read,
+            read_parameters=read_predicates,
             parameter_mesh=mesh,
         )
-        embeds = has_parameters and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)
-        if name in plan.position_modules or embeds:
+        scatters_output = (
+            has_parameters and isinstance(module, nn.Embedding) and not sharding.sequence.runs_on_full_sequence(name)
+        )
+        if name in plan.position_modules or scatters_output:
             module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 
@@ -500,14 +518,14 @@ def _gradient_predicate(
     """Return a function that is true while backward must sum the gradients of the module called `name` over ranks."""
     # An embedding and its submodules run on the full sequence, because every rank has all token ids. So their gradients
     # are complete; the rank takes its shard of the output.
-    return partial(_sums_gradient, sequence, spec.sums_gradient, embedded or sequence.is_whole(name))
+    return partial(_sums_gradient, sequence, spec.sums_gradient, embedded or sequence.runs_on_full_sequence(name))
 
 
-def _sums_gradient(sequence: SequenceSharding, always: bool, whole: bool) -> bool:
-    return always or (not whole and sequence.state_now().tp_sharded)
+def _sums_gradient(sequence: SequenceSharding, always_sums: bool, has_full_sequence: bool) -> bool:
+    return always_sums or (not has_full_sequence and sequence.current_state().tp_sharded)
 
 
 def _scatter_embeddings(
     sequence: SequenceSharding, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
-    return scatter(output, -2, group=mesh) if sequence.state_now().tp_sharded else output
+    return scatter(output, -2, group=mesh) if sequence.current_state().tp_sharded else output

@@ -40,8 +40,8 @@ def make_mesh(
     Example:
         >>> mesh = fused_tp.make_mesh(pp=2, dp_shard=-1, cp=2, tp=8)
     """
-    requested = dict(zip(DIM_ORDER, (pp, dp_replicate, dp_shard, ep, cp, tp), strict=True))
-    sizes = {name: size for name, size in requested.items() if size is not None}
+    requested_sizes = dict(zip(DIM_ORDER, (pp, dp_replicate, dp_shard, ep, cp, tp), strict=True))
+    sizes = {name: size for name, size in requested_sizes.items() if size is not None}
     if not sizes:
         raise ValueError(f"make_mesh got no dims. Pass the size of at least one of {', '.join(DIM_ORDER)}.")
     for name, size in sizes.items():
@@ -50,22 +50,22 @@ def make_mesh(
             raise ValueError(f"{name} must be at least 1, or -1 to compute it from the number of ranks; got {size}.")
     if not dist.is_initialized():
         raise ValueError("make_mesh needs a process group. Call torch.distributed.init_process_group() first.")
-    world, known_product = dist.get_world_size(), prod(size for size in sizes.values() if size > 0)
-    open_dims = [name for name, size in sizes.items() if size == -1]
-    if len(open_dims) > 1:
-        raise ValueError(f"Only one dim can be -1, got {' and '.join(open_dims)}. Pass the sizes of the others.")
-    if world % known_product if open_dims else world != known_product:
+    world_size, known_product = dist.get_world_size(), prod(size for size in sizes.values() if size > 0)
+    inferred_dims = [name for name, size in sizes.items() if size == -1]
+    if len(inferred_dims) > 1:
+        raise ValueError(f"Only one dim can be -1, got {' and '.join(inferred_dims)}. Pass the sizes of the others.")
+    if world_size % known_product if inferred_dims else world_size != known_product:
         product_text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 0) or "1"
         raise ValueError(
-            f"{product_text} is {known_product}, but there are {world} ranks"
+            f"{product_text} is {known_product}, but there are {world_size} ranks"
             + (
-                f", which is not a multiple, so {open_dims[0]}=-1 cannot be computed. Change the sizes."
-                if open_dims
+                f", which is not a multiple, so {inferred_dims[0]}=-1 cannot be computed. Change the sizes."
+                if inferred_dims
                 else ". The product of the sizes must equal the number of ranks."
             )
         )
-    for name in open_dims:
-        sizes[name] = world // known_product
+    for name in inferred_dims:
+        sizes[name] = world_size // known_product
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device_type = "cpu" if accelerator is None else accelerator.type
@@ -105,15 +105,15 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
             "fully_shard on the experts over the data parallel dims alone, and on the rest of the model over the data "
             "parallel dims and 'ep'."
         )
-    sharded = tuple(name for name in ("dp_shard", "cp") if name in names)
-    if not sharded:
+    sharded_dims = tuple(name for name in ("dp_shard", "cp") if name in names)
+    if not sharded_dims:
         raise ValueError(
             f"mesh must have a dim 'dp_shard' or 'cp' for fully_shard, got {names or 'dims without names'}."
         )
-    shard_mesh = mesh[sharded]._flatten("fsdp") if len(sharded) > 1 else mesh[sharded[0]]
+    shard_mesh = mesh[sharded_dims]._flatten("fsdp") if len(sharded_dims) > 1 else mesh[sharded_dims[0]]
     if "dp_replicate" not in names or mesh["dp_replicate"].size() == 1:
         return shard_mesh
-    if len(sharded) == 1:
-        return mesh["dp_replicate", sharded[0]]
+    if len(sharded_dims) == 1:
+        return mesh["dp_replicate", sharded_dims[0]]
     # Rejected: mesh["dp_replicate", "fsdp"]. torch warns about slicing by the name of a flattened dim.
     return DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])

@@ -16,7 +16,7 @@ from fused_tp.parallelizing.shard_plan import head_counts, is_kv_count
 _HEADS_PER_LAYER = "num_attention_heads_per_layer"  # config attribute of models whose layers differ in number of heads
 
 
-def find_dims(
+def find_dim_meshes(
     mesh: DeviceMesh, tp_dim: str, cp_dim: str, ep_dim: str | None
 ) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
     """Return the 1-D meshes of `tp_dim`, `cp_dim` and `ep_dim`; None for a dim that is missing or has one rank.
@@ -55,7 +55,7 @@ def check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> No
     """Check that `size`, the `ulysses_size`, divides the context parallel ranks and each TP rank's heads.
 
     Raises:
-        ValueError: it does not; the message lists the supported sizes.
+        ValueError: `size` does not divide them; the message lists the supported sizes.
     """
     check_int("ulysses_size", size, 1)
     if cp_size % size:
@@ -65,17 +65,17 @@ def check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> No
             f"{', '.join(map(str, sizes))}."
         )
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     counts = [(name, heads) for name, heads in head_counts(config).items() if not is_kv_count(name)]
-    counts += [(_HEADS_PER_LAYER, heads) for heads in sorted({*(getattr(text, _HEADS_PER_LAYER, None) or ())})]
-    uneven = next((f"{name}={heads}" for name, heads in counts if heads % (size * tp_size)), None)
-    if size > 1 and uneven is not None:
+    counts += [(_HEADS_PER_LAYER, heads) for heads in sorted({*(getattr(text_config, _HEADS_PER_LAYER, None) or ())})]
+    uneven_count = next((f"{name}={heads}" for name, heads in counts if heads % (size * tp_size)), None)
+    if size > 1 and uneven_count is not None:
         divisors = (n for n in range(2, cp_size + 1) if cp_size % n == 0)
         usable_divisors = [n for n in divisors if all(heads % (n * tp_size) == 0 for _, heads in counts)]
         sizes = [1, *usable_divisors]  # a ring without Ulysses supports any number of heads
         raise ValueError(
-            f"{type(model).__name__} has {uneven}, which is not a multiple of {tp_size} tensor parallel ranks times "
-            f"ulysses_size={size}. Use one of these values of ulysses_size: {', '.join(map(str, sizes))}."
+            f"{type(model).__name__} has {uneven_count}, which is not a multiple of {tp_size} tensor parallel ranks "
+            f"times ulysses_size={size}. Use one of these values of ulysses_size: {', '.join(map(str, sizes))}."
         )
 
 

@@ -19,15 +19,15 @@ def find_tensors(output: Any) -> list[Tensor]:
     return list(_search(output, set()))
 
 
-def _search(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(value) in seen or isinstance(value, (*_TENSORLESS_TYPES, *_SKIPPED_TYPES)):
+def _search(value: Any, seen_ids: set[int]) -> Iterator[Tensor]:
+    if id(value) in seen_ids or isinstance(value, (*_TENSORLESS_TYPES, *_SKIPPED_TYPES)):
         return
-    seen.add(id(value))
+    seen_ids.add(id(value))
     if isinstance(value, Tensor):
         yield value
         return
     for child in _children(value):
-        yield from _search(child, seen)
+        yield from _search(child, seen_ids)
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -38,15 +38,15 @@ def _children(value: Any) -> Iterable[Any]:
         return leaves
     if isinstance(value, (list, tuple, set, frozenset)):
         return value
-    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    slots = (name for base in type(value).__mro__ for name in getattr(base, "__slots__", ()))
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
-def map_tensors(function: Callable[[Tensor], Any], output: Any, *, caches: tuple[type, ...] = ()) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], output: Any, *, cache_types: tuple[type, ...] = ()) -> Any:
     """Return `output`, nested tuples, lists and dicts, with every tensor replaced by `function(tensor)`.
 
     Args:
-        caches: classes whose objects are returned unchanged.
+        cache_types: classes whose objects are returned unchanged.
 
     Raises:
         TypeError: `output` holds an object of another type with tensors, such as a dataclass or a subclass of dict;
@@ -56,11 +56,11 @@ def map_tensors(function: Callable[[Tensor], Any], output: Any, *, caches: tuple
     def replace_tensor(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
-        if isinstance(value, caches) or not find_tensors(value):
+        if isinstance(value, cache_types) or not find_tensors(value):
             return value
         raise TypeError(
-            f"forward returned a {type(value).__name__}, whose tensors cannot be replaced by the full sequence's. "
-            "Return a NamedTuple, tuple, list or dict, or register the class with torch.utils._pytree."
+            f"forward returned a {type(value).__name__}, whose tensors cannot be replaced by tensors of the full "
+            "sequence. Return a NamedTuple, tuple, list or dict, or register the class with torch.utils._pytree."
         )
 
     return tree_map(replace_tensor, output)

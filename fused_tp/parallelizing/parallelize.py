@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.nn.optimizers import record_replaced_parameters, watch_model
 from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.ops.arguments import check_bool
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
 from fused_tp.parallelizing.checks.batch_check import BatchCheck
 from fused_tp.parallelizing.checks.gradient_check import GradientCheck
 from fused_tp.parallelizing.checks.loss_check import LossCheck
@@ -27,12 +28,12 @@ from fused_tp.parallelizing.checks.model_check import (
     is_parallelized,
     remember_code,
 )
-from fused_tp.parallelizing.checks.parts_check import ShardCheck
+from fused_tp.parallelizing.checks.shard_check import ShardCheck
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.checks.step_check import StepCheck
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution
-from fused_tp.parallelizing.grad_sync import GRADIENT_SYNCS, GradientSync, no_sync
+from fused_tp.parallelizing.grad_sync import GRADIENT_SYNCS_ATTRIBUTE, GradientSync, no_sync
 from fused_tp.parallelizing.hf.hf_model import (
     TransformersSequence,
     check_transformers_model,
@@ -40,8 +41,7 @@ from fused_tp.parallelizing.hf.hf_model import (
     without_input_hooks,
 )
 from fused_tp.parallelizing.layers import Sharding, check_layers, distribute_experts, replicate_parameters, shard_layers
-from fused_tp.parallelizing.marks import MARK, SHARDING
-from fused_tp.parallelizing.mesh_dims import check_ulysses, expert_tp_mesh, find_dims, split_for_ulysses
+from fused_tp.parallelizing.mesh_dims import check_ulysses, expert_tp_mesh, find_dim_meshes, split_for_ulysses
 from fused_tp.parallelizing.plain_model import PlainSequence, check_plain_model
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, restore_hook_order
 from fused_tp.parallelizing.shard_plan import (
@@ -84,7 +84,7 @@ class ParallelizeKeywords:
 
 @dataclass(frozen=True)
 class _CheckedArguments:
-    """Arguments of `parallelize` that `_check` has accepted.
+    """Arguments of `parallelize` that `_check_arguments` has accepted.
 
     Attributes:
         keywords: the arguments.
@@ -92,14 +92,14 @@ class _CheckedArguments:
         parallelism: TP and CP meshes, and the options that forward passes read.
         ep_mesh: mesh over which unsharded experts are distributed: `parallelism.tp_mesh`, `parallelism.cp_mesh` or the
             mesh of a separate dim; None without distribution.
-        from_meta: the model has parameters on the meta device.
+        is_from_meta: the model has parameters on the meta device.
     """
 
     keywords: ParallelizeKeywords
     mesh: DeviceMesh
     parallelism: Parallelism
     ep_mesh: DeviceMesh | None
-    from_meta: bool
+    is_from_meta: bool
 
     @property
     def meshes(self) -> list[DeviceMesh]:
@@ -109,7 +109,7 @@ class _CheckedArguments:
     @property
     def separate_ep_mesh(self) -> DeviceMesh | None:
         """Mesh of a separate expert parallel dim, whose ranks have different batches, or None."""
-        return None if any(self.ep_mesh is one for one in self.meshes) else self.ep_mesh
+        return None if any(self.ep_mesh is mesh for mesh in self.meshes) else self.ep_mesh
 
     @property
     def model_meshes(self) -> list[DeviceMesh]:
@@ -122,21 +122,21 @@ class _ModelPlan:
     """Complete plan for one model, made before the model is changed.
 
     Attributes:
-        modules: style of each module and parameter.
-        experts: experts to distribute, or None.
+        sharding_plan: style of each module and parameter.
+        expert_distribution: experts to distribute, or None.
         sequence: sharding of each forward pass.
         adapters: LoRA adapters in the model, None without PEFT.
     """
 
-    modules: ShardingPlan
-    experts: ExpertDistribution | None
+    sharding_plan: ShardingPlan
+    expert_distribution: ExpertDistribution | None
     sequence: SequenceSharding
     adapters: Any
 
     def styles(self) -> dict[str, object]:
         """Return the style of each module and parameter, also of adapters, by name."""
-        adapter_styles = self.adapters.plan(self.modules).modules if self.adapters else {}
-        return {**self.modules.modules, **self.modules.parameters, **adapter_styles}
+        adapter_styles = self.adapters.make_plan(self.sharding_plan).modules if self.adapters else {}
+        return {**self.sharding_plan.modules, **self.sharding_plan.parameters, **adapter_styles}
 
     def without_adapters(self) -> AbstractContextManager[Any]:
         """Context manager in which LoRA wrappers are removed, so that modules have the names in the plan."""
@@ -286,72 +286,74 @@ def parallelize(
     peft = _peft_module()
     # A PeftModel wraps the model that has the layers and their adapters.
     base: nn.Module = peft.base_model(model) if peft and isinstance(model, peft.PeftModel) else model
-    options = _check(base, mesh, keywords)
+    options = _check_arguments(base, mesh, keywords)
     tp_mesh, cp_mesh = options.parallelism.tp_mesh, options.parallelism.cp_mesh
-    planned = _make_plan(base, options)
+    model_plan = _make_plan(base, options)
     with compare_sharding(
-        base, verify, options.model_meshes, tp=tp_mesh, cp=cp_mesh, styles=planned.styles()
+        base, verify, options.model_meshes, tp=tp_mesh, cp=cp_mesh, styles=model_plan.styles()
     ) as outcome:
         # Along a separate expert parallel dim ranks have different batches, so no rank can compute the full step alone.
         can_replay = verify is not False and options.meshes and options.separate_ep_mesh is None
         unsharded = UnshardedModel(base) if can_replay else None
-        sharding = _apply_plan(base, options, planned)
-        _add_hooks(base, options, planned.sequence, sharding, unsharded)
+        sharding = _apply_plan(base, options, model_plan)
+        _add_hooks(base, options, model_plan.sequence, sharding, unsharded)
     remember_code(base)
-    sequence = planned.sequence
-    is_counted = outcome.is_equal and outcome.has_run_all
-    sequence.min_attention_calls = sequence.attention_calls if is_counted else sequence.attention_layers(base)
+    sequence = model_plan.sequence
+    has_counted_calls = outcome.is_equal and outcome.has_run_all
+    sequence.min_attention_calls = (
+        sequence.attention_calls if has_counted_calls else sequence.count_attention_layers(base)
+    )
     if peft and base is not model:
         untyped_model: Any = model
         untyped_model.save_pretrained = partial(peft.save_pretrained, model)
     return model
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, keywords: ParallelizeKeywords) -> _CheckedArguments:
+def _check_arguments(model: nn.Module, mesh: DeviceMesh, keywords: ParallelizeKeywords) -> _CheckedArguments:
     """Check the arguments of `parallelize` without changing anything; `_make_plan` checks those that refer to names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
-    requested = {key: getattr(keywords, key) for key in ("sequence_parallel", "loss_parallel")}
-    check_bool(**requested, grad_sync=keywords.grad_sync)
+    requested_options = {key: getattr(keywords, key) for key in ("sequence_parallel", "loss_parallel")}
+    check_bool(**requested_options, grad_sync=keywords.grad_sync)
     if keywords.parameters not in ("dtensor", "plain"):
         raise ValueError(f"parameters must be 'dtensor' or 'plain', got {keywords.parameters!r}.")
     check_verify(keywords.verify)
-    tp_mesh, cp_mesh, ep_mesh = find_dims(mesh, keywords.tp_dim, keywords.cp_dim, keywords.ep_dim)
+    tp_mesh, cp_mesh, ep_mesh = find_dim_meshes(mesh, keywords.tp_dim, keywords.cp_dim, keywords.ep_dim)
     if keywords.parameters == "plain" and ep_mesh is not None and ep_mesh is not tp_mesh:
         raise ValueError(
             f"parameters='plain' is not supported with experts distributed over ep_dim={keywords.ep_dim!r}: a wrapper "
             "that averages gradients over these ranks would average those of different experts. Use "
             f"ep_dim={keywords.tp_dim!r}, or parameters='dtensor'."
         )
-    from_meta = any(parameter.is_meta for parameter in model.parameters())
+    is_from_meta = any(parameter.is_meta for parameter in model.parameters())
     parallelism = Parallelism(tp_mesh, cp_mesh, False, False, keywords.grad_sync)
-    options = _CheckedArguments(keywords, mesh, parallelism, ep_mesh, from_meta)
+    options = _CheckedArguments(keywords, mesh, parallelism, ep_mesh, is_from_meta)
     check_equal_models(model, options.model_meshes)  # first, as later checks may raise on some ranks only
-    if tp_mesh is None and any(requested.values()):
+    if tp_mesh is None and any(requested_options.values()):
         if keywords.tp_dim not in (mesh.mesh_dim_names or ()):
-            first = next(key for key, value in requested.items() if value)
+            first_option = next(key for key, value in requested_options.items() if value)
             raise ValueError(
-                f"{first}=True needs tensor parallel ranks, but mesh has no dim {keywords.tp_dim!r}. Add it, or pass "
-                "tp_dim=."
+                f"{first_option}=True needs tensor parallel ranks, but mesh has no dim {keywords.tp_dim!r}. Add it, or "
+                "pass tp_dim=."
             )
-        requested = dict.fromkeys(requested, False)  # nothing to shard over one rank
+        requested_options = dict.fromkeys(requested_options, False)  # nothing to shard over one rank
     _check_unwrapped(model)
     size = keywords.ulysses_size
-    check_ulysses(model, size, *(1 if one_mesh is None else one_mesh.size() for one_mesh in (cp_mesh, tp_mesh)))
-    ulysses = None if cp_mesh is None or size == 1 else split_for_ulysses(cp_mesh, size)
-    return replace(options, parallelism=replace(parallelism, **requested, ulysses=ulysses))
+    check_ulysses(model, size, *(1 if dim_mesh is None else dim_mesh.size() for dim_mesh in (cp_mesh, tp_mesh)))
+    ulysses_meshes = None if cp_mesh is None or size == 1 else split_for_ulysses(cp_mesh, size)
+    return replace(options, parallelism=replace(parallelism, **requested_options, ulysses_meshes=ulysses_meshes))
 
 
 def _check_unwrapped(model: nn.Module) -> None:
     """Raise TypeError if `model` is wrapped by DistributedDataParallel or torch.compile, or parallel already."""
-    compiled = sys.modules.get("torch._dynamo.eval_frame")  # if it was never imported, nothing has been compiled
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # if it was never imported, nothing has been compiled
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError(
                 "model is wrapped by DistributedDataParallel, which holds the parameters that parallelize replaces. "
                 "Call parallelize on the model inside, then wrap the result."
             )
-        if compiled is not None and isinstance(module, compiled.OptimizedModule):
+        if eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
             raise TypeError(
                 "model is, or contains, a module returned by torch.compile, whose names differ from those in the plan. "
                 "Call parallelize before torch.compile: torch.compile(parallelize(model, mesh))."
@@ -366,47 +368,47 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
     tp_mesh = parallelism.tp_mesh
     peft = _peft_module()
     adapters = peft.Adapters(model) if peft else None
-    hf = is_transformers_model(model)
+    is_hf = is_transformers_model(model)
     # Without TP ranks, the plan is only used to locate the attention modules of a plain model; a transformers model
     # does not need it.
-    has_plan = given_plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
+    has_plan = given_plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not is_hf)
     ranks = 1 if tp_mesh is None else tp_mesh.size()
     sequence: SequenceSharding
     with adapters.without_wrappers() if adapters else nullcontext():
         plan = resolve_plan(model, given_plan) if tp_mesh is not None or has_plan else ShardingPlan()
-        experts = _plan_experts(model, options, plan)
+        expert_distribution = _plan_experts(model, options, plan)
         if tp_mesh is not None:
             plan = choose_intermediate_styles(model, plan, shards_logits=parallelism.loss_parallel)
             check_head_counts(model, plan.modules, tp_mesh.size())
             check_experts(model, plan)
         with without_input_hooks(model):
             check_layers(model, plan, ranks)
-        check_buffers(model, hf=hf)
-        if hf:  # before `find_blocks`, whose message may request a style for a model that is not supported at all
+        check_buffers(model, is_hf=is_hf)
+        if is_hf:  # before `find_blocks`, whose message may request a style for a model that is not supported at all
             check_transformers_model(model, plan.modules, parallelism)
-        exchanges_rows = experts is not None and experts.mesh is not tp_mesh
-        blocks = (
+        exchanges_rows = expert_distribution is not None and expert_distribution.mesh is not tp_mesh
+        block_names = (
             find_blocks(model, plan, exchanges_expert_rows=exchanges_rows)
             if parallelism.sequence_parallel
             else ([], [])
         )
-        if hf:
+        if is_hf:
             sequence = TransformersSequence(model, parallelism)
         else:
             check_plain_model(model, plan.modules, parallelism)
             sequence = PlainSequence(model, parallelism, plan.modules)
-        sequence.whole_blocks, sequence.expert_blocks = blocks
+        sequence.whole_blocks, sequence.expert_blocks = block_names
         if adapters:
             adapters.check(sequence.whole_blocks)
     if adapters:
-        check_layers(model, adapters.plan(plan), ranks)
+        check_layers(model, adapters.make_plan(plan), ranks)
     if parallelism.sequence_parallel:
         sequence.modules_before_layers, sequence.has_full_arguments = (
             frozenset(plan.modules_before_layers),
             bool(plan.full_arguments),
         )
         sequence.gather_after, sequence.modules_after_layers = plan.gather_after, plan.modules_after_layers
-    return _ModelPlan(plan, experts, sequence, adapters)
+    return _ModelPlan(plan, expert_distribution, sequence, adapters)
 
 
 def _plan_experts(model: nn.Module, options: _CheckedArguments, plan: ShardingPlan) -> ExpertDistribution | None:
@@ -416,17 +418,24 @@ def _plan_experts(model: nn.Module, options: _CheckedArguments, plan: ShardingPl
         if ep_dim is None or tp_mesh is not None:
             check_experts_not_distributed(plan, ep_dim)
         return None
-    over_tp = ep_mesh is tp_mesh
-    names = plan_experts(model, plan, options.keywords.plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
-    parameter_mesh = None if over_tp or tp_mesh is None else expert_tp_mesh(options.mesh, str(ep_dim), tp_mesh)
-    factor = 1.0 if over_tp else 1 / ep_mesh.size()
-    return ExpertDistribution(frozenset(names), ep_mesh, tp_mesh, parameter_mesh, factor)
+    is_over_tp = ep_mesh is tp_mesh
+    names = plan_experts(
+        model, plan, options.keywords.plan, ep_mesh.size(), experts_unsharded=is_over_tp or tp_mesh is None
+    )
+    parameter_mesh = None if is_over_tp or tp_mesh is None else expert_tp_mesh(options.mesh, str(ep_dim), tp_mesh)
+    grad_factor = 1.0 if is_over_tp else 1 / ep_mesh.size()
+    return ExpertDistribution(frozenset(names), ep_mesh, tp_mesh, parameter_mesh, grad_factor)
 
 
-def _apply_plan(model: nn.Module, options: _CheckedArguments, planned: _ModelPlan) -> Sharding | None:
+def _apply_plan(model: nn.Module, options: _CheckedArguments, model_plan: _ModelPlan) -> Sharding | None:
     """Replace layers and parameters as planned. Return the sharding over TP ranks, or None without TP ranks."""
-    plan, experts, sequence, adapters = planned.modules, planned.experts, planned.sequence, planned.adapters
-    tp_mesh, plain = options.parallelism.tp_mesh, options.keywords.parameters == "plain"
+    plan, expert_distribution, sequence, adapters = (
+        model_plan.sharding_plan,
+        model_plan.expert_distribution,
+        model_plan.sequence,
+        model_plan.adapters,
+    )
+    tp_mesh, has_plain_parameters = options.parallelism.tp_mesh, options.keywords.parameters == "plain"
     sequence.prepare(model)
     sharding: Sharding | None = None
     names_by_parameter = WeakIdKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
@@ -435,35 +444,45 @@ def _apply_plan(model: nn.Module, options: _CheckedArguments, planned: _ModelPla
     if tp_mesh is not None:
         memo = WeakIdKeyDictionary()
         config = getattr(model, "config", None)
-        sharding = Sharding(plan, tp_mesh, options.meshes, sequence, config, experts, plain=plain)
-        with planned.without_adapters():
+        sharding = Sharding(
+            plan,
+            tp_mesh,
+            options.meshes,
+            sequence,
+            config,
+            expert_distribution,
+            has_plain_parameters=has_plain_parameters,
+        )
+        with model_plan.without_adapters():
             warn_of_small_sharded_share(model, plan)
             shard_layers(model, sharding, memo)
             replicate_parameters(model, sharding, memo)
             for name in sequence.whole_blocks:
-                run_on_full_sequence(model.get_submodule(name), tp_mesh, sequence, parts=plan.parts.get(name, ()))
+                run_on_full_sequence(
+                    model.get_submodule(name), tp_mesh, sequence, sharded_arguments=plan.sharded_arguments.get(name, ())
+                )
             for name, arguments in plan.full_arguments.items() if options.parallelism.sequence_parallel else ():
                 split_arguments_before(model.get_submodule(name), arguments, tp_mesh, sequence)
             if sequence.gather_after:
                 gather_output_after(model.get_submodule(sequence.gather_after), tp_mesh, sequence)
         if adapters:
             adapters.shard(sharding, memo)
-    elif experts is not None:
-        distribute_experts(model, experts)
+    elif expert_distribution is not None:
+        distribute_experts(model, expert_distribution)
         # Clipping and optimizers do not accept a mix of DTensors and plain tensors, so convert all parameters, the
         # experts first. Exception: with grad_sync=False, FSDP2 shards the other parameters over these ranks itself, and
         # needs plain tensors. `plan` is not used here: its entries apply to tensor parallel ranks.
-        for name in experts.names:
+        for name in expert_distribution.names:
             module = model.get_submodule(name)
             expert_plan = ShardingPlan(parameters=dict.fromkeys(module._parameters, "grouped_gemm"))
-            expert_sharding = Sharding(expert_plan, experts.mesh, options.meshes, sequence)
+            expert_sharding = Sharding(expert_plan, expert_distribution.mesh, options.meshes, sequence)
             replicate_parameters(module, expert_sharding, WeakIdKeyDictionary())
         if options.parallelism.grad_sync:
-            expert_sharding = Sharding(ShardingPlan(), experts.mesh, options.meshes, sequence)
+            expert_sharding = Sharding(ShardingPlan(), expert_distribution.mesh, options.meshes, sequence)
             replicate_parameters(model, expert_sharding, WeakIdKeyDictionary())
     record_replaced_parameters(names_by_parameter, model)
-    materialize(model, options.mesh.device_type, hf=is_transformers_model(model))
-    if plain:
+    materialize(model, options.mesh.device_type, is_hf=is_transformers_model(model))
+    if has_plain_parameters:
         plain_parameters_(model)
     sequence.adapt(model)
     input_hooks.close()
@@ -493,7 +512,7 @@ def _add_hooks(
         model.register_forward_pre_hook(step_check, with_kwargs=True, prepend=True)
         model.register_forward_hook(loss_check.after_forward, with_kwargs=True)
     if meshes:
-        module_check = ModuleCheck(parallelism, model, from_meta=options.from_meta)
+        module_check = ModuleCheck(parallelism, model, is_from_meta=options.is_from_meta)
         model.register_forward_pre_hook(module_check.check_parameters, prepend=True)
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         restore_hook_order(model._forward_pre_hooks)
@@ -505,18 +524,18 @@ def _add_hooks(
         restore_hook_order(model._forward_pre_hooks)
     if parallelism.tp_mesh is not None:
         model.register_forward_hook(GradientCheck(parallelism.tp_mesh))
-    syncs = [] if sequence.sync is None else [sequence.sync]
+    syncs = [] if sequence.gradient_sync is None else [sequence.gradient_sync]
     if options.separate_ep_mesh is not None and parallelism.grad_sync:
-        syncs.append(GradientSync(options.separate_ep_mesh, mean=True))
+        syncs.append(GradientSync(options.separate_ep_mesh, takes_mean=True))
         model.register_forward_pre_hook(_WatchHook(syncs[-1]))
-    setattr(model, GRADIENT_SYNCS, syncs)
+    setattr(model, GRADIENT_SYNCS_ATTRIBUTE, syncs)
     untyped_model: Any = model
     untyped_model.no_sync = partial(no_sync, model)
     for module in model.modules():
         # Do not mark modules without parameters: several models may share one, such as OpenAI GPT's activation.
         if next(module.parameters(), None) is not None:
-            setattr(module, MARK, parallelism)
-    setattr(model, SHARDING, sharding)
+            setattr(module, PARALLELISM_ATTRIBUTE, parallelism)
+    setattr(model, SHARDING_ATTRIBUTE, sharding)
     if unsharded is not None:
         unsharded.record_sharded(model)
 

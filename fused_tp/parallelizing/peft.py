@@ -41,10 +41,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import plain_parameters_
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
 from fused_tp.parallelizing.checks.model_check import check_equal_models
-from fused_tp.parallelizing.layers import Sharding, replicate_module, shard_behind, shard_layer
-from fused_tp.parallelizing.marks import MARK, SHARDING
-from fused_tp.parallelizing.readers import parameters_read
+from fused_tp.parallelizing.layers import Sharding, replicate_module, resolve_stand_in, shard_layer
+from fused_tp.parallelizing.readers import find_read_parameters
 from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, find_unread_parameters, spec_of
 
 if TYPE_CHECKING:
@@ -66,14 +66,14 @@ def base_model(model: PeftModel) -> nn.Module:
         ValueError: the PeftModel has other adapters than LoRA, such as a learned prompt.
     """
     adapter_types = {name: str(config.peft_type.value) for name, config in model.peft_config.items()}
-    other = next((name for name, adapter_type in adapter_types.items() if adapter_type != "LORA"), None)
-    if other is not None:
+    other_name = next((name for name, adapter_type in adapter_types.items() if adapter_type != "LORA"), None)
+    if other_name is not None:
         raise ValueError(
-            f"The adapter {other!r} has the type {adapter_types[other]}; parallelize supports LORA only. Remove the "
-            "adapter before parallelize: use unload(), or get_base_model() for prompts."
+            f"The adapter {other_name!r} has the type {adapter_types[other_name]}; parallelize supports LORA only. "
+            "Remove the adapter before parallelize: use unload(), or get_base_model() for prompts."
         )
-    inner: nn.Module = model.get_base_model()
-    return inner
+    base: nn.Module = model.get_base_model()
+    return base
 
 
 class Adapters:
@@ -121,18 +121,18 @@ class Adapters:
         """
         for name in self.wrappers:
             _check_not_whole_block(name, whole_blocks)
-        unread = find_unread_parameters(self.model)
+        unread_names = find_unread_parameters(self.model)
         for name, module in self.model.named_modules() if self.wrappers else ():
-            for parameter in parameters_read(module):
+            for parameter in find_read_parameters(module):
                 path = f"{name}.{parameter}".lstrip(".")
                 owner = path.rpartition(".")[0]
-                if owner in self.wrappers and path not in unread:
+                if owner in self.wrappers and path not in unread_names:
                     raise ValueError(
                         f"{type(module).__name__} ({name!r}) reads {parameter!r} directly, so the PEFT adapter of "
                         f"{owner!r} would not be used. Remove {owner!r} from the LoraConfig."
                     )
 
-    def plan(self, plan: ShardingPlan) -> ShardingPlan:
+    def make_plan(self, plan: ShardingPlan) -> ShardingPlan:
         """Return the plan for the modules that the wrappers add to a model with `plan`.
 
         Raises:
@@ -201,17 +201,17 @@ class ParallelLoraLinear(Linear):
         sharding = self.adapter_sharding.sharding
         if any(p.is_meta for p in self.lora_A[adapter_name].parameters()):
             raise ValueError("Adapters on the meta device are not supported. Omit low_cpu_mem_usage=True.")
-        added = {key: module for key, module in _added_modules(self) if key.endswith(f".{adapter_name}")}
-        check_equal_models(nn.ModuleList(added.values()), sharding.meshes)
+        added_modules = {key: module for key, module in _added_modules(self) if key.endswith(f".{adapter_name}")}
+        check_equal_models(nn.ModuleList(added_modules.values()), sharding.meshes)
         memo: Memo = WeakIdKeyDictionary()
-        for key, module in added.items():
+        for key, module in added_modules.items():
             layer = self.adapter_sharding.shard(key, module, memo)
             self.set_submodule(key, layer)
             sharding.sequence.add_layer(f"{self.adapter_sharding.name}.{key}", layer)
-        if sharding.plain:
+        if sharding.has_plain_parameters:
             plain_parameters_(self)
         for module in self.modules():
-            setattr(module, MARK, sharding.sequence.parallelism)
+            setattr(module, PARALLELISM_ATTRIBUTE, sharding.sequence.parallelism)
         if sharding.sequence.head in (self, self.base_layer):
             sharding.sequence.set_head(self)
 
@@ -220,7 +220,7 @@ class ParallelLoraLinear(Linear):
 
     def _cast_input_dtype(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         # In attention modules, x may be a stand-in for the shard. The base layer replaces it in a hook; A needs this.
-        cast: Tensor = super()._cast_input_dtype(shard_behind(x), dtype)
+        cast: Tensor = super()._cast_input_dtype(resolve_stand_in(x), dtype)
         return cast
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **keywords: Any) -> Tensor:
@@ -230,9 +230,9 @@ class ParallelLoraLinear(Linear):
             rows = torch.tensor(
                 [i for i, row_name in enumerate(adapter_names) if row_name == name], dtype=torch.int64, device=x.device
             )
-            inputs = self.lora_dropout[name](shard_behind(x)[rows].to(self.lora_A[name].weight.dtype))
-            added = self.lora_B[name](self.lora_A[name](inputs)) * self.scaling[name]
-            result = result.index_add(0, rows, added.to(result.dtype))
+            inputs = self.lora_dropout[name](resolve_stand_in(x)[rows].to(self.lora_A[name].weight.dtype))
+            adapter_output = self.lora_B[name](self.lora_A[name](inputs)) * self.scaling[name]
+            result = result.index_add(0, rows, adapter_output.to(result.dtype))
         return result
 
 
@@ -251,14 +251,14 @@ def parallel_config(model: nn.Module, config: Config) -> Config:
         >>> config = parallel_config(model, LoraConfig.from_pretrained(folder))     # or one that was saved
         >>> peft_model = PeftModel.from_pretrained(model, folder, config=config)
     """
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not hasattr(inner, SHARDING):
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not hasattr(base, SHARDING_ATTRIBUTE):
         raise TypeError("model is not parallel. Use PEFT's get_peft_model(model, config) directly.")
     check_config(config)
-    sharding: Sharding | None = getattr(inner, SHARDING)
+    sharding: Sharding | None = getattr(base, SHARDING_ATTRIBUTE)
     if sharding is not None:
         if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-            config.target_modules = _linear_layers(inner)
+            config.target_modules = _linear_layers(base)
         config._register_custom_module({nn.Module: _LoraLayerFactory(sharding)})
     return config
 
@@ -286,7 +286,9 @@ class _LoraLayerFactory:
         name: str = keywords["target_name"]
         is_plain_linear = isinstance(base, nn.Linear) and type(base).__name__ == "Linear"
         if not (is_plain_linear or type(base) in (ColumnParallelLinear, RowParallelLinear)):
-            raise ValueError(f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Remove it from target_modules.")
+            raise ValueError(
+                f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Remove {name!r} from target_modules."
+            )
         _check_not_whole_block(name, self.sharding.sequence.whole_blocks)
         layer = ParallelLoraLinear.__new__(ParallelLoraLinear)
         layer.adapter_sharding = AdapterSharding(name, self.sharding)  # read by `update_layer`, which __init__ calls
@@ -300,12 +302,12 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
     All ranks must call it; global rank 0 gathers the adapters on the CPU and writes them. `parallelize` makes this
     function the `save_pretrained` of a PeftModel.
     """
-    call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
-    keyword_values = call.arguments.setdefault("kwargs", {})
-    writes = call.arguments.get("is_main_process", True)
-    inner: Any = model.get_base_model()
-    has_embeddings = hasattr(inner, "get_output_embeddings")  # a transformers model, whose embeddings PEFT may write
-    layers = [inner.get_input_embeddings(), inner.get_output_embeddings()] if has_embeddings else [None]
+    bound_arguments = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
+    keyword_values = bound_arguments.arguments.setdefault("kwargs", {})
+    writes = bound_arguments.arguments.get("is_main_process", True)
+    base: Any = model.get_base_model()
+    has_embeddings = hasattr(base, "get_output_embeddings")  # a transformers model, whose embeddings PEFT may write
+    layers = [base.get_input_embeddings(), base.get_output_embeddings()] if has_embeddings else [None]
     if keyword_values.get("state_dict") is None:
         embeddings = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
         saved_tensors = {
@@ -318,7 +320,7 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
         )
         writes = writes and dist.get_rank() == 0
     if writes:
-        type(model).save_pretrained(*call.args, **call.kwargs)
+        type(model).save_pretrained(*bound_arguments.args, **bound_arguments.kwargs)
 
 
 # ---- unsupported adapters -------------------------------------------------------------------------------------------
@@ -336,12 +338,12 @@ def check_config(config: LoraConfig) -> None:
     if type(config) is not LoraConfig:
         raise TypeError(f"A parallel model supports LoraConfig only, got {type(config).__name__}.")
     variants = [config_field.name for config_field in fields(config) if config_field.metadata.get("is_lora_variant")]
-    unsupported = next((name for name in (*variants, *_UNSUPPORTED_FIELDS) if getattr(config, name, None)), None)
-    if unsupported is not None:
-        before = ", or apply the config before parallelize" if unsupported == "modules_to_save" else ""
+    unsupported_field = next((name for name in (*variants, *_UNSUPPORTED_FIELDS) if getattr(config, name, None)), None)
+    if unsupported_field is not None:
+        alternative = ", or apply the config before parallelize" if unsupported_field == "modules_to_save" else ""
         raise ValueError(
-            f"The LoraConfig has {unsupported}={getattr(config, unsupported)!r}, which is not supported on a model "
-            f"that is parallel already. Omit it{before}."
+            f"The LoraConfig has {unsupported_field}={getattr(config, unsupported_field)!r}, which is not supported on "
+            f"a model that is parallel already. Omit {unsupported_field}{alternative}."
         )
     init_method = config.init_lora_weights
     if not (isinstance(init_method, bool) or init_method == "gaussian"):
@@ -354,7 +356,7 @@ def check_config(config: LoraConfig) -> None:
 def _check_wrapper(name: str, wrapper: Any) -> None:
     class_name = f"{type(wrapper).__module__}.{type(wrapper).__name__}"
     if isinstance(wrapper, BaseTunerLayer):
-        variants = [type(one).__name__ for one in getattr(wrapper, "lora_variant", {}).values()]
+        variants = [type(variant).__name__ for variant in getattr(wrapper, "lora_variant", {}).values()]
         if type(wrapper) is not Linear or variants:
             description = f"{class_name} ({variants[0]})" if variants else class_name
             raise ValueError(
@@ -379,7 +381,7 @@ def _check_not_whole_block(name: str, whole_blocks: Collection[str]) -> None:
 
 
 def _base_key(wrapper: nn.Module) -> str:
-    return next(key for kind, key in _BASE_ATTRIBUTES.items() if isinstance(wrapper, kind))
+    return next(key for wrapper_type, key in _BASE_ATTRIBUTES.items() if isinstance(wrapper, wrapper_type))
 
 
 def _added_modules(wrapper: Any) -> list[tuple[str, nn.Module]]:

@@ -58,14 +58,14 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
     """Check, as far as the code of `model` shows, that it keeps the contract above.
 
     Raises:
-        ValueError: it does not; the message names the requirement.
+        ValueError: `model` violates the contract; the message names the requirement.
     """
     class_name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
     if parallelism.shards_sequence and not any(name in parameters for name in POSITION_NAMES):
-        requested = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
+        option = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
         raise ValueError(
-            f"{class_name}.forward must have an argument `positions` or `position_ids` for {requested}: each rank "
+            f"{class_name}.forward must have an argument `positions` or `position_ids` for {option}: each rank "
             "passes the positions of its shard of the sequence. Add the argument."
         )
     mixing_name = next((name for name, m in model.named_modules() if _mixes_tokens(m)), None)
@@ -77,10 +77,10 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
     for name, style in plan.items():
         _check_not_split(model, name, spec_of(style))
     output_layers = _output_layer_names(plan)
-    for requested in ("sequence_parallel", "loss_parallel"):
-        if getattr(parallelism, requested) and len(output_layers) != 1 and not hasattr(model, INNER_STAGE_ATTRIBUTE):
+    for option in ("sequence_parallel", "loss_parallel"):
+        if getattr(parallelism, option) and len(output_layers) != 1 and not hasattr(model, INNER_STAGE_ATTRIBUTE):
             raise ValueError(
-                f"{requested}=True needs exactly one module (the output layer) with the style 'colwise_gather_output' "
+                f"{option}=True needs exactly one module (the output layer) with the style 'colwise_gather_output' "
                 f"in the plan, got {len(output_layers)}."
             )
     if parallelism.loss_parallel and not callable(getattr(model, "loss_function", None)):
@@ -98,7 +98,7 @@ def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
             the unsharded model.
     """
     parent, _, leaf = name.rpartition(".")
-    if spec.shard_dim != 0 or spec.gathers_output or spec.needs is not nn.Linear:
+    if spec.shard_dim != 0 or spec.gathers_output or spec.module_class is not nn.Linear:
         return
     owner = type(model.get_submodule(parent))
     splitter = find_output_split(owner, leaf)
@@ -143,14 +143,14 @@ class PlainSequence(SequenceSharding):
             for module in _modules_around_attention(model, self.plan):
                 forward = module.forward
                 # A partial, unlike a closure, survives copy.deepcopy.
-                wrapped: Any = partial(_run_with_ring_attention, self, holds_sharded_heads(module), forward)
-                wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
-                module.forward = wrapped
+                wrapped_forward: Any = partial(_run_with_ring_attention, self, holds_sharded_heads(module), forward)
+                wrapped_forward.__signature__ = inspect.signature(forward)  # transformers' generate reads it
+                module.forward = wrapped_forward
         if parallelism.computes_loss and self.has_loss:
             untyped_model = cast(Any, model)  # nn.Module does not declare loss_function
-            untyped_model.loss_function = self.global_loss(untyped_model.loss_function)
+            untyped_model.loss_function = self.make_global_loss(untyped_model.loss_function)
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
+    def check_arguments(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         if targets is not None and not self.has_loss:
             raise ValueError(
                 "forward was called with labels, but the model has no loss_function to replace by a loss over all "
@@ -182,7 +182,7 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
     parents = {
         name.rpartition(".")[0]
         for name, spec in specs.items()
-        if spec.shard_dim is not None and spec.needs is not nn.Embedding and not spec.gathers_output
+        if spec.shard_dim is not None and spec.module_class is not nn.Embedding and not spec.gathers_output
     }
     if parents:
         return [model.get_submodule(name) for name in sorted(parents)]
@@ -193,9 +193,9 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
 def _run_with_ring_attention(
     sequence: SequenceSharding, heads_sharded: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    cp = sequence.state_now().cp
+    cp = sequence.current_state().cp
     # One mode at a time: an outer mode would intercept the ring's own attention calls.
-    if cp is None or getattr(_thread_state, "mode", False):
+    if cp is None or getattr(_thread_state, "is_in_mode", False):
         return forward(*args, **kwargs)
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # if it was never imported, nothing has been compiled
     if dynamo is not None and not torch.compiler.is_compiling():
@@ -203,15 +203,16 @@ def _run_with_ring_attention(
         # handles every `func` like the first one. So make dynamo skip it, on each call: torch._dynamo.reset() drops
         # the skip.
         dynamo.skip_code(RingAttentionMode.__torch_function__.__code__)
-    _thread_state.mode = True
+    _thread_state.is_in_mode = True
     try:
         with RingAttentionMode(cp, heads_sharded):
             return forward(*args, **kwargs)
     finally:
-        _thread_state.mode = False
+        _thread_state.is_in_mode = False
 
 
-_ATTENTION_BLOCKS = (  # functions that call scaled_dot_product_attention inside, where the mode cannot intercept it
+# Functions that call scaled_dot_product_attention inside, where the mode cannot intercept it.
+_FUSED_ATTENTION_FUNCTIONS = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
@@ -219,7 +220,7 @@ _ATTENTION_BLOCKS = (  # functions that call scaled_dot_product_attention inside
 
 _PYTHON_METHODS = {name for name, method in vars(Tensor).items() if isinstance(method, FunctionType)}
 
-_thread_state = threading.local()  # attribute `mode`: True while this thread is in a RingAttentionMode
+_thread_state = threading.local()  # attribute `is_in_mode`: True while this thread is in a RingAttentionMode
 
 
 class RingAttentionMode(TorchFunctionMode):
@@ -234,8 +235,8 @@ class RingAttentionMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        if func in _ATTENTION_BLOCKS:
+            return self._attend(*args, **(kwargs or {}))
+        if func in _FUSED_ATTENTION_FUNCTIONS:
             # torch disables the mode while these functions run, so the attention inside would not be intercepted, and
             # a rank's tokens would attend only to each other.
             raise ValueError(
@@ -252,7 +253,7 @@ class RingAttentionMode(TorchFunctionMode):
                 return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _attention(
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -273,6 +274,6 @@ class RingAttentionMode(TorchFunctionMode):
                 "over context parallel ranks, q of scaled_dot_product_attention must be [batch, heads, seq, head_dim], "
                 f"got shape {tuple(query.shape)}."
             )
-        return self.cp.attention(
+        return self.cp.attend(
             query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p, heads_sharded=self.heads_sharded
         )

@@ -1,8 +1,9 @@
 """Find the parameters that a module's own code reads from its submodules, as in `F.conv1d(x, self.conv1d.weight)`.
 
 Such code reads the parameter without calling the submodule that owns it. So the hooks around the owner's forward, which
-convert a DTensor to a plain tensor (see `replicate_own`), must also be around the reader's forward. Reads are found in
-the source of the reader's class, as attribute chains that begin at `self`. Without source nothing is found.
+convert a DTensor to a plain tensor (see `replicate_own_parameters`), must also be around the reader's forward. Reads
+are found in the source of the reader's class, as attribute chains that begin at `self`. If the source is not
+available, none are found.
 """
 
 from __future__ import annotations
@@ -28,44 +29,46 @@ _BRANCH_NODES = (ast.If, ast.Try, ast.ExceptHandler, ast.With)
 _SCOPE_NODES = (ast.ClassDef, *_FUNCTION_NODES, *_BRANCH_NODES)
 
 
-def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]:
+def find_read_parameters(module: nn.Module, *, forward_only: bool = False) -> list[str]:
     """Return the names, relative to `module`, of the submodule parameters that the code of `module` reads.
 
     If the code calls a method of a submodule other than forward, parameters that this submodule's code reads are
     included.
 
     Args:
-        by_forward: include only parameters that the method `forward` reads; other methods may never be called.
+        forward_only: include only parameters that the method `forward` reads; other methods may never be called.
     """
     module_class: Any = type(module)
     names: set[str] = set()
     chains = (
-        _attribute_chains(module_class, by_forward, _patched_methods(module_class)) if module._modules else frozenset()
+        _attribute_chains(module_class, forward_only, _patched_methods(module_class))
+        if module._modules
+        else frozenset()
     )
     instance_forward = vars(module).get("forward")
     if module._modules and isinstance(instance_forward, (MethodType, FunctionType)):
         chains |= _function_chains(getattr(instance_forward, "__func__", instance_forward))
     for chain in chains:
-        *owners, last = chain.split(".")
+        *owners, last_name = chain.split(".")
         owner: nn.Module | None = module
         for name in owners:
             owner = owner._modules.get(name) if owner is not None else None
         if owner is None:
             continue
-        container = owner._modules.get(last)
-        if owner is not module and not by_forward and inspect.isfunction(getattr(type(owner), last, None)):
+        container = owner._modules.get(last_name)
+        if owner is not module and not forward_only and inspect.isfunction(getattr(type(owner), last_name, None)):
             # The code calls a method of the submodule other than forward, around which no hooks run.
-            names.update(".".join((*owners, name)) for name in parameters_read(owner))
+            names.update(".".join((*owners, name)) for name in find_read_parameters(owner))
         elif isinstance(container, (nn.ParameterList, nn.ParameterDict)):
             names.update(f"{chain}.{name}" for name in container._parameters)
-        elif owner is not module and owner._parameters.get(last) is not None:
+        elif owner is not module and owner._parameters.get(last_name) is not None:
             names.add(chain)
     return sorted(names)
 
 
 @cache  # by class
 def _attribute_chains(
-    module_class: Any, by_forward: bool, patches: tuple[tuple[Any, str, FunctionType], ...]
+    module_class: Any, forward_only: bool, patches: tuple[tuple[Any, str, FunctionType], ...]
 ) -> frozenset[str]:
     """Return the chain `a.b.c` for every `self.a.b.c` in the methods of a class and its bases."""
     chains: set[str] = set()
@@ -79,7 +82,7 @@ def _attribute_chains(
             methods |= {
                 name: _function_chains(function) for patched_class, name, function in patches if patched_class is base
             }
-            chains.update(*([methods.get("forward", frozenset())] if by_forward else methods.values()))
+            chains.update(*([methods.get("forward", frozenset())] if forward_only else methods.values()))
     return frozenset(chains)
 
 
@@ -112,10 +115,10 @@ def _function_chains(function: FunctionType) -> frozenset[str]:
     return frozenset().union(*_chains_by_method(tree).values())
 
 
-def _source(module: str) -> str:
+def _read_source(module_name: str) -> str:
     """Return the current source of a module. Not cached: the module may be reloaded or replaced."""
     try:
-        return inspect.getsource(sys.modules[module])
+        return inspect.getsource(sys.modules[module_name])
     except (KeyError, OSError, TypeError):
         return ""
 
@@ -127,15 +130,15 @@ def _chains_by_method(definition: ast.AST) -> dict[str, frozenset[str]]:
         if isinstance(method, ast.FunctionDef) and method.name not in _SETUP_METHODS:
             attributes = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
             metadata_owners = {id(node.value) for node in attributes if node.attr in _METADATA_ATTRIBUTES}
-            owners = ["self", *[argument.arg for argument in method.args.args[:1]]]
+            self_names = ["self", *[argument.arg for argument in method.args.args[:1]]]
             chains: set[str] = set()
             for node in attributes:
                 parts: list[str] = []
-                start: ast.expr = node
-                while isinstance(start, ast.Attribute):
-                    parts.append(start.attr)
-                    start = start.value
-                if isinstance(start, ast.Name) and start.id in owners and id(node) not in metadata_owners:
+                base: ast.expr = node
+                while isinstance(base, ast.Attribute):
+                    parts.append(base.attr)
+                    base = base.value
+                if isinstance(base, ast.Name) and base.id in self_names and id(node) not in metadata_owners:
                     chains.add(".".join(reversed(parts)))
             chains_by_name[method.name] = chains_by_name.get(method.name, frozenset()) | chains
     return chains_by_name
@@ -143,7 +146,7 @@ def _chains_by_method(definition: ast.AST) -> dict[str, frozenset[str]]:
 
 def _class_definitions(module_class: type) -> list[ast.ClassDef]:
     """Return the definitions of a class in the source of its module; several if `if` branches define it."""
-    return _classes_by_name(_source(module_class.__module__)).get(module_class.__qualname__, [])
+    return _classes_by_name(_read_source(module_class.__module__)).get(module_class.__qualname__, [])
 
 
 @lru_cache(maxsize=16)  # the classes of one model are in a few files
@@ -155,11 +158,11 @@ def _classes_by_name(source: str) -> dict[str, list[ast.ClassDef]]:
     """
     definitions: dict[str, list[ast.ClassDef]] = {}
     try:
-        pending: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
+        pending_nodes: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
     except SyntaxError:
         return definitions
-    while pending:
-        prefix, node = pending.pop()
+    while pending_nodes:
+        prefix, node = pending_nodes.pop()
         scope = prefix
         if isinstance(node, ast.ClassDef):
             definitions.setdefault(prefix + node.name, []).append(node)
@@ -168,7 +171,7 @@ def _classes_by_name(source: str) -> dict[str, list[ast.ClassDef]]:
             scope = f"{prefix}{node.name}.<locals>."
         for child in ast.iter_child_nodes(node):
             if isinstance(child, _SCOPE_NODES):
-                pending.append((scope, child))
+                pending_nodes.append((scope, child))
     return definitions
 
 
@@ -180,7 +183,7 @@ def compared_attention_names(module: nn.Module) -> set[str]:
     names: set[str] = set()
     for base in type(module).__mro__:
         is_model_code = issubclass(base, nn.Module) and not base.__module__.startswith(_LIBRARY_MODULES)
-        if is_model_code and "_attn_implementation" in _source(base.__module__):
+        if is_model_code and "_attn_implementation" in _read_source(base.__module__):
             names.update(*(_compared_names(definition) for definition in _class_definitions(base)))
     return names
 

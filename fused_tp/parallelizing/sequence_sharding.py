@@ -24,11 +24,11 @@ from fused_tp.parallelizing.forward_shard import (
     enter_forward,
     leave_forward,
     running_forward,
-    running_node,
+    running_node_number,
     tensor_version,
     unsharded_state,
 )
-from fused_tp.parallelizing.global_loss import GlobalLoss, ReplacedLoss, scale_gradient, shift_targets
+from fused_tp.parallelizing.global_loss import GlobalLoss, UserLoss, scale_gradient, shift_targets
 from fused_tp.parallelizing.grad_sync import GradientSync
 from fused_tp.parallelizing.graph import HeadOutputs, leaf_tensors, reachable_nodes
 from fused_tp.parallelizing.outputs import find_tensors, map_tensors
@@ -44,7 +44,7 @@ class Parallelism:
     Meshes are 1-D; None for a dim that is missing or has one rank.
 
     Attributes:
-        ulysses: see `CpContext`.
+        ulysses_meshes: see `CpContext`.
     """
 
     tp_mesh: DeviceMesh | None
@@ -52,7 +52,7 @@ class Parallelism:
     sequence_parallel: bool
     loss_parallel: bool
     grad_sync: bool
-    ulysses: tuple[DeviceMesh, DeviceMesh | None] | None = None
+    ulysses_meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
 
     @property
     def shards_sequence(self) -> bool:
@@ -69,25 +69,25 @@ class RowMasks:
     """Visibility between tokens, as found in the arguments of a forward pass.
 
     Attributes:
-        padded: a mask with padding was removed from the arguments.
+        has_padding: a mask with padding was removed from the arguments.
         documents: start of each packed document, and the end of the last one; () for one document. See `CpContext`.
     """
 
-    padded: bool = False
+    has_padding: bool = False
     documents: tuple[int, ...] = ()
 
 
 class SequenceSharding:
     """Shards one forward pass at a time, unless it has a KV cache. Subclasses define the argument names of the model.
 
-    Layers call `state_now()` for the state of the running forward pass, or of the one that activation checkpointing
+    Layers call `current_state()` for the state of the running forward pass, or of the one that activation checkpointing
     reruns.
     """
 
     token_names: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
     position_name: str | None  # [seq] or [batch, seq]
     label_name: str | None  # [batch, seq], not shifted
-    asks_last_position = False  # True if a module depends on the greatest position of the full sequence
+    needs_last_position = False  # True if a module depends on the greatest position of the full sequence
     cache_names: tuple[str, ...]
     # Tensor arguments that are not sharded.
     unsharded_names: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})
@@ -97,17 +97,17 @@ class SequenceSharding:
         self.head: nn.Module | None = None  # the output layer, if it is sharded, with its adapters
         self._head_outputs = HeadOutputs()
         self._history = StateHistory()
-        self._in_history = True  # `_history` has the latest forward pass; False while torch.compile traces
+        self._is_in_history = True  # `_history` has the latest forward pass; False while torch.compile traces
         self._state = UNSHARDED  # state of the running forward pass
         self._layers_state = UNSHARDED  # state that the attributes of the layers are set to
         cp_mesh = parallelism.cp_mesh
-        self.sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
+        self.gradient_sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
         parameters = inspect.signature(model.forward).parameters.values()
-        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
-        self._replicated_over_cp = False  # the running forward pass computes the same on every CP rank
+        self._positional_names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+        self._is_replicated_over_cp = False  # the running forward pass computes the same on every CP rank
         # With experts, which parameters a forward pass uses depends on its tokens.
         self._has_experts = any("expert" in name for name, _ in model.named_modules())
-        self._calls = 0  # forward passes with gradients
+        self._gradient_pass_count = 0  # forward passes with gradients
         self._layers: list[Any] = []
         self._head_layers: list[ColumnParallelLinear] = []
         self._head_hooks: list[Any] = []  # handles of the hooks of `set_head`
@@ -119,10 +119,10 @@ class SequenceSharding:
         self.has_full_arguments = False
         self.gather_after = ""
         self.modules_after_layers: tuple[str, ...] = ()
-        self._loss: GlobalLoss | None = None
+        self._global_loss: GlobalLoss | None = None
         self.min_attention_calls = 0  # least number of calls of attention over the CP ranks in a forward pass
         self.attention_calls = 0  # number of such calls in the last forward pass
-        self._count_ids = _count_ids(model)
+        self._id_counts = _count_ids(model)
 
     def prepare(self, model: nn.Module) -> None:
         """Change modules of `model` that are not replaced, before the layers are replaced."""
@@ -131,7 +131,7 @@ class SequenceSharding:
         """Change attention, masks and loss of `model`, after its layers were replaced."""
 
     def install(self, model: nn.Module) -> None:
-        """Hook `model`, whose layers have been replaced."""
+        """Register the hooks on `model`, whose layers have been replaced."""
         for name, module in model.named_modules():
             self.add_layer(name, module)
         for module in self.entry_modules(model):
@@ -140,7 +140,7 @@ class SequenceSharding:
             self.set_head(self.head)
         # torch.compile cannot trace the registration of hooks on parameters, which gradient sync needs. Then these two
         # hooks run eagerly, before and after the model's code, which is traced without them.
-        is_traced = self.sync is None
+        is_traced = self.gradient_sync is None
         model.register_forward_pre_hook(
             self.before_forward if is_traced else self.before_forward_untraced, with_kwargs=True
         )
@@ -155,7 +155,7 @@ class SequenceSharding:
 
     def add_layer(self, name: str, module: Any) -> None:
         """Register `module`, called `name` in the model, if its `sequence_parallel` must follow each forward pass."""
-        if hasattr(module, "sequence_parallel") and hasattr(module, "mesh") and not self.is_whole(name):
+        if hasattr(module, "sequence_parallel") and hasattr(module, "mesh") and not self.runs_on_full_sequence(name):
             self._layers.append(module)
             self._add_state_hook(module)
 
@@ -166,45 +166,47 @@ class SequenceSharding:
         self.head = head
         self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
         # Hook the layers inside, too: when adapters are merged, a layer inside becomes the output layer again.
-        self._head_hooks = [one.register_forward_hook(self._record_head_output) for one in {head, *self._head_layers}]
+        self._head_hooks = [
+            module.register_forward_hook(self._record_head_output) for module in {head, *self._head_layers}
+        ]
 
     def _add_state_hook(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._update_state, prepend=True)
         restore_hook_order(module._forward_pre_hooks)
 
-    def is_whole(self, name: str) -> bool:
+    def runs_on_full_sequence(self, name: str) -> bool:
         """True if the module called `name` is, or is inside, a module that runs on the full sequence."""
         return _is_inside_any(name, (*self.whole_blocks, *self.modules_before_layers, *self.modules_after_layers))
 
-    def flattens(self, name: str) -> bool:
+    def may_get_flat_tokens(self, name: str) -> bool:
         """True if the module called `name` is in a block that may pass it the tokens of all rows in one dim."""
         return _is_inside_any(name, self.expert_blocks)
 
-    def state_of(self, name: str) -> Callable[[], LayerState]:
+    def state_function_of(self, name: str) -> Callable[[], LayerState]:
         """Return the function that returns the state of the running forward pass, for the experts called `name`."""
-        follows_sequence = self.parallelism.sequence_parallel and not self.is_whole(name)
-        return self.state_now if follows_sequence else unsharded_state
+        follows_sequence = self.parallelism.sequence_parallel and not self.runs_on_full_sequence(name)
+        return self.current_state if follows_sequence else unsharded_state
 
-    def global_loss(self, loss_function: Callable[..., Tensor]) -> GlobalLoss:
+    def make_global_loss(self, loss_function: Callable[..., Tensor]) -> GlobalLoss:
         """Return the loss over all ranks that replaces `loss_function`, the model's loss function."""
         parallelism = self.parallelism
         vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
-        self._loss = GlobalLoss(
+        self._global_loss = GlobalLoss(
             loss_function,
             vocab_mesh=vocab_mesh,
             cp_mesh=parallelism.cp_mesh,
             shards_tokens=parallelism.shards_sequence,
             grad_sync=parallelism.grad_sync,
         )
-        return self._loss
+        return self._global_loss
 
     # ---- overridden by subclasses ----
 
     def entry_modules(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that a caller may call instead of the model, and that do not call `state_now`."""
+        """Return the modules that a caller may call instead of the model, and that do not call `current_state`."""
         return []
 
-    def attention_layers(self, model: nn.Module) -> int:
+    def count_attention_layers(self, model: nn.Module) -> int:
         """Return the number of layers that call attention over the CP ranks, as known without a forward pass."""
         return 0
 
@@ -219,7 +221,7 @@ class SequenceSharding:
         """Return the classes of the KV caches that a forward pass with these arguments may return."""
         return tuple(type(arguments[name]) for name in self.cache_names if arguments.get(name) is not None)
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
+    def check_arguments(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         """Check `arguments` of a sharded forward pass, remove masks that it does not need, and return their content.
 
         Raises:
@@ -227,8 +229,8 @@ class SequenceSharding:
         """
         return RowMasks()
 
-    def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
-        """Change arguments of a forward pass that is too short to shard to mean the same as in a sharded one."""
+    def adapt_unsharded_arguments(self, arguments: dict[str, Any], seq_len: int) -> None:
+        """Change `arguments` of a pass that is too short to shard, so that they mean the same as in a sharded pass."""
 
     def is_too_short(self, seq_len: int) -> bool:
         """True if a sequence of `seq_len` tokens is too short to shard."""
@@ -239,8 +241,8 @@ class SequenceSharding:
         """Return the positions that the model uses for `tokens`, the full sequence, if the caller passes none."""
         return torch.arange(tokens.shape[1], device=tokens.device)
 
-    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> object | None:
-        """Return the cache of this unsharded forward pass of `new` tokens if the cache is sharded over the CP ranks."""
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new_tokens: int) -> object | None:
+        """Return the cache of an unsharded forward pass of `new_tokens` tokens, if the CP ranks shard it; else None."""
         return None
 
     def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
@@ -256,31 +258,31 @@ class SequenceSharding:
     def before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        arguments = self.by_name(args, kwargs)
+        arguments = self.arguments_by_name(args, kwargs)
         self._head_outputs.reset()
-        source, tokens = self.find_tokens(arguments)
+        token_name, tokens = self.find_tokens(arguments)
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
         is_too_short = self.is_too_short(tokens.shape[1])
-        from_parameters = self.sync is not None and _are_from_parameters(tokens, source, model)
+        is_from_parameters = self.gradient_sync is not None and _are_from_parameters(tokens, token_name, model)
         is_cached = self.is_cached(arguments)
         if is_too_short and not is_cached:
-            self.check_unsharded(arguments, tokens.shape[1])
+            self.adapt_unsharded_arguments(arguments, tokens.shape[1])
         shard = (
             None
             if is_cached or is_too_short
-            else self._shard_forward(model, arguments, source, tokens, from_parameters)
+            else self._shard_forward(model, arguments, token_name, tokens, is_from_parameters)
         )
         cache = self.open_cache(model, arguments, tokens.shape[1]) if shard is None and cp_mesh is not None else None
-        self._replicated_over_cp = shard is None and cp_mesh is not None
-        if self._replicated_over_cp and grad_sync and tokens.is_floating_point() and not from_parameters:
+        self._is_replicated_over_cp = shard is None and cp_mesh is not None
+        if self._is_replicated_over_cp and grad_sync and tokens.is_floating_point() and not is_from_parameters:
             assert cp_mesh is not None
             # `after_forward` scales gradients by 1 / ranks for the sum over parameters. Undo that for the caller's
             # embeddings.
-            arguments[source] = scale_gradient(tokens, cp_mesh.size())
-        if self.sync is not None and torch.is_grad_enabled():
-            self.sync.watch(model)
-        if self._loss is not None:
-            self._loss.computed_losses = []
+            arguments[token_name] = scale_gradient(tokens, cp_mesh.size())
+        if self.gradient_sync is not None and torch.is_grad_enabled():
+            self.gradient_sync.watch(model)
+        if self._global_loss is not None:
+            self._global_loss.computed_losses = []
         self._state = UNSHARDED
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
@@ -288,13 +290,13 @@ class SequenceSharding:
             untyped_model: Any = model
             if (
                 logits_sharded
-                and self._loss
-                and not isinstance(untyped_model.loss_function, (GlobalLoss, ReplacedLoss))
+                and self._global_loss
+                and not isinstance(untyped_model.loss_function, (GlobalLoss, UserLoss))
             ):
-                untyped_model.loss_function = ReplacedLoss(untyped_model.loss_function, self._loss)
-            self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
-        self._in_history = not torch.compiler.is_compiling()
-        if self._in_history:
+                untyped_model.loss_function = UserLoss(untyped_model.loss_function, self._global_loss)
+            self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch_size)
+        self._is_in_history = not torch.compiler.is_compiling()
+        if self._is_in_history:
             self._history.record(self._state)
         self._set_layer_state(self._state)
         enter_forward(self, shard, cache)
@@ -302,72 +304,74 @@ class SequenceSharding:
 
     def find_tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
         """Return (name of the argument that holds the tokens or their embeddings, that tensor)."""
-        source = next((name for name in self.token_names if arguments.get(name) is not None), None)
-        if source is None:
+        token_name = next((name for name in self.token_names if arguments.get(name) is not None), None)
+        if token_name is None:
             raise ValueError(f"forward needs the tokens of the full batch. Pass {' or '.join(self.token_names)}.")
-        tokens = arguments[source]
+        tokens = arguments[token_name]
         if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-            given = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"type {type(tokens).__name__}"
-            raise ValueError(f"{source} must be a tensor [batch, seq, ...], got {given}.")
-        return source, tokens
+            description = (
+                f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"type {type(tokens).__name__}"
+            )
+            raise ValueError(f"{token_name} must be a tensor [batch, seq, ...], got {description}.")
+        return token_name, tokens
 
-    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments of a call of forward by name."""
-        names = self._positional
+        names = self._positional_names
         if len(args) > len(names):
             raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _shard_forward(
-        self, model: nn.Module, arguments: dict[str, Any], source: str, tokens: Tensor, from_parameters: bool
+        self, model: nn.Module, arguments: dict[str, Any], token_name: str, tokens: Tensor, is_from_parameters: bool
     ) -> ForwardShard:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
-        targets = self._targets(arguments, tokens, ignore_index)
+        targets = self._find_targets(arguments, tokens, ignore_index)
         if self.parallelism.cp_mesh is not None:
-            self._check_ids(model, source, tokens, targets, ignore_index)
-        rows = self.check(arguments, seq_len, targets)
-        cp = self._make_cp_context(seq_len, rows)
+            self._check_ids(model, token_name, tokens, targets, ignore_index)
+        row_masks = self.check_arguments(arguments, seq_len, targets)
+        cp = self._make_cp_context(seq_len, row_masks)
         if self.parallelism.shards_sequence and self.position_name is not None:
             positions = self._set_positions(arguments, tokens, self.position_name, cp)
-            if cp is not None and self.asks_last_position:
+            if cp is not None and self.needs_last_position:
                 cp = replace(cp, last_position=int(positions.max()))
-        count = None
+        target_count = None
         if targets is not None:
-            count = arguments.get("num_items_in_batch")
-            count = (targets != ignore_index).sum() if count is None else count
+            target_count = arguments.get("num_items_in_batch")
+            target_count = (targets != ignore_index).sum() if target_count is None else target_count
         if cp is not None:
-            self._check_no_other_tensors(arguments, source)
-            tokens = self._shard_tokens(tokens, cp, from_parameters)
+            self._check_no_other_tensors(arguments, token_name)
+            tokens = self._shard_tokens(tokens, cp, is_from_parameters)
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.has_full_arguments:
             # These are embeddings. Token ids are not sharded over TP ranks here, but after they are embedded.
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)
-        arguments[source] = tokens
+        arguments[token_name] = tokens
         if targets is not None and self.label_name is not None:
             arguments[self.label_name] = targets
             arguments.pop("shift_labels", None)
-        keep: int | Tensor = 0
+        logits_to_keep: int | Tensor = 0
         if self.parallelism.shards_sequence and "logits_to_keep" in arguments:
-            keep = arguments["logits_to_keep"]  # indexes the full sequence, so it is applied after gathering
+            logits_to_keep = arguments["logits_to_keep"]  # indexes the full sequence, so it is applied after gathering
             arguments["logits_to_keep"] = 0
             if targets is None:
-                self._extend_labels(arguments, seq_len, keep)
+                self._extend_labels(arguments, seq_len, logits_to_keep)
         return ForwardShard(
             tokens.shape[0],
             seq_len,
             local_len,
             cp=cp,
             targets=targets,
-            target_count=count,
+            target_count=target_count,
             ignore_index=ignore_index,
-            logits_to_keep=keep,
+            logits_to_keep=logits_to_keep,
             targets_version=tensor_version(targets),
         )
 
     def _check_ids(
-        self, model: nn.Module, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int
+        self, model: nn.Module, token_name: str, tokens: Tensor, targets: Tensor | None, ignore_index: int
     ) -> None:
         """Raise ValueError on all ranks for invalid ids in the batch.
 
@@ -376,23 +380,23 @@ class SequenceSharding:
         """
         if torch.compiler.is_compiling():
             return
-        for name, ids, at in ((source, tokens, 0), (self.label_name, targets, 1)):
+        for name, ids, is_target in ((token_name, tokens, 0), (self.label_name, targets, 1)):
             if ids is None or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
                 continue
-            ids = ids[ids != ignore_index] if at else ids
-            smallest_id, largest_id = (int(one) for one in ids.aminmax()) if ids.numel() else (0, 0)
-            known = self._count_ids[at]
-            if known is not None and not 0 <= smallest_id <= largest_id < known:
-                self._count_ids = _count_ids(model)  # embeddings may have been resized
-                known = self._count_ids[at]
-            if known is not None and not 0 <= smallest_id <= largest_id < known:
+            ids = ids[ids != ignore_index] if is_target else ids
+            smallest_id, largest_id = (int(t) for t in ids.aminmax()) if ids.numel() else (0, 0)
+            id_count = self._id_counts[is_target]
+            if id_count is not None and not 0 <= smallest_id <= largest_id < id_count:
+                self._id_counts = _count_ids(model)  # embeddings may have been resized
+                id_count = self._id_counts[is_target]
+            if id_count is not None and not 0 <= smallest_id <= largest_id < id_count:
                 raise ValueError(
-                    f"{name} contains {smallest_id if smallest_id < 0 else largest_id}; ids must be 0 to {known - 1}"
-                    + (f", or ignore_index={ignore_index}." if at else ".")
+                    f"{name} contains {smallest_id if smallest_id < 0 else largest_id}; ids must be 0 to {id_count - 1}"
+                    + (f", or ignore_index={ignore_index}." if is_target else ".")
                 )
 
-    def _extend_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:
-        """Extend labels of the last `keep` tokens to labels of all tokens; the added labels are ignored.
+    def _extend_labels(self, arguments: dict[str, Any], seq_len: int, logits_to_keep: int | Tensor) -> None:
+        """Extend labels of the last `logits_to_keep` tokens to labels of all tokens; the added labels are ignored.
 
         Needed because a sharded forward pass computes the logits of all tokens, whatever logits_to_keep is.
         """
@@ -401,25 +405,27 @@ class SequenceSharding:
             labels = None if name is None else arguments.get(name)
             if name is None or not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[1] == seq_len:
                 continue
-            if not isinstance(keep, int) or labels.shape[1] != keep:
+            if not isinstance(logits_to_keep, int) or labels.shape[1] != logits_to_keep:
                 raise ValueError(
-                    f"{name} has shape {tuple(labels.shape)}, with {seq_len} tokens and logits_to_keep={keep}. Pass "
-                    "labels of all tokens, or of the last logits_to_keep tokens."
+                    f"{name} has shape {tuple(labels.shape)}, with {seq_len} tokens and "
+                    f"logits_to_keep={logits_to_keep}. Pass labels of all tokens, or of the last logits_to_keep tokens."
                 )
             full_labels = labels.new_full((len(labels), seq_len), ignore_index)
             first = 0 if name == "shift_labels" else 1  # no kept logits precede the first label
-            full_labels[:, seq_len - keep + first :] = labels[:, first:]
+            full_labels[:, seq_len - logits_to_keep + first :] = labels[:, first:]
             arguments[name] = full_labels
 
-    def _make_cp_context(self, seq_len: int, rows: RowMasks) -> CpContext | None:
+    def _make_cp_context(self, seq_len: int, row_masks: RowMasks) -> CpContext | None:
         tp_mesh, cp_mesh = self.parallelism.tp_mesh, self.parallelism.cp_mesh
         if cp_mesh is None:
             return None
         tp_rank = 0 if tp_mesh is None else tp_mesh.get_local_rank()
-        return CpContext(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank, self.parallelism.ulysses)
+        return CpContext(
+            cp_mesh, seq_len, row_masks.has_padding, row_masks.documents, tp_rank, self.parallelism.ulysses_meshes
+        )
 
-    def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
-        """Return the shifted labels of the full sequence; None if the loss is not computed over ranks or no labels."""
+    def _find_targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
+        """Return the shifted labels of the full sequence; None without labels or without a loss over ranks."""
         if not self.parallelism.computes_loss or self.label_name is None:
             return None
         labels = arguments.get(self.label_name)
@@ -447,13 +453,14 @@ class SequenceSharding:
             positions = self.default_positions(tokens, arguments)
         if positions.shape[-1] != seq_len:
             raise ValueError(
-                f"the last dim of {name} must be the {seq_len} tokens, got shape {tuple(positions.shape)}."
+                f"{name} must have {seq_len} elements in its last dim, one for each token, got shape "
+                f"{tuple(positions.shape)}. Pass the positions of the full sequence."
             )
         arguments[name] = positions if cp is None else cp.shard(positions, positions.ndim - 1)
         return positions
 
-    def _shard_tokens(self, tokens: Tensor, cp: CpContext, from_parameters: bool) -> Tensor:
-        if from_parameters:
+    def _shard_tokens(self, tokens: Tensor, cp: CpContext, is_from_parameters: bool) -> Tensor:
+        if is_from_parameters:
             # Backward sums the gradients of the parameters that computed these embeddings over the ranks. So select
             # this rank's tokens, without gathering the gradient.
             return tokens.index_select(1, cp.positions(tokens.device))
@@ -462,10 +469,10 @@ class SequenceSharding:
             tokens = scale_gradient(tokens, 1 / cp.mesh.size())
         return cp.shard(tokens, 1)
 
-    def _check_no_other_tensors(self, arguments: dict[str, Any], source: str) -> None:
-        supported = {source, self.position_name, self.label_name, *self.unsharded_names}
+    def _check_no_other_tensors(self, arguments: dict[str, Any], token_name: str) -> None:
+        supported_names = {token_name, self.position_name, self.label_name, *self.unsharded_names}
         for name, value in arguments.items():
-            if isinstance(value, Tensor) and value.ndim > 0 and name not in supported:
+            if isinstance(value, Tensor) and value.ndim > 0 and name not in supported_names:
                 raise ValueError(
                     f"forward got the tensor argument {name} {tuple(value.shape)}, which is not supported over context "
                     "parallel ranks: how to shard it is unknown. Omit it, or use no cp_dim."
@@ -483,7 +490,7 @@ class SequenceSharding:
 
     # ---- state of layers ----
 
-    def state_now(self) -> LayerState:
+    def current_state(self) -> LayerState:
         """Return the `LayerState` of the running forward pass or recomputation.
 
         Every layer that can run on its own calls this first.
@@ -492,15 +499,15 @@ class SequenceSharding:
             return UNSHARDED
         if torch.compiler.is_compiling():
             return self._state  # a compiled program includes its recomputation, which is traced with the forward
-        frame, node = running_forward(), running_node()
-        if frame is not None and frame.owner is self and frame.node == node:
+        frame, node_number = running_forward(), running_node_number()
+        if frame is not None and frame.owner is self and frame.node_number == node_number:
             state = self._state
-        elif node is not None:
+        elif node_number is not None:
             # A compiled forward pass is not in the history: use the latest state.
-            state = self._history.state_at(node) if self._in_history else self._state
+            state = self._history.state_at(node_number) if self._is_in_history else self._state
         else:
             state = self._find_direct_call_state()
-        if self._in_history:
+        if self._is_in_history:
             # The layer creates new nodes: if it contains a nested checkpoint, that will be looked up by these.
             self._history.record(state)
         if state is not self._layers_state:
@@ -519,11 +526,13 @@ class SequenceSharding:
         return UNSHARDED
 
     def _update_state(self, layer: nn.Module, args: Any) -> None:
-        self.state_now()
+        self.current_state()
 
     def _record_head_output(self, head: nn.Module, args: Any, output: Tensor) -> None:
         frame = running_forward()
-        if frame is not None and frame.owner is self and frame.node == running_node():  # False if backward reruns it
+        if (
+            frame is not None and frame.owner is self and frame.node_number == running_node_number()
+        ):  # False if backward reruns it
             self._head_outputs.record(output)
 
     def _set_layer_state(self, state: LayerState) -> None:
@@ -563,22 +572,33 @@ class SequenceSharding:
     def _finish_output(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, shard: ForwardShard | None
     ) -> Any:
-        if shard is not None and shard.targets is not None and self._loss is not None:
-            self._loss.check_returned(output, self._head_outputs)
-        with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_disabled
-        self._calls += with_gradients
-        has_check = (
-            self._has_experts or (self.sync is not None and self.sync.has_partly_used) or is_check_due(self._calls)
+        if shard is not None and shard.targets is not None and self._global_loss is not None:
+            self._global_loss.check_returned_loss(output, self._head_outputs)
+        has_gradients = (
+            self.gradient_sync is not None and torch.is_grad_enabled() and not self.gradient_sync.is_disabled
         )
-        if self.sync is not None and with_gradients and has_check and not self.sync.has_pending_reduction:
+        self._gradient_pass_count += has_gradients
+        is_comparison_due = (
+            self._has_experts
+            or (self.gradient_sync is not None and self.gradient_sync.has_partly_used_parameters)
+            or is_check_due(self._gradient_pass_count)
+        )
+        if (
+            self.gradient_sync is not None
+            and has_gradients
+            and is_comparison_due
+            and not self.gradient_sync.has_pending_reduction
+        ):
             outputs = [t for t in find_tensors(output) if t.requires_grad]
-            self.sync.find_partly_used(model, outputs, has_experts=self._has_experts)
-        if self._replicated_over_cp and self.parallelism.grad_sync and torch.is_grad_enabled():
+            self.gradient_sync.find_partly_used_parameters(model, outputs, has_experts=self._has_experts)
+        if self._is_replicated_over_cp and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, but backward sums the gradients of parameters: scale by 1 / ranks.
             assert self.parallelism.cp_mesh is not None
             loss_share = 1 / self.parallelism.cp_mesh.size()
-            caches = self.cache_types(self.by_name(args, kwargs))
-            return map_tensors(lambda t: scale_gradient(t, loss_share) if t.requires_grad else t, output, caches=caches)
+            cache_types = self.cache_types(self.arguments_by_name(args, kwargs))
+            return map_tensors(
+                lambda t: scale_gradient(t, loss_share) if t.requires_grad else t, output, cache_types=cache_types
+            )
         if shard is None or shard.targets is not None or hasattr(model, INNER_STAGE_ATTRIBUTE):
             return output
         return self.unshard_output(output, shard)
@@ -603,9 +623,9 @@ class SequenceSharding:
                 "rank's shard of the sequence would differ between ranks. Return one entry per token, computed after "
                 "the output layer, and compute reductions (a mean, a pooled token) outside of the model."
             )
-        return self.whole(t, shard)
+        return self.gather_sequence(t, shard)
 
-    def whole(self, t: Tensor, shard: ForwardShard, *, tp_sharded: bool = False) -> Tensor:
+    def gather_sequence(self, t: Tensor, shard: ForwardShard, *, tp_sharded: bool = False) -> Tensor:
         """Gather `t`, a shard of the sequence along dim 1, to the full sequence on every rank; differentiable."""
         parallelism = self.parallelism
         if tp_sharded:
@@ -628,7 +648,7 @@ def sharded_head(head: nn.Module | None) -> nn.Module | None:
     return head if is_sharded else None
 
 
-def _are_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
+def _are_from_parameters(tokens: Tensor, token_name: str, model: nn.Module) -> bool:
     """True if `tokens` are embeddings computed from trainable parameters of `model`, not from the caller's tensors.
 
     Raises:
@@ -638,20 +658,20 @@ def _are_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
-    are_parameters = {id(leaf) in parameters for leaf in leaf_tensors(reachable_nodes(tokens))}
-    if len(are_parameters) > 1:
+    leaf_is_parameter = {id(leaf) in parameters for leaf in leaf_tensors(reachable_nodes(tokens))}
+    if len(leaf_is_parameter) > 1:
         raise ValueError(
-            f"{source} was computed from parameters of the model and from other tensors that require grad, which is "
-            "not supported over context parallel ranks: only one of the two would get a correct gradient. Detach one "
-            "of them, or pass token ids, which the model embeds."
+            f"{token_name} was computed from parameters of the model and from other tensors that require grad, which "
+            "is not supported over context parallel ranks: only one of the two would get a correct gradient. Detach "
+            "one of them, or pass token ids, which the model embeds."
         )
-    return are_parameters == {True}
+    return leaf_is_parameter == {True}
 
 
 def restore_hook_order(hooks: dict[int, Any]) -> None:
     """Make the insertion order of `hooks`, an OrderedDict, equal to its order after `move_to_end`.
 
-    torch.compile of torch 2.11 looks up a hook by its index in the OrderedDict, but in the underlying dict.
+    torch.compile of torch 2.11 takes a hook's index in the OrderedDict, and looks it up in the underlying dict.
     """
     for key in list(hooks):
         hooks[key] = hooks.pop(key)

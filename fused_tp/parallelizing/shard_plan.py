@@ -31,7 +31,7 @@ class StyleSpec:
     """Effect of a style on a module.
 
     Attributes:
-        needs: class of the modules that it applies to.
+        module_class: class of the modules that the style applies to.
         convert: function that returns the parallel layer to replace the module, called as
             convert(module, mesh=, memo=); None if the module is not replaced.
         shard_dim: sharded dim of the weight [out, in]; None: replicated.
@@ -50,7 +50,7 @@ class StyleSpec:
             sharded by heads. Each rank's gradient of these features covers its own heads, so it is summed over ranks.
     """
 
-    needs: type[nn.Module] = nn.Module
+    module_class: type[nn.Module] = nn.Module
     convert: Callable[..., nn.Module] | None = None
     shard_dim: int | None = None
     parts: int = 1
@@ -67,7 +67,7 @@ def _packed_style(layer: type[ColumnParallelLinear | RowParallelLinear], shard_d
     return StyleSpec(nn.Linear, partial(layer.from_linear, parts=parts), shard_dim, parts)
 
 
-WHOLE = StyleSpec()
+UNSHARDED_STYLE = StyleSpec()
 _GATHERED_COLUMNS = StyleSpec(
     nn.Linear, partial(ColumnParallelLinear.from_linear, gather_output=True), 0, gathers_output=True
 )
@@ -80,7 +80,7 @@ STYLES = {
     "colwise_rep": _GATHERED_COLUMNS,
     "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
     "ep_dispatch_experts": StyleSpec(sums_output=True),  # unsharded experts, distributed over the ranks of `ep_dim`
-    "local_params": WHOLE,  # used with entries for the module's own parameters
+    "local_params": UNSHARDED_STYLE,  # used with entries for the module's own parameters
     "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
     "moe_identity_expert": StyleSpec(adds_once=True),
     "moe_tp_experts": StyleSpec(sums_output=True),  # used with entries for the module's own parameters
@@ -89,12 +89,12 @@ STYLES = {
     "packed_colwise_3": _packed_style(ColumnParallelLinear, 0, 3),
     "packed_colwise_12": _packed_style(ColumnParallelLinear, 0, 12),
     "packed_rowwise_4": _packed_style(RowParallelLinear, 1, 4),
-    "replicate": WHOLE,
+    "replicate": UNSHARDED_STYLE,
     "replicated_with_grad_allreduce": StyleSpec(sums_gradient=True),
     "rowwise": StyleSpec(nn.Linear, RowParallelLinear.from_linear, 1),
     "rowwise_rep": _SPLIT_ROWS,
     "rowwise_split_input": _SPLIT_ROWS,
-    "sequence_parallel": WHOLE,
+    "sequence_parallel": UNSHARDED_STYLE,
 }
 
 
@@ -122,7 +122,7 @@ PARAMETER_STYLES = {
     "packed_rowwise": ParameterSpec(-1, parts=2),
     "grouped_gemm": ParameterSpec(-3),  # sharded along the dim of experts: each rank holds some experts
 }
-EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
+EXPERT_STYLES = ("moe_tp_experts", "ep_dispatch_experts")
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ class ShardingPlan:
             parallelism.
         full_arguments: arguments that hold the full sequence because of `modules_before_layers`, and are sharded when a
             layer receives them; by module name.
-        parts: arguments, besides the first, of blocks that run on the full sequence (`whole_blocks`) that hold a shard
-            of it; by module name.
+        sharded_arguments: arguments, besides the first, of blocks that run on the full sequence (`whole_blocks`) that
+            hold a shard of it; by module name.
         gather_after: name of the module whose output is gathered under sequence parallelism, "" for none.
         modules_after_layers: names of the modules after `gather_after`, outside of the base model, which get the full
             sequence.
-        flattens: layers get the tokens of all rows in one dim.
+        flattens_tokens: layers get the tokens of all rows in one dim.
     """
 
     modules: dict[str, Style] = field(default_factory=dict)
@@ -156,10 +156,10 @@ class ShardingPlan:
     position_modules: set[str] = field(default_factory=set)
     modules_before_layers: set[str] = field(default_factory=set)
     full_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sharded_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
     gather_after: str = ""
     modules_after_layers: tuple[str, ...] = ()
-    flattens: bool = False
+    flattens_tokens: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.parameters)
@@ -172,13 +172,13 @@ class ShardingPlan:
         if not self.parameters:
             return {}
         prefix = f"{name}." if name else ""
-        known = [(key, self.parameters.get(prefix + key)) for key in module._parameters]
-        return {key: PARAMETER_STYLES[style] for key, style in known if style is not None}
+        styles_by_key = [(key, self.parameters.get(prefix + key)) for key in module._parameters]
+        return {key: PARAMETER_STYLES[style] for key, style in styles_by_key if style is not None}
 
 
 def spec_of(style: Style | None) -> StyleSpec:
-    """Return the spec of a style; `WHOLE` for None and for a `ParallelStyle`."""
-    return STYLES[style] if isinstance(style, str) else WHOLE
+    """Return the spec of a style; `UNSHARDED_STYLE` for None and for a `ParallelStyle`."""
+    return STYLES[style] if isinstance(style, str) else UNSHARDED_STYLE
 
 
 # Common names of projections whose output is split into heads.
@@ -193,7 +193,7 @@ HEAD_NORMS = {
     *("q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
 }
 # Common names of attributes with numbers of heads.
-HEAD_COUNTS = (
+HEAD_COUNT_NAMES = (
     *("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads"),
     *("n_heads", "n_kv_heads", "n_head", "n_kv_head"),
 )
@@ -214,13 +214,17 @@ def _find_family_of_model(model: nn.Module) -> tuple[str, Family]:
     For an unknown family with a known text model inside, returns the prefix and family of the text model.
     """
     config: Any = getattr(model, "config", None)
-    part: Any = model
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if text is not config and not has_family(config) and has_family(text):
-        kinds = ((getattr(getattr(module, "config", None), "model_type", ""), module) for module in model.modules())
-        part = next((module for kind, module in kinds if kind == text.model_type), part)
-        config = text
-    base = getattr(part, "base_model", part)
+    text_model: Any = model
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text_config is not config and not has_family(config) and has_family(text_config):
+        model_types = (
+            (getattr(getattr(module, "config", None), "model_type", ""), module) for module in model.modules()
+        )
+        text_model = next(
+            (module for model_type, module in model_types if model_type == text_config.model_type), text_model
+        )
+        config = text_config
+    base = getattr(text_model, "base_model", text_model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     return prefix, find_family(config)
 
@@ -245,7 +249,7 @@ def find_unread_parameters(model: nn.Module) -> set[str]:
     """Return the names of parameters that the source of a forward reads only under an option that is off."""
     prefix, family = _find_family_of_model(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return set(_find_matches(list(names), *(prefix + one for one in family.unread_parameters)))
+    return set(_find_matches(list(names), *(prefix + pattern for pattern in family.unread_parameters)))
 
 
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingPlan:
@@ -256,12 +260,12 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
         ValueError: no plan is found, a pattern matches no module, or a style is unknown or does not apply to its
             module.
     """
-    own_plan = _model_plan(model)
+    model_plan = _model_plan(model)
     patterns: Mapping[str, Style]
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan must be 'auto' or a dict from module names to styles, got {plan!r}.")
-        patterns = own_plan
+        patterns = model_plan
         if not patterns:
             raise ValueError(f"{type(model).__name__} has no tp_plan, which plan='auto' needs; " + _suggest_plan(model))
     elif isinstance(plan, Mapping):
@@ -272,117 +276,134 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     prefix, family = _find_family_of_model(model)
-    resolved = ShardingPlan(flattens=family.flattens)
+    resolved_plan = ShardingPlan(flattens_tokens=family.flattens_tokens)
     if family.gather_after and prefix + family.gather_after in modules:
-        behind = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
-        resolved = replace(resolved, gather_after=prefix + family.gather_after, modules_after_layers=behind)
-    unsupported: dict[str, Style] = {}
+        later_modules = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
+        resolved_plan = replace(
+            resolved_plan, gather_after=prefix + family.gather_after, modules_after_layers=later_modules
+        )
+    unsupported_styles: dict[str, Style] = {}
     for pattern, style in patterns.items():
-        matching = _find_matches(modules, pattern)
-        names = matching
+        matching_modules = _find_matches(modules, pattern)
+        names = matching_modules
         if style != "moe_identity_expert":
             names = [name for name in names if not isinstance(modules[name], nn.Identity)]
-        sharded = _find_matches(parameters, pattern)
+        matching_parameters = _find_matches(parameters, pattern)
         # The model's own plan may name layers that only some configurations have. An entry of the caller's plan that
         # matches nothing is a mistake.
-        known = own_plan.get(pattern) == style or bool(matching)
-        if not (names or sharded or known):
+        is_known = model_plan.get(pattern) == style or bool(matching_modules)
+        if not (names or matching_parameters or is_known):
             raise ValueError(
-                f"plan has the entry {pattern!r}, but {type(model).__name__} has no such module. Remove it."
+                f"plan has the entry {pattern!r}, but {type(model).__name__} has no such module. Remove the entry."
             )
-        supported = [_is_supported(style, parameters[name], _owner_styles(name, patterns)) for name in sharded]
-        if False in supported or (isinstance(style, str) and names and style not in STYLES):
-            unsupported[pattern] = style
+        are_supported = [
+            _is_supported(style, parameters[name], _owner_styles(name, patterns)) for name in matching_parameters
+        ]
+        if False in are_supported or (isinstance(style, str) and names and style not in STYLES):
+            unsupported_styles[pattern] = style
             continue
         for name in names:
             check_style(name, modules[name], style)
-        resolved.modules.update(dict.fromkeys(names, style))
-        resolved.parameters.update({name: style for name in sharded if isinstance(style, str)})
-    if unsupported:
+        resolved_plan.modules.update(dict.fromkeys(names, style))
+        resolved_plan.parameters.update({name: style for name in matching_parameters if isinstance(style, str)})
+    if unsupported_styles:
         raise ValueError(
-            f"Unsupported styles in the plan: {unsupported}. Supported for modules: {', '.join(sorted(STYLES))}; for "
-            "1-D parameters: 'colwise'; for parameters of 'moe_tp_experts' modules: "
+            f"Unsupported styles in the plan: {unsupported_styles}. Supported for modules: "
+            f"{', '.join(sorted(STYLES))}; for 1-D parameters: 'colwise'; for parameters of 'moe_tp_experts' modules: "
             f"{', '.join(sorted(PARAMETER_STYLES))}. Remove these entries to replicate their modules on every rank"
             + (
-                f": plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unsupported)}}}."
-                if own_plan
+                ": plan={name: style for name, style in model.tp_plan.items() if name not in "
+                f"{sorted(unsupported_styles)}}}."
+                if model_plan
                 else "."
             )
         )
-    _shard_tied_embeddings(model, resolved)
-    specs = {name: spec_of(style) for name, style in resolved.modules.items()}
+    _shard_tied_embeddings(model, resolved_plan)
+    specs = {name: spec_of(style) for name, style in resolved_plan.modules.items()}
     columns = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
     parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
     for pattern, attributes in family.head_attributes.items():
-        resolved.head_attributes.update(dict.fromkeys(_find_matches(parents, prefix + pattern), attributes))
+        resolved_plan.head_attributes.update(dict.fromkeys(_find_matches(parents, prefix + pattern), attributes))
     for pattern, arguments in family.per_head_arguments.items():
-        resolved.per_head_arguments.update(dict.fromkeys(_find_matches(parents, prefix + pattern), arguments))
-    resolved.position_modules.update(_find_matches(modules, *(prefix + one for one in family.position_modules)))
-    resolved.modules_before_layers.update(
-        _find_matches(modules, *(prefix + one for one in family.modules_before_layers))
+        resolved_plan.per_head_arguments.update(dict.fromkeys(_find_matches(parents, prefix + pattern), arguments))
+    resolved_plan.position_modules.update(
+        _find_matches(modules, *(prefix + pattern for pattern in family.position_modules))
     )
-    for taken, known_arguments in ((resolved.full_arguments, family.full_arguments), (resolved.parts, family.parts)):
-        for pattern, arguments_of in known_arguments.items():
+    resolved_plan.modules_before_layers.update(
+        _find_matches(modules, *(prefix + pattern for pattern in family.modules_before_layers))
+    )
+    for arguments_by_module, family_arguments in (
+        (resolved_plan.full_arguments, family.full_arguments),
+        (resolved_plan.sharded_arguments, family.sharded_arguments),
+    ):
+        for pattern, argument_names in family_arguments.items():
             for name in _find_matches(modules, prefix + pattern):
-                taken[name] = (*taken.get(name, ()), *arguments_of)
-    resolved.unread_parameters.update(find_unread_parameters(model))
-    if not resolved:
-        adapters = hasattr(model, "merge_and_unload")
-        first = ", ".join(list(patterns)[:2])
-        found = f"has {len(patterns)} entries ({first}, ...), none of which {type(model).__name__} has"
+                arguments_by_module[name] = (*arguments_by_module.get(name, ()), *argument_names)
+    resolved_plan.unread_parameters.update(find_unread_parameters(model))
+    if not resolved_plan:
+        has_adapters = hasattr(model, "merge_and_unload")
+        first_entries = ", ".join(list(patterns)[:2])
+        description = f"has {len(patterns)} entries ({first_entries}, ...), none of which {type(model).__name__} has"
         raise ValueError(
-            f"The plan {found if patterns else 'is empty'}, so nothing would be sharded. "
+            f"The plan {description if patterns else 'is empty'}, so nothing would be sharded. "
             + (
                 "Pass the PeftModel to parallelize, or the model without adapters (use merge_and_unload())."
-                if adapters
+                if has_adapters
                 else "Pass plan=."
             )
         )
-    return resolved
+    return resolved_plan
 
 
 def _suggest_plan(model: nn.Module) -> str:
     """Return advice for a model without a plan: to write a plan, if one can shard most of the model's parameters."""
-    others, size = {}, sum(p.numel() for p in model.parameters())
+    numel_by_module, total_numel = {}, sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
-        own_parameters = sum(p.numel() for p in module.parameters(recurse=False))
-        if own_parameters and not isinstance(module, nn.Linear | nn.Embedding) and not is_conv1d(module):
-            others[name] = own_parameters
-    if 2 * sum(others.values()) < size:
+        own_numel = sum(p.numel() for p in module.parameters(recurse=False))
+        if own_numel and not isinstance(module, nn.Linear | nn.Embedding) and not is_conv1d(module):
+            numel_by_module[name] = own_numel
+    if 2 * sum(numel_by_module.values()) < total_numel:
         return "pass plan={'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise', ...}."
-    name = max(others, key=lambda one: others[one])
+    name = max(numel_by_module, key=lambda name: numel_by_module[name])
     return (
-        f"{sum(others.values()) / size:.0%} of its parameters are in modules like {name!r} "
+        f"{sum(numel_by_module.values()) / total_numel:.0%} of its parameters are in modules like {name!r} "
         f"({type(model.get_submodule(name)).__name__}), which are neither nn.Linear nor nn.Embedding and cannot be "
         "sharded by a plan. Use a cp_dim instead, or FSDP2."
     )
 
 
 def plan_experts(
-    model: nn.Module, plan: ShardingPlan, requested: str | Mapping[str, Style], ep_ranks: int, *, whole: bool
+    model: nn.Module,
+    plan: ShardingPlan,
+    requested_plan: str | Mapping[str, Style],
+    ep_ranks: int,
+    *,
+    experts_unsharded: bool,
 ) -> list[str]:
     """Return the names of the modules of experts to distribute over `ep_ranks` ranks, and adapt `plan` to it.
 
-    `whole`: experts are not also sharded over tensor parallel ranks of another dim.
+    `experts_unsharded`: experts are not also sharded over tensor parallel ranks of another dim.
 
     Raises:
         ValueError: there are no experts, or a module of experts cannot be distributed.
     """
     patterns = (
-        {**_model_plan(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(requested, str) else requested
+        {**_model_plan(model), **(getattr(model, "ep_plan", None) or {})}
+        if isinstance(requested_plan, str)
+        else requested_plan
     )
     modules = dict(model.named_modules())
-    found = _find_matches(modules, *(pattern for pattern, style in patterns.items() if style in EXPERTS))
-    if not found:
+    names = _find_matches(modules, *(pattern for pattern, style in patterns.items() if style in EXPERT_STYLES))
+    if not names:
         raise ValueError(
             f"ep_dim needs experts, but the plan of {type(model).__name__} has no module with the style "
             "'moe_tp_experts' or 'ep_dispatch_experts'. Omit ep_dim, or add the modules of experts to plan."
         )
-    rows = _find_family_of_model(model)[1].takes_expert_rows
-    for name in found:
-        check_distributable(name, modules[name], ep_ranks, is_supported=takes_routing(modules[name]) or rows)
+    takes_rows = _find_family_of_model(model)[1].takes_expert_rows
+    for name in names:
+        check_distributable(name, modules[name], ep_ranks, is_supported=takes_routing(modules[name]) or takes_rows)
         keys = [f"{name}.{key}" for key in modules[name]._parameters]
-        if whole:
+        if experts_unsharded:
             plan.modules[name] = "ep_dispatch_experts"
             plan.parameters.update(dict.fromkeys(keys, "grouped_gemm"))
         else:
@@ -390,7 +411,7 @@ def plan_experts(
             for key in keys:  # the mesh dim of experts is not the one that `plan` applies to
                 if plan.parameters.get(key) == "grouped_gemm":
                     del plan.parameters[key]
-    return found
+    return names
 
 
 def check_experts_not_distributed(plan: ShardingPlan, ep_dim: str | None) -> None:
@@ -399,14 +420,14 @@ def check_experts_not_distributed(plan: ShardingPlan, ep_dim: str | None) -> Non
     Raises:
         ValueError: `plan` has 'ep_dispatch_experts', but `ep_dim` is None.
     """
-    distributed = [name for name, style in plan.modules.items() if style == "ep_dispatch_experts"]
-    if distributed and ep_dim is None:
+    distributed_names = [name for name, style in plan.modules.items() if style == "ep_dispatch_experts"]
+    if distributed_names and ep_dim is None:
         raise ValueError(
-            f"{distributed[0]!r} has the style 'ep_dispatch_experts' in the plan, which needs ep_dim. Pass ep_dim=, "
-            "the mesh dim to distribute experts over; or use 'moe_tp_experts' to shard each expert over tensor "
-            "parallel ranks."
+            f"{distributed_names[0]!r} has the style 'ep_dispatch_experts' in the plan, which needs ep_dim. Pass "
+            "ep_dim=, the mesh dim to distribute experts over; or use 'moe_tp_experts' to shard each expert over "
+            "tensor parallel ranks."
         )
-    for name in distributed:
+    for name in distributed_names:
         del plan.modules[name]
     for name in [name for name, style in plan.parameters.items() if style == "grouped_gemm"]:
         del plan.parameters[name]
@@ -430,7 +451,7 @@ def _owner_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
 def _is_supported(style: Style, parameter: Tensor, owner_styles: set[Style]) -> bool:
     if parameter.ndim == 1:
         return style == "colwise"
-    return style in PARAMETER_STYLES and not owner_styles.isdisjoint(EXPERTS)
+    return style in PARAMETER_STYLES and not owner_styles.isdisjoint(EXPERT_STYLES)
 
 
 def check_experts(model: nn.Module, plan: ShardingPlan) -> None:
@@ -441,32 +462,38 @@ def check_experts(model: nn.Module, plan: ShardingPlan) -> None:
     """
     for name, style in plan.modules.items():
         if style == "moe_tp_experts":
-            _check_experts(name, model.get_submodule(name), plan)
+            _check_expert_module(name, model.get_submodule(name), plan)
 
 
-def _check_experts(name: str, module: nn.Module, plan: ShardingPlan) -> None:
+def _check_expert_module(name: str, module: nn.Module, plan: ShardingPlan) -> None:
     """Apply `check_experts` to one module: the sum over ranks would count an unsharded parameter several times."""
-    inside = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module)}
-    inside -= {"down_proj_bias"} if takes_routing(module) else set()  # added after the sum
-    inside |= {"post_expert_norm"} if getattr(module, "has_post_expert_norm", False) else set()
-    inside |= {key for key, child in module.named_children() if isinstance(child, nn.Identity)}
-    inside = {key for key in inside if f"{name}.{key}" not in plan}
-    if inside or not module._parameters:
-        problem = f"its {sorted(inside)[0]!r} is not in the plan" if inside else "it has no direct parameters"
+    unsharded_names = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module)}
+    unsharded_names -= {"down_proj_bias"} if takes_routing(module) else set()  # added after the sum
+    unsharded_names |= {"post_expert_norm"} if getattr(module, "has_post_expert_norm", False) else set()
+    unsharded_names |= {key for key, child in module.named_children() if isinstance(child, nn.Identity)}
+    unsharded_names = {key for key in unsharded_names if f"{name}.{key}" not in plan}
+    if unsharded_names or not module._parameters:
+        problem = (
+            f"its {sorted(unsharded_names)[0]!r} is not in the plan"
+            if unsharded_names
+            else "it has no direct parameters"
+        )
         raise ValueError(
             f"{name!r} ({type(module).__name__}) has the style 'moe_tp_experts' in the plan, but {problem}: each rank "
             "must hold a shard of every expert. Add its parameters to the plan as 'packed_colwise' (gate and up), "
             f"'colwise' or 'rowwise', or remove {name!r} and the names inside it from the plan."
         )
-    parts = 2 if getattr(module, "is_concatenated", True) else 1  # transformers sets this on classes of experts
+    expected_parts = (
+        2 if getattr(module, "is_concatenated", True) else 1
+    )  # transformers sets this on classes of experts
     for key, spec in plan.parameters_of(name, module).items():
-        if key == "gate_up_proj" and hasattr(module, "is_concatenated") and spec.parts != parts:
+        if key == "gate_up_proj" and hasattr(module, "is_concatenated") and spec.parts != expected_parts:
             raise ValueError(
                 f"'{name}.{key}' has the style {plan.parameters[f'{name}.{key}']!r} in the plan, which would separate "
                 "gate and up features: "
                 + (
                     "gate and up are concatenated. Use 'packed_colwise' ('packed_rowwise'"
-                    if parts == 2
+                    if expected_parts == 2
                     else "gate and up features alternate. Use 'colwise' ('rowwise'"
                 )
                 + " for experts [in, out])."
@@ -475,19 +502,20 @@ def _check_experts(name: str, module: nn.Module, plan: ShardingPlan) -> None:
 
 def warn_of_small_sharded_share(model: nn.Module, plan: ShardingPlan) -> None:
     """Warn if the plan shards less than a quarter of the model: each TP rank would then compute most of it."""
-    sizes = {id(p): p.numel() for p in model.parameters()}
+    numel_by_id = {id(p): p.numel() for p in model.parameters()}
     if any(isinstance(style, ParallelStyle) for style in plan.modules.values()):
         return  # a ParallelStyle does not show which parameters it shards
     specs = {name: spec_of(style) for name, style in plan.modules.items()}
-    named = (name for name, spec in specs.items() if spec.shard_dim is not None and not spec.shares_keys)
-    layers = map(model.get_submodule, named)
-    own = [p for layer in layers for p in layer.parameters(recurse=False)]
-    sharded = {id(p): p.numel() for p in (*own, *map(model.get_parameter, plan.parameters))}
-    share = sum(sharded.values()) / max(1, sum(sizes.values()))
-    if share < 0.25:
+    sharded_layers = (name for name, spec in specs.items() if spec.shard_dim is not None and not spec.shares_keys)
+    layers = map(model.get_submodule, sharded_layers)
+    layer_parameters = [p for layer in layers for p in layer.parameters(recurse=False)]
+    sharded_numel_by_id = {id(p): p.numel() for p in (*layer_parameters, *map(model.get_parameter, plan.parameters))}
+    sharded_share = sum(sharded_numel_by_id.values()) / max(1, sum(numel_by_id.values()))
+    if sharded_share < 0.25:
         warnings.warn(
-            f"The plan shards {len(sharded)} of the {len(sizes)} parameters of {type(model).__name__}, {share:.0%} of "
-            "their elements. The other parameters are replicated: each tensor parallel rank holds them and computes "
+            f"The plan shards {len(sharded_numel_by_id)} of the {len(numel_by_id)} parameters of "
+            f"{type(model).__name__}, {sharded_share:.0%} of their elements. The other parameters are replicated: each "
+            "tensor parallel rank holds them and computes "
             "with them.",
             stacklevel=3,
         )
@@ -495,11 +523,11 @@ def warn_of_small_sharded_share(model: nn.Module, plan: ShardingPlan) -> None:
 
 def _find_matches(names: Iterable[str], *patterns: str) -> list[str]:
     """Return the names that match one of `patterns`, compared component by component between dots."""
-    pattern_parts, matches = [pattern.split(".") for pattern in patterns], []
+    split_patterns, matches = [pattern.split(".") for pattern in patterns], []
     for name in names:
-        parts = name.split(".")
-        for one in pattern_parts:
-            if len(parts) == len(one) and all(map(fnmatchcase, parts, one)):
+        components = name.split(".")
+        for pattern_components in split_patterns:
+            if len(components) == len(pattern_components) and all(map(fnmatchcase, components, pattern_components)):
                 matches.append(name)
                 break
     return matches
@@ -532,18 +560,18 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
         raise TypeError(f"The style of {name!r} must be a string or a ParallelStyle, got {type(style).__name__}.")
     if STYLES[style].sums_gradient:
         _check_not_by_head(name, module)
-    kind = f"{type(module).__module__}.{type(module).__name__}"
-    expected_class = STYLES[style].needs
+    class_path = f"{type(module).__module__}.{type(module).__name__}"
+    expected_class = STYLES[style].module_class
     # Exact types: a subclass may have another forward (quantized, with adapters), which the replacement would drop.
-    supported_alternatives = {
-        nn.Linear: is_conv1d(module) or kind in LINEAR_LIKE_CLASSES,
+    are_alternatives_supported = {
+        nn.Linear: is_conv1d(module) or class_path in LINEAR_LIKE_CLASSES,
         nn.Embedding: embedding_scale(module) is not None,
     }
-    supported = type(module) is expected_class or supported_alternatives.get(expected_class, False)
-    if expected_class is not nn.Module and not supported:
+    is_supported = type(module) is expected_class or are_alternatives_supported.get(expected_class, False)
+    if expected_class is not nn.Module and not is_supported:
         raise ValueError(
-            f"The style {style!r} of {name!r} needs a plain nn.{expected_class.__name__}, got {kind}. Remove {name!r} "
-            "from the plan, or replace the module by a plain one."
+            f"The style {style!r} of {name!r} needs a plain nn.{expected_class.__name__}, got {class_path}. Remove "
+            f"{name!r} from the plan, or replace the module by a plain one."
         )
     for key, parameter in module.named_parameters(recurse=False):
         if STYLES[style].shard_dim is not None and not parameter.is_floating_point():
@@ -569,13 +597,13 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
     Raises:
         ValueError: `world_size` does not divide a head count; the message lists the supported sizes.
     """
-    checked: set[tuple[str, StyleSpec]] = set()  # q_proj, k_proj and v_proj share their module's counts
+    checked_attentions: set[tuple[str, StyleSpec]] = set()  # q_proj, k_proj and v_proj share their module's counts
     for name, style in plan.items():
         attention = attention_of(name)
         spec = spec_of(style)
-        if spec.shard_dim != 0 or spec.gathers_output or attention is None or (attention, spec) in checked:
+        if spec.shard_dim != 0 or spec.gathers_output or attention is None or (attention, spec) in checked_attentions:
             continue
-        checked.add((attention, spec))
+        checked_attentions.add((attention, spec))
         parent = model.get_submodule(attention)
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if spec.shares_keys:
@@ -592,7 +620,7 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
 
 
 def is_kv_count(count: str) -> bool:
-    """True if the attribute `count`, a name in HEAD_COUNTS, is the number of heads of keys and values."""
+    """True if the attribute `count`, a name in HEAD_COUNT_NAMES, is the number of heads of keys and values."""
     return "kv" in count or "key_value" in count
 
 
@@ -613,7 +641,7 @@ def head_counts(*sources: object) -> dict[str, int]:
     for source in sources:
         text = getattr(source, "get_text_config", None)
         source = text() if callable(text) else source
-        values = {key: config_value(source, key) for key in HEAD_COUNTS}
+        values = {key: config_value(source, key) for key in HEAD_COUNT_NAMES}
         counts = {key: n for key, n in values.items() if isinstance(n, int) and n > 0} | counts
     return counts
 
@@ -624,7 +652,7 @@ def head_counts(*sources: object) -> dict[str, int]:
 # module after it sees this rank's features only, so its gradient must be summed over ranks. Whether a module is before
 # or after is inferred from the widths of its parameters.
 
-ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def choose_intermediate_styles(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool = False) -> ShardingPlan:
@@ -635,37 +663,42 @@ def choose_intermediate_styles(model: nn.Module, plan: ShardingPlan, *, shards_l
     Raises:
         ValueError: a module is not in the plan, and its widths do not show whether it sees sharded features.
     """
-    settled = replace(plan, modules=dict(plan.modules))
+    completed_plan = replace(plan, modules=dict(plan.modules))
     modules = dict(model.named_modules())
     head = _output_layer(model, plan.modules) if shards_logits else None
     names = [*plan.modules, *plan.parameters]
-    for name, (column, whole) in _find_sharded_scopes(modules, plan.modules, head).items():
+    for name, (column_layers, full_widths) in _find_sharded_scopes(modules, plan.modules, head).items():
         parent, prefix = modules[name], f"{name}." if name else ""
         if name not in plan.modules:
             for key, parameter in parent.named_parameters(recurse=False):
-                if prefix + key not in plan and (parameter.ndim == 0 or parameter.shape[-1] not in whole):
+                if prefix + key not in plan and (parameter.ndim == 0 or parameter.shape[-1] not in full_widths):
                     raise ValueError(
-                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, but {column[0]!r} is sharded: "
-                        "it is unknown whether a rank uses all of the parameter. Add it to the plan as 'colwise' if "
-                        f"each rank must hold a shard; or add {name!r} as 'replicated_with_grad_allreduce' if its "
-                        "gradient must be summed over ranks, or as 'replicate' if its gradient is equal on all ranks."
+                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, but {column_layers[0]!r} is "
+                        "sharded: it is unknown whether a rank uses all of the parameter. Add it to the plan as "
+                        f"'colwise' if each rank must hold a shard; or add {name!r} as "
+                        "'replicated_with_grad_allreduce' if its gradient must be summed over ranks, or as 'replicate' "
+                        "if its gradient is equal on all ranks."
                     )
         for leaf, child in parent.named_children():
             path = prefix + leaf
-            planned = any(one == path or one.startswith(f"{path}.") for one in names)
-            if planned or next(child.parameters(), None) is None or _has_full_features(child, whole, leaf, column):
+            is_planned = any(planned_name == path or planned_name.startswith(f"{path}.") for planned_name in names)
+            if (
+                is_planned
+                or next(child.parameters(), None) is None
+                or _has_full_features(child, full_widths, leaf, column_layers)
+            ):
                 continue
-            if type(child).__module__ in ACTIVATIONS and all(p.numel() == 1 for p in child.parameters()):
-                settled.modules[path] = "replicated_with_grad_allreduce"
+            if type(child).__module__ in ACTIVATION_MODULES and all(p.numel() == 1 for p in child.parameters()):
+                completed_plan.modules[path] = "replicated_with_grad_allreduce"
                 continue
             _check_not_by_head(path, child)
             style = "mla_kv_a_proj" if leaf == LATENT_PROJECTION else "replicated_with_grad_allreduce"
             raise ValueError(
-                f"{path!r} ({type(child).__name__}) is not in the plan, but {column[0]!r} next to it is sharded: if it "
-                "sees only this rank's features, its gradient must be summed over ranks. Add it to the plan as "
-                f"{style!r} in this case, or as 'replicate' if its input is equal on all ranks."
+                f"{path!r} ({type(child).__name__}) is not in the plan, but {column_layers[0]!r} next to it is "
+                "sharded: if it sees only this rank's features, its gradient must be summed over ranks. Add it to the "
+                f"plan as {style!r} in this case, or as 'replicate' if its input is equal on all ranks."
             )
-    return settled
+    return completed_plan
 
 
 def _find_sharded_scopes(
@@ -688,7 +721,7 @@ def _find_sharded_scopes(
     scopes_by_name: dict[str, tuple[list[str], set[int]]] = {}
     for name, style in plan.items():
         spec = spec_of(style)
-        is_column_layer = spec.needs is nn.Linear and spec.shard_dim == 0
+        is_column_layer = spec.module_class is nn.Linear and spec.shard_dim == 0
         if not is_column_layer or (spec.gathers_output and modules[name] is not head):
             continue
         scopes = _enclosing_scopes(name)
@@ -698,9 +731,9 @@ def _find_sharded_scopes(
             else next((scope for scope in scopes if scope in row_layers_of_scope), scopes[0])
         )
         row_layers = [] if spec.gathers_output else row_layers_of_scope.get(outermost, [])
-        widths = {features_of(modules[name])[0], *(features_of(modules[end])[1] for end in row_layers)}
+        widths = {features_of(modules[name])[0], *(features_of(modules[row_layer])[1] for row_layer in row_layers)}
         for scope in dict.fromkeys(
-            scope for one in (name, *row_layers) for scope in _enclosing_scopes(one) if within(scope, outermost)
+            scope for layer in (name, *row_layers) for scope in _enclosing_scopes(layer) if is_within(scope, outermost)
         ):
             column_layers, full_widths = scopes_by_name.setdefault(scope, ([], set()))
             column_layers.append(name)
@@ -710,9 +743,9 @@ def _find_sharded_scopes(
 
 def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | None:
     """Return the layer that computes the logits: the output embeddings, or the only layer that gathers its output."""
-    known: Any = getattr(model, "get_output_embeddings", None)
-    if callable(known):
-        head: nn.Module | None = known()
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    if callable(get_head):
+        head: nn.Module | None = get_head()
         return head
     names = [name for name, style in plan.items() if spec_of(style).gathers_output]
     return model.get_submodule(names[0]) if len(names) == 1 else None
@@ -724,7 +757,7 @@ def _enclosing_scopes(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
 
 
-def within(scope: str, top: str) -> bool:
+def is_within(scope: str, top: str) -> bool:
     """True if the module `scope` is the module `top`, or is inside it."""
     return not top or scope == top or scope.startswith(f"{top}.")
 

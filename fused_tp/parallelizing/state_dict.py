@@ -46,38 +46,42 @@ def load_full_state_dict(
         >>> with safetensors.safe_open("model.safetensors", "pt") as file:
         ...     load_full_state_dict(model, ((name, file.get_tensor(name)) for name in file.keys()))
     """
-    parts, dtensors = packed_dims(model), as_dtensors(model)
-    parts |= {id(dtensors[key]): dim for key, dim in parts.items() if key in dtensors}
-    own_state = {name: dtensors.get(id(t), t) for name, t in model.state_dict(keep_vars=True).items()}
-    unknown, loaded = [], set()
-    for name, full in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
-        if name not in own_state:
-            unknown.append(name)
+    packed_dim_by_id, dtensors = packed_dims(model), as_dtensors(model)
+    packed_dim_by_id |= {id(dtensors[key]): dim for key, dim in packed_dim_by_id.items() if key in dtensors}
+    model_state = {name: dtensors.get(id(t), t) for name, t in model.state_dict(keep_vars=True).items()}
+    unknown_names, loaded_ids = [], set()
+    for name, full_tensor in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
+        if name not in model_state:
+            unknown_names.append(name)
             continue
-        shape = list(own_state[name].shape)
-        if (dim := parts.get(id(own_state[name]))) is not None:  # packed: has one dim more than the unsharded parameter
+        shape = list(model_state[name].shape)
+        if (
+            dim := packed_dim_by_id.get(id(model_state[name]))
+        ) is not None:  # packed: has one dim more than the unsharded parameter
             shape[dim : dim + 2] = [prod(shape[dim : dim + 2])]
-        if list(full.shape) != shape:
-            raise ValueError(f"{name!r} must have shape {tuple(shape)} as in the model, got {tuple(full.shape)}.")
-        full = full.reshape(own_state[name].shape)
-        if any(type(placement) not in (Shard, Replicate) for placement in getattr(own_state[name], "placements", ())):
+        if list(full_tensor.shape) != shape:
             raise ValueError(
-                f"Loading into {name!r} with placements {own_state[name].placements} is not supported. Load before "
+                f"{name!r} must have shape {tuple(shape)} as in the model, got {tuple(full_tensor.shape)}."
+            )
+        full_tensor = full_tensor.reshape(model_state[name].shape)
+        if any(type(placement) not in (Shard, Replicate) for placement in getattr(model_state[name], "placements", ())):
+            raise ValueError(
+                f"Loading into {name!r} with placements {model_state[name].placements} is not supported. Load before "
                 "fully_shard."
             )
-        copy_full_(own_state[name], full.to(own_state[name].device), broadcast=False)
-        loaded.add(id(own_state[name]))
-    missing = [name for name, tensor in own_state.items() if id(tensor) not in loaded]
-    if strict and (missing or unknown):
+        copy_full_(model_state[name], full_tensor.to(model_state[name].device), broadcast=False)
+        loaded_ids.add(id(model_state[name]))
+    missing_names = [name for name, tensor in model_state.items() if id(tensor) not in loaded_ids]
+    if strict and (missing_names or unknown_names):
         problems = [
             f"{description} {names[:5]}{'...' if len(names) > 5 else ''}"
-            for description, names in (("lacks", missing), ("has unknown", unknown))
+            for description, names in (("lacks the names", missing_names), ("has the unknown names", unknown_names))
             if names
         ]
         raise ValueError(f"state_dict {' and '.join(problems)}. Pass strict=False to load the other tensors.")
 
 
-def check_buffers(model: nn.Module, *, hf: bool) -> None:
+def check_buffers(model: nn.Module, *, is_hf: bool) -> None:
     """Check that all buffers of a model on the meta device can be set.
 
     Raises:
@@ -86,7 +90,7 @@ def check_buffers(model: nn.Module, *, hf: bool) -> None:
     for name, module in model.named_modules():
         for key in module._non_persistent_buffers_set:
             buffer = module._buffers[key]
-            if buffer is not None and buffer.is_meta and not hf and not hasattr(module, "reset_buffers"):
+            if buffer is not None and buffer.is_meta and not is_hf and not hasattr(module, "reset_buffers"):
                 raise ValueError(
                     f"The buffer {f'{name}.{key}'.lstrip('.')!r} is on the meta device and not persistent, so loading "
                     f"weights does not set it. Add a method reset_buffers() that computes it to "
@@ -95,7 +99,7 @@ def check_buffers(model: nn.Module, *, hf: bool) -> None:
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
+def materialize(model: nn.Module, device_type: str, *, is_hf: bool) -> None:
     """Allocate tensors that are still on the meta device, filled with NaN, and move the other tensors to the device."""
     new_parameters: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
     for name, module in model.named_modules():
@@ -115,7 +119,7 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
         if has_unset_buffer and hasattr(module, "reset_buffers"):
             reset_buffers: Any = module.reset_buffers
             reset_buffers()
-        elif has_unset_buffer and hf:
+        elif has_unset_buffer and is_hf:
             enclosing_modules = map(model.get_submodule, _enclosing_names(name))
             init_weights: Any = next(m for m in enclosing_modules if hasattr(m, "_init_weights"))._init_weights
             # transformers fills such buffers (RoPE frequencies) in the method `_init_weights` of the enclosing model,
@@ -138,9 +142,9 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
         model.to(device_type)
 
 
-def _make_unset_buffer(like: Tensor, device: torch.device | str) -> Tensor:
-    """Return a buffer like `like`, filled with a value that marks it as unset: NaN for floating-point dtypes."""
-    return torch.full_like(like, unset_value(like.dtype), device=device)
+def _make_unset_buffer(template: Tensor, device: torch.device | str) -> Tensor:
+    """Return a buffer like `template`, filled with a value that marks it as unset: NaN for floating-point dtypes."""
+    return torch.full_like(template, unset_value(template.dtype), device=device)
 
 
 def _is_unset(buffer: Tensor) -> bool:

@@ -27,7 +27,7 @@ from fused_tp.ops.collectives import gather, scatter
 from fused_tp.parallelizing.experts import takes_routing
 from fused_tp.parallelizing.layers import HookArguments, attachments
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding, restore_hook_order
-from fused_tp.parallelizing.shard_plan import ShardingPlan, spec_of, within
+from fused_tp.parallelizing.shard_plan import ShardingPlan, is_within, spec_of
 
 
 def find_blocks(model: nn.Module, plan: ShardingPlan, *, exchanges_expert_rows: bool) -> tuple[list[str], list[str]]:
@@ -46,7 +46,9 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, exchanges_expert_rows: 
     for name, module in modules.items():
         style = plan.modules.get(name)
         # These see the full sequence anyway.
-        if any(within(name, one) for one in (*plan.modules_before_layers, *plan.modules_after_layers)):
+        if any(
+            is_within(name, outside_name) for outside_name in (*plan.modules_before_layers, *plan.modules_after_layers)
+        ):
             continue
         if isinstance(style, ParallelStyle):
             raise ValueError(
@@ -104,31 +106,30 @@ def _treats_tokens_independently(name: str, block: nn.Module, plan: ShardingPlan
     - a block with arguments besides hidden states, which would have to be sharded like these;
     - a block without experts that take routing, or with a layer of a style other than plain column or row.
     """
-    experts = []
+    expert_names = []
     for path, module in block.named_modules(prefix=name):
         spec = spec_of(plan.modules.get(path))
         if spec.sums_output:
-            experts.append(path)
-            supported = takes_routing(module)
+            expert_names.append(path)
+            is_supported = takes_routing(module)
         else:
-            supported = not (spec.splits_input or spec.gathers_output or spec.shares_rotary or spec.shares_keys)
-            supported &= not spec.adds_once and not plan.parameters_of(path, module)
+            is_supported = not (spec.splits_input or spec.gathers_output or spec.shares_rotary or spec.shares_keys)
+            is_supported &= not spec.adds_once and not plan.parameters_of(path, module)
         is_known = type(module).__module__.startswith(_KNOWN_MODULES)
-        if not (supported and is_known and not _may_read_tokens(module) and not _draws_noise(module)):
+        if not (is_supported and is_known and not _may_read_tokens(module) and not _draws_noise(module)):
             return False
     parameters = inspect.signature(type(block).forward).parameters.values()
-    takes_hidden_states_only = [p.kind for p in parameters] == [
-        inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ] * 2  # self, and hidden states
-    return bool(experts) and takes_hidden_states_only
+    expected_kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # of self, and of the hidden states
+    takes_hidden_states_only = [p.kind for p in parameters] == expected_kinds
+    return bool(expert_names) and takes_hidden_states_only
 
 
 def _may_read_tokens(module: nn.Module) -> bool:
     """True if `module` has a patched forward or hooks, except transformers' recorders, which only store outputs."""
-    recorders = all(
+    has_only_recorders = all(
         getattr(hook, "__module__", "") == _OUTPUT_RECORDER_MODULE for hook in module._forward_hooks.values()
     )
-    return bool(set(attachments(module)) - ({"_forward_hooks"} if recorders else set()))
+    return bool(set(attachments(module)) - ({"_forward_hooks"} if has_only_recorders else set()))
 
 
 def _draws_noise(module: nn.Module) -> bool:
@@ -141,21 +142,21 @@ def _find_block(name: str, modules: dict[str, nn.Module]) -> str | None:
     parts = name.split(".")
     for n in range(1, len(parts) - 1):
         if isinstance(modules[".".join(parts[:n])], nn.ModuleList):
-            rest = range(n + 2, len(parts) + 1)
-            names = (".".join(parts[:m]) for m in rest)
+            prefix_lengths = range(n + 2, len(parts) + 1)
+            names = (".".join(parts[:m]) for m in prefix_lengths)
             return next((candidate for candidate in names if not isinstance(modules[candidate], nn.ModuleList)), None)
     return None
 
 
 def run_on_full_sequence(
-    block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Collection[str] = ()
+    block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, sharded_arguments: Collection[str] = ()
 ) -> None:
     """Hook `block`, whose layers run without sequence parallelism, to run on the full sequence.
 
-    `parts` names the arguments, besides the first, that hold a shard of the sequence.
+    `sharded_arguments` names the arguments, besides the first, that hold a shard of the sequence.
     """
     # Prepend, because the hooks that styles have registered expect full sequences.
-    gather_input = partial(_gather_input, sequence, mesh, _argument_places(block, parts))
+    gather_input = partial(_gather_input, sequence, mesh, _argument_keys(block, sharded_arguments))
     block.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
     restore_hook_order(block._forward_pre_hooks)
     block.register_forward_hook(partial(_scatter_output, sequence, mesh))
@@ -165,7 +166,7 @@ def split_arguments_before(
     module: nn.Module, arguments: Collection[str], mesh: DeviceMesh, sequence: SequenceSharding
 ) -> None:
     """Hook `module` so that it receives its `arguments`, which hold the tokens of all ranks, sharded to this rank's."""
-    split_input = partial(_split_input, sequence, mesh, _argument_places(module, arguments))
+    split_input = partial(_split_input, sequence, mesh, _argument_keys(module, arguments))
     module.register_forward_pre_hook(split_input, with_kwargs=True)
 
 
@@ -177,23 +178,26 @@ def gather_output_after(module: nn.Module, mesh: DeviceMesh, sequence: SequenceS
 def _gather_output(
     sequence: SequenceSharding, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
-    state = sequence.state_now()
+    state = sequence.current_state()
     return gather(output, 1, group=mesh, gather_size=state.local_len) if state.tp_sharded else output
 
 
-def _argument_places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
+def _argument_keys(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
     """Return the names and the positional indices by which the arguments called `names` can be passed."""
-    order = enumerate(inspect.signature(module.forward).parameters)
-    return frozenset({*names, *(position for position, name in order if name in names)})
+    numbered_names = enumerate(inspect.signature(module.forward).parameters)
+    return frozenset({*names, *(index for index, name in numbered_names if name in names)})
 
 
 def _replace_arguments(
-    places: frozenset[int | str], change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    argument_keys: frozenset[int | str],
+    transform: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> HookArguments:
-    """Return `args` and `kwargs` with `change` applied to the tensors at `places`, which are indices and names."""
+    """Return `args` and `kwargs` with `transform` applied to the tensors at `argument_keys` (indices and names)."""
 
-    def replace_argument(place: int | str, value: Any) -> Any:
-        return change(value) if place in places and isinstance(value, Tensor) else value
+    def replace_argument(key: int | str, value: Any) -> Any:
+        return transform(value) if key in argument_keys and isinstance(value, Tensor) else value
 
     return tuple(replace_argument(i, value) for i, value in enumerate(args)), {
         k: replace_argument(k, v) for k, v in kwargs.items()
@@ -203,39 +207,39 @@ def _replace_arguments(
 def _split_input(
     sequence: SequenceSharding,
     mesh: DeviceMesh,
-    places: frozenset[int | str],
+    argument_keys: frozenset[int | str],
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments | None:
-    if not sequence.state_now().tp_sharded:
+    if not sequence.current_state().tp_sharded:
         return None
-    return _replace_arguments(places, partial(scatter, dim=1, group=mesh), args, kwargs)
+    return _replace_arguments(argument_keys, partial(scatter, dim=1, group=mesh), args, kwargs)
 
 
 def _gather_input(
     sequence: SequenceSharding,
     mesh: DeviceMesh,
-    parts: frozenset[int | str],
+    argument_keys: frozenset[int | str],
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments | None:
-    state = sequence.state_now()
+    state = sequence.current_state()
     if not state.tp_sharded:
         return None
 
     def gather_full(t: Tensor) -> Tensor:
-        flat = t.ndim == 2  # the tokens of all rows in one dim
-        part = t if t.is_floating_point() else t.double()  # gather needs floats; float64 holds indices exactly
-        part = part.unflatten(0, (state.batch, -1)) if flat else part
-        full_input = gather(part, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
-        return full_input.flatten(0, 1) if flat else full_input
+        is_flat = t.ndim == 2  # the tokens of all rows in one dim
+        shard = t if t.is_floating_point() else t.double()  # gather needs floats; float64 holds indices exactly
+        shard = shard.unflatten(0, (state.batch_size, -1)) if is_flat else shard
+        full_input = gather(shard, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
+        return full_input.flatten(0, 1) if is_flat else full_input
 
-    args, kwargs = _replace_arguments(parts, gather_full, args, kwargs)
+    args, kwargs = _replace_arguments(argument_keys, gather_full, args, kwargs)
     x = args[0] if args else next(iter(kwargs.values()))
     length = state.local_len or 0
-    if not isinstance(x, Tensor) or not (x.ndim == 3 or (x.ndim == 2 and parts)):
+    if not isinstance(x, Tensor) or not (x.ndim == 3 or (x.ndim == 2 and argument_keys)):
         description = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
         raise ValueError(
             f"sequence_parallel=True: the first argument of {type(block).__name__}, which runs on the full sequence, "
@@ -254,15 +258,15 @@ def _gather_input(
 
 
 def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Module, args: Any, output: Any) -> Any:
-    state = sequence.state_now()
+    state = sequence.current_state()
     if not state.tp_sharded:
         return output
-    first = output[0] if isinstance(output, tuple) else output
+    first_output = output[0] if isinstance(output, tuple) else output
     length = state.local_len or 0
-    if not isinstance(first, Tensor) or not (first.shape[1:2] == (length,) or first.ndim == 2):
+    if not isinstance(first_output, Tensor) or not (first_output.shape[1:2] == (length,) or first_output.ndim == 2):
         raise ValueError(
             f"sequence_parallel=True: {type(block).__name__} must return hidden states [batch, seq, hidden], got "
-            f"{type(first).__name__} {tuple(getattr(first, 'shape', ()))}. Pass sequence_parallel=False."
+            f"{type(first_output).__name__} {tuple(getattr(first_output, 'shape', ()))}. Pass sequence_parallel=False."
         )
 
     def take_shard(t: Any) -> Any:
@@ -271,7 +275,7 @@ def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Modu
         # Indices are not sharded: the next block gets those of the full sequence.
         if t.ndim == 3 and t.shape[1] == length and t.is_floating_point():
             return scatter(t, 1, group=mesh)
-        if t is first:  # has the tokens of all rows in one dim
+        if t is first_output:  # has the tokens of all rows in one dim
             return scatter(t.unflatten(0, (-1, length)), 1, group=mesh).flatten(0, 1)
         return t
 

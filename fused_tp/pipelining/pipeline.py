@@ -33,9 +33,9 @@ from fused_tp.nn.optimizers import optimizer_step_counts, watch_model
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
-from fused_tp.parallelizing.checks.parts_check import check_equal_steps
+from fused_tp.parallelizing.checks.shard_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
-from fused_tp.parallelizing.grad_sync import average_gradients, is_distributed
+from fused_tp.parallelizing.grad_sync import average_gradients, has_distributed_experts
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.parallelizing.readers import forward_source_contains
@@ -59,12 +59,11 @@ from fused_tp.pipelining.timeline import Recorder, Span
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Loss = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 _IGNORED_LABEL = -100  # label of ignored tokens, as everywhere in transformers
 _LABEL_NAMES = ("labels", "shift_labels")
-_TARGET_COUNT = (
-    "num_items_in_batch"  # divisor of the sum over targets, in place of a microbatch's own number of targets
-)
+# Argument of forward: divisor of the sum over targets, in place of a microbatch's own number of targets.
+_TARGET_COUNT_NAME = "num_items_in_batch"
 
 
 class StageKeywords(TypedDict, total=False):
@@ -94,7 +93,7 @@ def pipeline(
     virtual_stages: int | None = None,
     layers: str | None = None,
     costs: Sequence[float] | None = None,
-    loss_fn: Loss | None = None,
+    loss_fn: LossFunction | None = None,
     example: Mapping[str, Any] | None = None,
     pp_dim: str = "pp",
     verify: str | bool | Mapping[str, Any] = "auto",
@@ -125,7 +124,7 @@ def pipeline(
         example: keyword arguments of a forward pass on a few tokens, with which the model is examined; None: token ids.
         verify: compare the pipeline with the whole model, as `parallelize` does; the tensors of a dict must have
             `microbatches` rows, or a multiple.
-        inside: keywords of `parallelize`, for each stage: tp_dim, cp_dim, ep_dim (one of these two), plan,
+        stage_keywords: keywords of `parallelize`, for each stage: tp_dim, cp_dim, ep_dim (one of these two), plan,
             sequence_parallel, loss_parallel, ulysses_size, grad_sync. With grad_sync, gradients are averaged over the
             context parallel ranks at the end of a step.
 
@@ -149,11 +148,15 @@ def pipeline(
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}.")
     dim_names = mesh.mesh_dim_names or ()
     if pp_dim not in dim_names:
-        raise ValueError(f"mesh has the dims {dim_names or 'without names'}, not pp_dim={pp_dim!r}.")
-    unknown = sorted(set(stage_keywords) - set(StageKeywords.__annotations__))
-    if unknown:
+        raise ValueError(
+            f"mesh must have the dim pp_dim={pp_dim!r}, got {dim_names or 'dims without names'}. Add the dim, or pass "
+            "the name of another one as pp_dim."
+        )
+    unknown_keywords = sorted(set(stage_keywords) - set(StageKeywords.__annotations__))
+    if unknown_keywords:
         raise TypeError(
-            f"pipeline has no keyword {unknown[0]!r}; of parallelize it takes {', '.join(_STAGE_DEFAULTS)}."
+            f"pipeline has no keyword {unknown_keywords[0]!r}. The keywords of parallelize that it accepts are "
+            f"{', '.join(_STAGE_DEFAULTS)}."
         )
     keywords: dict[str, Any] = {**_STAGE_DEFAULTS, **stage_keywords}
     dims = tuple(keywords[key] for key in ("tp_dim", "cp_dim"))
@@ -173,7 +176,8 @@ def pipeline(
     for keyword, dim in needed_dims.items():
         if keywords[keyword] and dim is not None and dim not in dim_names:
             raise ValueError(
-                f"{keyword}={keywords[keyword]} needs ranks along {dim!r}, and mesh has the dims {dim_names}."
+                f"{keyword}={keywords[keyword]} needs ranks along {dim!r}, but mesh has the dims {dim_names}. Add the "
+                f"dim, or omit {keyword}."
             )
     is_hf = is_transformers_model(model)
     if loss_fn is None and "labels" not in inspect.signature(model.forward).parameters:
@@ -185,24 +189,25 @@ def pipeline(
         )
     pp_mesh = mesh[pp_dim]
     ranks, rank = pp_mesh.size(), pp_mesh.get_local_rank()
-    kind, stages_per_rank = find_schedule(schedule, ranks, microbatches, virtual_stages)
-    check_buffers(model, hf=is_hf)
+    schedule_kind, stages_per_rank = find_schedule(schedule, ranks, microbatches, virtual_stages)
+    check_buffers(model, is_hf=is_hf)
     with zeros_for_meta_tensors(model):
         layer_split = find_layers(model, layers, example or _make_example(model, is_hf))
     if costs is None:
         costs = estimated_costs(model, layer_split)
     elif len(costs) != layer_split.count:
         raise ValueError(
-            f"costs has {len(costs)} numbers for the {layer_split.count} layers of {layer_split.container!r}."
+            f"costs has {len(costs)} numbers for the {layer_split.count} layers of {layer_split.container!r}. Pass one "
+            "number for each layer."
         )
     parts = share_out(costs, ranks * stages_per_rank)
     meshes = {dim: mesh[dim] for dim in dims if dim in dim_names and mesh[dim].size() > 1}
     tp_mesh, cp_mesh = (meshes.get(dim) for dim in dims)
-    tied = _tied_names(model, layer_split)
+    tied_names = _find_tied_names(model, layer_split)
     has_adapters = hasattr(model, "peft_config")  # its plan has the names without adapters
     full_plan = resolve_plan(model, plan) if tp_mesh is not None and not has_adapters else None
     named_styles: dict[str, Style] | None = None if full_plan is None else {**full_plan.modules, **full_plan.parameters}
-    if named_styles is not None and (tied or plan != "auto"):
+    if named_styles is not None and (tied_names or plan != "auto"):
         # In the whole model's plan an embedding is sharded like the output layer tied to it, which is in another stage.
         plan = named_styles
     disable_input_grads: Any = getattr(model, "disable_input_require_grads", None)
@@ -215,41 +220,43 @@ def pipeline(
     ) as outcome:
         error_of_stage: Exception | None = None
         try:
-            for number, (part, boundary) in take_stages(
-                model, layer_split, parts, kind.stages_of(rank, ranks, stages_per_rank)
+            for number, (stage_model, boundary) in take_stages(
+                model, layer_split, parts, schedule_kind.stages_of(rank, ranks, stages_per_rank)
             ).items():
                 if number + 1 < len(parts):
-                    setattr(part, INNER_STAGE_ATTRIBUTE, True)
+                    setattr(stage_model, INNER_STAGE_ATTRIBUTE, True)
                 # A stage with nothing to shard is replicated over the tensor parallel ranks.
                 is_replicated = (
                     named_styles is not None
                     and not keywords["sequence_parallel"]
-                    and not _restrict_plan(part, named_styles)
+                    and not _restrict_plan(stage_model, named_styles)
                 )
-                stage_meshes = {dim: one for dim, one in meshes.items() if not (is_replicated and one is tp_mesh)}
+                stage_meshes = {
+                    dim: dim_mesh for dim, dim_mesh in meshes.items() if not (is_replicated and dim_mesh is tp_mesh)
+                }
                 if stage_meshes:
                     stage_mesh = mesh if len(stage_meshes) == len(meshes) else next(iter(stage_meshes.values()))
                     own_keywords = keywords | {"loss_parallel": keywords["loss_parallel"] and not is_replicated}
                     # A stage cannot run alone.
                     parallelize_keywords = own_keywords | {"grad_sync": False, "verify": False}
-                    parallelize(part, stage_mesh, plan=_restrict_plan(part, plan), **parallelize_keywords)
+                    parallelize(stage_model, stage_mesh, plan=_restrict_plan(stage_model, plan), **parallelize_keywords)
                 else:
-                    materialize(part, mesh.device_type, hf=is_hf)
-                stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
+                    materialize(stage_model, mesh.device_type, is_hf=is_hf)
+                stages[number] = Stage(stage_model, boundary, number, len(parts), is_hf, loss_fn)
         except Exception as error:
             error_of_stage = error
         _raise_on_all_ranks(pp_mesh, error_of_stage)
         _free_other_stages(model, stages.values())
         pipe = Pipeline(
             stages,
-            kind,
+            schedule_kind,
             layer_split,
             parts,
             pp_mesh,
             tp_mesh,
             cp_mesh,
             microbatches,
-            tied,
+            tied_names,
             sequence_parallel=keywords["sequence_parallel"],
             grad_sync=grad_sync,
         )
@@ -265,7 +272,7 @@ def _make_example(model: nn.Module, is_hf: bool) -> dict[str, Any]:
     return {next(iter(inspect.signature(model.forward).parameters), "tokens"): tokens}
 
 
-def _tied_names(model: nn.Module, layers: ModelLayers) -> tuple[str, str] | None:
+def _find_tied_names(model: nn.Module, layers: ModelLayers) -> tuple[str, str] | None:
     """Return both names of the parameter that the first and the last stage share, or None."""
 
     def parameter_names(modules: Sequence[str]) -> dict[int, str]:
@@ -275,25 +282,27 @@ def _tied_names(model: nn.Module, layers: ModelLayers) -> tuple[str, str] | None
             for leaf, p in model.get_submodule(name).named_parameters(recurse=False, remove_duplicate=False)
         }
 
-    names_in_front, names_behind = (
+    names_before_layers, names_after_layers = (
         parameter_names(layers.modules_before_layers),
         parameter_names(layers.modules_after_layers),
     )
-    shared = [(names_in_front[key], names_behind[key]) for key in names_in_front if key in names_behind]
-    if len(shared) > 1:
+    shared_names = [
+        (names_before_layers[key], names_after_layers[key]) for key in names_before_layers if key in names_after_layers
+    ]
+    if len(shared_names) > 1:
         raise ValueError(
-            f"The first and last stages share {len(shared)} parameters: {shared}. At most one tied parameter is "
-            "supported; untie the others."
+            f"The first and last stages share {len(shared_names)} parameters: {shared_names}. At most one tied "
+            "parameter is supported; untie the others."
         )
-    return shared[0] if shared else None
+    return shared_names[0] if shared_names else None
 
 
-def _restrict_plan(part: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[str, Style]:
+def _restrict_plan(stage_model: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[str, Style]:
     """Restrict a plan with concrete names to the names in a stage."""
     if isinstance(plan, str):
         return plan
-    stage_names = {name for name, module in part.named_modules() if not isinstance(module, nn.Identity)}
-    stage_names |= {name for name, _ in part.named_parameters(remove_duplicate=False)}
+    stage_names = {name for name, module in stage_model.named_modules() if not isinstance(module, nn.Identity)}
+    stage_names |= {name for name, _ in stage_model.named_parameters(remove_duplicate=False)}
     return {name: style for name, style in plan.items() if name in stage_names or "*" in name}
 
 
@@ -306,7 +315,8 @@ def _raise_on_all_ranks(pp_mesh: DeviceMesh, error: Exception | None) -> None:
     for rank, text in enumerate(messages):
         if text is not None:
             raise ValueError(
-                f"Parallelizing a stage failed on pipeline rank {rank}; the model is already split, rebuild it: {text}"
+                f"Pipeline rank {rank} failed to parallelize its stage. The model is already split, so build it again. "
+                f"The error was: {text}"
             )
 
 
@@ -326,34 +336,40 @@ class Stage(nn.Module):
     Attributes:
         model: a model of the same class as the whole one, with placeholders for the modules of other stages.
         number: number of this stage.
-        count: number of all stages.
+        stage_count: number of all stages.
     """
 
     def __init__(
-        self, model: nn.Module, boundary: Boundary, number: int, count: int, is_hf: bool, loss_fn: Loss | None
+        self,
+        model: nn.Module,
+        boundary: Boundary,
+        number: int,
+        stage_count: int,
+        is_hf: bool,
+        loss_fn: LossFunction | None,
     ) -> None:
         super().__init__()
-        self.model, self.boundary, self.number, self.count = model, boundary, number, count
+        self.model, self.boundary, self.number, self.stage_count = model, boundary, number, stage_count
         self.is_hf, self.loss_fn = is_hf, loss_fn
         self.shared_arguments: dict[str, Any] = {}  # arguments equal for all microbatches of the running batch
         self.microbatches = 1
-        self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None  # shape and dtype sent and received
-        self.takes_count = takes_target_count(model, is_hf=is_hf)
+        self.hidden_spec: tuple[tuple[int, ...], torch.dtype] | None = None  # shape and dtype sent and received
+        self.takes_target_count = takes_target_count(model, is_hf=is_hf)
 
     @property
     def is_last(self) -> bool:
-        return self.number == self.count - 1
+        return self.number == self.stage_count - 1
 
     def forward(self, *received: Tensor, **batch: Any) -> Any:
         """Return the hidden state to send; in the last stage the loss, or the output if the batch has no labels."""
-        count = self.shared_arguments.get(_TARGET_COUNT)
-        batch |= {name: value for name, value in self.shared_arguments.items() if name != _TARGET_COUNT}
+        target_count = self.shared_arguments.get(_TARGET_COUNT_NAME)
+        batch |= {name: value for name, value in self.shared_arguments.items() if name != _TARGET_COUNT_NAME}
         labels = {name: batch.get(name) for name in _LABEL_NAMES}
         uses_model_loss = self.is_last and self.loss_fn is None and labels["labels"] is not None
         if not uses_model_loss:
             batch = {name: value for name, value in batch.items() if name not in _LABEL_NAMES}
-        elif self.takes_count:
-            batch[_TARGET_COUNT] = count
+        elif self.takes_target_count:
+            batch[_TARGET_COUNT_NAME] = target_count
         boundary = self.boundary
         boundary.received_hidden = received[0] if received else None
         try:
@@ -362,19 +378,19 @@ class Stage(nn.Module):
         finally:
             boundary.received_hidden = boundary.sent_hidden = None
         if not self.is_last:
-            return self._check_sent(sent_hidden)
+            return self._check_sent_hidden(sent_hidden)
         if labels["labels"] is None:
             return output.logits if self.is_hf else output
         if self.loss_fn is not None:
             return self.loss_fn(output.logits if self.is_hf else output, labels["labels"]) / self.microbatches
-        return output.loss * (1 if self.takes_count else 1 / self.microbatches)
+        return output.loss * (1 if self.takes_target_count else 1 / self.microbatches)
 
-    def _check_sent(self, hidden: Tensor | None) -> Tensor:
-        assert hidden is not None and self.hidden is not None
-        if (tuple(hidden.shape), hidden.dtype) != self.hidden:
+    def _check_sent_hidden(self, hidden: Tensor | None) -> Tensor:
+        assert hidden is not None and self.hidden_spec is not None
+        if (tuple(hidden.shape), hidden.dtype) != self.hidden_spec:
             raise ValueError(
                 f"Stage {self.number} returned a hidden state {tuple(hidden.shape)} of {hidden.dtype}, but the next "
-                f"stage expects {self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same "
+                f"stage expects {self.hidden_spec[0]} of {self.hidden_spec[1]}. Build the pipeline under the same "
                 "autocast as its steps."
             )
         # torch detaches the sent tensor in place, which fails for views.
@@ -386,7 +402,7 @@ def takes_target_count(model: nn.Module, *, is_hf: bool) -> bool:
     parameters = inspect.signature(model.forward).parameters
     # transformers' own loss functions take it among other keywords; models with another loss would ignore it.
     takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return _TARGET_COUNT in parameters or (
+    return _TARGET_COUNT_NAME in parameters or (
         is_hf and takes_keywords and forward_source_contains(model, "loss_function", default=False)
     )
 
@@ -421,28 +437,28 @@ class Pipeline:
         grad_sync: bool,
     ) -> None:
         self.stages, self.parts, self.microbatches = stages, parts, microbatches
-        self._kind, self._layers, self._tied = kind, layers, tied
+        self._schedule_kind, self._layers, self._tied_names = kind, layers, tied
         self._pp_mesh, self._group = pp_mesh, pp_mesh.get_group()
         self._tp_mesh, self._cp_mesh = tp_mesh, cp_mesh
         self._sequence_parallel, self._grad_sync = sequence_parallel, grad_sync
         self._schedules: dict[tuple[int, ...], Any] = {}  # by the shape of the hidden state
         for stage in stages.values():
             stage.microbatches = microbatches
-        self._is_unsynced = False  # True while gradients are not yet reduced over ranks
+        self._has_unsynced_gradients = False  # True while gradients are not yet reduced over ranks
         ranks = pp_mesh.size()
-        self._rank_of = {
+        self._rank_by_stage = {
             number: rank for rank in range(ranks) for number in kind.stages_of(rank, ranks, len(parts) // ranks)
         }
         some_stage = next(iter(stages.values()))
-        self._is_hf, self._uses_model_loss, self._takes_count = (
+        self._is_hf, self._uses_model_loss, self._takes_target_count = (
             some_stage.is_hf,
             some_stage.loss_fn is None,
-            some_stage.takes_count,
+            some_stage.takes_target_count,
         )
-        first = next(iter(inspect.signature(some_stage.model.forward).parameters), "tokens")
-        self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first,)
-        self._check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
-        self._step_calls = 0  # calls of `step`
+        first_argument = next(iter(inspect.signature(some_stage.model.forward).parameters), "tokens")
+        self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first_argument,)
+        self._batch_check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
+        self._step_count = 0  # calls of `step`
         for stage in stages.values():
             watch_model(stage.model, [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None])
         self._recorder = Recorder()
@@ -465,17 +481,17 @@ class Pipeline:
         self._check_parameters()
         self._check_steps()
         prepared_batch = self._prepare_batch(batch, with_labels=True)
-        earlier_gradients = [] if self._is_unsynced else self._detach_gradients()
+        earlier_gradients = [] if self._has_unsynced_gradients else self._detach_gradients()
         try:
             with self._backward_context():
-                losses = self._run(prepared_batch)
-            self._is_unsynced = True
+                losses = self._run_schedule(prepared_batch)
+            self._has_unsynced_gradients = True
             if sync_gradients:
                 self._sync_gradients()
-                self._is_unsynced = False
+                self._has_unsynced_gradients = False
         except BaseException:
             # A failed step leaves partial gradients on some parameters: drop all of them.
-            for parameter in () if self._is_unsynced else self.parameters():
+            for parameter in () if self._has_unsynced_gradients else self.parameters():
                 parameter.grad = None
             for parameter, grad in earlier_gradients:
                 parameter.grad = grad
@@ -501,21 +517,23 @@ class Pipeline:
     def _check_parameters(self) -> None:
         for name, parameter in self.named_parameters():
             if getattr(parameter, "main_grad", None) is not None:
-                if self._tied is not None or (self._cp_mesh is not None and self._grad_sync):
+                if self._tied_names is not None or (self._cp_mesh is not None and self._grad_sync):
                     reason = (
-                        "the first stage and the last share a weight" if self._tied else "grad_sync=True sums over cp"
+                        "the first stage and the last share a weight"
+                        if self._tied_names
+                        else "grad_sync=True sums over cp"
                     )
                     raise ValueError(
                         f"{name!r} has a main_grad, but {reason}, and that reduction reads .grad only. Remove "
                         "main_grad."
                     )
                 break
-        for stage in self.stages.values() if self._kind.splits_backward else ():
+        for stage in self.stages.values() if self._schedule_kind.splits_backward else ():
             for module in stage.modules():
                 if isinstance(module, FSDPModule) and reshards_after_forward(module):
                     raise ValueError(
-                        f"schedule {self._kind.name!r} splits backward, which torch's FSDP2 supports only without "
-                        "resharding after forward. Call fully_shard with reshard_after_forward=False."
+                        f"schedule {self._schedule_kind.name!r} splits backward, which torch's FSDP2 supports only "
+                        "without resharding after forward. Call fully_shard with reshard_after_forward=False."
                     )
 
     def _check_steps(self) -> None:
@@ -523,21 +541,21 @@ class Pipeline:
 
         Each stage reports its most-stepped optimizer: several optimizers may divide parameters differently per stage.
         """
-        self._step_calls += 1
-        if not is_check_due(self._step_calls) or self._pp_mesh.size() == 1:
+        self._step_count += 1
+        if not is_check_due(self._step_count) or self._pp_mesh.size() == 1:
             return
         steps = max(
-            (number for stage in self.stages.values() for number in optimizer_step_counts(stage.model)), default=0
+            (count for stage in self.stages.values() for count in optimizer_step_counts(stage.model)), default=0
         )
         rank_steps = gather_over_meshes([self._pp_mesh], "optimizer steps", steps)
-        check_equal_steps([self._pp_mesh], [one for one in rank_steps if one])  # frozen stages report 0
+        check_equal_steps([self._pp_mesh], [count for count in rank_steps if count])  # frozen stages report 0
 
     def _backward_context(self) -> AbstractContextManager[None]:
-        return split_backward() if self._kind.splits_backward else nullcontext()
+        return split_backward() if self._schedule_kind.splits_backward else nullcontext()
 
-    def _run(self, batch: dict[str, Any]) -> list[Tensor]:
+    def _run_schedule(self, batch: dict[str, Any]) -> list[Tensor]:
         """Run the schedule; return the losses of the microbatches on the rank of the last stage, [] on others."""
-        schedule, losses = self._schedule(batch), list[Tensor]()
+        schedule, losses = self._get_schedule(batch), list[Tensor]()
         target = {"target": batch["labels"]} if self._has_last_stage else {}
         try:
             schedule.step(**self._split_arguments(batch), **target, losses=losses, return_outputs=False)
@@ -552,7 +570,7 @@ class Pipeline:
         tensors = {name: t for name, t in batch.items() if isinstance(t, Tensor) and t.ndim}
         for stage in self.stages.values():
             stage.shared_arguments = {name: value for name, value in batch.items() if name not in tensors}
-            stage.hidden = self._hidden_shape(batch)
+            stage.hidden_spec = self._hidden_spec(batch)
         return tensors
 
     def _run_forward(self, batch: dict[str, Any]) -> list[Any]:
@@ -563,9 +581,9 @@ class Pipeline:
         """
         tensors = self._split_arguments(batch)
         microbatch_tensors = {name: t.chunk(self.microbatches) for name, t in tensors.items()}
-        shape, dtype = self._hidden_shape(batch)
+        shape, dtype = self._hidden_spec(batch)
         hidden_states: dict[int, list[Any]] = {}  # outputs by the next stage's number, if this rank has that stage, too
-        sends: list[dist.Work] = []
+        pending_sends: list[dist.Work] = []
         for number, stage in sorted(self.stages.items()):
             outputs = []
             for index in range(self.microbatches):
@@ -581,14 +599,14 @@ class Pipeline:
                 if not stage.is_last and number + 1 not in self.stages:
                     work = dist.isend(output, self._global_rank_of(number + 1), group=self._group)
                     assert work is not None
-                    sends.append(work)
+                    pending_sends.append(work)
             hidden_states = {number + 1: outputs}
-        for work in sends:
+        for work in pending_sends:
             work.wait()
         return outputs if self._has_last_stage else []
 
     def _global_rank_of(self, stage: int) -> int:
-        return dist.get_global_rank(self._group, self._rank_of[stage])
+        return dist.get_global_rank(self._group, self._rank_by_stage[stage])
 
     @property
     def _has_last_stage(self) -> bool:
@@ -600,11 +618,11 @@ class Pipeline:
         arguments = {name: value for name, value in batch.items() if value is not None}
         labels = arguments.get("labels")
         if labels is None and (with_labels or "shift_labels" in arguments):
-            raise ValueError("batch has no 'labels'; step needs them for the loss.")
+            raise ValueError("batch has no 'labels', which are needed to compute the loss. Add 'labels' to the batch.")
         if arguments.get("return_dict") is False:
             raise ValueError("batch has return_dict=False; a pipeline reads loss and logits by name. Remove it.")
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
-        rows = len(self._tokens(arguments))
+        rows = len(self._find_tokens(arguments))
         if not rows or rows % self.microbatches:
             raise ValueError(
                 f"batch has {rows} rows, but {self.microbatches} microbatches need a positive multiple of "
@@ -612,7 +630,10 @@ class Pipeline:
             )
         for name, t in tensors.items():
             if t.requires_grad:
-                raise ValueError(f"batch[{name!r}] requires a gradient, which does not leave the pipeline; detach it.")
+                raise ValueError(
+                    f"batch[{name!r}] requires a gradient, but a pipeline returns no gradients of its inputs. Detach "
+                    "the tensor."
+                )
             if len(t) != rows:
                 if len(t) != 1:
                     raise ValueError(
@@ -623,12 +644,12 @@ class Pipeline:
         if self._is_hf:
             arguments.setdefault("use_cache", False)
         if labels is not None and self._uses_model_loss:
-            if arguments.get(_TARGET_COUNT) is None:
-                arguments[_TARGET_COUNT] = count_targets(arguments)
-            if not self._takes_count:
+            if arguments.get(_TARGET_COUNT_NAME) is None:
+                arguments[_TARGET_COUNT_NAME] = count_targets(arguments)
+            if not self._takes_target_count:
                 self._check_equal_counts(arguments["labels"])
-        if self._check is not None:
-            self._check(next(iter(self.stages.values())), (), arguments)
+        if self._batch_check is not None:
+            self._batch_check(next(iter(self.stages.values())), (), arguments)
         return arguments
 
     def _check_equal_counts(self, labels: Tensor) -> None:
@@ -648,12 +669,15 @@ class Pipeline:
                     "be a mean of means. Make the numbers equal, or pass loss_fn(output, labels) to pipeline."
                 )
 
-    def _tokens(self, batch: Mapping[str, Any]) -> Tensor:
+    def _find_tokens(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the tokens of a batch, or their embeddings."""
         for name in self._token_names:
             if isinstance(t := batch.get(name), Tensor) and t.ndim > 1:
                 return t
-        raise ValueError(f"batch has no {' or '.join(map(repr, self._token_names))} [batch, seq]; it has {[*batch]}.")
+        raise ValueError(
+            f"batch must have {' or '.join(map(repr, self._token_names))} [batch, seq, ...], got only {[*batch]}. Add "
+            "the tokens."
+        )
 
     def _detach_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove and return gradients of earlier steps, which are already reduced over ranks."""
@@ -665,30 +689,30 @@ class Pipeline:
         return gradients
 
     def _broadcast_loss(self, losses: list[Tensor]) -> Tensor:
-        last = len(self.parts) - 1
+        last_stage = len(self.parts) - 1
         device = torch.device(self._pp_mesh.device_type)
         # In double precision, so that the sum over microbatches is rounded once.
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
         if self._has_last_stage:
-            total = torch.stack([loss.detach().double() for loss in losses]).sum()
-        dist.broadcast(total, self._global_rank_of(last), group=self._group)
-        return total
+            total_loss = torch.stack([loss.detach().double() for loss in losses]).sum()
+        dist.broadcast(total_loss, self._global_rank_of(last_stage), group=self._group)
+        return total_loss
 
     # -- schedules ----------------------------------------------------------------------------------------------------
 
-    def _hidden_shape(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
+    def _hidden_spec(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a microbatch's hidden state between stages."""
-        tokens = self._tokens(batch)
-        rows, seq = tokens.shape[0] // self.microbatches, tokens.shape[1]
-        return (rows, self._tokens_on_rank(seq), self._layers.hidden_size), self._layers.dtype
+        tokens = self._find_tokens(batch)
+        rows, seq_len = tokens.shape[0] // self.microbatches, tokens.shape[1]
+        return (rows, self._local_seq_len(seq_len), self._layers.hidden_size), self._layers.dtype
 
-    def _schedule(self, batch: Mapping[str, Any]) -> Any:
+    def _get_schedule(self, batch: Mapping[str, Any]) -> Any:
         """Return torch's schedule for batches of this shape.
 
         Stages receive the shapes that they exchange. torch would otherwise infer them by a forward and a backward pass
         of its own, with all their collectives.
         """
-        shape, dtype = self._hidden_shape(batch)
+        shape, dtype = self._hidden_spec(batch)
         if shape not in self._schedules:
             hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             torch_stages = [
@@ -703,27 +727,27 @@ class Pipeline:
                 )
                 for number, stage in sorted(self.stages.items())
             ]
-            self._schedules[shape] = self._kind.make_schedule(
+            self._schedules[shape] = self._schedule_kind.make_schedule(
                 torch_stages, self.microbatches, lambda loss, labels: loss
             )
             for torch_stage in torch_stages:
                 self._recorder.watch(torch_stage)
         return self._schedules[shape]
 
-    def _tokens_on_rank(self, seq: int) -> int:
-        """Return the number of tokens, out of `seq`, that this rank holds between layers."""
+    def _local_seq_len(self, seq_len: int) -> int:
+        """Return the number of tokens, out of `seq_len`, that this rank holds between layers."""
         if self._cp_mesh is not None:
             ranks = self._cp_mesh.size()
-            if seq % (2 * ranks):
+            if seq_len % (2 * ranks):
                 raise ValueError(
-                    f"batch has {seq} tokens per row, but a pipeline over {ranks} context parallel ranks needs a "
+                    f"batch has {seq_len} tokens per row, but a pipeline over {ranks} context parallel ranks needs a "
                     f"multiple of {2 * ranks}. Pad the rows."
                 )
-            seq //= ranks
+            seq_len //= ranks
         if self._tp_mesh is not None and self._sequence_parallel:
-            start, stop = shard_range(seq, self._tp_mesh.size(), self._tp_mesh.get_local_rank())
-            seq = stop - start
-        return seq
+            start, stop = shard_range(seq_len, self._tp_mesh.size(), self._tp_mesh.get_local_rank())
+            seq_len = stop - start
+        return seq_len
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -731,18 +755,18 @@ class Pipeline:
     def _sync_gradients(self) -> None:
         if self._cp_mesh is not None and self._grad_sync:
             mesh = self._cp_mesh
-            replicated = [p for p in self.parameters() if p.requires_grad and not is_distributed(p, mesh)]
+            replicated = [p for p in self.parameters() if p.requires_grad and not has_distributed_experts(p, mesh)]
             average_gradients(mesh, replicated, [p.grad is not None for p in replicated])
         self._add_tied_gradients()
 
     def _add_tied_gradients(self) -> None:
         """Sum the gradients of the parameter that the first and last stage share, in the same order on both."""
-        last = len(self.parts) - 1
-        if self._tied is None or not last:
+        last_stage = len(self.parts) - 1
+        if self._tied_names is None or not last_stage:
             return
         tied_parameters: dict[int, nn.Parameter] = {
             number: self.stages[number].model.get_parameter(name)
-            for number, name in zip((0, last), self._tied, strict=True)
+            for number, name in zip((0, last_stage), self._tied_names, strict=True)
             if number in self.stages
         }
         if not tied_parameters or not next(iter(tied_parameters.values())).requires_grad:
@@ -752,22 +776,22 @@ class Pipeline:
         grads = {number: torch.zeros_like(p) if p.grad is None else p.grad for number, p in tied_parameters.items()}
         if len(tied_parameters) == 1:
             ((number, gradient),) = grads.items()
-            peer_stage = last - number
-            peer_gradient = torch.empty_like(_local(gradient), memory_format=torch.contiguous_format)
+            peer_stage = last_stage - number
+            peer_gradient = torch.empty_like(_local_tensor(gradient), memory_format=torch.contiguous_format)
             peer = self._global_rank_of(peer_stage)
             operations = [
-                dist.P2POp(dist.isend, _local(gradient).contiguous(), peer, group=self._group),
+                dist.P2POp(dist.isend, _local_tensor(gradient).contiguous(), peer, group=self._group),
                 dist.P2POp(dist.irecv, peer_gradient, peer, group=self._group),
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            total = _local(gradient).clone()
-            total = total + peer_gradient if number == 0 else peer_gradient + total
-            _local(gradient).copy_(total)
+            total_gradient = _local_tensor(gradient).clone()
+            total_gradient = total_gradient + peer_gradient if number == 0 else peer_gradient + total_gradient
+            _local_tensor(gradient).copy_(total_gradient)
         else:
-            total = _local(grads[0]) + _local(grads[last])
+            total_gradient = _local_tensor(grads[0]) + _local_tensor(grads[last_stage])
             for grad in grads.values():
-                _local(grad).copy_(total)
+                _local_tensor(grad).copy_(total_gradient)
         for number, parameter in tied_parameters.items():
             parameter.grad = grads[number]
 
@@ -781,12 +805,12 @@ class Pipeline:
         unique_parameters = {id(p): p for name, p in self.named_parameters() if not self._is_second_copy(name)}
         squared_norm = grad_norm(unique_parameters.values()).square().to(self._pp_mesh.device_type)
         dist.all_reduce(squared_norm, group=self._group)
-        total = squared_norm.sqrt()
-        clip_by_norm_(self.parameters(), max_norm, total)
-        return total
+        total_norm = squared_norm.sqrt()
+        clip_by_norm_(self.parameters(), max_norm, total_norm)
+        return total_norm
 
     def _is_second_copy(self, name: str) -> bool:
-        return self._tied is not None and len(self.parts) > 1 and name == self._tied[1]
+        return self._tied_names is not None and len(self.parts) > 1 and name == self._tied_names[1]
 
     def recording(self) -> AbstractContextManager[list[Span]]:
         """Context manager that records the computations of this rank's stages with their times; see `draw`.
@@ -826,9 +850,12 @@ class Pipeline:
         """
         for _, stage in sorted(self.stages.items()):
             stage_state = stage.model.state_dict()
-            missing = [name for name in stage_state if name not in state]
-            if missing:
-                raise KeyError(f"state has no {missing[:4]}{' ...' if len(missing) > 4 else ''}.")
+            missing_names = [name for name in stage_state if name not in state]
+            if missing_names:
+                raise KeyError(
+                    f"state lacks {missing_names[:4]}{' ...' if len(missing_names) > 4 else ''}. Pass the state of the "
+                    "whole model."
+                )
             new_state = {name: state[name] for name in stage_state}
             if any(
                 isinstance(stage_state[name], DTensor) and not isinstance(t, DTensor) for name, t in new_state.items()
@@ -866,8 +893,8 @@ class Pipeline:
         stage_tensors: dict[int, dict[str, Tensor]] = {}
         for number, stage in sorted(self.stages.items()):
             state = stage.model.state_dict(keep_vars=True)
-            if number and number + 1 == len(self.parts) and self._tied is not None:
-                del state[self._tied[1]]
+            if number and number + 1 == len(self.parts) and self._tied_names is not None:
+                del state[self._tied_names[1]]
             stage_tensors[number] = gather_tensors(state, stage.model, keep_result=is_gathering, device="cpu")
         if not is_gathering:
             return {}
@@ -876,21 +903,21 @@ class Pipeline:
         ]
         group, device = resolve_group(self._group), self._pp_mesh.device_type
         rank_descriptions = exchange(group, "save_pretrained", descriptions)
-        transport, collector = torch_dist(group, device), ranks.index(0)
-        full: dict[str, Tensor] = {}
+        transport, collector_rank = torch_dist(group, device), ranks.index(0)
+        full_state: dict[str, Tensor] = {}
         with transport.abort_scope("save_pretrained"):
             for number, tensors in sorted(stage for rank in rank_descriptions for stage in rank):
-                owner = self._rank_of[number]
+                owner_rank = self._rank_by_stage[number]
                 for name, shape, dtype_name in tensors:
-                    tensor = stage_tensors[number].pop(name) if owner == group.rank else None
-                    if owner != collector:
+                    tensor = stage_tensors[number].pop(name) if owner_rank == group.rank else None
+                    if owner_rank != collector_rank:
                         dtype = getattr(torch, dtype_name.removeprefix("torch."))
-                        tensor = _send_to_rank(transport, collector, owner, tensor, shape, dtype, device)
+                        tensor = _send_to_rank(transport, collector_rank, owner_rank, tensor, shape, dtype, device)
                     if tensor is not None:
-                        full[name] = tensor
-        if self._tied is not None and group.rank == collector:
-            full[self._tied[1]] = full[self._tied[0]]
-        return full
+                        full_state[name] = tensor
+        if self._tied_names is not None and group.rank == collector_rank:
+            full_state[self._tied_names[1]] = full_state[self._tied_names[0]]
+        return full_state
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set training mode on all stages, or eval mode."""
@@ -901,26 +928,28 @@ class Pipeline:
 
 def _send_to_rank(
     transport: TorchDist,
-    destination: int,
-    owner: int,
+    destination_rank: int,
+    owner_rank: int,
     tensor: Tensor | None,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: str,
 ) -> Tensor | None:
-    """Return `tensor` of rank `owner` on the CPU of rank `destination`; None on other ranks.
+    """Return `tensor` of rank `owner_rank` on the CPU of rank `destination_rank`; None on other ranks.
 
     Collective: if a rank fails, all others raise. dist.send and dist.recv would wait for the group's timeout.
     """
     rank, size = transport.rank, transport.world_size
-    sent = torch.empty(0, dtype=torch.uint8, device=device)
+    sent_bytes = torch.empty(0, dtype=torch.uint8, device=device)
     if tensor is not None:
-        sent = tensor.contiguous().view(-1).view(torch.uint8).to(device)  # as bytes, because gloo lacks some dtypes
+        sent_bytes = (
+            tensor.contiguous().view(-1).view(torch.uint8).to(device)
+        )  # as bytes, because gloo lacks some dtypes
     send_sizes, recv_sizes = [0] * size, [0] * size
-    send_sizes[destination] = len(sent)
-    recv_sizes[owner] = math.prod(shape) * dtype.itemsize if rank == destination else 0
-    received = transport.all_to_all("save_pretrained", sent, send_sizes, recv_sizes).wait()
-    return received.cpu().view(dtype).view(list(shape)) if rank == destination else None
+    send_sizes[destination_rank] = len(sent_bytes)
+    recv_sizes[owner_rank] = math.prod(shape) * dtype.itemsize if rank == destination_rank else 0
+    received_bytes = transport.all_to_all("save_pretrained", sent_bytes, send_sizes, recv_sizes).wait()
+    return received_bytes.cpu().view(dtype).view(list(shape)) if rank == destination_rank else None
 
 
 def reshards_after_forward(module: FSDPModule) -> bool:
@@ -933,5 +962,5 @@ def _concatenate(*parts: Any) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].ndim else parts[0]
 
 
-def _local(t: Tensor) -> Tensor:
+def _local_tensor(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t

@@ -15,24 +15,24 @@ class ScheduleKind:
 
     Attributes:
         name: name of the class, without "Schedule".
-        stages: number of stages per rank; 0: any number, two or more.
-        v_shaped: rank r runs the stages r and 2 * ranks - 1 - r, so that rank 0 has the first and the last. Otherwise
-            stage s is on rank s % ranks.
+        stages_per_rank: number of stages per rank; 0: any number, two or more.
+        is_v_shaped: rank r runs the stages r and 2 * ranks - 1 - r, so that rank 0 has the first and the last stage.
+            Otherwise stage s is on rank s % ranks.
         splits_backward: the schedule computes the gradients of inputs and of weights separately.
-        find_microbatch_error: (microbatches, ranks) -> the requirement that they violate, or None.
+        find_violated_requirement: (microbatches, ranks) -> the requirement that they violate, or None.
     """
 
     name: str
-    stages: int
-    v_shaped: bool = False
+    stages_per_rank: int
+    is_v_shaped: bool = False
     splits_backward: bool = False
-    find_microbatch_error: Callable[[int, int], str | None] = lambda count, ranks: None
+    find_violated_requirement: Callable[[int, int], str | None] = lambda count, ranks: None
 
     def stages_of(self, rank: int, ranks: int, virtual_stages: int) -> list[int]:
         """Numbers of the stages of `rank`."""
-        if self.v_shaped:
+        if self.is_v_shaped:
             return [rank, 2 * ranks - 1 - rank]
-        return [rank + ranks * at for at in range(virtual_stages)]
+        return [rank + ranks * i for i in range(virtual_stages)]
 
     def make_schedule(self, stages: list[Any], microbatches: int, loss_fn: Callable[..., Any] | None) -> Any:
         """Create torch's schedule for this rank's stages. Gradients of microbatches are summed, not averaged."""
@@ -62,11 +62,13 @@ SCHEDULES = {
     kind.name: kind
     for kind in (
         ScheduleKind("GPipe", 1),
-        ScheduleKind("1F1B", 1, find_microbatch_error=_require_one_per_rank),
-        ScheduleKind("Interleaved1F1B", 0, find_microbatch_error=_require_full_rounds),
-        ScheduleKind("InterleavedZeroBubble", 0, splits_backward=True, find_microbatch_error=_require_full_rounds),
-        ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
-        ScheduleKind("DualPipeV", 2, v_shaped=True, splits_backward=True, find_microbatch_error=_require_two_per_rank),
+        ScheduleKind("1F1B", 1, find_violated_requirement=_require_one_per_rank),
+        ScheduleKind("Interleaved1F1B", 0, find_violated_requirement=_require_full_rounds),
+        ScheduleKind("InterleavedZeroBubble", 0, splits_backward=True, find_violated_requirement=_require_full_rounds),
+        ScheduleKind("ZBVZeroBubble", 2, is_v_shaped=True, splits_backward=True),
+        ScheduleKind(
+            "DualPipeV", 2, is_v_shaped=True, splits_backward=True, find_violated_requirement=_require_two_per_rank
+        ),
     )
 }
 ALIASES = {"interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
@@ -84,24 +86,24 @@ def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int 
     """Return the schedule with that name, case-insensitive, and the number of stages per rank.
 
     Raises:
-        ValueError: there is none, or it does not support that number of microbatches or stages; the message names
-            its requirement.
+        ValueError: no schedule has that name, or the schedule does not support that number of microbatches or stages;
+            the message names its requirement.
     """
     kind = schedule_kind(name)
-    requirement = kind.find_microbatch_error(microbatches, ranks)
+    requirement = kind.find_violated_requirement(microbatches, ranks)
     if requirement is not None:
         raise ValueError(f"microbatches={microbatches} is not supported by schedule {kind.name!r}: {requirement}.")
-    if kind.stages:
-        if virtual_stages not in (None, kind.stages):
+    if kind.stages_per_rank:
+        if virtual_stages not in (None, kind.stages_per_rank):
             raise ValueError(
-                f"virtual_stages={virtual_stages}, but schedule {kind.name!r} has {kind.stages} "
-                f"stage{'s' if kind.stages > 1 else ''} on each rank. Remove virtual_stages."
+                f"virtual_stages={virtual_stages}, but schedule {kind.name!r} has {kind.stages_per_rank} "
+                f"stage{'s' if kind.stages_per_rank > 1 else ''} on each rank. Remove virtual_stages."
             )
-        return kind, kind.stages
-    stages = 2 if virtual_stages is None else virtual_stages
-    if stages < 2:
+        return kind, kind.stages_per_rank
+    stages_per_rank = 2 if virtual_stages is None else virtual_stages
+    if stages_per_rank < 2:
         raise ValueError(
             f"virtual_stages={virtual_stages}, but schedule {kind.name!r} needs two or more on each rank; "
             "'1F1B' has one."
         )
-    return kind, stages
+    return kind, stages_per_rank

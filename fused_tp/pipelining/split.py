@@ -22,17 +22,17 @@ def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
     Example:
         stage = PipelineStage(part, index, stages, device, group=group, dw_builder=dw_builder(part))
     """
-    deferred = DeferredWeightGradients()
+    deferred_gradients = DeferredWeightGradients()
 
     def before_forward(module: nn.Module, args: Any) -> None:
-        deferred.begin_forward()
+        deferred_gradients.begin_forward()
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-        deferred.end()
+        deferred_gradients.end()
         for t in find_tensors(output):
             if t.requires_grad:  # backward begins at this gradient; activation checkpointing reruns layers after it
-                t.register_hook(lambda grad: deferred.begin_backward())
+                t.register_hook(lambda grad: deferred_gradients.begin_backward())
 
     module.register_forward_pre_hook(before_forward)
     module.register_forward_hook(after_forward, always_call=True)
-    return deferred.take_pending
+    return deferred_gradients.take_pending

@@ -3,7 +3,7 @@
 A model can be split between the layers of one nn.ModuleList, if layers pass only the hidden state to each other. To
 verify this, the model runs once on a few tokens, and gradients are traced through its parts:
 
-    inputs --> in front --> hidden --> layer 0 --> hidden --> ... --> layer L-1 --> hidden --> behind --> output
+    inputs --> modules before --> hidden --> layer 0 --> ... --> layer L-1 --> hidden --> modules after --> output
 
 A gradient path between two of these parts that bypasses the hidden state is a connection that a split would break.
 """
@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,11 +62,7 @@ def find_layers(model: nn.Module, container: str | None, example: Mapping[str, A
         ValueError: the model cannot be split; the message names the reason.
     """
     name = find_container(model, container)
-    layers = model.get_submodule(name)
-    if not isinstance(layers, nn.ModuleList) or not len(layers):
-        raise ValueError(
-            f"layers={name!r} must name an nn.ModuleList of one or more layers, not {type(layers).__name__}."
-        )
+    layers = cast(nn.ModuleList, model.get_submodule(name))
     # The trial run must not change buffers such as counters and running means.
     buffer_values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
@@ -99,6 +95,11 @@ def _check_skeleton(model: nn.Module, layers: ModelLayers, example: Mapping[str,
 
 
 def find_container(model: nn.Module, requested: str | None) -> str:
+    """Return the name of the nn.ModuleList of layers: `requested`, or the one that `find_layers` selects for None.
+
+    Raises:
+        ValueError: the model has no such list with parameters, or several candidates.
+    """
     class_name = type(model).__name__
     module_lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     module_lists = {
@@ -114,9 +115,9 @@ def find_container(model: nn.Module, requested: str | None) -> str:
     base_model = getattr(model, "base_model", model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base_model and name), "")
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
-    planned = [prefix + part for part in plan if prefix + part in module_lists]
-    outermost = [name for name in module_lists if not any(name.startswith(f"{other}.") for other in module_lists)]
-    candidates = planned or outermost
+    planned_names = [prefix + part for part in plan if prefix + part in module_lists]
+    outermost_names = [name for name in module_lists if not any(name.startswith(f"{other}.") for other in module_lists)]
+    candidates = planned_names or outermost_names
     if len(candidates) != 1:
         raise ValueError(
             f"{class_name} has {len(candidates)} lists of layers ({', '.join(map(repr, candidates)) or 'none'}), and "
@@ -140,16 +141,16 @@ class _Probe:
         self.returned_length = 0
 
     def run(self, example: Mapping[str, Any]) -> ModelLayers:
-        inside = f"{self.container}."
+        layer_prefix = f"{self.container}."
         with ExitStack() as stack, torch.enable_grad():
             for name, module in self.model.named_modules():
                 if module in self.layers:
-                    index = int(name.removeprefix(inside))
+                    index = int(name.removeprefix(layer_prefix))
                     stack.enter_context(
                         module.register_forward_pre_hook(partial(self.before_layer, index), with_kwargs=True)
                     )
                     stack.enter_context(module.register_forward_hook(partial(self.after_layer, index)))
-                elif _has_parameters(module) and not name.startswith(inside) and not self.contains_layers(name):
+                elif _has_parameters(module) and not name.startswith(layer_prefix) and not self.contains_layers(name):
                     stack.enter_context(module.register_forward_hook(partial(self.after_other_module, name)))
             # Eval mode would hide dropout between layers.
             stack.enter_context(training_mode([self.model], training=True))
@@ -189,7 +190,7 @@ class _Probe:
                 f"the first argument of {name} must be the hidden state that the previous layer returned, unchanged: "
                 "stages do not run code between layers. Move that code into a layer."
             )
-        other_arguments: list[tuple[Any, Any]] = [*((f"argument {at}", value) for at, value in enumerate(args[1:], 1))]
+        other_arguments: list[tuple[Any, Any]] = [*((f"argument {i}", value) for i, value in enumerate(args[1:], 1))]
         other_arguments += [(key, value) for key, value in kwargs.items() if value is not hidden]
         for key, value in other_arguments:
             if any(t.requires_grad for t in find_tensors(value)):
@@ -333,24 +334,27 @@ def estimated_costs(model: nn.Module, layers: ModelLayers) -> list[float]:
     Embeddings cost nothing. Only the experts that a token is sent to are counted, if the config states their number.
     """
     config: Any = getattr(model, "config", None)
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    experts = next((n for key in _EXPERT_COUNT_NAMES if isinstance(n := config_value(text, key), int) and n), 0)
-    active_experts = next(
-        (n for key in _EXPERTS_PER_TOKEN_NAMES if isinstance(n := config_value(text, key), int) and n), experts
+    text_config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    expert_count = next(
+        (n for key in _EXPERT_COUNT_NAMES if isinstance(n := config_value(text_config, key), int) and n), 0
+    )
+    active_expert_count = next(
+        (n for key in _EXPERTS_PER_TOKEN_NAMES if isinstance(n := config_value(text_config, key), int) and n),
+        expert_count,
     )
 
-    def cost(module: nn.Module) -> float:
+    def count_multiplications(module: nn.Module) -> float:
         total = 0.0
         for name, submodule in module.named_modules():
             if not isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
-                sizes = sum(p.numel() for p in submodule._parameters.values() if p is not None and p.ndim > 1)
-                is_expert = experts and ("experts" in name.split(".") or name.rpartition(".")[2] == "experts")
-                total += sizes * active_experts / experts if is_expert else sizes
+                numel = sum(p.numel() for p in submodule._parameters.values() if p is not None and p.ndim > 1)
+                is_expert = expert_count and ("experts" in name.split(".") or name.rpartition(".")[2] == "experts")
+                total += numel * active_expert_count / expert_count if is_expert else numel
         return total
 
-    costs = [cost(layer) for layer in model.get_submodule(layers.container).children()]
-    costs[0] += sum(cost(model.get_submodule(name)) for name in layers.modules_before_layers)
-    costs[-1] += sum(cost(model.get_submodule(name)) for name in layers.modules_after_layers)
+    costs = [count_multiplications(layer) for layer in model.get_submodule(layers.container).children()]
+    costs[0] += sum(count_multiplications(model.get_submodule(name)) for name in layers.modules_before_layers)
+    costs[-1] += sum(count_multiplications(model.get_submodule(name)) for name in layers.modules_after_layers)
     return costs
 
 
@@ -367,24 +371,29 @@ def share_out(costs: Sequence[float], stages: int) -> list[range]:
     Example:
         share_out([1, 1, 1, 3], 2)  # [range(0, 3), range(3, 4)]
     """
-    count = len(costs)
-    if count < stages:
-        raise ValueError(f"{count} layers cannot be divided over {stages} stages: each stage needs at least one layer.")
+    layer_count = len(costs)
+    if layer_count < stages:
+        raise ValueError(
+            f"{layer_count} layers cannot be divided over {stages} stages: each stage needs at least one layer."
+        )
     if not all(isinstance(c, (int, float)) and 0 <= c < float("inf") for c in costs):
         raise ValueError(f"costs must be finite numbers, zero or greater, got {list(costs)}.")
-    sums = [0.0, *accumulate(costs)]
+    cumulative_costs = [0.0, *accumulate(costs)]
     # best[n]: best split of the first n layers over the stages so far, (stage costs in descending order, first layers).
-    best: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
+    best_splits: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
     for stage in range(stages):
-        last = stages - stage - 1
-        extended: dict[int, tuple[list[float], list[int]]] = {}
-        for start, (ordered, starts) in best.items():
-            for stop in [count] if not last else range(start + 1, count - last + 1):
-                option = sorted([*ordered, sums[stop] - sums[start]], reverse=True), [*starts, start]
-                if stop not in extended or option[0] < extended[stop][0]:
-                    extended[stop] = option
-        best = extended
-    starts = [*best[count][1], count]
+        later_stages = stages - stage - 1
+        next_best: dict[int, tuple[list[float], list[int]]] = {}
+        for start, (stage_costs, starts) in best_splits.items():
+            for stop in [layer_count] if not later_stages else range(start + 1, layer_count - later_stages + 1):
+                candidate = (
+                    sorted([*stage_costs, cumulative_costs[stop] - cumulative_costs[start]], reverse=True),
+                    [*starts, start],
+                )
+                if stop not in next_best or candidate[0] < next_best[stop][0]:
+                    next_best[stop] = candidate
+        best_splits = next_best
+    starts = [*best_splits[layer_count][1], layer_count]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
@@ -463,7 +472,7 @@ class OutputPlaceholder(nn.Identity):
 def take_stages(
     model: nn.Module, layers: ModelLayers, parts: Sequence[range], numbers: Sequence[int]
 ) -> dict[int, tuple[nn.Module, Boundary]]:
-    """Build the stages numbered `wanted`, each a model of the same class that shares modules with `model`.
+    """Build the stages with these `numbers`, each a model of the same class that shares modules with `model`.
 
     Modules without parameters that all stages need (rotary embeddings) are copied for each stage.
     """
@@ -473,7 +482,7 @@ def take_stages(
     configs = {id(m.config): m.config for m in model.modules() if "config" in vars(m)}
     stages = {}
     for stage in numbers:
-        stage_layers, boundary, last = parts[stage], Boundary(), len(parts) - 1
+        stage_layers, boundary, last_stage = parts[stage], Boundary(), len(parts) - 1
         memo: dict[int, Any] = dict(configs)
         for index, layer in enumerate(all_layers):
             memo[id(layer)] = (
@@ -492,6 +501,6 @@ def take_stages(
             memo[id(module)] = module if stage == 0 else EmbeddingPlaceholder(module, boundary)
         for name in layers.modules_after_layers:
             module = model.get_submodule(name)
-            memo[id(module)] = module if stage == last else OutputPlaceholder(module)
+            memo[id(module)] = module if stage == last_stage else OutputPlaceholder(module)
         stages[stage] = copy.deepcopy(model, memo), boundary
     return stages

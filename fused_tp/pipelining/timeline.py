@@ -54,10 +54,10 @@ class Recorder:
         def recorded_compute(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if not self.is_recording:
                 return compute(microbatch, *args, **kwargs)
-            start = _synchronized_seconds(stage.device)
+            start = _read_synchronized_clock(stage.device)
             result = compute(microbatch, *args, **kwargs)
             span = Span(
-                stage.group_rank, stage.stage_index, microbatch, kind, start, _synchronized_seconds(stage.device)
+                stage.group_rank, stage.stage_index, microbatch, kind, start, _read_synchronized_clock(stage.device)
             )
             self.spans.append(span)
             return result
@@ -74,7 +74,7 @@ class Recorder:
             self.is_recording = False
 
 
-def _synchronized_seconds(device: torch.device) -> float:
+def _read_synchronized_clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.mesh import fsdp_mesh, make_mesh
 from fused_tp.parallelizing.parallelize import parallelize
-from fused_tp.parallelizing.shard_plan import EXPERTS, Style, resolve_plan
-from fused_tp.pipelining.pipeline import Loss, Pipeline, pipeline
+from fused_tp.parallelizing.shard_plan import EXPERT_STYLES, Style, resolve_plan
+from fused_tp.pipelining.pipeline import LossFunction, Pipeline, pipeline
 from fused_tp.pipelining.schedules import SCHEDULES
 from fused_tp.pipelining.stages import find_container
 from fused_tp.planning.config import ParallelConfig
@@ -30,7 +30,7 @@ def build(
     *,
     plan: str | Mapping[str, Style] = "auto",
     layers: str | None = None,
-    loss_fn: Loss | None = None,
+    loss_fn: LossFunction | None = None,
 ) -> nn.Module | Pipeline:
     """Parallelize `model` over the ranks of `config`: in place, or with pp > 1 as a `Pipeline`.
 
@@ -72,7 +72,7 @@ def build(
             mesh,
             microbatches=config.microbatches,
             schedule=config.schedule,
-            virtual_stages=None if SCHEDULES[config.schedule].stages else config.virtual_stages,
+            virtual_stages=None if SCHEDULES[config.schedule].stages_per_rank else config.virtual_stages,
             layers=container,
             loss_fn=loss_fn,
             plan=plan,
@@ -143,4 +143,4 @@ def _choose_placement(parameter: nn.Parameter) -> Placement | None:
 def _find_distributed_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
     """Return the names of the modules whose experts are distributed over the ranks of mesh dim "ep"."""
     resolved = resolve_plan(model, plan)
-    return [name for name, style in resolved.modules.items() if style in EXPERTS]
+    return [name for name, style in resolved.modules.items() if style in EXPERT_STYLES]

@@ -120,7 +120,9 @@ def test_attention_to_images(group: dist.ProcessGroup) -> None:
     mesh, tokens = mesh_of(group, 1, 2), make_tokens(2, 9)
     parallel = parallelize(copy_of(whole), mesh)
     assert_same_calls(parallel, whole, tokens, tokens, **images(whole, tokens))
-    refuses(ValueError, "supports only these. Omit it", parallelize, whole, mesh, sequence_parallel=True)
+    refuses(
+        ValueError, "supports only these. Omit sequence_parallel=True", parallelize, whole, mesh, sequence_parallel=True
+    )
     parallel = parallelize(MllamaForCausalLM(text), mesh, sequence_parallel=True)
     states = {"cross_attention_states": torch.randn(2, 5, 64)}
     refuses(ValueError, "'.*k_proj' received another tensor. Pass", parallel, input_ids=tokens, **states)

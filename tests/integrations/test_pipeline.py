@@ -451,7 +451,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.Pr
         "has 1 stage on each rank": {"virtual_stages": 2, "microbatches": 4},
         "needs two or more on each rank": {"schedule": "interleaved", "virtual_stages": 1, "microbatches": 4},
         "costs has 3 numbers for the 4 layers": {"costs": [1, 1, 1], "microbatches": 4},
-        "not pp_dim='stage'": {"pp_dim": "stage", "microbatches": 4},
+        "mesh must have the dim pp_dim='stage'": {"pp_dim": "stage", "microbatches": 4},
         "microbatches is 0; it must be at least 1": {"microbatches": 0},
         "4 layers cannot be divided over 6": {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 4},
         "no nn.ModuleList 'blocks'": {"layers": "blocks", "microbatches": 4},

@@ -27,17 +27,17 @@ _thread_state = threading.local()
 @contextmanager
 def suspend_checks() -> Iterator[None]:
     """Disable all checks in this thread, both at forward passes and after sharding."""
-    previous = getattr(_thread_state, "is_suspended", False)
-    _thread_state.is_suspended = True
+    was_suspended = getattr(_thread_state, "are_checks_suspended", False)
+    _thread_state.are_checks_suspended = True
     try:
         yield
     finally:
-        _thread_state.is_suspended = previous
+        _thread_state.are_checks_suspended = was_suspended
 
 
-def is_suspended() -> bool:
+def are_checks_suspended() -> bool:
     """True inside `suspend_checks` and while torch.compile traces: checks then neither run nor count the call."""
-    return torch.compiler.is_compiling() or getattr(_thread_state, "is_suspended", False)
+    return torch.compiler.is_compiling() or getattr(_thread_state, "are_checks_suspended", False)
 
 
 def gather_over_meshes(meshes: Sequence[DeviceMesh], description: str, value: Any) -> list[Any]:
@@ -47,7 +47,11 @@ def gather_over_meshes(meshes: Sequence[DeviceMesh], description: str, value: An
     """
     values = [value]
     for mesh in meshes:
-        values = [one for rank_values in exchange(resolve_group(mesh), description, values) for one in rank_values]
+        values = [
+            gathered_value
+            for rank_values in exchange(resolve_group(mesh), description, values)
+            for gathered_value in rank_values
+        ]
     return values
 
 
@@ -84,15 +88,15 @@ class BatchCheck:
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         self.meshes = tuple(meshes)
         # Counted per mode, so that the first calls in eval mode are checked too: there, ranks may sample tokens.
-        self.calls = {True: 0, False: 0}
+        self.calls_by_mode = {True: 0, False: 0}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_suspended():
+        if are_checks_suspended():
             return
-        call = self.calls[model.training] = self.calls[model.training] + 1
+        call = self.calls_by_mode[model.training] = self.calls_by_mode[model.training] + 1
         if is_check_due(call):
             arguments = {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs}
-            self._compare(sum(self.calls.values()), arguments, training=model.training)
+            self._compare(sum(self.calls_by_mode.values()), arguments, training=model.training)
 
     def _compare(self, call: int, arguments: dict[str, Any], *, training: bool) -> None:
         descriptions = {
@@ -100,15 +104,15 @@ class BatchCheck:
             for key, value in sorted(arguments.items())
             for name, content in _comparable_values(key, value)
         }
-        rank_descriptions, modes = zip(
+        rank_descriptions, training_flags = zip(
             *gather_over_meshes(self.meshes, "the batch", (descriptions, training)), strict=True
         )
         dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
-        if len(set(modes)) > 1:
+        if len(set(training_flags)) > 1:
             raise RankMismatchError(
-                f"in call {call} of the model, not all {len(modes)} ranks of {dims} are in training mode: rank "
-                f"{modes.index(True)} is, and rank {modes.index(False)} is not. These ranks compute one forward pass "
-                "together. Call model.train() on all of them, or model.eval() on all of them."
+                f"in call {call} of the model, not all {len(training_flags)} ranks of {dims} are in training mode: "
+                f"rank {training_flags.index(True)} is, and rank {training_flags.index(False)} is not. These ranks "
+                "compute one forward pass together. Call model.train() on all of them, or model.eval() on all of them."
             )
         different_ranks = [i for i, description in enumerate(rank_descriptions) if description != rank_descriptions[0]]
         if not different_ranks:

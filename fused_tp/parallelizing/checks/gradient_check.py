@@ -23,7 +23,7 @@ from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import join_words
 from fused_tp.core.group import resolve_group
 from fused_tp.core.store import exchange
-from fused_tp.parallelizing.checks.batch_check import is_suspended
+from fused_tp.parallelizing.checks.batch_check import are_checks_suspended
 from fused_tp.parallelizing.outputs import find_tensors
 
 # `norm_and_projection` folds a gradient into rows of this length and adds the rows. A prime: 1024 would add up the
@@ -47,20 +47,20 @@ class GradientCheck:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self.calls = 0
+        self.call_count = 0
         self._is_queued = False
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        if is_suspended() or not torch.is_grad_enabled():
+        if are_checks_suspended() or not torch.is_grad_enabled():
             return
         outputs = [t for t in find_tensors(output) if t.requires_grad]
-        self.calls += bool(outputs)
-        if outputs and is_check_due(self.calls):
+        self.call_count += bool(outputs)
+        if outputs and is_check_due(self.call_count):
             self._is_queued = False  # an earlier backward pass that raised an error has left it True
             for t in outputs:
-                t.register_hook(partial(self._queue, model))
+                t.register_hook(partial(self._queue_comparison, model))
 
-    def _queue(self, model: nn.Module, grad: Tensor) -> None:
+    def _queue_comparison(self, model: nn.Module, grad: Tensor) -> None:
         if not self._is_queued:
             self._is_queued = True
             Variable._execution_engine.queue_callback(partial(self._compare, model))
@@ -72,14 +72,20 @@ class GradientCheck:
         local_sketches = (
             dict(zip(sketches, torch.stack(list(sketches.values())).tolist(), strict=True)) if sketches else {}
         )
-        ranks = exchange(resolve_group(self.mesh), "gradients of replicated parameters", local_sketches)
+        sketches_by_rank = exchange(resolve_group(self.mesh), "gradients of replicated parameters", local_sketches)
         # All ranks compute this from the same values, so they take the same decision. A missing gradient counts as 0.
         total_norm = (
-            max(sum(norm**2 for norm, _ in rank_sketches.values() if isfinite(norm)) for rank_sketches in ranks) ** 0.5
+            max(
+                sum(norm**2 for norm, _ in rank_sketches.values() if isfinite(norm))
+                for rank_sketches in sketches_by_rank
+            )
+            ** 0.5
         )
         errors: dict[str, float] = {}
-        for name in dict.fromkeys(name for rank_sketches in ranks for name in rank_sketches):
-            norms, projections = zip(*(rank_sketches.get(name, (0.0, 0.0)) for rank_sketches in ranks), strict=True)
+        for name in dict.fromkeys(name for rank_sketches in sketches_by_rank for name in rank_sketches):
+            norms, projections = zip(
+                *(rank_sketches.get(name, (0.0, 0.0)) for rank_sketches in sketches_by_rank), strict=True
+            )
             if not all(map(isfinite, norms)):
                 errors |= {name: inf} if any(map(isfinite, norms)) else {}
                 continue
@@ -87,13 +93,13 @@ class GradientCheck:
             if difference > max(_PARAMETER_NORM_BOUND * max(norms), _TOTAL_NORM_BOUND * total_norm):
                 errors[name] = difference / max(norms)
         if errors:
-            first = sorted(errors, key=lambda name: -errors[name])[:4]
-            more_text = f" and {len(errors) - len(first)} more" if len(errors) > len(first) else ""
+            worst_names = sorted(errors, key=lambda name: -errors[name])[:4]
+            more_text = f" and {len(errors) - len(worst_names)} more" if len(errors) > len(worst_names) else ""
             raise ValueError(
                 f"after backward the ranks of {(self.mesh.mesh_dim_names or ('tp',))[0]!r} hold different gradients of "
-                f"{join_words(map(repr, first))}{more_text}, which are replicated on these ranks. Either the ranks "
-                "drew different dropout masks: set equal random states (torch.manual_seed). Or the parameter is used "
-                "between sharded layers, where each rank has only its own features and so only one term of the "
+                f"{join_words(map(repr, worst_names))}{more_text}, which are replicated on these ranks. Either the "
+                "ranks drew different dropout masks: set equal random states (torch.manual_seed). Or the parameter is "
+                "used between sharded layers, where each rank has only its own features and so only one term of the "
                 "gradient: remove these layers from the plan, or give the parameter's module the style "
                 "'replicated_with_grad_allreduce'."
             )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
+from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
 from fused_tp.parallelizing.checks.gradient_check import norm_and_projection
 from fused_tp.parallelizing.checks.model_check import warn_once
 from fused_tp.parallelizing.checks.step_check import (
@@ -55,13 +55,13 @@ class LossCheck:
 
     def __init__(self, step_check: StepCheck) -> None:
         self.step_check = step_check
-        self._call: _LossCall | None = None
+        self._call: _WatchedCall | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_suspended() or not torch.is_grad_enabled():
+        if are_checks_suspended() or not torch.is_grad_enabled():
             return
         if self._call is not None:
             self._call.is_finished = True  # the next backward pass may belong to both calls
@@ -71,10 +71,10 @@ class LossCheck:
                 self.step_check.meshes, "gradients of outputs", _has_other_gradients(model, (args, kwargs))
             )
         ):
-            self._call = _LossCall(model, self.step_check, args, kwargs)
+            self._call = _WatchedCall(model, self.step_check, args, kwargs)
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._call is not None and not is_suspended():
+        if self._call is not None and not are_checks_suspended():
             self._call.watch_outputs(output)
 
 
@@ -86,14 +86,14 @@ def _has_other_gradients(model: nn.Module, arguments: object) -> bool:
         or any(p.grad is not None or getattr(p, "main_grad", None) is not None for p in parameters)
         or any(p._post_accumulate_grad_hooks for p in parameters)  # hooks may clip or step
         or any(
-            sync.has_partly_used or sync.has_pending_reduction or sync.is_deferring
+            sync.has_partly_used_parameters or sync.has_pending_reduction or sync.is_deferring
             for sync in find_gradient_syncs(model)
         )
         or DistributedDataParallel._get_active_ddp_module() is not None
     )
 
 
-class _LossCall:
+class _WatchedCall:
     """One call of `model`, from its forward to the end of its backward."""
 
     def __init__(
@@ -110,7 +110,7 @@ class _LossCall:
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
-        self._replicated = step_check.replicated
+        self._replicated_indices = step_check.replicated
         self.is_finished = False
         self._output_gradients: dict[int, Tensor] = {}  # by index of the output
         self._is_queued = False
@@ -135,31 +135,32 @@ class _LossCall:
             return
         self.is_finished = True
         output_gradients, self._output_gradients = self._output_gradients, {}
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if all(p.grad is None for p in trainable.values()):
+        trainable_parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if all(p.grad is None for p in trainable_parameters.values()):
             return  # the caller has used torch.autograd.grad, which leaves `grad` unset
         with isolated_passes(self.model, Mode.AS_IT_IS, self.random_states):
             with self.autocast():  # the caller's modes at forward; this code runs in backward, outside autocast
                 outputs = run_on_copies(self.model, self.args, self.kwargs)
             if any(node.name() == REENTRANT_NODE for i in output_gradients for node in reachable_nodes(outputs[i])):
                 return  # torch.autograd.grad does not support reentrant checkpoints
-            gradients = _parameter_gradients(outputs, output_gradients, list(trainable.values()))
+            gradients = _parameter_gradients(outputs, output_gradients, list(trainable_parameters.values()))
         expected = gradient_shards(
-            self.model, self.parallelism, dict(zip(trainable, gradients, strict=True)), is_summed=False
+            self.model, self.parallelism, dict(zip(trainable_parameters, gradients, strict=True)), is_summed=False
         )
         actual = gradient_shards(
-            self.model, self.parallelism, {name: p.grad for name, p in trainable.items()}, is_summed=True
+            self.model, self.parallelism, {name: p.grad for name, p in trainable_parameters.items()}, is_summed=True
         )
         errors = gradient_errors(expected, {name: (t, two_norm(t)) for name, t in actual.items()})
         name = max(errors, key=lambda name: errors[name], default="")
-        replicated = {i: grad for i, grad in output_gradients.items() if i in self._replicated}
+        replicated_gradients = {i: grad for i, grad in output_gradients.items() if i in self._replicated_indices}
         sketches = {
-            str(i): [*norm_and_projection(grad).tolist(), grad.element_size()] for i, grad in replicated.items()
+            str(i): [*norm_and_projection(grad).tolist(), grad.element_size()]
+            for i, grad in replicated_gradients.items()
         }
-        ranks = gather_over_meshes(self.meshes, "gradients of outputs", [errors.get(name, 0.0), name, sketches])
-        for index in {index: None for *_, rank_sketches in ranks for index in rank_sketches}:
-            self._raise_if_different([rank_sketches.get(index, (0.0, 0.0, 8)) for *_, rank_sketches in ranks])
-        error, name = max((report[0], report[1]) for report in ranks)
+        rank_reports = gather_over_meshes(self.meshes, "gradients of outputs", [errors.get(name, 0.0), name, sketches])
+        for index in {index: None for *_, rank_sketches in rank_reports for index in rank_sketches}:
+            self._raise_if_different([rank_sketches.get(index, (0.0, 0.0, 8)) for *_, rank_sketches in rank_reports])
+        error, name = max((report[0], report[1]) for report in rank_reports)
         if _PARAMETER_BOUND < error < inf:
             warn_once(
                 self.meshes,
@@ -170,41 +171,41 @@ class _LossCall:
                 "output_hidden_states=True for hidden states), or make sure that each rank adds only its share.",
                 error,
                 name,
-                _rank_contents(self.parallelism),
+                _describe_rank_contents(self.parallelism),
             )
 
-    def _raise_if_different(self, ranks: Sequence[tuple[float, float, int]]) -> None:
+    def _raise_if_different(self, rank_sketches: Sequence[tuple[float, float, int]]) -> None:
         """Raise ValueError if the ranks' sketches of the gradient of an output differ."""
-        norms, projections, sizes = zip(*ranks, strict=True)
-        if max(projections) - min(projections) > _OUTPUT_BOUNDS[min(sizes)] * max(norms):
+        norms, projections, element_nbytes = zip(*rank_sketches, strict=True)
+        if max(projections) - min(projections) > _OUTPUT_BOUNDS[min(element_nbytes)] * max(norms):
             raise ValueError(
                 "in backward, ranks that share the model have different gradients of the outputs of its forward, which "
                 "are equal on all of them: their losses differ. Each rank must compute the same loss, from the outputs "
                 "of forward and not from tensors inside the model, which hold only "
-                f"{_rank_contents(self.parallelism)}."
+                f"{_describe_rank_contents(self.parallelism)}."
             )
 
 
-def _rank_contents(parallelism: Parallelism) -> str:
+def _describe_rank_contents(parallelism: Parallelism) -> str:
     tokens, features = parallelism.shards_sequence, parallelism.tp_mesh is not None
     return "one rank's " + " or ".join(["tokens"] * tokens + ["heads and features"] * features)
 
 
 def _parameter_gradients(
-    outputs: Sequence[Tensor], total: Mapping[int, Tensor], parameters: Sequence[Tensor]
+    outputs: Sequence[Tensor], output_gradients: Mapping[int, Tensor], parameters: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of `parameters` that follow from `total`, the gradients of `outputs` by index.
+    """Return the gradients of `parameters` that follow from `output_gradients`, the gradients of `outputs` by index.
 
     One output may depend on another: a loss is computed from logits. The gradient of the logits then includes the
     contribution of the loss, which is subtracted here so that it is not counted twice.
     """
     # Autograd numbers nodes in the order of creation, so an output depends only on nodes with smaller numbers.
-    nodes: dict[int, Any] = {i: outputs[i].grad_fn for i in total}
-    order = sorted(total, key=lambda i: 0 if nodes[i] is None else -nodes[i]._sequence_nr())
+    nodes: dict[int, Any] = {i: outputs[i].grad_fn for i in output_gradients}
+    order = sorted(output_gradients, key=lambda i: 0 if nodes[i] is None else -nodes[i]._sequence_nr())
     roots: list[Tensor] = []
     root_gradients: list[Tensor] = []
     for i in order:
-        direct_gradient = total[i]
+        direct_gradient = output_gradients[i]
         if roots:
             (indirect_gradient,) = torch.autograd.grad(
                 roots, [outputs[i]], root_gradients, retain_graph=True, allow_unused=True

@@ -19,8 +19,8 @@ from fused_tp.core.checks import is_check_due
 from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.core.pending import checksum
 from fused_tp.nn.sharding import PLAIN_SHARDINGS
-from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
-from fused_tp.parallelizing.marks import MARK
+from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE
+from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
 
 _LOG = logging.getLogger("fused_tp")
 # Number of elements of each tensor that are compared. Few suffice, because independently initialized weights differ
@@ -38,7 +38,7 @@ def is_parallelized(model: nn.Module) -> bool:
         >>> if not fused_tp.is_parallelized(self.model):
         ...     fused_tp.parallelize(self.model, self.device_mesh, tp_dim="tensor_parallel")
     """
-    return any(hasattr(module, MARK) for module in model.modules())
+    return any(hasattr(module, PARALLELISM_ATTRIBUTE) for module in model.modules())
 
 
 class ModuleCheck:
@@ -49,19 +49,19 @@ class ModuleCheck:
     model.
 
     Args:
-        parallelism: value of the attribute `MARK` of the model's modules.
+        parallelism: value of the attribute `PARALLELISM_ATTRIBUTE` of the model's modules.
         model: the model as `parallelize` returns it.
-        from_meta: True if the model was built on the meta device, so that its parameters may have no values yet.
+        is_from_meta: True if the model was built on the meta device, so that its parameters may have no values yet.
 
     Raises:
         ValueError: a parameter, or a module with parameters, was added to a tensor parallel model; `parameter.data` was
             assigned, which has no effect on a DTensor; or parameters have no values.
     """
 
-    def __init__(self, parallelism: Any, model: nn.Module, *, from_meta: bool) -> None:
+    def __init__(self, parallelism: Any, model: nn.Module, *, is_from_meta: bool) -> None:
         self.parallelism = parallelism
-        self.from_meta = from_meta
-        self.calls, self._is_due = 0, False
+        self.is_from_meta = is_from_meta
+        self.call_count, self._is_due = 0, False
         self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the unsharded model
         self.storages = _parameter_storages(model)
 
@@ -74,10 +74,10 @@ class ModuleCheck:
 
     def check_parameters(self, model: nn.Module, args: Any) -> None:
         """Raise ValueError for changed parameters. This hook runs before the hooks that restore the unsharded model."""
-        if is_suspended():
+        if are_checks_suspended():
             return
-        self.calls += 1
-        self._is_due = is_check_due(self.calls)
+        self.call_count += 1
+        self._is_due = is_check_due(self.call_count)
         if not self._is_due:
             return
         for name, module in model.named_modules():
@@ -85,7 +85,7 @@ class ModuleCheck:
                 key: parameter for key, parameter in module._parameters.items() if parameter is not None
             }
             local_parameters = local_parameters if self.parallelism.tp_mesh is not None else {}
-            if local_parameters and getattr(module, MARK, None) is not self.parallelism:
+            if local_parameters and getattr(module, PARALLELISM_ATTRIBUTE, None) is not self.parallelism:
                 raise ValueError(
                     f"{name!r} ({type(module).__name__}) was added to the model after parallelize, so it is not "
                     "sharded. Add it before parallelize. LoRA adapters can also be added afterwards, with "
@@ -103,13 +103,13 @@ class ModuleCheck:
                         "and remove them from the plan. To load other values, use load_full_state_dict."
                     )
         self._check_storages(model)
-        if self.from_meta and self.parallelism.tp_mesh is not None:
-            self.from_meta = False
+        if self.is_from_meta and self.parallelism.tp_mesh is not None:
+            self.is_from_meta = False
             _check_values(model)
 
     def log_changes(self, model: nn.Module, args: Any) -> None:
         """Log changed code. This hook runs last, after a comparison has recorded the code that it covers."""
-        if is_suspended() or not self._is_due:
+        if are_checks_suspended() or not self._is_due:
             return
         for name, module in model.named_modules():
             code = callers_code(module)
@@ -125,16 +125,16 @@ class ModuleCheck:
                 )
 
     def _check_storages(self, model: nn.Module) -> None:
-        memory = _parameter_storages(model)
+        current_storages = _parameter_storages(model)
         for name, parameter in model.named_parameters():
-            before, after = self.storages.get(id(parameter)), memory.get(id(parameter))
+            before, after = self.storages.get(id(parameter)), current_storages.get(id(parameter))
             if before and after and before[0] != after[0] and before[1] == after[1]:
                 raise ValueError(
                     f"{name}.data was assigned, which has no effect on a DTensor: the rank's shard is unchanged. "
                     "Write in place, for example parameter.mul_(0.5) under torch.no_grad(), or load full tensors with "
                     "load_full_state_dict."
                 )
-        self.storages = memory
+        self.storages = current_storages
 
 
 def remember_code(model: nn.Module) -> None:
@@ -168,9 +168,9 @@ def _check_values(model: nn.Module) -> None:
         name: t.detach().view(-1)[:1].float() for name, t in local_tensors.items() if t.is_floating_point()
     }
     nonempty = {name: first for name, first in first_elements.items() if first.numel()}
-    unset = torch.cat([*nonempty.values()]).isnan().tolist() if nonempty else []
-    if any(unset):
-        names = [name for name, is_nan in zip(nonempty, unset, strict=True) if is_nan]
+    nan_flags = torch.cat([*nonempty.values()]).isnan().tolist() if nonempty else []
+    if any(nan_flags):
+        names = [name for name, is_nan in zip(nonempty, nan_flags, strict=True) if is_nan]
         more_text = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ValueError(
             f"the model was built on the meta device, and {join_words(map(repr, names[:4]))}{more_text} have no values "
@@ -242,20 +242,22 @@ def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
     Raises:
         RankMismatchError: raised on all ranks. It names the tensors that differ, and the remedy.
     """
-    named = chain(model.named_parameters(), _persistent_buffers(model))
+    named_tensors = chain(model.named_parameters(), _persistent_buffers(model))
     local_descriptions = {
-        name: [list(t.shape), str(t.dtype), t.requires_grad, _sample_checksum(t)] for name, t in named if _is_dense(t)
+        name: [list(t.shape), str(t.dtype), t.requires_grad, _sample_checksum(t)]
+        for name, t in named_tensors
+        if _is_dense(t)
     }
     checksums = gather_over_meshes(meshes, "a checksum of the model", checksum(repr(local_descriptions)))
     if len(set(checksums)) == 1:
         return
-    ranks = gather_over_meshes(meshes, "the model", local_descriptions)
+    rank_descriptions = gather_over_meshes(meshes, "the model", local_descriptions)
     reference: dict[str, list[object]] = {}  # each entry from the first rank that has values for it
-    for descriptions in ranks:
+    for descriptions in rank_descriptions:
         reference |= {
             name: description for name, description in descriptions.items() if reference.get(name, [None])[-1] is None
         }
-    for i, descriptions in enumerate(ranks):
+    for i, descriptions in enumerate(rank_descriptions):
         different_names = [
             name for name in reference if not _have_equal_descriptions(reference[name], descriptions.get(name))
         ]
@@ -264,15 +266,19 @@ def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
             more_text = f" and {len(different_names) - 4} more" if len(different_names) > 4 else ""
             raise RankMismatchError(
                 f"the ranks of {dims} have built different models: "
-                f"{join_words(map(repr, different_names[:4]))}{more_text} of rank {i} of {len(ranks)} differ from "
-                "another rank's in shape, dtype, requires_grad or values. All "
-                "ranks must build the same model, since each keeps a shard of it. Set the same random state on all "
-                "ranks before they build it (torch.manual_seed(0)), or load the same checkpoint on all of them."
+                f"{join_words(map(repr, different_names[:4]))}{more_text} of rank {i} of {len(rank_descriptions)} "
+                "differ from another rank's in shape, dtype, requires_grad or values. All ranks must build the same "
+                "model, since each keeps a shard of it. Set the same random state on all ranks before they build it "
+                "(torch.manual_seed(0)), or load the same checkpoint on all of them."
             )
 
 
-def _have_equal_descriptions(one: list[object], other: list[object] | None) -> bool:
-    return other is not None and one[:-1] == other[:-1] and (None in (one[-1], other[-1]) or one[-1] == other[-1])
+def _have_equal_descriptions(first: list[object], second: list[object] | None) -> bool:
+    return (
+        second is not None
+        and first[:-1] == second[:-1]
+        and (None in (first[-1], second[-1]) or first[-1] == second[-1])
+    )
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -308,9 +314,9 @@ def _sample_checksum(t: Tensor) -> int | None:
 def _sample_indices(shape: torch.Size) -> Tensor:
     """Flat indices of a sample of each row, or of _MAX_ROWS rows if there are more. Columns vary between rows."""
     rows, columns = shape[0], shape[1:].numel()
-    sampled = min(rows, _MAX_ROWS)
-    columns_per_row = min(columns, -(-_SAMPLE_SIZE // sampled))
-    row = (torch.arange(sampled, device="cpu") * rows // sampled).unsqueeze(1)
+    row_count = min(rows, _MAX_ROWS)
+    columns_per_row = min(columns, -(-_SAMPLE_SIZE // row_count))
+    row = (torch.arange(row_count, device="cpu") * rows // row_count).unsqueeze(1)
     column = torch.arange(columns_per_row, device="cpu") * columns // columns_per_row + row * 7919 % (
         columns // columns_per_row
     )

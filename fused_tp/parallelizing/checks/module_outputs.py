@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_tp.core.partition import shard_range
-from fused_tp.parallelizing.forward_shard import CpContext, running_node
+from fused_tp.parallelizing.forward_shard import CpContext, running_node_number
 from fused_tp.parallelizing.outputs import find_tensors
 
 ModuleOutputs = dict[str, list[list[Tensor]]]
@@ -30,16 +30,16 @@ _PACKED_BLOCK_COUNTS = (1, 2, 3)
 _MIN_DENOMINATOR = 1e-6  # smallest denominator of a relative error
 
 
-def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+def relative_error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     """Return the largest difference divided by the largest expected value, or by `scale` if that is larger."""
-    if not found.numel():
+    if not actual.numel():
         return 0.0
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    found, expected = found.detach().to(expected.device, wide), expected.detach().to(wide)
-    difference = torch.where(found == expected, 0.0, (found - expected).abs()).max().item()  # inf - inf is nan
-    finite = expected.abs()[expected.isfinite()]
-    largest = finite.max().item() if finite.numel() else 0.0
-    return difference / max(largest, scale, _MIN_DENOMINATOR) if difference == difference else inf
+    wide_dtype = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = actual.detach().to(expected.device, wide_dtype), expected.detach().to(wide_dtype)
+    difference = torch.where(actual == expected, 0.0, (actual - expected).abs()).max().item()  # inf - inf is nan
+    finite_values = expected.abs()[expected.isfinite()]
+    largest_value = finite_values.max().item() if finite_values.numel() else 0.0
+    return difference / max(largest_value, scale, _MIN_DENOMINATOR) if difference == difference else inf
 
 
 @dataclass
@@ -56,22 +56,22 @@ class Recording:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all recorded tensors."""
-        for calls in self.outputs.values():
-            for tensors in calls:
+        for call_outputs in self.outputs.values():
+            for tensors in call_outputs:
                 yield from tensors
 
 
 @contextmanager
-def record_outputs(model: nn.Module, before_each: Callable[[], object] = lambda: None) -> Iterator[Recording]:
+def record_outputs(model: nn.Module, before_record: Callable[[], object] = lambda: None) -> Iterator[Recording]:
     """Record the outputs of all modules of `model` in this context, as copies on the CPU.
 
     Args:
-        before_each: called whenever a module returns; an exception that it raises stops the forward pass.
+        before_record: called whenever a module returns; an exception that it raises stops the forward pass.
     """
     recording = Recording(_parameter_names(model))
 
     def record(name: str, module: nn.Module, args: object, output: Any) -> None:
-        before_each()
+        before_record()
         # Copy, because later modules may write into these tensors in place.
         copies = [t.detach().to("cpu", copy=True) for t in find_tensors(output)]
         recording.outputs.setdefault(name, []).append(copies)
@@ -93,7 +93,7 @@ def first_difference(errors: Mapping[str, float], bound: float) -> tuple[str | N
     wrong_names = {name for name, error in errors.items() if not error <= bound}
     exempt_names = set()
     for name in filter(None, wrong_names):
-        enclosing_name = next((one for one in enclosing_names(name) if one in errors), name)
+        enclosing_name = next((candidate for candidate in enclosing_names(name) if candidate in errors), name)
         if enclosing_name not in wrong_names:
             exempt_names.add(name)
     return next((name for name in errors if name in wrong_names - exempt_names), None), exempt_names
@@ -111,38 +111,38 @@ class RankShards:
 
     Args:
         tp, cp: 1-D meshes; None if nothing is sharded over such a mesh.
-        tokens: number of tokens of a row, over all ranks.
+        seq_len: number of tokens of a row, over all ranks.
         documents: the start of each packed document, then the end of the last one; () for one document.
     """
 
     def __init__(
-        self, tp: DeviceMesh | None, cp: DeviceMesh | None, tokens: int, documents: tuple[int, ...] = ()
+        self, tp: DeviceMesh | None, cp: DeviceMesh | None, seq_len: int, documents: tuple[int, ...] = ()
     ) -> None:
-        self._tokens = tokens
+        self._seq_len = seq_len
         self._tp_ranks, self._tp_rank = (1, 0) if tp is None else (tp.size(), tp.get_local_rank())
         cpu = torch.device("cpu")
         positions = (
-            torch.arange(tokens, device=cpu)
+            torch.arange(seq_len, device=cpu)
             if cp is None
-            else CpContext(cp, tokens, documents=documents).positions(cpu)
+            else CpContext(cp, seq_len, documents=documents).positions(cpu)
         )
         start, stop = shard_range(len(positions), self._tp_ranks, self._tp_rank)
         self._positions = [positions, positions[start:stop]]  # without and with sequence parallelism
 
     def error(
-        self, found: Tensor, expected: Tensor, measure: Callable[[Tensor, Tensor], float] = relative_error
+        self, actual: Tensor, expected: Tensor, measure: Callable[[Tensor, Tensor], float] = relative_error
     ) -> float | None:
-        """Error of `found` against this rank's shard of `expected`; None if no shard has its shape."""
-        if found.ndim != expected.ndim:
+        """Error of `actual` against this rank's shard of `expected`; None if no shard has its shape."""
+        if actual.ndim != expected.ndim:
             return None
         errors = []
         for choices in product(
-            *(self._index_choices(*sizes) for sizes in zip(expected.shape, found.shape, strict=True))
+            *(self._index_choices(*sizes) for sizes in zip(expected.shape, actual.shape, strict=True))
         ):
             shard = expected
             for dim, indices in enumerate(choices):
                 shard = shard if indices is None else shard.index_select(dim, indices)
-            errors.append(measure(found, shard))
+            errors.append(measure(actual, shard))
         # Several shards may have that shape. The right one has the smallest error: the others differ everywhere.
         return min(errors, default=None)
 
@@ -151,14 +151,14 @@ class RankShards:
         if local_size == full_size:
             return [None]
         choices: list[Tensor] = []
-        rows, rest = divmod(full_size, self._tokens)
-        if rows and not rest:  # the dim may hold the tokens of one row, or of all rows
-            offsets = torch.arange(rows, device="cpu").unsqueeze(1) * self._tokens
+        rows, remainder = divmod(full_size, self._seq_len)
+        if rows and not remainder:  # the dim may hold the tokens of one row, or of all rows
+            offsets = torch.arange(rows, device="cpu").unsqueeze(1) * self._seq_len
             choices += [(offsets + positions).flatten() for positions in self._positions]
-        for blocks in _PACKED_BLOCK_COUNTS:
-            if full_size % blocks == 0:
-                start, stop = shard_range(full_size // blocks, self._tp_ranks, self._tp_rank)
-                offsets = torch.arange(blocks, device="cpu").unsqueeze(1) * (full_size // blocks)
+        for block_count in _PACKED_BLOCK_COUNTS:
+            if full_size % block_count == 0:
+                start, stop = shard_range(full_size // block_count, self._tp_ranks, self._tp_rank)
+                offsets = torch.arange(block_count, device="cpu").unsqueeze(1) * (full_size // block_count)
                 choices.append((offsets + torch.arange(start, stop, device="cpu")).flatten())
         return [indices for indices in choices if len(indices) == local_size]
 
@@ -167,8 +167,10 @@ class OutputComparison:
     """Recorder of the module outputs of a parallel model; `differences` compares them with `expected`."""
 
     def __init__(self, expected: Recording, rank_shards: RankShards) -> None:
-        self._expected, self._rank_shards = expected, rank_shards
-        self._recorded: list[tuple[str, list[Tensor]]] = []  # copies, because models may write into tensors in place
+        self._expected_recording, self._rank_shards = expected, rank_shards
+        self._recorded_outputs: list[
+            tuple[str, list[Tensor]]
+        ] = []  # copies, because models may write into tensors in place
 
     @contextmanager
     def recording_outputs(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -178,7 +180,7 @@ class OutputComparison:
             parameters = _parameter_names(model)
             for name, module in model.named_modules():
                 # A module with fewer parameters lacks layers of other pipeline stages: its output is not comparable.
-                if self._expected.parameters.get(name) == parameters[name]:
+                if self._expected_recording.parameters.get(name) == parameters[name]:
                     handles.append(module.register_forward_hook(partial(self._record, name)))
         try:
             yield
@@ -187,37 +189,39 @@ class OutputComparison:
                 handle.remove()
 
     def _record(self, name: str, module: nn.Module, args: object, output: Any) -> None:
-        if running_node() is not None:
+        if running_node_number() is not None:
             return  # recomputed by activation checkpointing
-        self._recorded.append((name, [t.detach().clone() for t in find_tensors(output)]))
+        self._recorded_outputs.append((name, [t.detach().clone() for t in find_tensors(output)]))
 
     @torch.no_grad()
     def differences(self) -> tuple[dict[str, float], dict[str, str]]:
         """Return (largest error over all calls, reason why the module is not compared), each a dict by module name."""
         errors: dict[str, float] = {}
-        skipped: dict[str, str] = {}
+        skip_reasons: dict[str, str] = {}
         counts: dict[str, int] = {}
-        for name, outputs in self._recorded:
+        for name, outputs in self._recorded_outputs:
             call = counts[name] = counts.get(name, 0) + 1
-            calls = self._expected.outputs.get(name, [])
-            if call > len(calls) or len(outputs) != len(calls[call - 1]):
-                skipped[name] = f"it returns a different number of tensors, or is called more than {len(calls)} times"
+            expected_calls = self._expected_recording.outputs.get(name, [])
+            if call > len(expected_calls) or len(outputs) != len(expected_calls[call - 1]):
+                skip_reasons[name] = (
+                    f"it returns a different number of tensors, or is called more than {len(expected_calls)} times"
+                )
                 continue
-            for t, expected in zip(outputs, calls[call - 1], strict=True):
+            for t, expected in zip(outputs, expected_calls[call - 1], strict=True):
                 if not expected.ndim:
                     continue  # losses
                 if isinstance(t, DTensor) and any(placement.is_partial() for placement in t.placements):
-                    skipped[name] = "it returns a term of a sum over ranks"
+                    skip_reasons[name] = "it returns a term of a sum over ranks"
                     continue
-                local = t.to_local() if isinstance(t, DTensor) else t
-                error = self._rank_shards.error(local, expected)
+                local_output = t.to_local() if isinstance(t, DTensor) else t
+                error = self._rank_shards.error(local_output, expected)
                 if error is None:
-                    skipped[name] = (
-                        f"it returns {tuple(local.shape)}, which is not a known shard of {tuple(expected.shape)}"
+                    skip_reasons[name] = (
+                        f"it returns {tuple(local_output.shape)}, which is not a known shard of {tuple(expected.shape)}"
                     )
                 else:
                     errors[name] = max(errors.get(name, 0.0), error)
-        return errors, skipped
+        return errors, skip_reasons
 
 
 def _parameter_names(model: nn.Module) -> dict[str, set[str]]:

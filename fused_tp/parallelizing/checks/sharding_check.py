@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map
 
 from fused_tp.backends.gemm import linear
 from fused_tp.core.errors import FusedTPError
-from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
+from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
 from fused_tp.parallelizing.checks.float32 import Find16BitResults, has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import warn_once
 from fused_tp.parallelizing.checks.module_outputs import (
@@ -120,7 +120,7 @@ def compare_sharding(
         ValueError: raised on all ranks if the models differ, or cannot be compared and `verify` is not "auto".
     """
     outcome = ShardingOutcome(model, [model], lambda arguments: model(**arguments))
-    if verify is False or not meshes or is_suspended():
+    if verify is False or not meshes or are_checks_suspended():
         yield outcome
         return
     with ExitStack() as stack:

@@ -41,7 +41,7 @@ from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors
 from fused_tp.ops.collectives import all_reduce
-from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
+from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
 from fused_tp.parallelizing.checks.model_check import callers_code, remember_code, warn_once
 from fused_tp.parallelizing.checks.module_outputs import OutputComparison, RankShards, first_difference, record_outputs
 from fused_tp.parallelizing.checks.sharding_check import (
@@ -56,8 +56,8 @@ from fused_tp.parallelizing.checks.sharding_check import (
 )
 from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
-from fused_tp.parallelizing.forward_shard import running_node
-from fused_tp.parallelizing.grad_sync import find_gradient_syncs, is_distributed
+from fused_tp.parallelizing.forward_shard import running_node_number
+from fused_tp.parallelizing.grad_sync import find_gradient_syncs, has_distributed_experts
 from fused_tp.parallelizing.graph import REENTRANT_NODE, reachable_nodes
 from fused_tp.parallelizing.hf.hf_model import TransformersSequence
 from fused_tp.parallelizing.outputs import find_tensors
@@ -108,10 +108,10 @@ class StepCheck:
         return {**vars(self), "_code": None}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_suspended():
+        if are_checks_suspended():
             return
         self.is_compared = False
-        if not torch.is_grad_enabled() or running_node() is not None:
+        if not torch.is_grad_enabled() or running_node_number() is not None:
             return
         if not any(p.requires_grad for p in model.parameters()):
             return
@@ -146,7 +146,7 @@ class StepCheck:
     def _named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name; positional arguments by their index if nothing is sharded by name."""
         if self.parallelism.shards_sequence or self.parallelism.computes_loss:
-            return self.sequence.by_name(args, kwargs)
+            return self.sequence.arguments_by_name(args, kwargs)
         return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
 
     def call_tokens(self, arguments: dict[str, Any]) -> Tensor | None:
@@ -169,7 +169,7 @@ class StepCheck:
         tokens = self.call_tokens(arguments)
         if tokens is not None and self.sequence.is_too_short(tokens.shape[1]):
             return "its sequence has fewer tokens than there are ranks"
-        if reason := self.unsharded.obstacle(model):
+        if reason := self.unsharded.reason_not_restorable(model):
             return reason
         try:
             as_dtensors(model)
@@ -561,7 +561,7 @@ def gradient_shards(
             shard = shard.redistribute(placements=sharded.placements).to_local()
         if shard is None:
             shard = torch.zeros_like(sharded.to_local() if isinstance(sharded, DTensor) else sharded)
-        if cp is not None and not is_distributed(sharded, cp) and not (is_summed and parallelism.grad_sync):
+        if cp is not None and not has_distributed_experts(sharded, cp) and not (is_summed and parallelism.grad_sync):
             shard = all_reduce(shard.contiguous(), group=cp)
             shard = shard if parallelism.grad_sync else shard / cp.size()
         shards[name] = shard

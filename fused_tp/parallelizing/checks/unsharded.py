@@ -85,22 +85,32 @@ class ModuleState:
         dicts = {name: {k: _identity(v) for k, v in entries.items()} for name, entries in self.dicts.items()}
         return ModuleState(None, self.module_class, {k: _identity(v) for k, v in self.attributes.items()}, dicts)
 
-    def with_changes(self, sharded: ModuleState, now: ModuleState) -> ModuleState:
-        """Return this state, from before sharding, with the changes between `sharded` and `now` applied."""
-        module_class = self.module_class if now.module_class is sharded.module_class else now.module_class
-        attributes = _merge_changes(self.attributes, sharded.attributes, now.attributes)
+    def with_changes(self, sharded_state: ModuleState, current_state: ModuleState) -> ModuleState:
+        """Return this pre-sharding state with the changes from `sharded_state` to `current_state` applied."""
+        module_class = (
+            self.module_class
+            if current_state.module_class is sharded_state.module_class
+            else current_state.module_class
+        )
+        attributes = _merge_changes(self.attributes, sharded_state.attributes, current_state.attributes)
         dicts = {
-            name: _merge_changes(entries, sharded.dicts.get(name, {}), now.dicts.get(name, {}))
+            name: _merge_changes(entries, sharded_state.dicts.get(name, {}), current_state.dicts.get(name, {}))
             for name, entries in self.dicts.items()
             if name not in _RESTORED_SEPARATELY
         }
         return ModuleState(self.module, module_class, attributes, dicts)
 
 
-def _merge_changes(before: Mapping[Any, Any], sharded: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
-    unchanged = {key: value for key, value in before.items() if key in now or key not in sharded}
+def _merge_changes(
+    original_entries: Mapping[Any, Any], sharded_entries: Mapping[Any, Any], current_entries: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    unchanged = {
+        key: value for key, value in original_entries.items() if key in current_entries or key not in sharded_entries
+    }
     return unchanged | {
-        key: value for key, value in now.items() if key not in sharded or not _is_same(value, sharded[key])
+        key: value
+        for key, value in current_entries.items()
+        if key not in sharded_entries or not _is_same(value, sharded_entries[key])
     }
 
 
@@ -116,34 +126,38 @@ class UnshardedModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._states = {name: ModuleState.from_module(module) for name, module in model.named_modules()}
-        for state in self._states.values():
+        self._original_states = {name: ModuleState.from_module(module) for name, module in model.named_modules()}
+        for state in self._original_states.values():
             state.dicts["_parameters"] = dict.fromkeys(state.dicts["_parameters"])
-        self._configs = {id(config): ModuleState.from_module(config) for config in _configs(model)}
-        self._sharded: dict[str, ModuleState] = {}
-        self._sharded_configs: dict[int, ModuleState] = {}
+        self._config_states = {id(config): ModuleState.from_module(config) for config in _configs(model)}
+        self._sharded_states: dict[str, ModuleState] = {}
+        self._sharded_config_states: dict[int, ModuleState] = {}
 
     def __reduce__(self) -> Any:
         return UnshardedModel, (nn.Module(),)  # a copy of the model has other modules
 
     def record_sharded(self, model: nn.Module) -> None:
         """Record the state of `model` after sharding."""
-        self._sharded = {
+        self._sharded_states = {
             name: ModuleState.from_module(module).without_tensors() for name, module in model.named_modules()
         }
-        for name, before in self._states.items():  # keep only buffers that the replacing layer lacks
-            new_buffers = self._sharded[name].dicts["_buffers"] if name in self._sharded else {}
-            before.dicts["_buffers"] = {k: None if k in new_buffers else v for k, v in before.dicts["_buffers"].items()}
-        self._sharded_configs = {
+        for name, original_state in self._original_states.items():  # keep only buffers that the replacing layer lacks
+            new_buffers = self._sharded_states[name].dicts["_buffers"] if name in self._sharded_states else {}
+            original_state.dicts["_buffers"] = {
+                k: None if k in new_buffers else v for k, v in original_state.dicts["_buffers"].items()
+            }
+        self._sharded_config_states = {
             id(config): ModuleState.from_module(config).without_tensors() for config in _configs(model)
         }
 
-    def obstacle(self, model: nn.Module) -> str:
+    def reason_not_restorable(self, model: nn.Module) -> str:
         """Return the reason why `model` cannot be restored to its unsharded state, or ""."""
-        if not self._sharded:
+        if not self._sharded_states:
             return "it is a copy of the model that parallelize returned"
         names = {name for name, _ in model.named_modules()}
-        changed_names = sorted(names.symmetric_difference(self._sharded) or names.symmetric_difference(self._states))
+        changed_names = sorted(
+            names.symmetric_difference(self._sharded_states) or names.symmetric_difference(self._original_states)
+        )
         return f"the modules {changed_names[:3]} were added or removed after parallelize" if changed_names else ""
 
     @contextmanager
@@ -153,23 +167,25 @@ class UnshardedModel:
         Args:
             parameters: full tensors by name; tied parameters under each of their names.
         """
-        current = {name: ModuleState.from_module(module) for name, module in model.named_modules()}
+        current_states = {name: ModuleState.from_module(module) for name, module in model.named_modules()}
         device = next(iter(parameters.values())).device
         unsharded_states: list[ModuleState] = []
-        for name, before in self._states.items():
-            state = before.with_changes(self._sharded[name], current[name])
+        for name, original_state in self._original_states.items():
+            state = original_state.with_changes(self._sharded_states[name], current_states[name])
             prefix = f"{name}." if name else ""
-            parameter_names = before.dicts["_parameters"]
+            parameter_names = original_state.dicts["_parameters"]
             state.dicts["_parameters"] = {key: parameters.get(f"{prefix}{key}") for key in parameter_names}
-            replaced_buffers = {key: _to_device(device, b) for key, b in before.dicts["_buffers"].items()}
-            state.dicts["_buffers"] = replaced_buffers | current[name].dicts["_buffers"]
+            replaced_buffers = {key: _to_device(device, b) for key, b in original_state.dicts["_buffers"].items()}
+            state.dicts["_buffers"] = replaced_buffers | current_states[name].dicts["_buffers"]
             unsharded_states.append(state)
-        for one, config in zip(_configs(model), self._configs.values(), strict=False):
-            if (sharded := self._sharded_configs.get(id(one))) is not None:
-                unsharded_states.append(config.with_changes(sharded, ModuleState.from_module(one)))
+        for config, config_state in zip(_configs(model), self._config_states.values(), strict=False):
+            if (sharded_config_state := self._sharded_config_states.get(id(config))) is not None:
+                unsharded_states.append(
+                    config_state.with_changes(sharded_config_state, ModuleState.from_module(config))
+                )
         saved_states = [ModuleState.from_module(state.module) for state in unsharded_states]
-        seen = {id(state.module) for state in unsharded_states}
-        saved_states += [state for state in current.values() if id(state.module) not in seen]
+        unsharded_ids = {id(state.module) for state in unsharded_states}
+        saved_states += [state for state in current_states.values() if id(state.module) not in unsharded_ids]
         try:
             for state in unsharded_states:
                 state.apply()
@@ -185,5 +201,5 @@ def _to_device(device: torch.device, buffer: Tensor | None) -> Tensor | None:
 
 def _configs(model: nn.Module) -> list[Any]:
     """Return the configs of the transformers models in `model`, each once."""
-    found = (module.config for module in model.modules() if is_transformers_model(module))
-    return [*{id(config): config for config in found}.values()]
+    configs = (module.config for module in model.modules() if is_transformers_model(module))
+    return [*{id(config): config for config in configs}.values()]

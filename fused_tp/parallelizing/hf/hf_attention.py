@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fused_tp.nn.sharding import shard_rows
+from fused_tp.parallelizing.custom_attention import CustomAttention
 from fused_tp.parallelizing.forward_shard import CpContext, running_forward
 from fused_tp.parallelizing.layers import holds_sharded_heads
-from fused_tp.parallelizing.own_attention import CustomAttention
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ SUPPORTED_KEYWORDS = {
 class MaskWindow:
     """Replacement for a mask: the numbers of keys that a token sees, as (before itself, after itself)."""
 
-    sides: tuple[int, int]
+    window: tuple[int, int]
 
 
 def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> str:
@@ -63,8 +63,8 @@ def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> st
     if implementation.startswith(NAME_PREFIX):  # the config of a parallel model, reused for another model
         return implementation
     name = NAME_PREFIX + implementation
-    original = _run_eager if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(_run_attention, original))
+    original_attention = _run_eager if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_run_attention, original_attention))
     register_mask(model.config)
     if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
@@ -82,20 +82,20 @@ def register_mask(config: Any) -> None:
 
     if str(config._attn_implementation).startswith(NAME_PREFIX):  # from a parallel model, reused for another
         config._attn_implementation = config._attn_implementation.removeprefix(NAME_PREFIX)
-    original = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    if original is not None and getattr(original, "func", None) is not _build_mask:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(config._attn_implementation, partial(_build_mask, original))
+    original_mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    if original_mask_function is not None and getattr(original_mask_function, "func", None) is not _build_mask:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(config._attn_implementation, partial(_build_mask, original_mask_function))
 
 
 def has_eager_attention(module: nn.Module) -> bool:
     """True if a file that defines the class of `module`, or one of its base classes, has an eager attention."""
-    return any(hasattr(sys.modules.get(kind.__module__), EAGER_FUNCTION) for kind in type(module).__mro__)
+    return any(hasattr(sys.modules.get(base.__module__), EAGER_FUNCTION) for base in type(module).__mro__)
 
 
 def _run_eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Run the eager attention of the model's own file, because AttentionInterface has no entry for it."""
-    for kind in type(module).__mro__:
-        function = getattr(sys.modules.get(kind.__module__), EAGER_FUNCTION, None)
+    for base in type(module).__mro__:
+        function = getattr(sys.modules.get(base.__module__), EAGER_FUNCTION, None)
         if function is not None:
             result: tuple[Tensor, Tensor | None] = function(module, *args, **kwargs)
             return result
@@ -106,7 +106,7 @@ def _run_eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Te
 
 
 def _run_attention(
-    original: Callable[..., tuple[Tensor, Tensor | None]],
+    original_attention: Callable[..., tuple[Tensor, Tensor | None]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -116,11 +116,11 @@ def _run_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend like a transformers attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim],
     weights or None)."""
-    # None in another model with the same config.
+    # The attribute is missing in another model that uses the same config.
     sequence: SequenceSharding | None = getattr(module, SEQUENCE_ATTRIBUTE, None)
     distributor = None if sequence is None else _find_distributor(sequence)
     if distributor is None:
-        return original(module, query, key, value, attention_mask, **kwargs)
+        return original_attention(module, query, key, value, attention_mask, **kwargs)
     return _attend_over_ranks(distributor, module, query, key, value, attention_mask, **kwargs), None
 
 
@@ -141,14 +141,14 @@ def _attend_over_ranks(
     for name in UNSUPPORTED_KEYWORDS:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{class_name} passes {name} to its attention; a cp_dim does not support that. Omit cp_dim."
+                f"{class_name} passes {name} to its attention, which is not supported with a cp_dim. Omit cp_dim."
             )
-    tensors = (name for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim)
-    unknown = next((name for name in tensors if name not in SUPPORTED_KEYWORDS), None)
-    if unknown is not None:
+    tensor_names = (name for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim)
+    unknown_name = next((name for name in tensor_names if name not in SUPPORTED_KEYWORDS), None)
+    if unknown_name is not None:
         raise ValueError(
-            f"{class_name} passes the tensor {unknown!r} to its attention, which is not supported with a cp_dim. Omit "
-            "cp_dim."
+            f"{class_name} passes the tensor {unknown_name!r} to its attention, which is not supported with a cp_dim. "
+            "Omit cp_dim."
         )
     if isinstance(attention_mask, Tensor):
         raise ValueError(
@@ -166,21 +166,19 @@ def _attend_over_ranks(
         "alibi_slopes": kwargs.get("alibi_slopes"),
     }
     if not isinstance(distributor, CpContext):
-        return distributor.attention(module, query, key, value, **options).contiguous()
-    if distributor.padded and not causal:
+        return distributor.attend(module, query, key, value, **options).contiguous()
+    if distributor.has_padding and not causal:
         raise ValueError(
             f"{class_name} is not causal, so its tokens would attend to the padding in attention_mask, which is not "
             "masked with a cp_dim. Use rows of equal length, or omit cp_dim."
         )
     query = _rescale_query(module, query, distributor)
     dropout = kwargs.get("dropout", 0.0)
-    out = distributor.attention(
-        query, key, value, dropout_p=dropout, heads_sharded=holds_sharded_heads(module), **options
-    )
+    out = distributor.attend(query, key, value, dropout_p=dropout, heads_sharded=holds_sharded_heads(module), **options)
     return out.transpose(1, 2).contiguous()
 
 
-def replace_custom_attention(modules: Sequence[nn.Module], custom: CustomAttention) -> None:
+def replace_custom_attention(modules: Sequence[nn.Module], custom_attention: CustomAttention) -> None:
     """Make `modules`, which compute attention by their own code, attend over ranks like all other modules.
 
     They do so in the forward passes that are sharded over context parallel ranks.
@@ -190,51 +188,59 @@ def replace_custom_attention(modules: Sequence[nn.Module], custom: CustomAttenti
             # In unsharded passes the module's own code runs, and needs the attention name that the model was loaded
             # with. The shared config gets another name.
             module.config = copy.copy(module.config)
-        setattr(module, custom.method, partial(_run_custom_attention, custom, module, getattr(module, custom.method)))
+        setattr(
+            module,
+            custom_attention.method_name,
+            partial(_run_custom_attention, custom_attention, module, getattr(module, custom_attention.method_name)),
+        )
 
 
 def _run_custom_attention(
-    custom: CustomAttention, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    custom_attention: CustomAttention, module: nn.Module, original_method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     sequence: SequenceSharding = getattr(module, SEQUENCE_ATTRIBUTE)
     distributor, mesh = _find_distributor(sequence), sequence.parallelism.tp_mesh
     if distributor is None:
-        return original(*args, **kwargs)
+        return original_method(*args, **kwargs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, **options: Any) -> Tensor:
         query, key = query.to(value.dtype), key.to(value.dtype)  # CodeGen returns q and k in fp32
         if alibi_slopes is not None and mesh is not None and holds_sharded_heads(module):
             start, stop = shard_rows(len(alibi_slopes), mesh)
             alibi_slopes = alibi_slopes[start:stop]
-        options |= {"alibi_slopes": alibi_slopes, "dropout": custom.dropout_probability(module)}
+        options |= {"alibi_slopes": alibi_slopes, "dropout": custom_attention.dropout_probability(module)}
         return _attend_over_ranks(distributor, module, query, key, value, None, **options)
 
-    return custom.replacement(module, attend, *args, **kwargs)
+    return custom_attention.replacement(module, attend, *args, **kwargs)
 
 
 def _find_distributor(sequence: SequenceSharding) -> CpContext | CachedPass | None:
     """Return the object that distributes attention in the running pass; None if each rank computes all of it."""
-    cp = sequence.state_now().cp
+    cp = sequence.current_state().cp
     frame = running_forward()
     if cp is not None or frame is None or frame.owner is not sequence:
         return cp
     return cast("CachedPass | None", frame.cache)
 
 
-def _rescale_query(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
+def _rescale_query(attention_module: Any, query: Tensor, cp: CpContext) -> Tensor:
     """Correct the scale of `query` [batch, heads, seq, head_dim] to the positions of its tokens in the full sequence.
 
     Llama 4's layers without rotary embeddings (Llama4TextAttention of transformers) multiply queries by
     log1p(floor((position + 1) / floor_scale)) * attn_scale + 1. They count positions from 0 on each rank.
     """
-    if not getattr(attention, "attn_temperature_tuning", False) or getattr(attention, "use_rope", True):
+    if not getattr(attention_module, "attn_temperature_tuning", False) or getattr(attention_module, "use_rope", True):
         return query
 
-    def scales(positions: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((positions.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
+    def query_scales(positions: Tensor) -> Tensor:
+        return (
+            torch.log1p(torch.floor((positions.float() + 1.0) / attention_module.floor_scale))
+            * attention_module.attn_scale
+            + 1.0
+        )
 
     local_positions = torch.arange(query.shape[2], device=query.device)
-    ratio = scales(cp.positions(query.device)) / scales(local_positions)
+    ratio = query_scales(cp.positions(query.device)) / query_scales(local_positions)
     return (query * ratio.unsqueeze(-1)).to(query.dtype)
 
 
@@ -244,17 +250,17 @@ def _mask_window(mask: MaskWindow | None, sliding_window: int | None, causal: bo
     `sliding_window` counts the token itself. Some models pass only the mask, and some only `sliding_window`.
     """
     if mask is not None:
-        return mask.sides
+        return mask.window
     if sliding_window is None:
         return None
     return sliding_window - 1, 0 if causal else sliding_window - 1
 
 
-def _build_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _build_mask(original_mask_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build a mask for transformers, which passes keywords.
 
-    If our attention computes the pass, return a MaskWindow or None. Else return the mask of `original` for the full
-    sequence.
+    If our attention computes the pass, return a MaskWindow or None. Else return the mask of
+    `original_mask_function` for the full sequence.
     """
     frame = running_forward()
     shard, cache = (None, None) if frame is None else (frame.shard, cast("CachedPass | None", frame.cache))
@@ -275,7 +281,7 @@ def _build_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A config with a window of 0 means no window. No layer uses the mask for it, which would hide all keys.
         return None if not size or size >= distributor.seq_len else _convert_window(kwargs["mask_function"], size)
     if shard is None:
-        return original(*args, **kwargs)
+        return original_mask_function(*args, **kwargs)
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2 and mask.shape[1] != shard.seq_len:
         if not bool(mask.all()):
@@ -287,20 +293,20 @@ def _build_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs["attention_mask"] = None  # the model has derived this mask from the sharded embeddings
     # transformers reads the length from the embeddings, which are sharded on a sequence parallel rank.
     kwargs["q_length"] = kwargs["kv_length"] = shard.seq_len
-    return original(*args, **kwargs)
+    return original_mask_function(*args, **kwargs)
 
 
 def _convert_window(mask_function: Callable[..., Tensor], size: int) -> MaskWindow:
-    """Convert the mask function sees(batch, head, query, key) of a window of `size` tokens to a Window.
+    """Convert `mask_function(batch, head, query, key)`, True inside a window of `size` tokens, to a MaskWindow.
 
     Raises:
-        ValueError: it describes chunks of `size` tokens instead.
+        ValueError: `mask_function` describes chunks of `size` tokens instead.
     """
 
     def token_sees(query: int, key: int) -> bool:
         return bool(mask_function(*torch.tensor([0, 0, query, key], dtype=torch.int64, device="cpu").unbind()))
 
-    if not token_sees(size, 1):  # in a window it would see this token: a new chunk begins at `size`
+    if not token_sees(size, 1):  # a window at `size` includes token 1, a new chunk does not
         raise ValueError(
             f"The model attends within chunks of {size} tokens, which is not supported with a cp_dim for sequences "
             "longer than a chunk. Use sequences that fit into a chunk, or omit cp_dim."

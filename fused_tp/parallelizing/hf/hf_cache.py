@@ -23,7 +23,7 @@ from fused_tp.parallelizing.forward_shard import running_forward
 CACHE_BLOCK = DEFAULT_BLOCK
 
 
-class ContextLayer:
+class ShardedCacheLayer:
     """This rank's shard of the keys and values of one attention layer.
 
     Each rank passes the keys and values of all new tokens to `update`, which stores the rank's shard. The layer keeps
@@ -49,8 +49,8 @@ class ContextLayer:
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values, and return them alone: our attention reads the earlier ones from this layer."""
         frame = running_forward()
-        running = None if frame is None else frame.cache
-        if not isinstance(running, CachedPass) or self not in running.layers:
+        running_pass = None if frame is None else frame.cache
+        if not isinstance(running_pass, CachedPass) or self not in running_pass.layers:
             raise ValueError(
                 "A key/value cache that is sharded over context parallel ranks was passed to another module than the "
                 "model that filled it, and only that model can read it. Call the model that parallelize returned."
@@ -63,7 +63,7 @@ class ContextLayer:
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.cache.append(key_states.transpose(1, 2), value_states.transpose(1, 2), running.new_lengths)
+        self.cache.append(key_states.transpose(1, 2), value_states.transpose(1, 2), running_pass.new_lengths)
         self.column_count += key_states.shape[2]
         self._new_shapes = key_states.shape, value_states.shape
         return key_states, value_states
@@ -112,11 +112,11 @@ class ContextLayer:
         if len(set(self.cache.lengths)) > 1:
             raise ValueError(
                 "crop of a cache that is sharded over context parallel ranks needs sequences of equal length, got "
-                f"{self.cache.lengths}."
+                f"{self.cache.lengths}. Use a cache of another class than DynamicCache."
             )
-        removed = min(abs(tokens_to_remove), self.column_count)
-        self.cache.crop(max(0, self.cache.length - removed))
-        self.column_count -= removed
+        removed_tokens = min(abs(tokens_to_remove), self.column_count)
+        self.cache.crop(max(0, self.cache.length - removed_tokens))
+        self.column_count -= removed_tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.column_count:
@@ -130,10 +130,10 @@ class ContextLayer:
 
 @lru_cache
 def _layer_class() -> Any:
-    """Return a subclass of ContextLayer that is also a cache layer of transformers, imported when first needed."""
+    """Return a subclass of ShardedCacheLayer that is also a cache layer of transformers, imported when first needed."""
     from transformers.cache_utils import CacheLayerMixin
 
-    return type("ContextParallelLayer", (ContextLayer, CacheLayerMixin), {})
+    return type("ContextParallelLayer", (ShardedCacheLayer, CacheLayerMixin), {})
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class CachedPass:
             would sample different tokens for the same cache. 0 if reading the tokens would synchronize with the device.
     """
 
-    layers: tuple[ContextLayer, ...]
+    layers: tuple[ShardedCacheLayer, ...]
     seq_len: int
     new_lengths: list[int] | None
     token_checksum: int = 0
 
-    def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
         """Attend to new and cached tokens: [batch, heads, new, head_dim] -> [batch, new, heads, head_dim].
 
         `keywords` are those of `context_parallel_decode`.
@@ -170,8 +170,10 @@ class CachedPass:
         return out
 
 
-def make_cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
-    """Describe a pass of `new` tokens over the cache in `arguments`; return None if each rank holds the full cache.
+def make_cached_pass(arguments: dict[str, Any], new_tokens: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
+    """Describe a pass of `new_tokens` tokens over the cache in `arguments`.
+
+    Returns None if each rank holds the full cache.
 
     An empty cache becomes a sharded one if its class allows it. The caller must have checked that the model does.
 
@@ -187,22 +189,22 @@ def make_cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, conf
         mask = arguments.get("attention_mask")
         if not _can_be_sharded(cache) or not (mask is None or _has_only_left_padding(mask)):
             return None
-        text = config.get_text_config(decoder=True)
+        text_config = config.get_text_config(decoder=True)
         windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
-        cache.layers = [_layer_class()(mesh, window) for window in windows or [None] * text.num_hidden_layers]
+        cache.layers = [_layer_class()(mesh, window) for window in windows or [None] * text_config.num_hidden_layers]
         cache.layer_class_to_replicate = None
         arguments["past_key_values"] = cache
     layers = tuple(cache.layers)
-    new_lengths = _count_new_tokens(arguments.get("attention_mask"), layers[0], new)
+    new_lengths = _count_new_tokens(arguments.get("attention_mask"), layers[0], new_tokens)
     tokens, token_checksum = arguments.get("input_ids"), 0
     if tokens is not None and (tokens.is_cpu or settings.check_ranks()):
         token_checksum = checksum(tokens.cpu().numpy().tobytes())
-    return CachedPass(layers, layers[0].column_count + new, new_lengths, token_checksum)
+    return CachedPass(layers, layers[0].column_count + new_tokens, new_lengths, token_checksum)
 
 
 def is_sharded(cache: Any) -> bool:
     """True if `cache` is already sharded over the ranks."""
-    return any(isinstance(layer, ContextLayer) for layer in getattr(cache, "layers", ()))
+    return any(isinstance(layer, ShardedCacheLayer) for layer in getattr(cache, "layers", ()))
 
 
 def _can_be_sharded(cache: Any) -> bool:
@@ -219,29 +221,27 @@ def _can_be_sharded(cache: Any) -> bool:
 
 def _has_only_left_padding(mask: Any) -> bool:
     """True if `mask` [batch, columns] has padding only on the left of each sequence."""
-    if (
-        not isinstance(mask, Tensor) or mask.ndim != 2
-    ):  # transformers also accepts a dict with one mask per kind of layer
+    if not isinstance(mask, Tensor) or mask.ndim != 2:  # it may be a dict with one mask for each kind of layer
         return False
-    keep = mask.bool()
-    return bool(keep[:, -1:].all()) and not bool((keep[:, :-1] & ~keep[:, 1:]).any())
+    is_token = mask.bool()
+    return bool(is_token[:, -1:].all()) and not bool((is_token[:, :-1] & ~is_token[:, 1:]).any())
 
 
-def _count_new_tokens(mask: Tensor | None, layer: ContextLayer, new: int) -> list[int] | None:
+def _count_new_tokens(mask: Tensor | None, layer: ShardedCacheLayer, new_tokens: int) -> list[int] | None:
     cached_lengths, cached_columns = layer.cache.lengths, layer.column_count
     if mask is None:
         unmasked_lengths, new_lengths = [cached_columns] * len(cached_lengths), None
     else:
-        if not _has_only_left_padding(mask) or mask.shape[1] != cached_columns + new:
+        if not _has_only_left_padding(mask) or mask.shape[1] != cached_columns + new_tokens:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; with a cache of {cached_columns} tokens that is "
-                f"sharded over context parallel ranks it must be [batch, {cached_columns + new}], with padding only on "
-                "the left."
+                f"sharded over context parallel ranks it must be [batch, {cached_columns + new_tokens}], with padding "
+                "only on the left."
             )
-        keep = mask.bool()
+        is_token = mask.bool()
         unmasked_lengths, new_lengths = (
-            keep[:, :cached_columns].sum(1).tolist(),
-            keep[:, cached_columns:].sum(1).tolist(),
+            is_token[:, :cached_columns].sum(1).tolist(),
+            is_token[:, cached_columns:].sum(1).tolist(),
         )
     if cached_lengths and unmasked_lengths != cached_lengths:
         raise ValueError(

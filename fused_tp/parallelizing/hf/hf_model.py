@@ -1,7 +1,7 @@
 """Sequence sharding of transformers models: supported models, argument names, padding, packed documents, and the loss.
 
 Most models look up their attention by a name in their config, so our attention is selected by a new name there: see
-`hf_attention`. A few families compute attention by their own code, which is patched instead: see `own_attention`.
+`hf_attention`. A few families compute attention by their own code, which is patched instead: see `custom_attention`.
 """
 
 from __future__ import annotations
@@ -88,16 +88,16 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     """Check that the attention, mask and loss of `model` are supported, before anything is changed.
 
     Raises:
-        ValueError: they are not; the message names the unsupported part and a remedy.
+        ValueError: one of these is not supported; the message names it, and a remedy.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     class_name = type(model).__name__
     is_base = _is_base_model(model)
-    requested = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
+    option = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
     if parallelism.shards_sequence:
-        _check_token_mixing(model, parallelism, requested)
-        _check_no_layers_dropped(model, requested)
+        _check_token_mixing(model, parallelism, option)
+        _check_no_layers_dropped(model, option)
         makes_masks = parallelism.cp_mesh is not None and not _custom_attention_modules(model)
         if makes_masks and any(
             forward_source_contains(m, CUSTOM_MASK_SOURCE, default=False)
@@ -111,8 +111,8 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
         has_unknown_loss = model.loss_type is None and model.get_output_embeddings() is not None
         if not (is_base or has_unknown_loss or model.loss_type == "ForCausalLM"):
             raise ValueError(
-                f"{class_name} is neither a causal language model nor a base model; {requested} supports only these. "
-                "Omit it."
+                f"{class_name} is neither a causal language model nor a base model; {option} supports only these. "
+                f"Omit {option}."
             )
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
@@ -131,25 +131,25 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
         name = next((name for name, module in model.named_modules() if module is head), None)
         spec = spec_of(None if name is None else plan.get(name))
         if spec.shard_dim != 0 or spec.parts > 1 or spec.shares_keys:
-            requested = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
+            option = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
             raise ValueError(
-                f"{requested}=True needs the output layer of {class_name} ({name!r}) sharded by columns; add "
+                f"{option}=True needs the output layer of {class_name} ({name!r}) sharded by columns; add "
                 f"{{{name or 'lm_head'!r}: 'colwise_gather_output'}} to the plan."
             )
 
 
-def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, requested: str) -> None:
+def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option: str) -> None:
     """Raise ValueError for attention that cannot be replaced and, with a cp_dim, for unknown layers with a state."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    class_name, over_cp = type(model).__name__, parallelism.cp_mesh is not None
-    family, has_custom_attention = find_family(model.config), over_cp and bool(_custom_attention_modules(model))
-    has_state_layers = over_cp and bool(find_state_layers(model))
-    other_layers = _other_mixing_layers(model)
-    if over_cp and other_layers and not has_state_layers:
+    class_name, is_over_cp = type(model).__name__, parallelism.cp_mesh is not None
+    family, has_custom_attention = find_family(model.config), is_over_cp and bool(_custom_attention_modules(model))
+    has_state_layers = is_over_cp and bool(find_state_layers(model))
+    other_types = _find_non_attention_types(model)
+    if is_over_cp and other_types and not has_state_layers:
         raise ValueError(
-            f"{class_name} has layers that mix tokens by other means than attention ({', '.join(other_layers)}); "
-            f"{requested} supports such layers only in {', '.join(sorted(STATE_LAYERS))}, and only if no kernel from "
+            f"{class_name} has layers that mix tokens by other means than attention ({', '.join(other_types)}); "
+            f"{option} supports such layers only in {', '.join(sorted(STATE_LAYERS))}, and only if no kernel from "
             "the hub has replaced their forward. Omit cp_dim."
         )
     if has_state_layers and not has_eager_attention(model):
@@ -157,40 +157,40 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, reques
     implementation = model.config._attn_implementation
     is_eager, runs_unreplaced = (
         implementation == "eager",
-        has_custom_attention or (not over_cp and family.supports_eager_sequences),
+        has_custom_attention or (not is_over_cp and family.supports_eager_sequences),
     )
     # Models with a state: transformers sets `_supports_attention_backend` to False for all of them, even if their
     # attention can be replaced. modeling_utils is skipped because it contains ATTENTION_REGISTRY for all models.
     bases = (base for base in type(model).__mro__ if base.__module__ != "transformers.modeling_utils")
-    files = (sys.modules.get(base.__module__) for base in bases)
+    model_files = (sys.modules.get(base.__module__) for base in bases)
     is_replaceable = model._supports_attention_backend or has_state_layers
     # False if only some modules of the file use the interface.
-    can_use_interface = not over_cp or family.uses_configured_attention
+    can_use_interface = not is_over_cp or family.uses_configured_attention
     is_replaceable = (
         is_replaceable
         or has_custom_attention
-        or (can_use_interface and any(hasattr(file, ATTENTION_REGISTRY) for file in files))
+        or (can_use_interface and any(hasattr(file, ATTENTION_REGISTRY) for file in model_files))
     )
     if not (is_replaceable or (runs_unreplaced and is_eager)):
         attention_modules = (
             (name, type(m).__name__) for name, m in model.named_modules() if "Attention" in type(m).__name__
         )
         name, attention = next(attention_modules, ("", class_name))
-        helps_eager = not is_eager and (family.attention is not None if over_cp else runs_unreplaced)
+        eager_would_help = not is_eager and (family.attention is not None if is_over_cp else runs_unreplaced)
         raise ValueError(
             f"the attention of {class_name} cannot be replaced: {name!r} ({attention}) is not known to use "
-            f"transformers' AttentionInterface, which {requested} needs. "
-            + ("Omit cp_dim" if over_cp else "Pass sequence_parallel=False")
-            + (", or load it with attn_implementation='eager'." if helps_eager else ".")
+            f"transformers' AttentionInterface, which {option} needs. "
+            + ("Omit cp_dim" if is_over_cp else "Pass sequence_parallel=False")
+            + (", or load it with attn_implementation='eager'." if eager_would_help else ".")
         )
     is_known = runs_unreplaced or has_eager_attention(model) if is_eager else implementation in ALL_ATTENTION_FUNCTIONS
     if not is_known:
         raise ValueError(
             f"{class_name} uses attn_implementation={implementation!r}, which is not in transformers' "
-            f"AttentionInterface, as {requested} needs. Load the model with one that is, such as "
+            f"AttentionInterface, as {option} needs. Load the model with one that is, such as "
             "attn_implementation='sdpa'."
         )
-    if over_cp:
+    if is_over_cp:
         _check_special_attention_code(model, implementation)
 
 
@@ -207,33 +207,41 @@ def _check_special_attention_code(model: PreTrainedModel, implementation: str) -
             )
 
 
-def _check_no_layers_dropped(model: PreTrainedModel, requested: str) -> None:
+def _check_no_layers_dropped(model: PreTrainedModel, option: str) -> None:
     """Raise ValueError if training drops layers at random.
 
     Ranks could drop different layers even with equal seeds, because dropout on shards of different length draws
     different amounts of random numbers. A message would then arrive in another layer of the peer, which may not fail.
     """
-    chances = {name: getattr(module, "layerdrop", 0.0) for name, module in model.named_modules()}
-    dropping = next((name for name, chance in chances.items() if isinstance(chance, int | float) and chance > 0), None)
-    if dropping is not None:
+    probabilities = {name: getattr(module, "layerdrop", 0.0) for name, module in model.named_modules()}
+    dropping_name = next(
+        (
+            name
+            for name, probability in probabilities.items()
+            if isinstance(probability, int | float) and probability > 0
+        ),
+        None,
+    )
+    if dropping_name is not None:
         raise ValueError(
-            f"{type(model).__name__} drops layers at random in training ({dropping!r} has "
-            f"layerdrop={chances[dropping]}), which {requested} does not support, because ranks with different tokens "
-            f"could drop different layers. Set model.get_submodule({dropping!r}).layerdrop = 0.0, or omit {requested}."
+            f"{type(model).__name__} drops layers at random in training ({dropping_name!r} has "
+            f"layerdrop={probabilities[dropping_name]}), which {option} does not support, because ranks with different "
+            f"tokens could drop different layers. Set model.get_submodule({dropping_name!r}).layerdrop = 0.0, or omit "
+            f"{option}."
         )
 
 
 def _custom_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that compute attention by their own code, if we can replace it over context parallel ranks."""
-    custom = find_family(model.config).attention
+    custom_attention = find_family(model.config).attention
     is_causal = getattr(model.config, "is_causal", True)  # our replacement is always causal
-    return [] if custom is None or not is_causal else custom.find_modules(model)
+    return [] if custom_attention is None or not is_causal else custom_attention.find_modules(model)
 
 
-def _other_mixing_layers(model: PreTrainedModel) -> list[str]:
+def _find_non_attention_types(model: PreTrainedModel) -> list[str]:
     """Return the kinds of layers that mix tokens by other means than attention."""
-    layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    other_types = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    other_types = sorted(set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"})
     # transformers' flag for models with a state; some such models lack it.
     return other_types or ["a state"] * bool(getattr(model, "_is_stateful", False))
 
@@ -263,15 +271,15 @@ class TransformersSequence(SequenceSharding):
         self.is_base_model = _is_base_model(model)
         self.config = model.config
         self.family = find_family(model.config)
-        self.other_layers = _other_mixing_layers(model)
+        self.non_attention_types = _find_non_attention_types(model)
         self.custom_attention = _custom_attention_modules(model) if parallelism.cp_mesh is not None else []
         # Models like RoBERTa number positions from padding_idx + 1, by a method of their embeddings.
-        counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
-        self._counts_positions: Any = next(counts, None)
+        position_counters = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
+        self._position_counter: Any = next(position_counters, None)
         self._returns_router_logits = False  # True if output_router_logits=True is supported
         self._router_logits: Any = None  # router logits of all tokens in the running forward pass
         self._scored_targets: scored_tokens.Targets | None = None  # targets of a pass that returns log-probabilities
-        self._attentions: list[tuple[Any, str]] = []  # (config, name of its attention) as `adapt` has set it
+        self._attention_names: list[tuple[Any, str]] = []  # (config, name of its attention) as `adapt` has set it
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Make layers with a state receive the state from the ranks that hold the preceding tokens."""
@@ -296,25 +304,25 @@ class TransformersSequence(SequenceSharding):
             configs: Any = {id(m.config): m.config for m in model.modules() if is_transformers_model(m)}.values()
             for config in configs if parallelism.cp_mesh is None else ():
                 register_mask(config)
-            self._attentions = [(config, config._attn_implementation) for config in configs]
+            self._attention_names = [(config, config._attn_implementation) for config in configs]
         for name in self.family.position_modules if parallelism.cp_mesh is not None else ():
-            model.base_model.get_submodule(name).register_forward_pre_hook(partial(_count_all_tokens, self))
+            model.base_model.get_submodule(name).register_forward_pre_hook(partial(_extend_past_length, self))
         if parallelism.cp_mesh is not None:
             for rotary in filter(_has_length_dependent_rope, model.modules()):
-                self.asks_last_position = True
+                self.needs_last_position = True
                 rotary.register_forward_pre_hook(partial(_add_last_position, self), with_kwargs=True)
                 rotary.register_forward_hook(partial(_drop_last_position, self))
         if parallelism.computes_loss and not self.is_base_model:
-            model.loss_function = self.global_loss(model.loss_function)
+            model.loss_function = self.make_global_loss(model.loss_function)
         if parallelism.sequence_parallel and not self.gather_after:
-            model.base_model.register_forward_hook(self._gather_scored)
+            model.base_model.register_forward_hook(self._gather_scored_states)
         entry_modules = self.entry_modules(model)
         if parallelism.tp_mesh is not None and not (
             parallelism.computes_loss or self.is_base_model or len(entry_modules) > 1
         ):
-            routers = _recorded_routers(model, entry_modules[0])
-            have_full_sequence = all(map(self.is_whole, routers))
-            if routers and (have_full_sequence or all(map(self.flattens, routers))):
+            routers = _find_recorded_routers(model, entry_modules[0])
+            have_full_sequence = all(map(self.runs_on_full_sequence, routers))
+            if routers and (have_full_sequence or all(map(self.may_get_flat_tokens, routers))):
                 self._returns_router_logits = True
                 entry_modules[0].register_forward_hook(partial(self._gather_router_logits, have_full_sequence))
 
@@ -324,36 +332,39 @@ class TransformersSequence(SequenceSharding):
         Args:
             have_full_sequence: the logits cover all tokens already, because routers run on the full sequence.
         """
-        state, logits = self.state_now(), getattr(output, "router_logits", None)
+        state, logits = self.current_state(), getattr(output, "router_logits", None)
         if not state.tp_sharded or logits is None:
             return
         if not have_full_sequence:
-            rows = (t.unflatten(0, (state.batch, -1)) for t in logits)
+            rows = (t.unflatten(0, (state.batch_size, -1)) for t in logits)
             mesh, length = self.parallelism.tp_mesh, state.local_len
             logits = tuple(gather(t, 1, group=mesh, gather_size=length).flatten(0, 1) for t in rows)
         output["router_logits"] = self._router_logits = logits
         self._head_outputs.record_replicated(logits)
 
-    def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
+    def _find_targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
         self._scored_targets = None
         if not arguments.get(scored_tokens.SCORES_ARGUMENT):
-            return super()._targets(arguments, tokens, ignore_index)
+            return super()._find_targets(arguments, tokens, ignore_index)
         if self.parallelism.shards_sequence:
             self._scored_targets = scored_tokens.take_targets(arguments, ignore_index)
         return None
 
-    def _gather_scored(self, base: nn.Module, args: Any, output: Any) -> None:
-        state = self.state_now()
+    def _gather_scored_states(self, base: nn.Module, args: Any, output: Any) -> None:
+        state = self.current_state()
         if self._scored_targets is not None and state.tp_sharded:
             mesh, length = self.parallelism.tp_mesh, state.local_len
             output.last_hidden_state = gather(output.last_hidden_state, 1, group=mesh, gather_size=length)
 
-    def attention_layers(self, model: nn.Module) -> int:
-        text, (state, _) = type(self.config.get_text_config()), STATE_LAYERS.get(self.config.model_type, ("", None))
+    def count_attention_layers(self, model: nn.Module) -> int:
+        text_class, (state_layer, _) = (
+            type(self.config.get_text_config()),
+            STATE_LAYERS.get(self.config.model_type, ("", None)),
+        )
         return sum(
             type(module).__name__.endswith("Attention")
-            and type(module).__name__ != state
-            and type(getattr(module, "config", None)) is text  # other configs: layers for images or audio
+            and type(module).__name__ != state_layer
+            and type(getattr(module, "config", None)) is text_class  # other configs: layers for images or audio
             for module in model.modules()
         )
 
@@ -365,14 +376,14 @@ class TransformersSequence(SequenceSharding):
 
         return (*super().cache_types(arguments), Cache)
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
+    def check_arguments(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         if not self.parallelism.shards_sequence:
             return RowMasks()
         self._check_attention()
         for name in PER_TOKEN_OUTPUTS:
-            requested = arguments.get(name)
+            argument = arguments.get(name)
             is_supported = name == "output_router_logits" and self._returns_router_logits
-            if not is_supported and (getattr(self.config, name, False) if requested is None else requested):
+            if not is_supported and (getattr(self.config, name, False) if argument is None else argument):
                 raise ValueError(
                     f"{name}=True is not supported with sequence_parallel or cp_dim, because each rank has this output "
                     f"for its own tokens only. Pass {name}=False (with TRL, router_aux_loss_coef=0.0 turns router "
@@ -399,7 +410,7 @@ class TransformersSequence(SequenceSharding):
 
     def _check_attention(self) -> None:
         """Raise ValueError if the attention was changed after `adapt`: it would see this rank's tokens only."""
-        for config, replacement in self._attentions:
+        for config, replacement in self._attention_names:
             if config._attn_implementation != replacement:
                 raise ValueError(
                     f"The model's attention was set to {config._attn_implementation!r} after parallelize, which needs "
@@ -410,34 +421,34 @@ class TransformersSequence(SequenceSharding):
     def _check_padding(self, arguments: dict[str, Any]) -> None:
         """Remove a mask without padding, and raise for others, if layers with a state would need a shard of it."""
         mask = arguments.get("attention_mask")
-        if not self.other_layers or not isinstance(mask, Tensor) or mask.ndim != 2:
+        if not self.non_attention_types or not isinstance(mask, Tensor) or mask.ndim != 2:
             return
         if not bool(mask.all()):
             raise ValueError(
-                f"attention_mask has padding, which layers with {', '.join(self.other_layers)} do not support with "
-                "sequence_parallel=True. Use rows of equal length, or pass sequence_parallel=False."
+                f"attention_mask has padding, which layers with {', '.join(self.non_attention_types)} do not support "
+                "with sequence_parallel=True. Use rows of equal length, or pass sequence_parallel=False."
             )
         arguments["attention_mask"] = None
 
     def _take_documents(self, arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> tuple[int, ...]:
         documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
-        if not self.other_layers:
+        if not self.non_attention_types:
             return documents
         if len(_sorted_distinct(documents)) > 2:
             raise ValueError(
-                f"Rows hold packed documents (by position_ids or cu_seq_lens_q), which a cp_dim does not support for "
-                f"layers with {', '.join(self.other_layers)}: their state would leak from one document to the next. "
-                "Use rows of one document, padded on the right, or omit cp_dim."
+                "Rows hold packed documents (by position_ids or cu_seq_lens_q), which a cp_dim does not support for "
+                f"layers with {', '.join(self.non_attention_types)}: their state would leak from one document to the "
+                "next. Use rows of one document, padded on the right, or omit cp_dim."
             )
         return ()
 
     def _disable_cache(self, arguments: dict[str, Any]) -> bool:
         """Turn the KV cache off, which the config may enable by default. Return True if it was enabled."""
-        requested = arguments.get("use_cache")
+        use_cache = arguments.get("use_cache")
         arguments["use_cache"] = False
-        return bool(getattr(self.config.get_text_config(), "use_cache", False) if requested is None else requested)
+        return bool(getattr(self.config.get_text_config(), "use_cache", False) if use_cache is None else use_cache)
 
-    def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
+    def adapt_unsharded_arguments(self, arguments: dict[str, Any], seq_len: int) -> None:
         documents = self._take_documents(arguments, seq_len, makes_cache=self._disable_cache(arguments))
         if not documents:
             return
@@ -449,8 +460,8 @@ class TransformersSequence(SequenceSharding):
             document_positions = [
                 torch.arange(stop - start, device="cpu") for start, stop in itertools.pairwise(documents)
             ]
-            source = next(arguments[name] for name in self.token_names if arguments.get(name) is not None)
-            arguments["position_ids"] = torch.cat(document_positions).to(source.device).unsqueeze(0)
+            tokens = next(arguments[name] for name in self.token_names if arguments.get(name) is not None)
+            arguments["position_ids"] = torch.cat(document_positions).to(tokens.device).unsqueeze(0)
 
     def is_too_short(self, seq_len: int) -> bool:
         mesh = self.parallelism.tp_mesh
@@ -468,7 +479,7 @@ class TransformersSequence(SequenceSharding):
         return [module for module in model.modules() if module is not model and is_transformers_model(module)]
 
     def default_positions(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
-        counter, mask = self._counts_positions, arguments.get("attention_mask")
+        counter, mask = self._position_counter, arguments.get("attention_mask")
         if self.family.counts_positions_in_mask and isinstance(mask, Tensor) and mask.ndim == 2:
             return (mask.long().cumsum(1) * mask - 1).long()
         if counter is None:
@@ -477,7 +488,7 @@ class TransformersSequence(SequenceSharding):
         positions: Tensor = getattr(counter, f"create_position_ids_from_{argument_name}")(tokens, counter.padding_idx)
         return positions
 
-    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new_tokens: int) -> CachedPass | None:
         cache = arguments.get("past_key_values")
         if cache is None and arguments.get("use_cache") is not True:
             return None
@@ -487,7 +498,7 @@ class TransformersSequence(SequenceSharding):
             return None
         self._check_attention()
         assert self.parallelism.cp_mesh is not None  # checked by the caller
-        return make_cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
+        return make_cached_pass(arguments, new_tokens, self.parallelism.cp_mesh, self.config)
 
     def _check_sharded_cache_call(self, model: nn.Module, arguments: dict[str, Any]) -> None:
         """Raise ValueError for calls that attention over a sharded cache does not support."""
@@ -504,8 +515,10 @@ class TransformersSequence(SequenceSharding):
             )
 
     def _returns_attentions(self, arguments: dict[str, Any]) -> bool:
-        requested = arguments.get("output_attentions")
-        return bool(getattr(self.config, "output_attentions", False) if requested is None else requested)
+        output_attentions = arguments.get("output_attentions")
+        return bool(
+            getattr(self.config, "output_attentions", False) if output_attentions is None else output_attentions
+        )
 
     def _can_shard_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """True if attention over a sharded cache computes the same as the model's attention.
@@ -513,8 +526,8 @@ class TransformersSequence(SequenceSharding):
         It has no gradient, and supports only causal masks and windows. Tensor arguments of unknown names may change
         the masks, so a call with such arguments does not use it.
         """
-        text = self.config.get_text_config(decoder=True)
-        layer_types = set(getattr(text, "layer_types", None) or ())
+        text_config = self.config.get_text_config(decoder=True)
+        layer_types = set(getattr(text_config, "layer_types", None) or ())
         known_names = {
             *self.token_names,
             *self.unsharded_names,
@@ -528,10 +541,12 @@ class TransformersSequence(SequenceSharding):
             or model.training
             or self.config.is_encoder_decoder
             or layer_types - {"full_attention", "sliding_attention"}
-            or self.other_layers  # such a cache does not hold their state
-            or getattr(text, "num_kv_shared_layers", None)
-            or not all(find_family(config).can_shard_cache for config in (text, self.config))
-            or getattr(text, "kv_lora_rank", None)  # the cache holds latents, from which keys and values are computed
+            or self.non_attention_types  # such a cache does not hold their state
+            or getattr(text_config, "num_kv_shared_layers", None)
+            or not all(find_family(config).can_shard_cache for config in (text_config, self.config))
+            or getattr(
+                text_config, "kv_lora_rank", None
+            )  # the cache holds latents, from which keys and values are computed
             or arguments.get("is_causal") is not None
             or self._returns_attentions(arguments)
             or any(isinstance(value, Tensor) and name not in known_names for name, value in arguments.items())
@@ -540,23 +555,23 @@ class TransformersSequence(SequenceSharding):
     def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
         if shard is None:
             return {}
-        scored = (
+        scored_arguments = (
             {}
             if self._scored_targets is None
             else {"shift_labels": scored_tokens.shard_targets(self._scored_targets, shard)}
         )
         if shard.cp is None:
-            return scored
-        # Without a mask, transformers would take gaps in a rank's positions for bounds of packed documents. `_mask`
-        # ignores this one.
-        ones = torch.ones((shard.batch, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
-        return {"attention_mask": ones, **scored}
+            return scored_arguments
+        # Without a mask, transformers would take gaps in a rank's positions for bounds of packed documents.
+        # `_build_mask` ignores this mask.
+        full_mask = torch.ones((shard.batch_size, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
+        return {"attention_mask": full_mask, **scored_arguments}
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:
             return output
         if self._scored_targets is not None:
-            gather_full = partial(self.whole, shard=shard)
+            gather_full = partial(self.gather_sequence, shard=shard)
             return scored_tokens.gather_scores(output, shard, gather_full, self._scored_targets)
         key: str | int = "last_hidden_state" if self.is_base_model else "logits"
         outputs = dict(enumerate(output) if isinstance(output, tuple) else dict(output).items())
@@ -585,19 +600,19 @@ class TransformersSequence(SequenceSharding):
         if not self.is_base_model:
             t = self.gather_tokens(t, shard)
         else:
-            t = self.whole(t, shard, tp_sharded=self.parallelism.sequence_parallel and not self.gather_after)
+            t = self.gather_sequence(t, shard, tp_sharded=self.parallelism.sequence_parallel and not self.gather_after)
         keep = shard.logits_to_keep
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
         return t
 
 
-def _recorded_routers(model: nn.Module, base: Any) -> list[str]:
+def _find_recorded_routers(model: nn.Module, base: Any) -> list[str]:
     """Return the names of the modules whose outputs transformers records as router logits; [] if they are unknown."""
-    recorded = base.can_record_outputs.get("router_logits", ())
+    recorded_outputs = base.can_record_outputs.get("router_logits", ())
     classes: list[Any] = [
         getattr(entry, "target_class", entry)
-        for entry in (recorded if isinstance(recorded, list | tuple) else [recorded])
+        for entry in (recorded_outputs if isinstance(recorded_outputs, list | tuple) else [recorded_outputs])
     ]
     if not all(isinstance(router_class, type) for router_class in classes):
         return []
@@ -617,13 +632,13 @@ def _add_last_position(
     sequence: SequenceSharding, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Append the greatest position of the full sequence to `position_ids`, so that ranks compute equal frequencies."""
-    cp = sequence.state_now().cp
-    last = None if cp is None else cp.last_position
-    if last is None:
+    cp = sequence.current_state().cp
+    last_position = None if cp is None else cp.last_position
+    if last_position is None:
         return None
 
     def append_last(positions: Tensor) -> Tensor:
-        return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], -1)
+        return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last_position)], -1)
 
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": append_last(kwargs["position_ids"])}
@@ -633,13 +648,13 @@ def _add_last_position(
 
 def _drop_last_position(sequence: SequenceSharding, rotary: nn.Module, args: Any, output: Any) -> Any:
     """Drop the row of the appended position from outputs [..., seq, width]."""
-    cp = sequence.state_now().cp
+    cp = sequence.current_state().cp
     return output if cp is None or cp.last_position is None else map_tensors(lambda t: t[..., :-1, :], output)
 
 
-def _count_all_tokens(sequence: SequenceSharding, positions: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _extend_past_length(sequence: SequenceSharding, positions: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Increase the past length that XGLM receives, so that its table of positions covers the tokens of all ranks."""
-    cp, (embeddings, *_) = sequence.state_now().cp, args
+    cp, (embeddings, *_) = sequence.current_state().cp, args
     return args if cp is None else (embeddings, cp.seq_len - embeddings.shape[1])
 
 
@@ -656,34 +671,34 @@ def _copy_config(model: PreTrainedModel) -> None:
             module.config = copies[id(config)]
 
 
-def check_right_padding(mask: Any, tokens: tuple[int, ...], targets: Tensor | None, ignore_index: int) -> bool:
+def check_right_padding(mask: Any, tokens_shape: tuple[int, ...], targets: Tensor | None, ignore_index: int) -> bool:
     """Return True if the mask has padding on the right. Raise if causal attention cannot ignore the mask.
 
     Causal attention does not see padding on the right of a token. Only outputs at the padding itself change without
     the mask, so targets there must be `ignore_index`.
 
     Args:
-        tokens: (batch, seq) of the masked tokens.
+        tokens_shape: (batch, seq) of the masked tokens.
 
     Raises:
-        ValueError: any other mask, or targets at padding.
+        ValueError: the mask has another shape or padding elsewhere, or targets at padding are not `ignore_index`.
     """
     description = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-    if not isinstance(mask, Tensor) or tuple(mask.shape) not in (tokens, (1, *tokens[1:])):
+    if not isinstance(mask, Tensor) or tuple(mask.shape) not in (tokens_shape, (1, *tokens_shape[1:])):
         raise ValueError(
-            f"attention_mask is {description}; with a cp_dim it must be [batch, seq], here {tokens}, with padding only "
-            "on the right."
+            f"attention_mask is {description}; with a cp_dim it must be [batch, seq], here {tokens_shape}, with "
+            "padding only on the right."
         )
-    mask = mask.expand(tokens)
-    keep = mask.bool()
-    if bool(keep.all()):
+    mask = mask.expand(tokens_shape)
+    is_token = mask.bool()
+    if bool(is_token.all()):
         return False
-    if bool((keep[:, 1:] & ~keep[:, :-1]).any()):
+    if bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
         raise ValueError(
             "attention_mask has padding on the left of tokens, which is not supported with a cp_dim. Pad on the right "
             "(tokenizer.padding_side='right'), or, to generate, pass use_cache=True."
         )
-    if targets is not None and bool((targets[~keep] != ignore_index).any()):
+    if targets is not None and bool((targets[~is_token] != ignore_index).any()):
         raise ValueError(
             f"labels at padding positions must be {ignore_index}, because padding is not masked with a cp_dim. Set "
             f"them to {ignore_index}."
@@ -720,11 +735,11 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     starts = () if positions is None or positions.shape[-1] != seq_len else _documents_from_positions(positions, mask)
     if starts and not bounds:
-        _check_separation_known(mask, makes_cache)
+        _refuse_ambiguous_documents(mask, makes_cache)
     if bounds and starts and _sorted_distinct(bounds) != _sorted_distinct((*starts, seq_len)):
         raise ValueError(
-            f"cu_seq_lens_q has documents that begin at {_format_few(bounds[:-1])}, but position_ids start again at "
-            f"{_format_few(starts)}. Pass bounds and positions of the same documents."
+            f"cu_seq_lens_q has documents that begin at {_format_bounds(bounds[:-1])}, but position_ids start again at "
+            f"{_format_bounds(starts)}. Pass bounds and positions of the same documents."
         )
     if document_indices is not None and not bounds and not starts and bool((document_indices.diff(dim=-1) != 0).any()):
         raise ValueError(
@@ -737,10 +752,11 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
 def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> None:
     """Check packed documents of a forward pass without context parallelism, in which transformers separates documents.
 
-    The KV cache is turned off here. With it, transformers may let documents attend to each other; without it, not.
+    The KV cache is turned off here. With a cache, transformers may let documents attend to each other; without one, it
+    separates them.
 
     Raises:
-        ValueError: the call would therefore compute something else than without sharding.
+        ValueError: without sharding, the call might therefore compute something else.
     """
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     if (
@@ -751,10 +767,10 @@ def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: boo
     ):
         return
     if positions.ndim == 2 and mask is None and bool((positions.diff(dim=-1) != 1).any()):
-        _check_separation_known(mask, makes_cache)
+        _refuse_ambiguous_documents(mask, makes_cache)
 
 
-def _check_separation_known(mask: Tensor | None, makes_cache: bool) -> None:
+def _refuse_ambiguous_documents(mask: Tensor | None, makes_cache: bool) -> None:
     if makes_cache or mask is not None:
         # In this case flash attention separates documents, but the masks of sdpa and eager do not.
         raise ValueError(
@@ -800,6 +816,6 @@ def _sorted_distinct(bounds: tuple[int, ...]) -> list[int]:
     return sorted(set(bounds))
 
 
-def _format_few(numbers: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"({shown}, ...)" if len(numbers) > 8 else f"({shown})"
+def _format_bounds(bounds: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, bounds[:8]))
+    return f"({shown}, ...)" if len(bounds) > 8 else f"({shown})"

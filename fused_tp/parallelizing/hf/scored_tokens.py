@@ -80,7 +80,7 @@ def gather_scores(output: Any, shard: ForwardShard, gather_full: Callable[[Tenso
         elif shard.cp is not None:
             raise ValueError(
                 f"The model returns a scalar {name!r} beside its log-probabilities, computed from this rank's tokens, "
-                "which is not supported with a cp_dim. Turn it off (the loss of routers with "
+                "which is not supported with a cp_dim. Turn this output off (the loss of routers with "
                 "output_router_logits=False, or with router_aux_loss_coef=0.0 in TRL)."
             )
     if shard.cp is not None:

@@ -82,18 +82,23 @@ STATE_LAYERS = {
 
 def find_state_layers(model: Any) -> list[nn.Module]:
     """Return the layers of `model` that carry a state; [] if `connect_states` does not support all of them."""
-    name, calls = STATE_LAYERS.get(model.config.model_type, ("", set()))
+    name, function_names = STATE_LAYERS.get(model.config.model_type, ("", set()))
     layers = [module for module in model.modules() if type(module).__name__ == name]
-    return layers if all(_is_supported(layer, {CONVOLUTION, *calls}) for layer in layers) else []
+    return layers if all(_is_supported(layer, {CONVOLUTION, *function_names}) for layer in layers) else []
 
 
-def _is_supported(layer: nn.Module, calls: set[str]) -> bool:
-    """True if the forward of `layer` calls exactly `calls`, which may change between versions of transformers."""
+def _is_supported(layer: nn.Module, function_names: set[str]) -> bool:
+    """True if the forward of `layer` calls exactly `function_names`; transformers may change these calls."""
     forward: Any = inspect.unwrap(type(layer).forward)
-    called = find_called_functions(forward)
-    if "forward" in vars(layer) or called.keys() != calls:  # kernels from the hub replace the forward of an instance
+    called_functions = find_called_functions(forward)
+    if (
+        "forward" in vars(layer) or called_functions.keys() != function_names
+    ):  # kernels from the hub replace the forward of an instance
         return False
-    return all(REPLACEMENTS[name][1] <= {*inspect.signature(function).parameters} for name, function in called.items())
+    return all(
+        REPLACEMENTS[name][1] <= {*inspect.signature(function).parameters}
+        for name, function in called_functions.items()
+    )
 
 
 def find_called_functions(forward: FunctionType) -> dict[str, AnyFunction]:
@@ -120,25 +125,26 @@ def _subclass_over_ranks(layer_class: type[nn.Module]) -> type[nn.Module]:
     In such passes it runs a copy of the original forward, in whose globals REPLACEMENTS replace transformers'
     functions. Rejected: writing to the globals of transformers' file, which affects all models of the process.
     """
-    original: Any = inspect.unwrap(layer_class.forward)
+    original_forward: Any = inspect.unwrap(layer_class.forward)
     replacements = {
-        name: partial(REPLACEMENTS[name][0], function) for name, function in find_called_functions(original).items()
+        name: partial(REPLACEMENTS[name][0], function)
+        for name, function in find_called_functions(original_forward).items()
     }
     copied_forward = FunctionType(
-        original.__code__,
-        {**original.__globals__, **replacements},
-        original.__name__,
-        original.__defaults__,
-        original.__closure__,
+        original_forward.__code__,
+        {**original_forward.__globals__, **replacements},
+        original_forward.__name__,
+        original_forward.__defaults__,
+        original_forward.__closure__,
     )
-    copied_forward.__kwdefaults__ = original.__kwdefaults__
+    copied_forward.__kwdefaults__ = original_forward.__kwdefaults__
     # torch.compile would read the globals of the original file.
     forward_over_ranks = torch.compiler.disable(copied_forward)
 
     @wraps(layer_class.forward)  # keeps the signature, which transformers reads
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sequence: Any = getattr(self, SEQUENCE_ATTRIBUTE, None)
-        cp: CpContext | None = None if sequence is None else sequence.state_now().cp
+        cp: CpContext | None = None if sequence is None else sequence.current_state().cp
         if cp is None:
             return layer_class.forward(self, *args, **kwargs)
         # These forwards pass unknown keywords on to the functions, so REPLACEMENTS receive `cp`. Without it they would
@@ -177,7 +183,7 @@ def find_runs(seq_len: int, world_size: int, rank: int, layout: str) -> TokenRun
     """Return the runs of `rank`, and of all ranks, in a sequence of `seq_len` tokens.
 
     >>> find_runs(10, 2, 0, "zigzag")
-    Runs(own=(3, 2), before=(0, 2), lengths=(3, 5, 2), slots=(0, 2, 1), most=2)
+    TokenRuns(local_lengths=(3, 2), preceding_counts=(0, 2), lengths=(3, 5, 2), slots=(0, 2, 1), max_runs=2)
     """
     rank_ranges = [tokens.ranges for tokens in tokens_by_rank(seq_len, world_size, layout)]
     max_runs = max(map(len, rank_ranges))
@@ -197,23 +203,23 @@ def _context_runs(cp: CpContext) -> TokenRuns:
     return find_runs(cp.seq_len, cp.mesh.size(), cp.mesh.get_local_rank(), cp.layout)
 
 
-def _gather_runs(parts: list[Tensor], runs: TokenRuns, cp: CpContext) -> tuple[Tensor, list[Tensor]]:
+def _gather_runs(run_tensors: list[Tensor], runs: TokenRuns, cp: CpContext) -> tuple[Tensor, list[Tensor]]:
     """Gather one tensor for each run of all ranks. Return (zeros, the tensors in the order of the sequence).
 
     The zeros are an empty sum of gathered tensors, to be used as the state before the first run. They keep the gather
     in the autograd graph of a rank that uses no other result, because all ranks must run its backward.
     """
-    padded_parts = [*parts, *[torch.zeros_like(parts[0])] * (runs.max_runs - len(parts))]
-    gathered = all_gather(torch.stack(padded_parts), 0, group=cp.mesh)
-    slots = gathered.unbind()
-    return gathered[:0].sum(0), [slots[slot] for slot in runs.slots]
+    padded_tensors = [*run_tensors, *[torch.zeros_like(run_tensors[0])] * (runs.max_runs - len(run_tensors))]
+    gathered_tensors = all_gather(torch.stack(padded_tensors), 0, group=cp.mesh)
+    slots = gathered_tensors.unbind()
+    return gathered_tensors[:0].sum(0), [slots[slot] for slot in runs.slots]
 
 
 # ---- replacements of transformers' functions ------------------------------------------------------------------------
 
 
 def _convolve_runs(
-    original: AnyFunction,
+    original_function: AnyFunction,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -222,20 +228,20 @@ def _convolve_runs(
     **kwargs: Any,
 ) -> Tensor:
     """Convolve `hidden_states` [batch, channels, seq], each run with its halo in front, all runs in one call."""
-    width, runs = weight.shape[-1] - 1, _context_runs(cp)
-    parts = hidden_states.split(runs.local_lengths, dim=-1)
-    tails = [functional.pad(part, (width, 0))[..., part.shape[-1] :] for part in parts]
+    halo_width, runs = weight.shape[-1] - 1, _context_runs(cp)
+    run_inputs = hidden_states.split(runs.local_lengths, dim=-1)
+    tails = [functional.pad(run_input, (halo_width, 0))[..., run_input.shape[-1] :] for run_input in run_inputs]
     zeros, tails = _gather_runs(tails, runs, cp)
     # A run may be shorter than a halo, so a halo may hold the ends of several runs.
-    ends = [tail[..., width - min(width, length) :] for tail, length in zip(tails, runs.lengths, strict=True)]
-    halos = [torch.cat([zeros, *ends[:n]], -1)[..., -width:] for n in runs.preceding_counts]
-    spans = [torch.cat(halo_and_part, -1) for halo_and_part in zip(halos, parts, strict=True)]
-    out: Tensor = original(torch.cat(spans, -1), weight, bias, **kwargs)
-    return torch.cat([span[..., width:] for span in out.split([s.shape[-1] for s in spans], -1)], -1)
+    ends = [tail[..., halo_width - min(halo_width, length) :] for tail, length in zip(tails, runs.lengths, strict=True)]
+    halos = [torch.cat([zeros, *ends[:n]], -1)[..., -halo_width:] for n in runs.preceding_counts]
+    spans = [torch.cat(halo_and_input, -1) for halo_and_input in zip(halos, run_inputs, strict=True)]
+    out: Tensor = original_function(torch.cat(spans, -1), weight, bias, **kwargs)
+    return torch.cat([span[..., halo_width:] for span in out.split([s.shape[-1] for s in spans], -1)], -1)
 
 
 def _run_delta_rule(
-    original: AnyFunction,
+    original_function: AnyFunction,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -253,21 +259,21 @@ def _run_delta_rule(
     identity = torch.eye(dk, dtype=torch.float32, device=value.device).expand(batch, heads, dk, dk)
     kwargs |= {"initial_state": functional.pad(identity, (dv, 0)), "output_final_state": True}
     value = functional.pad(value, (0, dk))
-    parts = zip(*(x.split(runs.local_lengths, dim=1) for x in (query, key, value, g, beta)), strict=True)
-    results = [original(q, k, v, g=decay, beta=rate, **kwargs) for q, k, v, decay, rate in parts]
-    zeros, finals = _gather_runs([final for _, final in results], runs, cp)
+    run_inputs = zip(*(x.split(runs.local_lengths, dim=1) for x in (query, key, value, g, beta)), strict=True)
+    results = [original_function(q, k, v, g=decay, beta=rate, **kwargs) for q, k, v, decay, rate in run_inputs]
+    zeros, final_states = _gather_runs([final_state for _, final_state in results], runs, cp)
     states = [zeros[..., :dv]]
-    for final in finals[: runs.preceding_counts[-1]]:
-        states.append(final[..., dv:] @ states[-1] + final[..., :dv])
+    for final_state in final_states[: runs.preceding_counts[-1]]:
+        states.append(final_state[..., dv:] @ states[-1] + final_state[..., :dv])
     outs = []
     for n, (out, _) in zip(runs.preceding_counts, results, strict=True):
-        carried = torch.einsum("blhk,bhkv->blhv", out[..., dv:].float(), states[n])
-        outs.append((out[..., :dv] + carried).to(out.dtype))
+        carried_output = torch.einsum("blhk,bhkv->blhv", out[..., dv:].float(), states[n])
+        outs.append((out[..., :dv] + carried_output).to(out.dtype))
     return torch.cat(outs, 1), None
 
 
 def _run_state_space(
-    original: AnyFunction,
+    original_function: AnyFunction,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -289,26 +295,26 @@ def _run_state_space(
     # Compute the steps from dt here, in fp32 like the kernels, so that the scan and the decays below use the same ones.
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
-    pieces, parts = [], []
+    run_results, run_states = [], []
     for x, step, b, c in zip(*(t.split(runs.local_lengths, dim=1) for t in (hidden_states, steps, B, C)), strict=True):
-        out, final = original(x, step, A, b, c, **kwargs)
+        out, final_state = original_function(x, step, A, b, c, **kwargs)
         decays = (step * A.float()).cumsum(1).exp()
-        pieces.append((out, decays, c))
-        parts.append(torch.cat([final.float().flatten(2), decays[:, -1].unsqueeze(-1)], -1))
-    zeros, finals = _gather_runs(parts, runs, cp)
+        run_results.append((out, decays, c))
+        run_states.append(torch.cat([final_state.float().flatten(2), decays[:, -1].unsqueeze(-1)], -1))
+    zeros, final_states = _gather_runs(run_states, runs, cp)
     states = [zeros[..., :-1]]
-    for packed in finals[: runs.preceding_counts[-1]]:
+    for packed in final_states[: runs.preceding_counts[-1]]:
         states.append(packed[..., -1:] * states[-1] + packed[..., :-1])
     outs = []
-    for n, (out, decays, c) in zip(runs.preceding_counts, pieces, strict=True):
+    for n, (out, decays, c) in zip(runs.preceding_counts, run_results, strict=True):
         batch, _, heads, p = out.shape
         state = states[n].view(batch, c.shape[2], heads // c.shape[2], p, -1)  # heads of a group share one C
-        carried = torch.einsum("blgn,bghpn->blghp", c.float(), state).flatten(2, 3) * decays.unsqueeze(-1)
-        outs.append((out + carried).to(out.dtype))
+        carried_output = torch.einsum("blgn,bghpn->blghp", c.float(), state).flatten(2, 3) * decays.unsqueeze(-1)
+        outs.append((out + carried_output).to(out.dtype))
     return torch.cat(outs, 1)
 
 
-def _skip_fused_scan(original: AnyFunction, *args: Any, cp: CpContext, **kwargs: Any) -> None:
+def _skip_fused_scan(original_function: AnyFunction, *args: Any, cp: CpContext, **kwargs: Any) -> None:
     """Replace the fused kernel of a layer, which accepts no state. On None, the layer falls back to other functions."""
 
 

@@ -29,7 +29,7 @@ from fused_tp.nn.optimizers import (
     rewatch_model,
     sample_checksum,
 )
-from fused_tp.parallelizing.checks.batch_check import gather_over_meshes, is_suspended
+from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
 
 _DATA_PARALLEL_EXAMPLE = "DistributedDataParallel(model, process_group=mesh['dp'].get_group())"
 
@@ -52,32 +52,32 @@ class ShardCheck:
 
     def __init__(self, meshes: Sequence[DeviceMesh], tp_mesh: DeviceMesh | None) -> None:
         self.meshes, self.tp_mesh = tuple(meshes), tp_mesh
-        self.calls = {True: 0, False: 0}  # per mode: weights may be loaded between training and evaluation
+        self.calls_by_mode = {True: 0, False: 0}  # per mode: weights may be loaded between training and evaluation
         self._accepted_ddp_id = 0  # id of the DistributedDataParallel that has passed the check
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        if is_suspended():
+        if are_checks_suspended():
             return
         rewatch_model(model)
         self._check_data_parallel(model)
-        call = self.calls[model.training] = self.calls[model.training] + 1
+        call = self.calls_by_mode[model.training] = self.calls_by_mode[model.training] + 1
         if not is_check_due(call):
             return
         tp_rank, checksum = 0, None
         if self.tp_mesh is not None:
             tp_rank, checksum = self.tp_mesh.get_local_rank(), sample_checksum(self._weight_shards(model))
-        states = gather_over_meshes(
+        rank_states = gather_over_meshes(
             self.meshes, STEP_EXCHANGE_NAME, [FORWARD_MOMENT, tp_rank, checksum, optimizer_step_counts(model)]
         )
-        refuse_different_moments(self.meshes[0], [state[0] for state in states])
+        refuse_different_moments(self.meshes[0], [rank_state[0] for rank_state in rank_states])
         rank_by_checksum: dict[int, int] = {}
-        for _, other_rank, other_checksum, _ in states:
+        for _, other_rank, other_checksum, _ in rank_states:
             if other_checksum is not None and rank_by_checksum.setdefault(other_checksum, other_rank) != other_rank:
-                self._raise_for_shards(
+                self._raise_shard_error(
                     f"ranks {rank_by_checksum[other_checksum]} and {other_rank} hold the same values in all weight "
                     "shards"
                 )
-        check_equal_steps(self.meshes, [steps for *_, steps in states])
+        check_equal_steps(self.meshes, [steps for *_, steps in rank_states])
 
     def _check_data_parallel(self, model: nn.Module) -> None:
         wrapper = DistributedDataParallel._get_active_ddp_module()
@@ -85,7 +85,7 @@ class ShardCheck:
             return
         shared_ranks = self._tp_ranks_among(dist.get_process_group_ranks(wrapper.process_group))
         if shared_ranks and any(True for _ in _plain_shards(model)):
-            self._raise_for_shards(
+            self._raise_shard_error(
                 f"DistributedDataParallel is over global ranks {join_words(map(str, shared_ranks))}, which hold"
             )
         self._accepted_ddp_id = id(wrapper)
@@ -99,12 +99,12 @@ class ShardCheck:
     def _weight_shards(self, model: nn.Module) -> Iterator[Tensor]:
         """Yield this rank's shards of weights over `tp_mesh`, except experts, which may start with equal values."""
         assert self.tp_mesh is not None
-        for name, parameter, sharding in _plain_shards(model):
+        for name, parameter, layout in _plain_shards(model):
             if not isinstance(parameter, DTensor):
-                if not _is_distributed(parameter, sharding.placement):
+                if not _has_distributed_experts(parameter, layout.placement):
                     yield parameter
             elif shared_ranks := self._tp_ranks_among(parameter.device_mesh.mesh.flatten().tolist()):
-                self._raise_for_shards(
+                self._raise_shard_error(
                     f"{name!r} is sharded over global ranks {join_words(map(str, shared_ranks))}, which hold"
                 )
         for parameter in model.parameters():
@@ -114,11 +114,11 @@ class ShardCheck:
                 if (
                     tp_placement is not None
                     and tp_placement.is_shard()
-                    and not _is_distributed(parameter, tp_placement)
+                    and not _has_distributed_experts(parameter, tp_placement)
                 ):
                     yield parameter.to_local()
 
-    def _raise_for_shards(self, problem: str) -> None:
+    def _raise_shard_error(self, problem: str) -> None:
         assert self.tp_mesh is not None
         dim = repr((self.tp_mesh.mesh_dim_names or ("tp",))[0])
         raise ValueError(
@@ -131,18 +131,20 @@ class ShardCheck:
         )
 
 
-def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> None:
+def check_equal_steps(meshes: Sequence[DeviceMesh], step_counts: Sequence[object]) -> None:
     """Raise RankMismatchError if ranks have taken different numbers of optimizer steps."""
-    other_rank = next((rank for rank, rank_steps in enumerate(steps) if rank_steps != steps[0]), None)
+    other_rank = next(
+        (rank for rank, rank_step_counts in enumerate(step_counts) if rank_step_counts != step_counts[0]), None
+    )
     if other_rank is None:
         return
     dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
     raise RankMismatchError(
-        f"the {len(steps)} ranks of {dims} share a model, but have taken different numbers of optimizer steps with its "
-        f"parameters: {steps[0]} on rank 0, {steps[other_rank]} on rank {other_rank}. Their weights differ from the "
-        "first such step on: resume from a checkpoint. Most likely a rank has skipped a step because of its own "
-        "gradients. Use torch.amp.GradScaler and fused_tp.nn.clip_grad_norm_, which take the same decision on all "
-        "ranks."
+        f"the {len(step_counts)} ranks of {dims} share a model, but have taken different numbers of optimizer steps "
+        f"with its parameters: {step_counts[0]} on rank 0, {step_counts[other_rank]} on rank {other_rank}. Their "
+        "weights differ from the first such step on: resume from a checkpoint. Most likely a rank has skipped a step "
+        "because of its own gradients. Use torch.amp.GradScaler and fused_tp.nn.clip_grad_norm_, which take the same "
+        "decision on all ranks."
     )
 
 
@@ -152,11 +154,11 @@ def _plain_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sharded
     The parameter is a DTensor if fully_shard has replaced it.
     """
     for path, module in model.named_modules():
-        for key, sharding in vars(module).get(PLAIN_SHARDINGS, {}).items():
+        for key, layout in vars(module).get(PLAIN_SHARDINGS, {}).items():
             parameter = module._parameters.get(key)
-            if parameter is not None and sharding.placement.is_shard():
-                yield f"{path}.{key}" if path else key, parameter, sharding
+            if parameter is not None and layout.placement.is_shard():
+                yield f"{path}.{key}" if path else key, parameter, layout
 
 
-def _is_distributed(parameter: Tensor, placement: Placement) -> bool:
+def _has_distributed_experts(parameter: Tensor, placement: Placement) -> bool:
     return parameter.ndim > 2 and placement.is_shard(0)

@@ -33,15 +33,15 @@ class CustomAttention:
     Attributes:
         class_name: class name of the attention modules.
         replacement: the replacement, called as replacement(module, attend, ...) with the method's arguments.
-        method: name of the method that `replacement` replaces.
-        dropout: name of the module's attribute (a number or nn.Dropout) that holds the dropout probability; "" for no
-            dropout.
+        method_name: name of the method that `replacement` replaces.
+        dropout_attribute: name of the module's attribute (a number or nn.Dropout) that holds the dropout probability;
+            "" for no dropout.
     """
 
     class_name: str
     replacement: Callable[..., Any]
-    method: str = "forward"
-    dropout: str = ""
+    method_name: str = "forward"
+    dropout_attribute: str = ""
 
     def find_modules(self, model: nn.Module) -> list[nn.Module]:
         """Return the attention modules of `model`, or [] if `replacement` cannot replace the method of one of them."""
@@ -50,17 +50,17 @@ class CustomAttention:
 
     def _is_known(self, module: nn.Module) -> bool:
         """True if transformers calls the method in `module` with the arguments that `replacement` reads."""
-        original, forward = getattr(type(module), self.method, None), inspect.unwrap(type(module).forward)
-        if original is None or {self.method, "forward"} & vars(module).keys():
+        original, forward = getattr(type(module), self.method_name, None), inspect.unwrap(type(module).forward)
+        if original is None or {self.method_name, "forward"} & vars(module).keys():
             return False
         _, _, *parameters = inspect.signature(self.replacement).parameters.values()
         names = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-        is_called = self.method == "forward" or self.method in forward.__code__.co_names
+        is_called = self.method_name == "forward" or self.method_name in forward.__code__.co_names
         return is_called and names <= {*inspect.signature(original).parameters}
 
     def dropout_probability(self, module: nn.Module) -> float:
         """Dropout probability of `module` in its current mode."""
-        p: Any = getattr(module, self.dropout) if self.dropout and module.training else 0.0
+        p: Any = getattr(module, self.dropout_attribute) if self.dropout_attribute and module.training else 0.0
         return float(p.p if isinstance(p, nn.Dropout) else p)
 
 
@@ -133,19 +133,19 @@ def attend_bloom(
     mask = torch.ones(1, 2, dtype=torch.int64, device=value.device)
     biases = _model_file_attribute(module, "build_alibi_tensor")(mask, _global_head_count(module), torch.float32)
     out = attend(query, *_update_cache(module, layer_past, key, value), alibi_slopes=biases[:, 0, 1])
-    add = _model_file_attribute(module, "dropout_add")
-    return add(module.dense(out.flatten(2)), residual, module.hidden_dropout, module.training), None
+    dropout_add = _model_file_attribute(module, "dropout_add")
+    return dropout_add(module.dense(out.flatten(2)), residual, module.hidden_dropout, module.training), None
 
 
 def attend_mpt(
     module: Any, attend: Attend, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    mixed = module.Wqkv(hidden_states)
+    packed = module.Wqkv(hidden_states)
     if module.clip_qkv:
-        mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-    query, key, value = (_split_heads(module, features) for features in mixed.chunk(3, dim=2))
-    build = _model_file_attribute(module, "build_mpt_alibi_tensor")
-    biases = build(_global_head_count(module), 2, device=value.device)  # of two tokens: -slope and 0
+        packed = packed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = (_split_heads(module, features) for features in packed.chunk(3, dim=2))
+    build_alibi = _model_file_attribute(module, "build_mpt_alibi_tensor")
+    biases = build_alibi(_global_head_count(module), 2, device=value.device)  # of two tokens: -slope and 0
     key, value = _update_cache(module, past_key_values, key, value)
     out = attend(query, key, value, scaling=module.softmax_scale, alibi_slopes=-biases[:, 0, 0])
     return module.out_proj(out.flatten(2)), None
