@@ -95,7 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         jobs = make_jobs(settings, parse_ways(arguments), device)
         for job in jobs:
-            TrainSettings.of(job.settings[0].settings)
+            TrainSettings.from_mapping(job.settings[0].settings)
             if device == "cuda" and job.ranks > torch.cuda.device_count():
                 raise ValueError(
                     f"{job.settings[0].name} needs {job.ranks} GPUs; torch sees {torch.cuda.device_count()}."
@@ -195,7 +195,7 @@ def train_alternately(variants: list[Variant]) -> tuple[list[Result], str | None
 
     for index, variant in enumerate(variants):
         with override_environment(PLAIN_ENVIRONMENT if variant.plain else {}):
-            run = TrainingRun(TrainSettings.of(variant.settings))
+            run = TrainingRun(TrainSettings.from_mapping(variant.settings))
         runs.append((variant, run, run.steps()))
         tokens = run.settings.global_batch * run.settings.data.seq
         results.append(Result(variant.name, dist.get_world_size(), variant.threads, tokens, [], [], [], None))

@@ -73,7 +73,7 @@ def _train_with_profile(arguments: argparse.Namespace) -> bool:
     settings |= {"checkpoints": None, "evaluate_every": None, "sample": None, "export": None}
     config = arguments.out / "train.json"
     config.write_text(json.dumps(settings))
-    return start_ranks(TrainSettings.of(settings).least_ranks(), config, quiet=True) == 0
+    return start_ranks(TrainSettings.from_mapping(settings).minimum_ranks(), config, quiet=True) == 0
 
 
 def format_table(report: ExposureReport) -> str:
@@ -95,14 +95,14 @@ def format_table(report: ExposureReport) -> str:
 
 def late_rank_sentences(report: ExposureReport) -> list[str]:
     """Sentences on late ranks, the one that others wait for longest first, also if nothing explains it."""
-    from fused_tp.training.exposure import LATE
+    from fused_tp.training.exposure import LATE_THRESHOLD
 
     sentences = []
     for position, rank in enumerate(sorted(report.ranks, key=lambda one: -one.waited_for)):
         sentence = f"Rank {rank.rank} is late: others wait {rank.waited_for:.4f} s of a step for it."
         if rank.cause:
             sentences.append(f"{sentence} It spends {rank.more:.4f} s more than they do in {rank.cause}.")
-        elif position == 0 and rank.waited_for > LATE * rank.step:
+        elif position == 0 and rank.waited_for > LATE_THRESHOLD * rank.step:
             sentences.append(f"{sentence} No module explains it: look for other work on its core or GPU.")
     return sentences
 

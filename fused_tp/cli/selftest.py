@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fused_tp.cli import make_parent_folder, positive_number
-from fused_tp.selftest.machine import versions
+from fused_tp.selftest.machine import find_versions
 from fused_tp.selftest.steps import (
     RESULT_PLACEHOLDER,
     STATE_LEFT_OUT,
     STATE_RIGHT,
     Outcome,
     SelftestStep,
+    format_table,
     run_steps,
-    table,
 )
 
 DEFAULT_MINUTES = 8.0
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp selftest: {error}", file=sys.stderr)
         return 2
     if arguments.list:
-        print("\n".join(f"{step.name:40} {step.least:4.0f} to {step.limit:4.0f} s" for step in chosen))
+        print("\n".join(f"{step.name:40} {step.min_seconds:4.0f} to {step.max_seconds:4.0f} s" for step in chosen))
         return 0
     outcomes: list[Outcome] = []
     report = {
@@ -96,7 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
         "arch": arch,
         "gpu": machine.name,
         "gpus": machine.number,
-        "versions": versions(),
+        "versions": find_versions(),
     }
     is_main_thread = threading.current_thread() is threading.main_thread()  # no other thread may set signal handlers
     signals = (signal.SIGTERM, signal.SIGHUP) if is_main_thread else ()
@@ -110,7 +110,7 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    print(f"\n{table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
+    print(f"\n{format_table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
     ran_outcomes = [result for result in outcomes if result.state != STATE_LEFT_OUT]
     if any(result.state != STATE_RIGHT for result in ran_outcomes):
         return 1
@@ -121,7 +121,7 @@ def main(arguments: argparse.Namespace) -> int:
 def write_report(out: Path, report: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write all results so far, each file by an atomic rename: the next step may crash the machine."""
     full_report = {**report, "steps": [vars(one) for one in outcomes]}
-    for name, text in (("selftest.json", json.dumps(full_report, indent=1)), ("selftest.md", table(outcomes))):
+    for name, text in (("selftest.json", json.dumps(full_report, indent=1)), ("selftest.md", format_table(outcomes))):
         partial_file = out / f"{name}.part"
         partial_file.write_text(text + "\n")
         partial_file.replace(out / name)
@@ -157,8 +157,8 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Selftes
     other_groups = [group for group in GROUPS if group not in (*two_rank_groups, ONE_RANK_GROUP)]
     other_groups.sort(key=lambda group: "other dtypes" in group)  # other dtypes last; a stable sort keeps the rest
 
-    def check_step(group: str, rank: int) -> SelftestStep:
-        return SelftestStep(group, step_command("kernels", group), 15, 90, rank, environment=ENVIRONMENT)
+    def check_step(group: str, priority: int) -> SelftestStep:
+        return SelftestStep(group, step_command("kernels", group), 15, 90, priority, environment=ENVIRONMENT)
 
     steps_in_order = [
         SelftestStep("environment", step_command("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),

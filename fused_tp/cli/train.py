@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
         settings = TrainSettings.from_file(arguments.config, arguments.set)
         make_folder("out", settings.out)
         if "RANK" not in os.environ:
-            ranks = settings.least_ranks()
+            ranks = settings.minimum_ranks()
             if ranks > 1:
                 check_sizes(settings, ranks)
                 return start_ranks(ranks, arguments.config, arguments.set, max_restarts=arguments.max_restarts)
@@ -111,10 +111,10 @@ def run_rank(settings: TrainSettings) -> int:
             log = RunLog(run, writes=dist.get_rank() == 0)
             log.start()
             for step in run.steps():
-                log.step(step)
+                log.log_step(step)
                 is_last = step.number == settings.steps
                 if is_last or (settings.evaluate_every and step.number % settings.evaluate_every == 0):
-                    log.evaluation(step.number, run.evaluate(), run.sample())
+                    log.log_evaluation(step.number, run.evaluate(), run.sample())
             run.export()
             log.close()
     finally:

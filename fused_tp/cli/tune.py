@@ -205,9 +205,9 @@ def matmuls_of(model: str, world: int) -> tuple[list[tuple[int, int]], list[tupl
     ParallelConfig(tp=world, sequence_parallel=False, loss_parallel=False).check(shape)
     blocks = [
         one
-        for kind in shape.kinds
+        for kind in shape.layer_kinds
         for one in kind.blocks
-        if one.column_features and one.row_features and not one.experts
+        if one.column_features and one.row_features and not one.has_experts
     ]
     sizes = list(dict.fromkeys((one.column_features, one.row_features) for one in blocks))
     for size in (size for pair in sizes for size in pair):

@@ -25,8 +25,8 @@ from fused_tp.pipelining.schedules import find_schedule, schedule_kind
 from fused_tp.planning.dialects import translate
 from fused_tp.planning.model_shape import ModelShape
 
-SIZES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # order of make_mesh, from outermost to innermost
-RECOMPUTE = ("none", "full")
+SIZE_FIELDS = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # order of make_mesh, from outermost to innermost
+RECOMPUTE_MODES = ("none", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class ParallelConfig:
     recompute: str = "none"
 
     def __post_init__(self) -> None:
-        for name in (*SIZES, "ulysses_size", "microbatches"):
+        for name in (*SIZE_FIELDS, "ulysses_size", "microbatches"):
             check_int(name, getattr(self, name), 1)
         for name in ("sequence_parallel", "loss_parallel"):
             if getattr(self, name) is None:
@@ -75,8 +75,10 @@ class ParallelConfig:
             check_bool(**{name: getattr(self, name)})
             if getattr(self, name) and self.tp == 1:
                 raise ValueError(f"{name}=True needs tp > 1, got tp=1; omit it.")
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}.")
+        if self.recompute not in RECOMPUTE_MODES:
+            raise ValueError(
+                f"recompute must be one of {', '.join(map(repr, RECOMPUTE_MODES))}, got {self.recompute!r}."
+            )
         if self.cp % self.ulysses_size:
             raise ValueError(f"ulysses_size={self.ulysses_size} must divide cp={self.cp}.")
         schedule_kind(self.schedule)  # raises for an unknown schedule, even if pp is 1 and the schedule is not used
@@ -99,7 +101,7 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """Total number of ranks."""
-        return prod(getattr(self, name) for name in SIZES)
+        return prod(getattr(self, name) for name in SIZE_FIELDS)
 
     @property
     def data_parallel(self) -> int:
@@ -109,7 +111,7 @@ class ParallelConfig:
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Keywords of `make_mesh`: all dims, including those of size 1, but `ep` only if it is above 1."""
-        return {name: getattr(self, name) for name in SIZES if name != "ep" or self.ep > 1}
+        return {name: getattr(self, name) for name in SIZE_FIELDS if name != "ep" or self.ep > 1}
 
     def at_world_size(self, ranks: int) -> ParallelConfig:
         """Return a copy of this config for `ranks` ranks in total, with `dp_shard` adapted.
@@ -117,17 +119,17 @@ class ParallelConfig:
         Raises:
             ValueError: the other sizes do not divide `ranks`.
         """
-        rest = self.world_size // self.dp_shard
-        if ranks % rest:
+        other_ranks = self.world_size // self.dp_shard
+        if ranks % other_ranks:
             raise ValueError(
-                f"the number of ranks must be a multiple of {rest} for {self.shown(without='dp_shard')}, got {ranks}; "
-                f"use {ranks - ranks % rest or rest}."
+                f"the number of ranks must be a multiple of {other_ranks} for {self.shown(without='dp_shard')}, got "
+                f"{ranks}; use {ranks - ranks % other_ranks or other_ranks}."
             )
-        return replace(self, dp_shard=ranks // rest)
+        return replace(self, dp_shard=ranks // other_ranks)
 
     def shown(self, without: str = "") -> str:
         """Format the sizes above 1 for messages, such as "pp2 x tp4"; "one rank" if all are 1."""
-        sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1 and name != without]
+        sizes = [f"{name}{getattr(self, name)}" for name in SIZE_FIELDS if getattr(self, name) > 1 and name != without]
         return " x ".join(sizes) or "one rank"
 
     # -- files and keys of other libraries ----------------------------------------------------------------------------
@@ -160,8 +162,8 @@ class ParallelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, in the form that `from_dict` reads."""
-        default = ParallelConfig()
-        non_default = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+        default_config = ParallelConfig()
+        non_default = {name: value for name, value in asdict(self).items() if value != getattr(default_config, name)}
         if self.sequence_parallel == self.loss_parallel == (self.tp > 1):
             non_default = {name: value for name, value in non_default.items() if not name.endswith("_parallel")}
         if self.pp > 1 and find_schedule(self.schedule, self.pp, self.microbatches, None)[1] == self.virtual_stages:
@@ -212,11 +214,11 @@ class ParallelConfig:
             shape.check(self)
 
     @property
-    def inside(self) -> dict[str, Any]:
+    def parallelize_keywords(self) -> dict[str, Any]:
         """Keyword arguments for `parallelize` and `pipeline`."""
-        found = {name: getattr(self, name) for name in ("sequence_parallel", "loss_parallel", "ulysses_size")}
+        keywords = {name: getattr(self, name) for name in ("sequence_parallel", "loss_parallel", "ulysses_size")}
         # FSDP2 also averages gradients over context parallel ranks, so grad_sync would average them twice.
-        return found | {"grad_sync": not self.is_sharded, "ep_dim": "ep" if self.ep > 1 else None}
+        return keywords | {"grad_sync": not self.is_sharded, "ep_dim": "ep" if self.ep > 1 else None}
 
     @property
     def is_sharded(self) -> bool:
@@ -267,7 +269,7 @@ def _check_keys(keys: list[Any]) -> None:
 
 
 def field_names() -> tuple[str, ...]:
-    return tuple(one.name for one in fields(ParallelConfig))
+    return tuple(field.name for field in fields(ParallelConfig))
 
 
 def _divisors(count: int) -> str:

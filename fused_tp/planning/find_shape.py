@@ -35,10 +35,14 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
         return SHAPES[str(given).lower()]
     model_types = _model_types()
     if not Path(given).exists() and str(given) not in model_types:
-        similar = difflib.get_close_matches(str(given).lower(), (*SHAPES, *model_types), 1)
+        similar_names = difflib.get_close_matches(str(given).lower(), (*SHAPES, *model_types), 1)
         raise ValueError(
             f"{str(given)!r} is not a known model name, a model type of transformers, or an existing file. "
-            + (f"Did you mean {similar[0]!r}?" if similar else f"Pass one of {join_words(SHAPES)}, or a config.json.")
+            + (
+                f"Did you mean {similar_names[0]!r}?"
+                if similar_names
+                else f"Pass one of {join_words(SHAPES)}, or a config.json."
+            )
         )
     from transformers import AutoConfig
 

@@ -42,14 +42,16 @@ def mean_error(rows: list[Row]) -> float:
     return sum(abs(row.error) for row in rows) / len(rows)
 
 
-def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> ModelShape:
+def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **other_sizes: Any) -> ModelShape:
     """Return the shape of a GPT: ungrouped heads, an MLP of 4 x hidden features without a gate."""
-    rest = {"intermediate": 4 * hidden, "gated": False} | rest
-    return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
+    other_sizes = {"intermediate": 4 * hidden, "gated": False} | other_sizes
+    return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **other_sizes)
 
 
-def _make_config(dp: int, microbatches: int, virtual: int = 1, **sizes: Any) -> ParallelConfig:
-    interleaved: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
+def _make_config(dp: int, microbatches: int, virtual_stages: int = 1, **sizes: Any) -> ParallelConfig:
+    interleaved: dict[str, Any] = (
+        {"schedule": "Interleaved1F1B", "virtual_stages": virtual_stages} if virtual_stages > 1 else {}
+    )
     return ParallelConfig(dp_shard=dp, microbatches=microbatches, **interleaved, **sizes)
 
 
@@ -69,11 +71,11 @@ _RECOMPUTATION_TABLE = (
 )
 
 
-def _recomputation_models(recomputes_all: bool, kept_scores: bool = False) -> Iterator[CostModel]:
-    for name, (layers, hidden, heads), (pp, virtual, batch, microbatch_rows), _, _ in _RECOMPUTATION_TABLE:
+def _recomputation_models(recomputes_all: bool, keeps_scores: bool = False) -> Iterator[CostModel]:
+    for name, (layers, hidden, heads), (pp, virtual_stages, batch, microbatch_rows), _, _ in _RECOMPUTATION_TABLE:
         config = _make_config(
-            1, batch // microbatch_rows, virtual, pp=pp, tp=8, recompute="full" if recomputes_all else "none",
-            sequence_parallel=not recomputes_all and not kept_scores,
+            1, batch // microbatch_rows, virtual_stages, pp=pp, tp=8, recompute="full" if recomputes_all else "none",
+            sequence_parallel=not recomputes_all and not keeps_scores,
         )  # fmt: skip
         yield CostModel(
             shape=gpt(name, layers, hidden, heads, 51200, tied=True),
@@ -82,7 +84,7 @@ def _recomputation_models(recomputes_all: bool, kept_scores: bool = False) -> It
             seq=2048,
             global_batch=batch,
             software=replace(
-                _MEGATRON_LM_SOFTWARE, attention="unfused" if recomputes_all or kept_scores else "selective"
+                _MEGATRON_LM_SOFTWARE, attention="unfused" if recomputes_all or keeps_scores else "selective"
             ),
         )
 
@@ -90,8 +92,12 @@ def _recomputation_models(recomputes_all: bool, kept_scores: bool = False) -> It
 def fitted_rows() -> list[Row]:
     """Return MFU in percent, computed from the step times that the constants are fitted to."""
     rows = []
-    for column, (full, method) in enumerate(((False, "sequence parallel, selective"), (True, "full recomputation"))):
-        for (name, _, _, seconds, _), model in zip(_RECOMPUTATION_TABLE, _recomputation_models(full), strict=True):
+    for column, (recomputes_all, method) in enumerate(
+        ((False, "sequence parallel, selective"), (True, "full recomputation"))
+    ):
+        for (name, _, _, seconds, _), model in zip(
+            _RECOMPUTATION_TABLE, _recomputation_models(recomputes_all), strict=True
+        ):
             published = 100 * model.flops / seconds[column] / model.machine.peak("bf16")
             rows.append(Row(name=f"{name}, {method}", model=model, published=published, predicted=100 * model.mfu))
     return rows
@@ -100,20 +106,20 @@ def fitted_rows() -> list[Row]:
 def memory_rows() -> list[Row]:
     """Return GiB per rank as in figure 1, which omits embeddings."""
     rows = []
-    for (name, _, _, _, (state, all_activations, selective)), unsharded_model, selective_model in zip(
-        _RECOMPUTATION_TABLE, _recomputation_models(False, kept_scores=True), _recomputation_models(False), strict=True
+    for (name, _, _, _, (state_gib, all_activations_gib, selective_gib)), unsharded_model, selective_model in zip(
+        _RECOMPUTATION_TABLE, _recomputation_models(False, keeps_scores=True), _recomputation_models(False), strict=True
     ):
         layers_only = replace(
             selective_model, shape=replace(selective_model.shape, vocab=0, embedding=Weights(), output=Weights())
         )
         memory = layers_only.memory
         for quantity, model, published, predicted in (
-            ("weights and optimizer", layers_only, state, memory.weights + memory.gradients + memory.optimizer),
-            ("activations, all kept", unsharded_model, all_activations, unsharded_model.memory.activations),
+            ("weights and optimizer", layers_only, state_gib, memory.weights + memory.gradients + memory.optimizer),
+            ("activations, all kept", unsharded_model, all_activations_gib, unsharded_model.memory.activations),
             (
                 "activations, sequence parallel and selective",
                 selective_model,
-                selective,
+                selective_gib,
                 selective_model.memory.activations,
             ),
         ):
@@ -137,7 +143,7 @@ _WEAK_SCALING_TABLE: tuple[tuple[Any, ...], ...] = (
     ("462B", 144, 18432, 112, 8, 16, 6144, 3072, 47),
 )
 # GPUs and percent of MFU of the 177B model with a batch of 1152.
-STRONG = ((96, 47), (4608, 42))
+STRONG_SCALING = ((96, 47), (4608, 42))
 
 
 def _megatron_core_model(
@@ -152,14 +158,14 @@ def _megatron_core_model(
     models = [
         CostModel(
             shape=gpt(name, layers, hidden, heads, 131072),
-            config=_make_config(dp, batch // dp, virtual, tp=tp, pp=pp, recompute=recompute),
+            config=_make_config(dp, batch // dp, virtual_stages, tp=tp, pp=pp, recompute=recompute),
             machine=MACHINES["h100"],
             seq=4096,
             global_batch=batch,
             software=_MEGATRON_CORE_SOFTWARE,
         )
-        for virtual in (range(1, layers // pp + 1) if pp > 1 else (1,))
-        if layers % (pp * virtual) == 0
+        for virtual_stages in (range(1, layers // pp + 1) if pp > 1 else (1,))
+        if layers % (pp * virtual_stages) == 0
         for recompute in ("none", "full")
     ]
     return min(
@@ -191,7 +197,7 @@ def strong_scaling_rows() -> list[Row]:
     """Return MFU in percent for the 177B model with a fixed batch."""
     return [
         Row(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
-        for gpus, mfu in STRONG
+        for gpus, mfu in STRONG_SCALING
         for model in [strong_scaling(gpus)]
     ]
 
@@ -220,18 +226,18 @@ _NEMO_SUMMARY = (
 def nemo_rows() -> list[Row]:
     """Return MFU in percent of the FP8 peak."""
     rows = []
-    for shape, (gpus, batch, microbatch_rows, seq, tp, pp, cp, virtual), tokens, _ in _NEMO_SUMMARY:
+    for shape, (gpus, batch, microbatch_rows, seq, tp, pp, cp, virtual_stages), tokens_per_second, _ in _NEMO_SUMMARY:
         dp = gpus // (tp * pp * cp)
         model = CostModel(
             shape=shape,
-            config=_make_config(dp, batch // (dp * microbatch_rows), virtual, tp=tp, pp=pp, cp=cp),
+            config=_make_config(dp, batch // (dp * microbatch_rows), virtual_stages, tp=tp, pp=pp, cp=cp),
             machine=MACHINES["h100"],
             seq=seq,
             global_batch=batch,
             precision="fp8",
             software=_NEMO_SOFTWARE,
         )
-        published = 100 * shape.flops(tokens, seq) / model.machine.peak("fp8")
+        published = 100 * shape.flops(tokens_per_second, seq) / model.machine.peak("fp8")
         rows.append(Row(name=f"{shape.name}, {gpus} GPUs", model=model, published=published, predicted=100 * model.mfu))
     return rows
 
@@ -280,7 +286,7 @@ _TORCHTITAN_TABLE: tuple[tuple[str, int, int, str, bool, float], ...] = (
 def torchtitan_rows() -> list[Row]:
     """Return MFU in percent. torchtitan recomputes selected ops; the prediction omits this recomputation."""
     rows = []
-    for machine, gpus, rows_of_rank, precision, compiled, tokens in _TORCHTITAN_TABLE:
+    for machine, gpus, rows_of_rank, precision, compiled, tokens_per_second in _TORCHTITAN_TABLE:
         model = CostModel(
             shape=SHAPES["llama-3-8b"],
             config=_make_config(gpus, 1),
@@ -289,7 +295,7 @@ def torchtitan_rows() -> list[Row]:
             global_batch=gpus * rows_of_rank,
             precision=precision,
         )
-        published = 100 * model.shape.flops(tokens, 8192) / model.machine.peak(precision)
+        published = 100 * model.shape.flops(tokens_per_second, 8192) / model.machine.peak(precision)
         name = f"Llama-3-8B, {gpus} {machine.upper()}, {precision}{', torch.compile' if compiled else ''}"
         rows.append(Row(name=name, model=model, published=published, predicted=100 * model.mfu))
     return rows
@@ -297,8 +303,8 @@ def torchtitan_rows() -> list[Row]:
 
 def torchtitan_share(machine: Machine, precision: str) -> float | None:
     """Return the lowest share of the predicted speed that torchtitan reaches; None without results for the machine."""
-    of_machine = (row for row in torchtitan_rows() if row.model.machine == machine)
-    shares = (row.published / row.predicted for row in of_machine if row.model.precision == precision)
+    machine_rows = (row for row in torchtitan_rows() if row.model.machine == machine)
+    shares = (row.published / row.predicted for row in machine_rows if row.model.precision == precision)
     return min(shares, default=None)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fused_tp.selftest.machine import nvidia_smi, versions
+from fused_tp.selftest.machine import find_versions, query_nvidia_smi
 from fused_tp.selftest.steps import UNABLE_EXIT_CODE
 
 
@@ -34,18 +34,14 @@ CLOCK_FIELDS = "name,driver_version,clocks.max.sm,clocks.sm,power.limit"
 def record_environment() -> int:
     """Record the GPUs, their clocks, and all versions."""
     gpus = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-    clocks, found_versions = nvidia_smi(CLOCK_FIELDS), versions()
+    clocks, versions = query_nvidia_smi(CLOCK_FIELDS), find_versions()
     processors = len(os.sched_getaffinity(0))
-    note = ", ".join(
-        f"{name} {found_versions[name]}" for name in ("driver", "torch", "cuda", "triton") if name in found_versions
-    )
-    save_findings(
-        {"versions": found_versions, "gpus": gpus, CLOCK_FIELDS: clocks, "processors": processors, "note": note}
-    )
+    note = ", ".join(f"{name} {versions[name]}" for name in ("driver", "torch", "cuda", "triton") if name in versions)
+    save_findings({"versions": versions, "gpus": gpus, CLOCK_FIELDS: clocks, "processors": processors, "note": note})
     for line in (
         *gpus,
         *clocks,
-        *(f"{name} {version}" for name, version in found_versions.items()),
+        *(f"{name} {version}" for name, version in versions.items()),
         f"{processors} processors",
     ):
         print_line(line)
@@ -63,27 +59,25 @@ def compile_kernels(arch: int, archive: str) -> int:
     except (ValueError, OSError) as error:  # not fatal: the kernels are compiled below
         problem = str(error)
         print_line(f"WRONG  {problem}")
-    compiled = compile_for(arch, len(os.sched_getaffinity(0)))
-    new_count = compiled.kernels - compiled.found
-    note = f"{compiled.kernels} kernels for sm_{arch}, {new_count} compiled, {unpacked_count} from archives"
-    if archive and not problem and not compiled.found:
+    result = compile_for(arch, len(os.sched_getaffinity(0)))
+    new_count = result.kernels - result.found
+    note = f"{result.kernels} kernels for sm_{arch}, {new_count} compiled, {unpacked_count} from archives"
+    if archive and not problem and not result.found:
         note += f"; {archive} has none of them: it was built from other sources, or for another Triton or GPU"
-    save_findings(
-        {**compiled._asdict(), "arch": arch, "from archives": unpacked_count, "archive": problem, "note": note}
-    )
-    for text in compiled.failed:
+    save_findings({**result._asdict(), "arch": arch, "from archives": unpacked_count, "archive": problem, "note": note})
+    for text in result.failed:
         print_line(f"WRONG  {text}")
-    print_line(f"{note}, {compiled.seconds:.0f} s")
-    return int(bool(compiled.failed) or bool(problem))
+    print_line(f"{note}, {result.seconds:.0f} s")
+    return int(bool(result.failed) or bool(problem))
 
 
 def run_smoke_test() -> int:
-    from fused_tp.selftest.smoke import smoke
+    from fused_tp.selftest.smoke import run_smoke_checks
 
     def save(findings: dict[str, Any], failures: list[str]) -> None:
         save_findings({"found": findings, "failed": failures, "note": f"{len(findings)} right, {len(failures)} wrong"})
 
-    _, failures = smoke(torch.device("cuda", torch.cuda.current_device()), print_line, save)
+    _, failures = run_smoke_checks(torch.device("cuda", torch.cuda.current_device()), print_line, save)
     return int(bool(failures))
 
 
@@ -142,10 +136,10 @@ def check_memory_accesses(program: str) -> int:
     return code
 
 
-def count_kernels(program: str) -> int:
+def measure_counters(program: str) -> int:
     from fused_tp.selftest import tools
 
-    launches, reason = tools.count_kernels(program)
+    launches, reason = tools.measure_counters(program)
     if not launches and reason:
         save_findings({"note": f"ncu does not work here ({reason})"})
         return UNABLE_EXIT_CODE
@@ -156,13 +150,13 @@ def count_kernels(program: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    _, name, *rest = arguments
+    _, name, *step_arguments = arguments
     if name == "compile":
-        return compile_kernels(int(rest[0]), rest[1] if len(rest) > 1 else "")
+        return compile_kernels(int(step_arguments[0]), step_arguments[1] if len(step_arguments) > 1 else "")
     if name == "kernels":
-        return check_kernels(rest[0], *map(int, rest[1:]))
-    if name in (tools := {"memory": check_memory_accesses, "counters": count_kernels}):
-        return tools[name](rest[0])
+        return check_kernels(step_arguments[0], *map(int, step_arguments[1:]))
+    if name in (tools := {"memory": check_memory_accesses, "counters": measure_counters}):
+        return tools[name](step_arguments[0])
     return {"environment": record_environment, "smoke": run_smoke_test}[name]()
 
 

@@ -56,7 +56,7 @@ def run_tool(command: Sequence[str], environment: Mapping[str, str] | None = Non
     return process.wait(), reason
 
 
-def count_kernels(ncu: str) -> tuple[list[dict[str, str]], str]:
+def measure_counters(ncu: str) -> tuple[list[dict[str, str]], str]:
     """Count the kernels of matmul and attention at the timed sizes with ncu.
 
     Return (counters by launch, reason if there are none).

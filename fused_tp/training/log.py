@@ -41,7 +41,7 @@ class RunLog:
             self._machine = machine_of_gpu(torch.cuda.get_device_name())
         self._settings.out.mkdir(parents=True, exist_ok=True)
         self._file = self._settings.out / LOG_FILE
-        if run.done == 0:
+        if run.done_steps == 0:
             self._file.unlink(missing_ok=True)
         if self._settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -59,7 +59,11 @@ class RunLog:
             else f"{parameter_count:,.0f} parameters"
         )
         steps = self._settings.steps
-        progress = f"step {run.done} of {steps}" if run.done <= steps else f"step {run.done}, beyond steps={steps}"
+        progress = (
+            f"step {run.done_steps} of {steps}"
+            if run.done_steps <= steps
+            else f"step {run.done_steps}, beyond steps={steps}"
+        )
         self._print(
             f"{shape.name}, {parameters}, {run.config.shown()}, {self._settings.precision}; {progress}, "
             f"{self._settings.global_batch} rows of {self._settings.data.seq} tokens a step"
@@ -69,10 +73,10 @@ class RunLog:
                 "The model has dropout, which draws different random numbers on several ranks: losses differ from "
                 "one process. Set dropout to 0 in model.config to compare them."
             )
-        if run.done >= steps:
+        if run.done_steps >= steps:
             self._print("All steps are done: nothing to train. Increase steps, or change the folder of checkpoints.")
 
-    def step(self, step: TrainingStep) -> None:
+    def log_step(self, step: TrainingStep) -> None:
         """Log a step."""
         if not self._writes:
             return
@@ -97,7 +101,7 @@ class RunLog:
                 f"{step.memory / 2**30:.2f} GiB" + (", skipped: gradients overflowed" if step.skipped else "")
             )
 
-    def evaluation(self, number: int, loss: float | None, sample: str | None) -> None:
+    def log_evaluation(self, number: int, loss: float | None, sample: str | None) -> None:
         """Log the evaluation loss and the sample after step `number`."""
         if not self._writes:
             return

@@ -31,7 +31,7 @@ from fused_tp.selftest.steps import (
     UNABLE_EXIT_CODE,
     Outcome,
     SelftestStep,
-    affordable,
+    choose_affordable,
     run_steps,
 )
 
@@ -184,7 +184,7 @@ def test_notes_of_steps(tmp_path: Path) -> None:
     ]
     notes = [one.note for one in outcomes]
     assert notes[:2] == ["exit code 1: 5 of 7 | right", "exit code 9: right  the last"]
-    assert notes[2:4] == ["5 of 7 | right", "ended after 2 s: 5 of 7 | right"] and "it did not run" in notes[4]
+    assert notes[2:4] == ["5 of 7 | right", "ended after 2 s: 5 of 7 | right"] and "the step did not run" in notes[4]
     seconds = f"{outcomes[0].seconds:.0f}"
     assert f"| wrong | wrong | {seconds} | exit code 1: 5 of 7 \\| right |" in step_module.table(outcomes)
 
@@ -211,10 +211,12 @@ def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatc
 def test_no_step_runs_before_one_that_is_worth_more() -> None:
     for gpus in (1, 8):
         steps = selftest.steps(90, None, gpus, Path("out"))
-        ranks = [one.rank for one in steps]
+        ranks = [one.priority for one in steps]
         assert ranks == sorted(ranks)
         # All mandatory steps fit into the default time.
-        assert sum(one.least for one in steps if one.rank < 8) < 60 * selftest.DEFAULT_MINUTES - 60 * (gpus > 1)
+        assert sum(one.min_seconds for one in steps if one.priority < 8) < 60 * selftest.DEFAULT_MINUTES - 60 * (
+            gpus > 1
+        )
 
 
 def body(monkeypatch: pytest.MonkeyPatch, result: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -267,7 +269,7 @@ def test_an_archive_that_is_broken_or_of_another_triton_costs_nothing_else(
     from fused_tp.triton_kernels import archive
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel_cache, "compile_for", lambda *_: kernel_cache.Compiled(5, 0, [], 1.0))
+    monkeypatch.setattr(kernel_cache, "compile_for", lambda *_: kernel_cache.CompileResult(5, 0, [], 1.0))
     good, content = tmp_path / "good.tar.xz", os.urandom(9999)
     with tarfile.open(good, "w:xz") as tar:
         for name, text in (("KEY/__grp__k.json", b'["k.cubin"]'), ("KEY/k.cubin", content)):
@@ -321,7 +323,7 @@ def test_a_gpu_that_does_not_answer_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_most_valuable_steps_fit_first(tmp_path: Path) -> None:
     steps = [step("c", "", least=15, rank=3), step("a", "", least=10, rank=1), step("b", "", least=50, rank=2)]
-    assert affordable(steps, 30) == {"a", "c"}
+    assert choose_affordable(steps, 30) == {"a", "c"}
     outcomes, _ = run(steps, tmp_path, 30)
     assert {one.name: one.state for one in outcomes} == {"a": STATE_RIGHT, "b": STATE_LEFT_OUT, "c": STATE_RIGHT}
     # A step that takes all the time leaves none for the next.
@@ -459,7 +461,7 @@ def test_kernels_that_are_timed_or_wait_for_copies_are_compiled_ahead() -> None:
 
     copied = next(case for case in kernels.CASES if case.op == "copied")
     assert copied.is_compiled_ahead
-    with kernel_cache.recorded(90) as launches:
+    with kernel_cache.record_launches(90) as launches:
         kernels.launch_only(kernels.keep_first_shape(copied))
         assert [key for key in launches.keys if "all_gather_gemm_kernel" in key]
         before = len(launches.keys)
@@ -491,7 +493,7 @@ if sys.argv[2] == "unpack":
     assert archive.unpack(Path(sys.argv[1]), archive.cache_folder()) > 3
     assert archive.unpack(Path(sys.argv[1]), archive.cache_folder()) == 0
 compiled = []
-with kernel_cache.recorded(90, 0, 1) as launches:
+with kernel_cache.record_launches(90, 0, 1) as launches:
     for case in few:
         kernels.launch_only(case)
         launches.compile()
