@@ -87,9 +87,11 @@ def format_table(report: ExposureReport) -> str:
         shares = "".join(f"{row[part] / row['step']:9.1%}" for part in _TIME_COMPONENTS)
         lines.append(f"{name:>5} {row['step']:9.4f}{shares} {row['waited_for']:11.4f} s")
     lines.append(f"\n{'communication of a step':36} {'group':14} {'calls':>7} {'exposed':>10} {'hidden':>10}")
-    for total in (*report.ops, *report.groups):
-        group = total.group or "not known"
-        lines.append(f"{total.op:36} {group:14} {total.calls:7.1f} {total.exposed:8.4f} s {total.hidden:8.4f} s")
+    for op_time in (*report.ops, *report.groups):
+        group = op_time.group or "not known"
+        lines.append(
+            f"{op_time.op:36} {group:14} {op_time.calls:7.1f} {op_time.exposed:8.4f} s {op_time.hidden:8.4f} s"
+        )
     return "\n".join([*lines, *(f"\n{line}" for line in (*late_rank_sentences(report), *report.notes, *report.advice))])
 
 
@@ -98,7 +100,7 @@ def late_rank_sentences(report: ExposureReport) -> list[str]:
     from fused_tp.training.exposure import LATE_THRESHOLD
 
     sentences = []
-    for position, rank in enumerate(sorted(report.ranks, key=lambda one: -one.waited_for)):
+    for position, rank in enumerate(sorted(report.ranks, key=lambda rank: -rank.waited_for)):
         sentence = f"Rank {rank.rank} is late: others wait {rank.waited_for:.4f} s of a step for it."
         if rank.cause:
             sentences.append(f"{sentence} It spends {rank.more:.4f} s more than they do in {rank.cause}.")
@@ -114,11 +116,11 @@ def draw_bars(report: ExposureReport, path: Path) -> None:
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(report.ranks)), layout="constrained")
     axes = figure.subplots()
     names = [f"rank {rank.rank}" for rank in report.ranks]
-    left = [0.0] * len(names)
+    bar_starts = [0.0] * len(names)
     for part in _BAR_PARTS:
         times = [getattr(rank, part) for rank in report.ranks]
-        axes.barh(names, times, left=left, label=part)
-        left = [start + time for start, time in zip(left, times, strict=True)]
+        axes.barh(names, times, left=bar_starts, label=part)
+        bar_starts = [start + time for start, time in zip(bar_starts, times, strict=True)]
     axes.set_xlabel("seconds of a step")
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

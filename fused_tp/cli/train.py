@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fused_tp.training.settings import TrainSettings
 
 # Exit code for invalid settings. Ranks use it, too, because some settings can be checked only on a rank.
-INVALID_SETTINGS = 2
+INVALID_SETTINGS_CODE = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
         return run_rank(settings)
     except ValueError as error:
         print(f"fused-tp train: {error}", file=sys.stderr)
-        return INVALID_SETTINGS
+        return INVALID_SETTINGS_CODE
     except BrokenPipeError:
         print(
             "fused-tp train: stopped, because its stdout was closed. Use `> FILE` to keep the output.", file=sys.stderr
@@ -87,10 +87,10 @@ def start_ranks(
     try:
         return run_ranks(torchrun_arguments)
     except RanksFailed as error:
-        has_invalid_settings = error.code == INVALID_SETTINGS
+        has_invalid_settings = error.code == INVALID_SETTINGS_CODE
         if quiet or not has_invalid_settings:  # otherwise the ranks have printed the reason
             print(f"fused-tp train: {error}", file=sys.stderr)
-        return INVALID_SETTINGS if has_invalid_settings else 1
+        return INVALID_SETTINGS_CODE if has_invalid_settings else 1
 
 
 def run_rank(settings: TrainSettings) -> int:

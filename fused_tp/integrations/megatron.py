@@ -106,12 +106,12 @@ def fused_layers() -> Iterator[None]:
         >>> with fused_layers():
         ...     model = GPTModel(config, layer_spec(config), vocab_size=32_000, max_sequence_length=4096)
     """
-    norm = transformer_block.LayerNormImpl
+    norm_class = transformer_block.LayerNormImpl
     with (
         mock.patch.object(tensor_parallel, "ColumnParallelLinear", FusedColumnParallelLinear),
         mock.patch.object(tensor_parallel, "RowParallelLinear", FusedRowParallelLinear),
         mock.patch.object(tensor_parallel, "VocabParallelEmbedding", FusedVocabParallelEmbedding),
-        mock.patch.object(transformer_block, "LayerNormImpl", _FUSED_CLASSES.get(norm, norm)),
+        mock.patch.object(transformer_block, "LayerNormImpl", _FUSED_CLASSES.get(norm_class, norm_class)),
     ):
         yield
 
@@ -176,8 +176,8 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         shape = (self.output_size_per_partition, self.input_size)
         if weight is None or tuple(weight.shape) != shape:
-            given = "None" if weight is None else str(tuple(weight.shape))
-            raise ValueError(f"weight must have shape {list(shape)}, this rank's rows, got {given}.")
+            actual_shape = "None" if weight is None else str(tuple(weight.shape))
+            raise ValueError(f"weight must have shape {list(shape)}, this rank's rows, got {actual_shape}.")
         _check_weight(weight)
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm or (self.disable_grad_reduce and not self.sequence_parallel):

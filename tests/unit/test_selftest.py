@@ -106,7 +106,7 @@ def test_an_interruption_keeps_what_was_found(
 ) -> None:
     monkeypatch.setattr(selftest, "_find_gpus", lambda: selftest.Gpus("", 90, 1, "H100"))
     chosen = [step("first", FINDS), step("hangs", WRITES_AND_HANGS), step("never", "")]
-    monkeypatch.setattr(selftest, "steps", lambda *_: chosen)
+    monkeypatch.setattr(selftest, "make_steps", lambda *_: chosen)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in background jobs
 
     def interrupt() -> None:
@@ -201,7 +201,7 @@ def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda.nccl, "version", broken)
     (tmp_path / "selftest.json").write_text('{"steps": [1]}')
     reads = f"print(open({str(tmp_path / 'selftest.json')!r}).read())"
-    monkeypatch.setattr(selftest, "steps", lambda *_: [step("reads", reads, gpu=False), step("on the GPU", "")])
+    monkeypatch.setattr(selftest, "make_steps", lambda *_: [step("reads", reads, gpu=False), step("on the GPU", "")])
     assert main(["selftest", "--out", str(tmp_path)]) == 2
     report = json.loads((tmp_path / "selftest.json").read_text())
     assert '"steps": []' in (tmp_path / "reads.log").read_text()
@@ -210,7 +210,7 @@ def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatc
 
 def test_no_step_runs_before_one_that_is_worth_more() -> None:
     for gpus in (1, 8):
-        steps = selftest.steps(90, None, gpus, Path("out"))
+        steps = selftest.make_steps(90, None, gpus, Path("out"))
         ranks = [one.priority for one in steps]
         assert ranks == sorted(ranks)
         # All mandatory steps fit into the default time.
@@ -346,7 +346,7 @@ def test_exit_status(
 ) -> None:
     obstacle = "no GPU" if gpu is None else ""
     monkeypatch.setattr(selftest, "_find_gpus", lambda: selftest.Gpus(obstacle, 90, 1, "H100"))
-    monkeypatch.setattr(selftest, "steps", lambda *_: [step("only", code, gpu=gpu is not False)])
+    monkeypatch.setattr(selftest, "make_steps", lambda *_: [step("only", code, gpu=gpu is not False)])
     (tmp_path / "of the user").write_text("kept")
     assert main(["selftest", "--out", str(tmp_path)]) == status
     assert (tmp_path / "of the user").read_text() == "kept"
