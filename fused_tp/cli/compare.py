@@ -63,8 +63,10 @@ class Variant:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, help="of `fused-tp train`; default: a Llama of 4 layers")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of it")
+    parser.add_argument("--config", type=Path, help="configuration of `fused-tp train` (default: a Llama of 4 layers)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the configuration"
+    )
     for name, help_text in (
         ("tp", "tensor parallel ranks"),
         ("cp", "context parallel ranks"),
@@ -74,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=at_least(2), action="append", default=[], help=help_text, metavar="N")
     parser.add_argument("--parallel", action="append", default=[], metavar="JSON", help='such as {"tp": 2, "cp": 2}')
-    parser.add_argument("--steps", type=at_least(WARMUP + 1), default=20, help="of each run (20)")
-    parser.add_argument("--out", type=Path, default=Path("out/compare"), help="for compare.json, compare.png")
+    parser.add_argument("--steps", type=at_least(WARMUP + 1), default=20, help="number of steps of each run (20)")
+    parser.add_argument("--out", type=Path, default=Path("out/compare"), help="folder for compare.json and compare.png")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -89,7 +91,9 @@ def main(arguments: argparse.Namespace) -> int:
 
     try:
         if is_under_torchrun():
-            raise ValueError("it starts the ranks of each way itself, on this machine; run it without torchrun.")
+            raise ValueError(
+                "the command starts the ranks of each way itself, on this machine; run it without torchrun."
+            )
         settings = apply_changes(read_mapping(arguments.config) if arguments.config else SMALL_LLAMA, arguments.set)
         # A way must not resume from another's checkpoint, and a process supports one profiler only.
         settings |= {"steps": arguments.steps, "checkpoints": None, "profile": None, "export": None}
@@ -127,7 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parse_ways(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Value of setting `parallel` for each requested way, by name."""
+    """Return the value of setting `parallel` for each requested way, by name."""
     ways: dict[str, dict[str, Any]] = {}
     for size in arguments.tp:
         ways[f"tp{size}"] = {"tp": size}

@@ -64,7 +64,7 @@ class Comparison:
         return self.largest_loss_difference <= LOSS_TOLERANCES[self.precision]
 
     def loss_differences(self, result: VariantResult) -> list[float]:
-        """Values |loss - loss of one process| of all steps; infinity where a loss is not finite."""
+        """Return |loss - loss of one process| of all steps; infinity where a loss is not finite."""
         pairs = zip(result.losses, self.results[0].losses, strict=True)
         return [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
 
@@ -182,16 +182,16 @@ class Comparison:
 
 
 def step_seconds(result: VariantResult) -> float:
-    """Median step time after the warmup."""
+    """Return the median step time after the warmup."""
     return statistics.median(result.seconds[WARMUP:])
 
 
 def wait_fraction(result: VariantResult) -> float:
-    """Share of the step time after the warmup that a rank waited for its peers."""
+    """Return the share of the step time after the warmup that a rank waited for its peers."""
     return sum(result.waited[WARMUP:]) / sum(result.seconds[WARMUP:])
 
 
 def speedup(way: list[VariantResult]) -> float:
-    """Step time of the second variant over that of the first: median over pairs of consecutive steps."""
+    """Return the median, over pairs of consecutive steps, of the second variant's step time divided by the first's."""
     pairs = zip(way[1].seconds[WARMUP:], way[0].seconds[WARMUP:], strict=True)
     return statistics.median(plain_seconds / fused_seconds for plain_seconds, fused_seconds in pairs)

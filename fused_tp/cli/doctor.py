@@ -383,7 +383,7 @@ def _examine_device_kernels(archs: list[int]) -> Finding:
     description = (
         f"built for {', '.join(build_info.archs)} by CUDA {dotted_version(build_info.toolkit[:2])}"
         if build_info is not None
-        else "there"
+        else "installed"
     )
     availabilities = [native_kernels.native_kernels_available(arch) for arch in archs or [0]]
     problems = [availability.reason for availability in availabilities if not availability]

@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fused-tp launch`."""
     placement = parser.add_argument_group("where (default: on this machine, or in the SLURM allocation around it)")
     placement.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="lines such as `node1 slots=8`; ssh reaches them"
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="file with a line such as `node1 slots=8` for each host; ssh must reach the hosts",
     )
     placement.add_argument("--nodes", type=_parse_nodes, metavar="N", help="number of hosts, or MIN:MAX (default: all)")
     placement.add_argument(
@@ -85,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("hosts")
     hosts.add_argument("--port", type=int, help=f"port of the first host for the rendezvous (default {PORT})")
     hosts.add_argument(
-        "--ssh", metavar="COMMAND", help=f"prefix of a host and its command, or with {{host}} (default {SSH})"
+        "--ssh",
+        metavar="COMMAND",
+        help=f"prefix for a host and its command, or a template with {{host}} (default {SSH})",
     )
     hosts.add_argument(
         "--connect-timeout", type=positive_number, metavar="S", help="seconds for a host to answer (default 30)"

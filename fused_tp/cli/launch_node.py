@@ -185,7 +185,7 @@ def _last_lines(log_folder: Path, local_rank: int) -> str:
         lines = files[-1].read_text(errors="replace").splitlines()[-LAST_LINE_COUNT:] if files else []
         if lines:
             return "\n".join([f"The end of {files[-1]}:", *(f"    {line}" for line in lines)])
-    return f"It wrote nothing ({log_folder})."
+    return f"The rank wrote nothing ({log_folder})."
 
 
 # -- a rank, before its program ---------------------------------------------------------------------------------------

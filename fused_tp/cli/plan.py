@@ -152,7 +152,7 @@ def _write_plan(plans: list[Plan], path: Path, format_name: str) -> int:
 
 
 def _speed_note(plan: Plan, precision: str) -> str:
-    """Sentence on the training stacks whose speed the plans have."""
+    """Return a sentence that names the training stacks for which the speed is predicted."""
     fastest = "the fastest published stacks, NeMo and Megatron-Core"
     if plan.low_tokens_per_second is None:
         return f"Speed: predicted for {fastest}. Other stacks are slower."
@@ -197,7 +197,7 @@ def _table_row(number: int, plan: Plan) -> tuple[str, ...]:
 
 
 def _tokens_per_gpu(plan: Plan) -> str:
-    """Range of tokens per second and GPU."""
+    """Format the range of tokens per second and GPU."""
     low, high = plan.low_tokens_per_second, plan.tokens_per_second
     gpus = plan.config.world_size
     return f"{high / gpus:,.0f}" if low is None else f"{low / gpus:,.0f} - {high / gpus:,.0f}"

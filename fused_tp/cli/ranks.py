@@ -36,7 +36,7 @@ _RESULT_FILE = "result"
 
 @dataclass(frozen=True)
 class Job(Generic[Settings]):
-    """Call `function(settings)` that each rank makes; function and settings must be picklable.
+    """Call of `function(settings)` on each rank; function and settings must be picklable.
 
     Attributes:
         threads: CPU threads of each rank.

@@ -31,12 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths", nargs="*", type=Path, help="traces of torch.profiler, one of each rank, or their folder"
     )
     parser.add_argument(
-        "--live", type=Path, metavar="CONFIG", help="of `fused-tp train`: train some steps, report on them"
+        "--live",
+        type=Path,
+        metavar="CONFIG",
+        help="configuration of `fused-tp train`: train some steps and report on them",
     )
-    parser.add_argument("--steps", type=at_least(1), help="that --live records, behind two others (3)")
+    parser.add_argument(
+        "--steps", type=at_least(1), help="number of steps that --live records, after two warmup steps (3)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of --live")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--out", type=Path, default=Path("out/report"), help="for report.json, report.png (out/report)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/report"), help="folder for report.json and report.png (out/report)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -96,7 +103,10 @@ def format_table(report: ExposureReport) -> str:
 
 
 def late_rank_sentences(report: ExposureReport) -> list[str]:
-    """Sentences on late ranks, the one that others wait for longest first, also if nothing explains it."""
+    """Return a sentence for each late rank with a known cause, the latest rank first.
+
+    The latest rank has a sentence even if its cause is unknown.
+    """
     from fused_tp.training.exposure import LATE_THRESHOLD
 
     sentences = []

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, such as parallel.tp=4"
     )
     parser.add_argument(
-        "--max-restarts", type=at_least(0), default=0, help="how often ranks are started again after a failure"
+        "--max-restarts", type=at_least(0), default=0, help="number of restarts of all ranks after a failure (0)"
     )
 
 

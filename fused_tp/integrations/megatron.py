@@ -71,8 +71,8 @@ def layer_spec(config: Any, base: Any = None) -> Any:
     """
     if config.multi_latent_attention:
         raise ValueError(
-            "multi_latent_attention=True is not supported: Megatron builds it of Transformer Engine's classes only. "
-            "Use their spec without layer_spec."
+            "multi_latent_attention=True is not supported: Megatron builds these layers from Transformer Engine's "
+            "classes only. Use Megatron's Transformer Engine spec without layer_spec."
         )
     if base is None:
         if config.num_moe_experts and config.moe_layer_freq != 1:

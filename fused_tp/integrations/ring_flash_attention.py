@@ -13,7 +13,7 @@ and of packed documents, [tokens, heads, head_dim],
 
 Each exists as `_func` (q, k, v), `_kvpacked_func` (q, kv with 2 before heads) and `_qkvpacked_func` (qkv with 3).
 
-All devices (also CPU ranks) and dtypes of `ring_attention` are supported, and features that the library refuses or
+All devices (also CPU ranks) and dtypes of `ring_attention` are supported, and features that the library rejects or
 computes wrongly: windows (of the whole sequence), ALiBi, dropout, sequences without a causal mask in zigzag order. Sums
 have a fixed order, with and without `deterministic`. `max_seqlen`, which sizes the library's CUDA launches, is ignored.
 

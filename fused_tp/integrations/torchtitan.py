@@ -147,7 +147,7 @@ class FusedFeedForward(_Projections, FeedForward):
 class RingAttention(Module):
     """Causal attention for torchtitan's inner modules, over tokens that are sharded over context parallel ranks.
 
-    Keys travel from rank to rank, only those that some query sees. Documents begin where positions are 0.
+    Ranks pass on only the keys that some query attends to. Documents begin where positions are 0.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,7 @@ def on_cpu() -> None:
     """
     if utils.device_type == "cpu":
         return
-    early_modules = [name for name, module in sys.modules.items() if _has_device(name, module)]
+    early_modules = [name for name, module in sys.modules.items() if _has_stored_device(name, module)]
     if early_modules:
         raise ValueError(
             f"{early_modules[0]} was imported before on_cpu() and has stored another device. Call on_cpu() before "
@@ -49,7 +49,7 @@ def on_cpu() -> None:
     fsdp.disable_fsdp_gradient_division = disable_division_on_cpu
 
 
-def _has_device(name: str, module: Any) -> bool:
+def _has_stored_device(name: str, module: Any) -> bool:
     return name.startswith("torchtitan.") and module is not utils and "device_type" in vars(module)
 
 

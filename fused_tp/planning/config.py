@@ -186,10 +186,10 @@ class ParallelConfig:
             for head_kind, count in (("attention heads", attention.heads), ("key/value heads", attention.kv_heads)):
                 # A single key/value head (multi-query attention) is replicated: every rank computes it.
                 if attention.sharded and count % self.tp and not (head_kind == "key/value heads" and count == 1):
-                    problems.append(f"tp={self.tp} does not divide its {count} {head_kind}; {_divisors(count)} do")
+                    problems.append(f"tp={self.tp} does not divide the {count} {head_kind}; {_divisors(count)} do")
             if attention.heads % (attention.kv_heads or 1):
                 problems.append(
-                    f"its {attention.kv_heads} key/value heads do not divide its {attention.heads} attention heads"
+                    f"the {attention.kv_heads} key/value heads do not divide the {attention.heads} attention heads"
                 )
             if attention.heads // self.tp % self.ulysses_size or attention.kv_heads // self.tp % self.ulysses_size:
                 problems.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
@@ -197,10 +197,10 @@ class ParallelConfig:
             problems.append(f"ep={self.ep} needs experts, but the model has none")
         for experts in shape.experts:
             if experts % self.ep:
-                problems.append(f"ep={self.ep} does not divide its {experts} experts; {_divisors(experts)} do")
+                problems.append(f"ep={self.ep} does not divide the {experts} experts; {_divisors(experts)} do")
         stages = self.pp * (self.virtual_stages or 1)
         if stages > shape.layers:
-            problems.append(f"pp={self.pp} makes {stages} stages of its {shape.layers} layers")
+            problems.append(f"pp={self.pp} needs {stages} layers for {stages} stages, got {shape.layers} layers")
         if seq is not None and self.cp > 1 and self.pp > 1 and seq % (2 * self.cp):
             problems.append(f"seq={seq} must be a multiple of {2 * self.cp} for cp={self.cp} in a pipeline")
         if global_batch is not None and global_batch % (self.data_parallel * self.microbatches):

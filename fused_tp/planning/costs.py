@@ -185,7 +185,7 @@ class CostModel:
 
     @cached_property
     def sequence_ranks(self) -> int:
-        """Number of ranks that sequence parallelism shards the tokens between layers over."""
+        """Number of ranks over which sequence parallelism shards the tokens between layers."""
         return self.config.tp if self.config.sequence_parallel else 1
 
     @cached_property
@@ -337,10 +337,13 @@ class CostModel:
         return forward, backward
 
     def _sharded_matmuls_time(self, column_features: float, row_features: float) -> tuple[StepTime, StepTime]:
-        """Return the time of all-gather, a matmul hidden -> column_features, row_features -> hidden, reduce-scatter.
+        """Return forward and backward time of a column-parallel and a row-parallel matmul with their collectives.
 
-        Without sequence parallelism, one all-reduce per direction replaces both collectives. In backward, the weight
-        gradient hides this all-reduce; with sequence parallelism it hides the all-gather.
+        The operations of forward are an all-gather, the matmul hidden -> column_features, the matmul row_features ->
+        hidden, and a reduce-scatter. Backward gathers the input a second time; this all-gather overlaps with the input
+        gradient of the row-parallel matmul. Without sequence parallelism, one all-reduce per direction replaces the
+        collectives; in backward it overlaps with the weight gradient of the column-parallel matmul, and in fused ops
+        also with the input gradient.
         """
         hidden, tokens, tp = self.shape.hidden, self.tokens, self.config.tp
         column_seconds = (

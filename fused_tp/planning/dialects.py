@@ -142,8 +142,9 @@ def _read_megatron(library_config: Mapping[str, Any], equal_fields: dict[str, An
             or library_config.get("recompute_num_layers", 1) != 1
         ):
             raise ValueError(
-                "recompute_method and recompute_num_layers must be 'uniform' and 1, because recompute='full' "
-                "keeps the input of each layer."
+                "recompute_method and recompute_num_layers must be 'uniform' and 1, because recompute='full' keeps the "
+                f"input of each layer, got {library_config.get('recompute_method', 'uniform')!r} and "
+                f"{library_config.get('recompute_num_layers', 1)!r}."
             )
         other_fields["recompute"] = "full"
     ep = equal_fields.get("ep", 1)

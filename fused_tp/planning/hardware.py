@@ -104,7 +104,7 @@ class Machine:
             ):
                 raise ValueError(
                     f"{name} of machine {self.name} has the precisions {list(flops_by_precision)}; peak_flops and "
-                    f"matmul_flops must have the same ones, out of {join_words(map(repr, PRECISIONS))}."
+                    f"matmul_flops must have the same precisions, out of {join_words(map(repr, PRECISIONS))}."
                 )
             numbers |= {f"{name}[{key!r}]": value for key, value in flops_by_precision.items()}
         numbers |= {field.name: getattr(self, field.name) for field in fields(self) if field.type in _NUMERIC_TYPES}

@@ -103,7 +103,7 @@ def count_model(model: Any) -> ModelShape:
     drop_repeated_layers(model, model_layers)
     plan_check = PlanCheck(model, model_layers, name)
     counter = _LayerCounter(hidden, text_config, plan_check.plan)
-    layers_by_kind = [counter.count_layer(kind) for kind in model_layers.kinds]
+    layers_by_kind = [counter.count_layer(kind) for kind in model_layers.layer_kinds]
     tied = output is not None and output.weight is embedding.weight
     output_parameters = (
         [] if output is None else [param for param in model_layers.outside_parameters if param.module is output]
@@ -165,10 +165,10 @@ class _ModelLayers:
 
     Attributes:
         container: name of the nn.ModuleList of layers; "" if none is found, and the model then counts as one layer.
-        kinds: distinct layers, each represented by its first layer.
-        kind_numbers: index into `kinds` for each layer.
+        layer_kinds: distinct layers, each represented by its first layer.
+        kind_numbers: index into `layer_kinds` for each layer.
         outside_parameters: parameters outside the layers.
-        refusal: reason why no list of layers was found, raised by features that need one.
+        refusal: message of the error that features raise if they need a list of layers; "" if there is a list.
         modules: the layers.
         notes: messages about the choice of layers.
     """
@@ -202,7 +202,7 @@ class _ModelLayers:
         self.modules = list(model.get_submodule(self.container).children()) if self.container else [model]
         layer_types = config_value(model.config.get_text_config(), "layer_types") or ()
         kind_number_of_signature: dict[object, int] = {}
-        self.kinds: list[_LayerKind] = []
+        self.layer_kinds: list[_LayerKind] = []
         self.kind_numbers = []
         for number, module in enumerate(self.modules):
             layer_type = layer_types[number] if self.container and number < len(layer_types) else ""
@@ -217,8 +217,8 @@ class _ModelLayers:
                 tuple(getattr(submodule, "sliding_window", None) for submodule in module.modules()),
             )
             if signature not in kind_number_of_signature:
-                kind_number_of_signature[signature] = len(self.kinds)
-                self.kinds.append(_LayerKind(number, module, layer_type, parameters))
+                kind_number_of_signature[signature] = len(self.layer_kinds)
+                self.layer_kinds.append(_LayerKind(number, module, layer_type, parameters))
             self.kind_numbers.append(kind_number_of_signature[signature])
 
     def _find_container(self, model: Any) -> None:
@@ -257,7 +257,7 @@ def drop_repeated_layers(model: nn.Module, model_layers: _ModelLayers) -> None:
     if model_layers.container:
         layers: Any = model.get_submodule(model_layers.container)
         layers._modules.clear()
-        for number, kind in enumerate(model_layers.kinds):
+        for number, kind in enumerate(model_layers.layer_kinds):
             layers.append(kind.module)
             prefix = f"{model_layers.container}.{number}"
             kind.parameters[:] = [
@@ -456,7 +456,7 @@ class _LayerCounter:
         """Yield messages about operations that the cost model omits."""
         counts = Counter(model_layers.kind_numbers)
         mixer_counts: Counter[str] = Counter()
-        for number, (kind, layer) in enumerate(zip(model_layers.kinds, layers_by_kind, strict=True)):
+        for number, (kind, layer) in enumerate(zip(model_layers.layer_kinds, layers_by_kind, strict=True)):
             mixer_counts.update(dict.fromkeys(_mixer_names(kind.module), counts[number]))
             if layer.experts and layer.experts_per_token == layer.experts:
                 yield f"Each token is assumed to use all {layer.experts} experts of {layer.name}."

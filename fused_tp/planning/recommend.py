@@ -40,8 +40,8 @@ class Plan:
         microbatch_rows: rows of one microbatch.
         mfu: share of peak FLOP/s.
         tokens_per_second: tokens per second of all ranks together, at the speed of the fastest published stacks.
-        low_tokens_per_second: the same at the lowest share of that speed that torchtitan has published; None: it has
-            published none for the machine.
+        low_tokens_per_second: tokens per second at the lowest share of the predicted speed that published results of
+            torchtitan reach; None: torchtitan has published no results for the machine.
         exposed_fused, exposed_plain: share of the step that waits for communication, with fused and with plain tp.
         reason: message that says why this plan is slower than the best one.
         notes: messages about parts of the model that the prediction omits.
@@ -173,7 +173,7 @@ def recommend(
 def _find_expressible(fitting_models: list[CostModel], words: str) -> tuple[CostModel | None, str]:
     """Return the first configuration that a library can express, or None; and why it cannot express the first one."""
     if words not in DIALECTS:
-        raise ValueError(f"words={words!r}; it must be one of {join_words(map(repr, DIALECTS))}.")
+        raise ValueError(f"words must be one of {join_words(map(repr, DIALECTS))}, got {words!r}.")
     reason = ""
     for candidate in fitting_models:
         try:

@@ -81,8 +81,8 @@ def run_smoke_test() -> int:
     return int(bool(failures))
 
 
-def check_kernels(group: str, first: int = 0) -> int:
-    """Check the cases of `group` from number `first` on. After a case that raises, the rest runs in a new process.
+def check_kernels(group: str, first_case: int = 0) -> int:
+    """Check the cases of `group` from number `first_case` on. After a case that raises, the rest runs in a new process.
 
     After an illegal memory access, every later CUDA call of a process fails, and a kernel that hangs occupies its SMs.
     A new process has a new CUDA context, and the exit of the old one stops its kernels. An op that has raised an error
@@ -90,7 +90,7 @@ def check_kernels(group: str, first: int = 0) -> int:
     """
     from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, CaseResult, run_case
 
-    earlier_findings = json.loads(Path(sys.argv[1]).read_text()) if first else {}
+    earlier_findings = json.loads(Path(sys.argv[1]).read_text()) if first_case else {}
     problems: dict[str, str] = earlier_findings.get("cases", {})
     skipped_ops: list[str] = earlier_findings.get("stuck", [])
 
@@ -103,7 +103,7 @@ def check_kernels(group: str, first: int = 0) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device())
     cases = [case for case in CASES if case.group == group]
-    for number, case in enumerate(cases[first:], first):
+    for number, case in enumerate(cases[first_case:], first_case):
         save(case.name)
         if case.op in skipped_ops:
             result = CaseResult(f"not tried: {case.op} raised an error or timed out in an earlier case")

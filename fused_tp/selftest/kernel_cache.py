@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-# Names of the cases of benchmarks.gpu that the selftest times, in two steps: single kernels, then ranks on one GPU.
+# Patterns of the cases of benchmarks.gpu that the selftest times, in two steps: single kernels, then ranks on one GPU.
 TIMED_CASES = "^(alone|attention/|flags)", "^(ranks|attention-ranks|latency|norm|overhead)"
 
 

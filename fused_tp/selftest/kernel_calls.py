@@ -112,7 +112,8 @@ def sum_call(
     def make_pair(r: int, i: int, width: int) -> tuple[Tensor, Tensor]:
         size, number = width + r % 2 * uneven, 1000 * seed + 100 * i + r
         x, w = (
-            random_normal(rows, size, dtype=dtype, device=device, seed=number + at) for at, rows in ((0, m), (50, n))
+            random_normal(rows, size, dtype=dtype, device=device, seed=number + offset)
+            for offset, rows in ((0, m), (50, n))
         )
         return x, w
 
@@ -206,8 +207,8 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
     programs = max(1, rank.sms - 2)
 
     def attend(workspace: Any) -> list[Tensor]:
-        chunks, terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
-        return [*ring_forward(*rank_qkv, chunks, terms, keys_layout, workspace=workspace, programs=programs)]
+        chunks, score_terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
+        return [*ring_forward(*rank_qkv, chunks, score_terms, keys_layout, workspace=workspace, programs=programs)]
 
     def reference() -> list[Tensor]:
         out, lse = attention64(q, k, v, mask)
@@ -233,13 +234,13 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
         for i, n in enumerate((heads, 2, 2, heads))
     )
     all_tokens = TokenRanges((range(seq),))
-    step, terms = make_step(mask, all_tokens, all_tokens), to_kernel_terms(Scores(head_dim**-0.5))
+    step, score_terms = make_step(mask, all_tokens, all_tokens), to_kernel_terms(Scores(head_dim**-0.5))
 
     def attend(workspace: Any) -> list[Tensor]:
-        out, lse = flash_attention(q, k, v, step, terms)
+        out, lse = flash_attention(q, k, v, step, score_terms)
         sums = (grad.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
         gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-        flash_backward(grad, q, k, v, lse, sums, *gradients, step, terms)
+        flash_backward(grad, q, k, v, lse, sums, *gradients, step, score_terms)
         return [out, lse, *(gradient.to(dtype) for gradient in gradients)]
 
     def reference() -> list[Tensor]:

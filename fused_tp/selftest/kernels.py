@@ -199,7 +199,7 @@ def poison(calls: Sequence[RankCall], references: Sequence[Sequence[Tensor]], dt
 
 
 def launch_only(case: KernelCase) -> None:
-    """Make the launches of a case on CPU tensors; call this inside `kernel_cache.record_launches`."""
+    """Launch the kernels of a case on CPU tensors; call this inside `kernel_cache.record_launches`."""
     run_local(case.world, _launch_on_rank, replace(case, repeats=1), timeout=CASE_SECONDS)
 
 

@@ -39,7 +39,7 @@ def run_smoke_checks(
             f"one kernel: {op}": partial(check_one_kernel, op=op)
             for op in ("attention", "reduce_scatter", "direct", "ring")
         },
-        # Near the end, because a stream wait has no timeout: if it hangs, the parts after it do not run.
+        # Near the end, because a stream wait has no timeout: if it hangs, the later checks do not run.
         "memory operations of a stream": partial(check_memory_operations, in_graph=False),
         "memory operations in a CUDA graph": partial(check_memory_operations, in_graph=True),
         "one kernel: copied": partial(check_one_kernel, op="copied"),
@@ -114,7 +114,7 @@ def check_memory_operations(device: torch.device, *, in_graph: bool) -> str:
                 submit_operations(count)
     torch.cuda.synchronize(device)
     if int(word) != 9:
-        raise RuntimeError(f"the last word written is {int(word)}, not 9")
+        raise RuntimeError(f"the last word that the stream wrote must be 9, got {int(word)}")
     return "in one batch of 3" if in_graph else f"in batches of 3 and {_MAX_BATCH}"
 
 
@@ -134,7 +134,7 @@ def check_device_library(device: torch.device) -> str:
     sum_into(out, terms)
     error = float((out.double() - terms.double().sum(0)).abs().max())
     if error > 0.05:
-        raise RuntimeError(f"a sum of four terms is off by {error:.3g}")
+        raise RuntimeError(f"the sum of four terms differs from fp64 by {error:.3g}, more than 0.05")
     return f"built for {native_kernels.read_kernel_targets()}, loaded in {seconds:.2f} s"
 
 

@@ -120,10 +120,12 @@ class DistributedBatches:
         self.epoch, self.samples = 0, 0
         self._length = None if self._is_iterable else len(dataset)
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._collate, self._loader = collate_fn or default_collate, loader
+        self._collate, self._loader_keywords = collate_fn or default_collate, loader
         self._keeps_state = dataset_state
         self._dataset_state: Any = None
-        self._iterator: object | None = None  # token of the latest __iter__; an older iterator raises when it continues
+        self._iterator_token: object | None = (
+            None  # token of the latest __iter__; an older iterator raises when it continues
+        )
         self._dp_rank, self._dp_size = data_parallel_rank_and_size(mesh, dp_dims)
         self._check_arguments_agree(mesh)
         batch_size, remainder = divmod(global_batch_size, self._dp_size)
@@ -183,17 +185,17 @@ class DistributedBatches:
         """
         self.check_state(state)
         self.epoch, self.samples, self._dataset_state = state["epoch"], state["samples"], state["dataset"]
-        self._iterator = None
+        self._iterator_token = None
 
     def __iter__(self) -> Iterator[Any]:
-        token = self._iterator = object()
+        token = self._iterator_token = object()
         while self.epochs is None or self.epoch < self.epochs:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
             for batch, samples, state in self._remaining_batches():
                 self.samples, self._dataset_state = self.samples + samples, state
                 yield batch
-                if self._iterator is not token:
+                if self._iterator_token is not token:
                     raise RuntimeError(
                         "load_state_dict or a newer iteration has moved the position; call iter() again."
                     )
@@ -205,17 +207,17 @@ class DistributedBatches:
         """Yield (batch of this rank, number of samples in the global batch, state of the dataset after it)."""
         # A DataLoader draws a seed from its generator. With the global one, a resumed run would draw one number more
         # than an uninterrupted run.
-        loader = {**self._loader, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
+        loader_keywords = {**self._loader_keywords, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
         # That seed is drawn on the default device, where a CPU generator would raise if the default is a GPU.
         cpu = torch.device("cpu")
         if self._is_iterable:
             with cpu:
-                batches = iter(DataLoader(_RankBatches(self), batch_size=None, collate_fn=_identity, **loader))
+                batches = iter(DataLoader(_RankBatches(self), batch_size=None, collate_fn=_identity, **loader_keywords))
             yield from batches
             return
         sizes, indices = self._sample_indices()
         with cpu:
-            batches = iter(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **loader))
+            batches = iter(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **loader_keywords))
         for batch, size in zip(batches, sizes, strict=True):
             yield batch, size, None
 

@@ -1,6 +1,6 @@
 """Folder of a trained model, which transformers loads without fused_tp: weights in fp32, configuration and tokenizer.
 
-It is written beside its place and renamed, so that a reader finds the old folder, the new one, or none.
+The folder is written under a temporary name and then renamed: a reader finds the old model, the new one, or none.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def check_folder(settings: TrainSettings) -> None:
     if folder is None:
         return
     if pretrained is not None and folder.resolve() == Path(pretrained).resolve():
-        raise ValueError(f"export: the run starts from the model in {folder}; give another folder.")
+        raise ValueError(f"export: the run starts from the model in {folder}; set another folder.")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"export: {folder} is not a folder; give a folder.")
+        raise ValueError(f"export must be a folder, got the file {folder}.")
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK_FILE).exists():
-        raise ValueError(f"export: {folder} has files that no export has written; give another folder.")
+        raise ValueError(f"export: {folder} contains files that no export has written; set another folder.")
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any, settings: TrainSettings, step: int) -> None:

@@ -31,7 +31,7 @@ class RunLog:
     def __init__(self, run: TrainingRun, *, writes: bool) -> None:
         self._run, self._writes = run, writes
         self._settings = run.settings
-        self._events: Any = None
+        self._summary_writer: Any = None
         self._machine: Machine | None = None
         if not writes:
             return
@@ -46,7 +46,7 @@ class RunLog:
         if self._settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self._settings.out))
+            self._summary_writer = SummaryWriter(str(self._settings.out))
 
     def start(self) -> None:
         """Print the model, the parallel dims and the settings of the run."""
@@ -89,9 +89,9 @@ class RunLog:
         self._record(
             "step", asdict(step) | {"tokens_per_second": tokens_per_second, "tflops_per_rank": tflops, "mfu": mfu}
         )
-        if self._events is not None:
+        if self._summary_writer is not None:
             for name in ("loss", "norm", "learning_rate", "seconds", "waited"):
-                self._events.add_scalar(name, getattr(step, name), step.number)
+                self._summary_writer.add_scalar(name, getattr(step, name), step.number)
         if step.number % self._settings.log_every == 0 or step.number == self._settings.steps:
             self._print(
                 f"step {step.number}: loss {step.loss:.4f}, norm {step.norm:.3f}, lr {step.learning_rate:.2e}, "
@@ -108,8 +108,8 @@ class RunLog:
         if loss is not None:
             self._record("evaluation", {"number": number, "loss": loss})
             self._print(f"step {number}: evaluation loss {loss:.4f}")
-            if self._events is not None:
-                self._events.add_scalar("evaluation loss", loss, number)
+            if self._summary_writer is not None:
+                self._summary_writer.add_scalar("evaluation loss", loss, number)
         if sample is not None:
             self._record("sample", {"number": number, "text": sample})
             self._print(f"step {number}: sample {sample!r}")
@@ -120,8 +120,8 @@ class RunLog:
             return
         if (folder := self._settings.export) is not None:
             self._print(f"The model is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r}).")
-        if self._events is not None:
-            self._events.close()
+        if self._summary_writer is not None:
+            self._summary_writer.close()
         try:
             draw_report(self._settings.out)
         except ModuleNotFoundError as error:

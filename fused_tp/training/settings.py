@@ -109,8 +109,8 @@ class TrainSettings(_SettingsPart):
         log_every: number of steps between two printed lines.
         machine: a name of `fused_tp.planning.hardware.MACHINES`, or a file of `fused-tp plan --measure`, with the peak
             FLOP/s that MFU refers to. None: by the name of the GPU.
-        export: folder in which the model is written after the last step, for `from_pretrained` of transformers alone;
-            see `fused_tp.training.export`. None: it is not written.
+        export: folder to which the model is written after the last step, so that `from_pretrained` of transformers can
+            load it without fused_tp; see `fused_tp.training.export`. None: no export.
         profile: steps to record for `fused-tp report`; None: no profile.
         out: folder of train.jsonl, report.png, the traces of `profile` and, with `tensorboard`, its event files.
     """

@@ -40,7 +40,7 @@ class Bytes:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        # The characters by which byte level tokenizers name bytes: printable ones themselves, others from 256 on.
+        # Byte-level tokenizers map printable bytes to their own characters, and other bytes to characters from 256 on.
         printable_bytes = {*range(33, 127), *range(161, 173), *range(174, 256)}
         other_characters = iter(range(256, 512))
         vocabulary = {chr(byte if byte in printable_bytes else next(other_characters)): byte for byte in range(256)}

@@ -246,7 +246,7 @@ def _split_cpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]
 
 
 def _attribute_events(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | None, _WorkRange]]:
-    """Yield (event, op, work): `op` is the outermost op of fused_tp around it, `work.label` its module.
+    """Yield (event, op, work): `op` is the outermost op of fused_tp around `event`, and `work.label` is its module.
 
     The module is the innermost range named by the program, FSDP or `with_stack`. In backward it is the module whose
     forward created the autograd node; outside modules, the op itself. Ranges of a thread are nested, except gloo's.

@@ -416,7 +416,7 @@ def test_export_takes_no_folder_in_use(tmp_path: Path) -> None:
             error_of(check_folder, TrainSettings.from_mapping(settings_of(tmp_path, export=str(folder), **changes)))
         )
 
-    assert "has files that no export has written" in refusal(tmp_path)
+    assert "contains files that no export has written" in refusal(tmp_path)
     assert "is not a folder" in refusal(tmp_path / "text" / "0.txt")
     assert "the run starts from the model in" in refusal(tmp_path / "new", model={"pretrained": str(tmp_path / "new")})
     check_folder(TrainSettings.from_mapping(settings_of(tmp_path, export=str(tmp_path / "new"))))

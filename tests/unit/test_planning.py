@@ -428,7 +428,7 @@ def test_command_writes_the_best_plan_that_another_library_expresses(
     assert main(arguments) == 2 and "add --write FILE" in capsys.readouterr().err
     alone = recommend("llama-3-8b", 8, seq=4096, global_batch=32, words="megatron", top=2)
     assert len(alone) == 2
-    assert "it must be one of" in str(error_of(recommend, "llama-3-8b", 8, seq=64, global_batch=8, words="latin"))
+    assert "words must be one of" in str(error_of(recommend, "llama-3-8b", 8, seq=64, global_batch=8, words="latin"))
 
 
 def test_speed_is_a_range_where_one_is_published(capsys: pytest.CaptureFixture[str]) -> None:
