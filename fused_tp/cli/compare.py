@@ -182,7 +182,7 @@ def train_alternately(variants: list[Variant]) -> tuple[list[VariantResult], str
     import torch
     import torch.distributed as dist
 
-    from fused_tp.training.run import TrainingRun, TrainingStep, memory_peak
+    from fused_tp.training.run import TrainingRun, TrainingStep, peak_memory_bytes
     from fused_tp.training.settings import TrainSettings
 
     results: list[VariantResult] = []
@@ -207,7 +207,7 @@ def train_alternately(variants: list[Variant]) -> tuple[list[VariantResult], str
         for _ in range(WARMUP):
             run_step(index)
         if index == 0:
-            peak_memory = torch.tensor(memory_peak(run.device), dtype=torch.int64, device=run.device)
+            peak_memory = torch.tensor(peak_memory_bytes(run.device), dtype=torch.int64, device=run.device)
             dist.all_reduce(peak_memory, dist.ReduceOp.MAX)
             results[0].memory = int(peak_memory)
     for number in range(runs[0][1].settings.steps - WARMUP):

@@ -120,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp launch: {error}", file=sys.stderr)
         return 2
     if arguments.dry_run:
-        prefix = ["env", *_assignments(variables)] if variables and not hosts else []
+        prefix = ["env", *_format_assignments(variables)] if variables and not hosts else []
         print("\n".join(shlex.join([*prefix, *command]) for command in commands))
         return 0
     if hosts:
@@ -131,14 +131,14 @@ def main(arguments: argparse.Namespace) -> int:
     return launch_node.main(commands[0][len(LAUNCH_NODE) :])
 
 
-def _assignments(variables: Mapping[str, str]) -> list[str]:
+def _format_assignments(variables: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in variables.items()]
 
 
 def _parse_nodes(text: str) -> tuple[int, int]:
-    first, _, second = text.partition(":")
+    minimum_text, _, maximum_text = text.partition(":")
     try:
-        minimum, maximum = int(first), int(second or first)
+        minimum, maximum = int(minimum_text), int(maximum_text or minimum_text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number or MIN:MAX, got {text!r}") from None
     if not 1 <= minimum <= maximum:
@@ -206,9 +206,9 @@ def node_arguments(arguments: argparse.Namespace, ranks: int | str, rendezvous: 
     return [*options, arguments.script, *arguments.script_arguments]
 
 
-def _rendezvous_options(arguments: argparse.Namespace, nodes: str, first_host: str, job: str) -> list[str]:
+def _rendezvous_options(arguments: argparse.Namespace, nodes: str, first_host: str, job_id: str) -> list[str]:
     endpoint = f"{first_host}:{arguments.port or PORT}"
-    return ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--rdzv-endpoint", endpoint]
+    return ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job_id, "--rdzv-endpoint", endpoint]
 
 
 def local_command(arguments: argparse.Namespace) -> list[str]:
@@ -281,15 +281,20 @@ def host_commands(
 ) -> list[list[str]]:
     """Return a command for each host, which connects to it and starts its `ranks` in this folder with `variables`."""
     count = str(len(ranks)) if minimum == len(ranks) else f"{minimum}:{len(ranks)}"
-    first_host, job = next(iter(ranks)), uuid.uuid4().hex
+    first_host, job_id = next(iter(ranks)), uuid.uuid4().hex
     ssh = arguments.ssh or SSH.format(timeout=max(1, round(arguments.connect_timeout or CONNECT_SECONDS)))
-    rendezvous = ["--stop-with-stdin", *_rendezvous_options(arguments, count, first_host, job)]
+    rendezvous = ["--stop-with-stdin", *_rendezvous_options(arguments, count, first_host, job_id)]
     commands = []
     for host, host_ranks in ranks.items():
         # Set is_host explicitly: torchrun would compare the name in the hostfile with the machine's name, and they may
         # differ.
         options = [*rendezvous, "--rdzv-conf", f"is_host={int(host == first_host)}", "--local-addr", host]
-        start_command = ["env", *_assignments(variables), *LAUNCH_NODE, *node_arguments(arguments, host_ranks, options)]
+        start_command = [
+            "env",
+            *_format_assignments(variables),
+            *LAUNCH_NODE,
+            *node_arguments(arguments, host_ranks, options),
+        ]
         script = f"cd {shlex.quote(os.getcwd())} && echo {shlex.quote(ANSWER)} && exec {shlex.join(start_command)}"
         connect_command = [word.replace("{host}", host) for word in shlex.split(ssh)]
         commands.append([*connect_command, *([] if "{host}" in ssh else [host]), script])
@@ -377,7 +382,7 @@ def run_hosts(
             time.sleep(0.05)  # poll: no system call waits for process exits, signals and deadlines together
             while signals:
                 number = signals.pop(0)
-                final_code, kill_deadline = final_code or 128 + number, min(kill_deadline, _kill_time(grace))
+                final_code, kill_deadline = final_code or 128 + number, min(kill_deadline, _kill_deadline(grace))
                 for host in running_hosts:
                     host.send_signal(number)
             for host in list(running_hosts):
@@ -403,14 +408,14 @@ def run_hosts(
                     outcome = f"going on with {remaining_hosts} of {len(hosts)} hosts"
                 else:
                     outcome, final_code = "all hosts end", 1 if is_lost else exit_code
-                    kill_deadline = min(kill_deadline, _kill_time(grace))
+                    kill_deadline = min(kill_deadline, _kill_deadline(grace))
                     for other in running_hosts:
                         other.send_signal(None)
                 print(f"fused-tp launch: {reason}; {outcome}.", file=sys.stderr)
         return final_code
 
 
-def _kill_time(grace: float | None) -> float:
+def _kill_deadline(grace: float | None) -> float:
     return time.monotonic() + (SHUTDOWN_SECONDS if grace is None else grace) + EXTRA_SECONDS
 
 
@@ -431,8 +436,8 @@ def _collect_signals(signals: list[signal.Signals]) -> Iterator[None]:
 # -- SLURM ------------------------------------------------------------------------------------------------------------
 
 
-def _build_srun_command(arguments: argparse.Namespace, nodes: int, first_host: str, job: str) -> list[str]:
-    rendezvous = _rendezvous_options(arguments, str(nodes), first_host, job)
+def _build_srun_command(arguments: argparse.Namespace, nodes: int, first_host: str, job_id: str) -> list[str]:
+    rendezvous = _rendezvous_options(arguments, str(nodes), first_host, job_id)
     ranks = arguments.per_node or "gpu"
     return [*SRUN, f"--nodes={nodes}", *LAUNCH_NODE, *node_arguments(arguments, ranks, rendezvous)]
 
@@ -484,9 +489,9 @@ def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> 
     if arguments.nodes is None:
         raise ValueError("--sbatch needs --nodes N, the number of hosts.")
     nodes = _require_fixed_count(arguments.nodes)
-    first_host, job = "${head}", "${SLURM_JOB_ID}"
-    command = shlex.join(_build_srun_command(arguments, nodes, first_host, job))
-    for word in (f"{first_host}:{arguments.port or PORT}", job):
+    first_host, job_id = "${head}", "${SLURM_JOB_ID}"
+    command = shlex.join(_build_srun_command(arguments, nodes, first_host, job_id))
+    for word in (f"{first_host}:{arguments.port or PORT}", job_id):
         command = command.replace(shlex.quote(word), f'"{word}"')  # the job's shell expands it
     lines = [
         "#!/bin/bash",

@@ -80,7 +80,7 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
         _stop_with_stdin()
     host = arguments.local_addr or socket.gethostname()
     is_temporary = arguments.log_dir is None
-    with _restored_environment_and_handlers():
+    with _restore_environment_and_handlers():
         _adjust_arguments(arguments, host)
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
@@ -95,7 +95,7 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             cause = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            output = f"\n{_last_lines(log_folder, failure.local_rank)}" if has_logs else ""
+            output = f"\n{_read_last_lines(log_folder, failure.local_rank)}" if has_logs else ""
             raise RanksFailed(f"on {host} rank {rank} failed first, {cause}.{output}", failure.exitcode) from None
         except SignalException as error:
             return 128 + error.sigval
@@ -112,7 +112,7 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _restored_environment_and_handlers() -> Iterator[None]:
+def _restore_environment_and_handlers() -> Iterator[None]:
     """Restore this process's environment, which ranks inherit, and its signal handlers, which torchrun replaces."""
     is_main_thread = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main_thread else {}
@@ -178,7 +178,7 @@ def _stop_with_stdin() -> None:
     threading.Thread(target=raise_signals, daemon=True).start()
 
 
-def _last_lines(log_folder: Path, local_rank: int) -> str:
+def _read_last_lines(log_folder: Path, local_rank: int) -> str:
     """Return the last lines that a rank wrote in its latest attempt: to stderr, or if that is empty to stdout."""
     for name in ("stderr.log", "stdout.log"):
         files = sorted(log_folder.glob(f"*/attempt_*/{local_rank}/{name}"), key=lambda file: file.stat().st_mtime)

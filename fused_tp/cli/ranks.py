@@ -110,8 +110,8 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
             mp.start_processes(_run_rank_process, arguments, job.ranks, daemon=True, start_method=start_method)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             # The first rank to exit may be a peer that only lost its connection, so look for the actual error first.
-            for refusal in sorted(folder.glob(f"{_ERROR_FILE}*")):
-                raise ValueError(refusal.read_text(encoding="utf-8")) from None
+            for error_file in sorted(folder.glob(f"{_ERROR_FILE}*")):
+                raise ValueError(error_file.read_text(encoding="utf-8")) from None
             if isinstance(error, mp.ProcessExitedException) and error.signal_name:
                 raise ChildProcessError(f"rank {error.error_index} was killed by {error.signal_name}.") from None
             raise ChildProcessError(f"A rank failed. {error}") from None

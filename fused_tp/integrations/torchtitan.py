@@ -326,11 +326,11 @@ def _sequence_dim(name: str, sharding: ShardingConfig | None, input_name: str) -
 
 
 def _local_sharding_config(
-    states: ShardingConfig | None, inputs: dict[str, Any], outputs: Any, grads: tuple[Any, ...] | None = None
+    state_sharding: ShardingConfig | None, inputs: dict[str, Any], outputs: Any, grads: tuple[Any, ...] | None = None
 ) -> ShardingConfig:
     """ShardingConfig of a module that computes on local tensors and does its own communication."""
     return ShardingConfig(
-        state_shardings={} if states is None else states.state_shardings,
+        state_shardings={} if state_sharding is None else state_sharding.state_shardings,
         in_src_shardings=inputs,
         in_dst_shardings=inputs,
         out_src_shardings=outputs,

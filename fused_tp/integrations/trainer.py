@@ -190,9 +190,9 @@ class _ParallelTrainer:
         loss, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         if logits is not None and self._shards_logits and "labels" in inputs:
             # With a loss, the logits cover a shard of the tokens or of the vocabulary: get full ones without labels.
-            unlabeled = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
+            unlabeled_inputs = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
             with torch.no_grad():
-                logits = model(**unlabeled).logits.detach()
+                logits = model(**unlabeled_inputs).logits.detach()
         return loss, logits, labels
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -163,12 +163,16 @@ class ParallelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, in the form that `from_dict` reads."""
         default_config = ParallelConfig()
-        non_default = {name: value for name, value in asdict(self).items() if value != getattr(default_config, name)}
+        non_default_fields = {
+            name: value for name, value in asdict(self).items() if value != getattr(default_config, name)
+        }
         if self.sequence_parallel == self.loss_parallel == (self.tp > 1):
-            non_default = {name: value for name, value in non_default.items() if not name.endswith("_parallel")}
+            non_default_fields = {
+                name: value for name, value in non_default_fields.items() if not name.endswith("_parallel")
+            }
         if self.pp > 1 and find_schedule(self.schedule, self.pp, self.microbatches, None)[1] == self.virtual_stages:
-            non_default.pop("virtual_stages", None)
-        return non_default
+            non_default_fields.pop("virtual_stages", None)
+        return non_default_fields
 
     # -- a model ------------------------------------------------------------------------------------------------------
 

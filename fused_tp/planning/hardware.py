@@ -122,8 +122,8 @@ class Machine:
             ValueError: the machine does not support `precision`.
         """
         if precision not in self.peak_flops:
-            supported = join_words([repr(name) for name in self.peak_flops])
-            raise ValueError(f"machine {self.name} does not support precision={precision!r}; use {supported}.")
+            supported_names = join_words([repr(name) for name in self.peak_flops])
+            raise ValueError(f"machine {self.name} does not support precision={precision!r}; use {supported_names}.")
         return self.peak_flops[precision]
 
     @classmethod

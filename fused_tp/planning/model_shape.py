@@ -275,10 +275,10 @@ def decoder(
     head_dim = hidden // heads if head_dim is None else head_dim
     query_features, qkv_features = heads * head_dim, (heads + 2 * kv_heads) * head_dim
     active_features = intermediate * (experts_per_token if experts else 1)
-    up_projections = 2 if gated else 1
+    up_projection_count = 2 if gated else 1
     attention_parameters, mlp_parameters = (
         hidden * (qkv_features + query_features),
-        (up_projections + 1) * hidden * intermediate,
+        (up_projection_count + 1) * hidden * intermediate,
     )
     dense_parameters, expert_parameters = (
         (attention_parameters, experts * mlp_parameters) if experts else (attention_parameters + mlp_parameters, 0)
@@ -297,9 +297,9 @@ def decoder(
                 has_pointwise_ops=gated,
             ),
             Block(
-                column_features=up_projections * active_features,
+                column_features=up_projection_count * active_features,
                 row_features=active_features,
-                saved_features=(up_projections + 1) * active_features,
+                saved_features=(up_projection_count + 1) * active_features,
                 has_experts=experts > 0,
             ),
         ),

@@ -17,7 +17,7 @@ from fused_tp.planning.model_shape import SHAPES, ModelShape, Weights, decoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PublishedResult:
     """A published measurement and its prediction.
 
     Attributes:
@@ -37,7 +37,7 @@ class Row:
         return self.predicted - self.published
 
 
-def mean_error(rows: list[Row]) -> float:
+def mean_error(rows: list[PublishedResult]) -> float:
     """Return the mean absolute error of `rows`."""
     return sum(abs(row.error) for row in rows) / len(rows)
 
@@ -89,7 +89,7 @@ def _recomputation_models(recomputes_all: bool, keeps_scores: bool = False) -> I
         )
 
 
-def fitted_rows() -> list[Row]:
+def fitted_rows() -> list[PublishedResult]:
     """Return MFU in percent, computed from the step times that the constants are fitted to."""
     rows = []
     for column, (recomputes_all, method) in enumerate(
@@ -99,11 +99,13 @@ def fitted_rows() -> list[Row]:
             _RECOMPUTATION_TABLE, _recomputation_models(recomputes_all), strict=True
         ):
             published = 100 * model.flops / seconds[column] / model.machine.peak("bf16")
-            rows.append(Row(name=f"{name}, {method}", model=model, published=published, predicted=100 * model.mfu))
+            rows.append(
+                PublishedResult(name=f"{name}, {method}", model=model, published=published, predicted=100 * model.mfu)
+            )
     return rows
 
 
-def memory_rows() -> list[Row]:
+def memory_rows() -> list[PublishedResult]:
     """Return GiB per rank as in figure 1, which omits embeddings."""
     rows = []
     for (name, _, _, _, (state_gib, all_activations_gib, selective_gib)), unsharded_model, selective_model in zip(
@@ -123,7 +125,9 @@ def memory_rows() -> list[Row]:
                 selective_model.memory.activations,
             ),
         ):
-            rows.append(Row(name=f"{name}, {quantity}", model=model, published=published, predicted=predicted / GIB))
+            rows.append(
+                PublishedResult(name=f"{name}, {quantity}", model=model, published=published, predicted=predicted / GIB)
+            )
     return rows
 
 
@@ -174,11 +178,11 @@ def _megatron_core_model(
     )
 
 
-def weak_scaling_rows() -> list[Row]:
+def weak_scaling_rows() -> list[PublishedResult]:
     """Return MFU in percent for models and batches that grow with the number of GPUs."""
     models = [(_megatron_core_model(*sizes), published) for *sizes, published in _WEAK_SCALING_TABLE]
     return [
-        Row(
+        PublishedResult(
             name=f"{model.shape.name}, {model.config.world_size} GPUs",
             model=model,
             published=mfu,
@@ -193,10 +197,10 @@ def strong_scaling(gpus: int) -> CostModel:
     return _megatron_core_model("177B", 96, 12288, 96, 8, 6, gpus, 1152)
 
 
-def strong_scaling_rows() -> list[Row]:
+def strong_scaling_rows() -> list[PublishedResult]:
     """Return MFU in percent for the 177B model with a fixed batch."""
     return [
-        Row(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
+        PublishedResult(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
         for gpus, mfu in STRONG_SCALING
         for model in [strong_scaling(gpus)]
     ]
@@ -223,7 +227,7 @@ _NEMO_SUMMARY = (
 )
 
 
-def nemo_rows() -> list[Row]:
+def nemo_rows() -> list[PublishedResult]:
     """Return MFU in percent of the FP8 peak."""
     rows = []
     for shape, (gpus, batch, microbatch_rows, seq, tp, pp, cp, virtual_stages), tokens_per_second, _ in _NEMO_SUMMARY:
@@ -238,14 +242,18 @@ def nemo_rows() -> list[Row]:
             software=_NEMO_SOFTWARE,
         )
         published = 100 * shape.flops(tokens_per_second, seq) / model.machine.peak("fp8")
-        rows.append(Row(name=f"{shape.name}, {gpus} GPUs", model=model, published=published, predicted=100 * model.mfu))
+        rows.append(
+            PublishedResult(
+                name=f"{shape.name}, {gpus} GPUs", model=model, published=published, predicted=100 * model.mfu
+            )
+        )
     return rows
 
 
 # -- torchtitan, asynchronous tensor parallelism: pytorch/pytorch issue 149990 ----------------------------------------
 
 
-def fused_tp_rows() -> list[Row]:
+def fused_tp_rows() -> list[PublishedResult]:
     """Return the throughput gain of overlapped tp in percent.
 
     Llama 3 70B on 128 H100 GPUs, FSDP 16 x TP 8, a local batch of 16 rows of 8192 tokens.
@@ -264,7 +272,9 @@ def fused_tp_rows() -> list[Row]:
         gain = 100 * (plain_model.time.total / model.time.total - 1)
         name = f"Llama-3-70B, {precision}"
         rows.append(
-            Row(name=name, model=model, published=100 * (fused_throughput / plain_throughput - 1), predicted=gain)
+            PublishedResult(
+                name=name, model=model, published=100 * (fused_throughput / plain_throughput - 1), predicted=gain
+            )
         )
     return rows
 
@@ -283,10 +293,10 @@ _TORCHTITAN_TABLE: tuple[tuple[str, int, int, str, bool, float], ...] = (
 )
 
 
-def torchtitan_rows() -> list[Row]:
+def torchtitan_rows() -> list[PublishedResult]:
     """Return MFU in percent. torchtitan recomputes selected ops; the prediction omits this recomputation."""
     rows = []
-    for machine, gpus, rows_of_rank, precision, compiled, tokens_per_second in _TORCHTITAN_TABLE:
+    for machine, gpus, rows_of_rank, precision, is_compiled, tokens_per_second in _TORCHTITAN_TABLE:
         model = CostModel(
             shape=SHAPES["llama-3-8b"],
             config=_make_config(gpus, 1),
@@ -296,8 +306,8 @@ def torchtitan_rows() -> list[Row]:
             precision=precision,
         )
         published = 100 * model.shape.flops(tokens_per_second, 8192) / model.machine.peak(precision)
-        name = f"Llama-3-8B, {gpus} {machine.upper()}, {precision}{', torch.compile' if compiled else ''}"
-        rows.append(Row(name=name, model=model, published=published, predicted=100 * model.mfu))
+        name = f"Llama-3-8B, {gpus} {machine.upper()}, {precision}{', torch.compile' if is_compiled else ''}"
+        rows.append(PublishedResult(name=name, model=model, published=published, predicted=100 * model.mfu))
     return rows
 
 
@@ -309,7 +319,7 @@ def torchtitan_share(machine: Machine, precision: str) -> float | None:
 
 
 # Title of each set of measurements, its unit, and its rows.
-SETS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
+SETS: dict[str, tuple[str, Callable[[], list[PublishedResult]]]] = {
     "Step times of arXiv:2205.05198, A100 (fitted)": ("MFU, %", fitted_rows),
     "Memory of arXiv:2205.05198": ("GiB", memory_rows),
     "Megatron-Core, weak scaling, H100 (not fitted)": ("MFU, %", weak_scaling_rows),

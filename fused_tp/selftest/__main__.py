@@ -19,9 +19,9 @@ from fused_tp.selftest.steps import UNABLE_EXIT_CODE
 
 def save_findings(findings: dict[str, Any]) -> None:
     """Replace the results file by the findings so far, in one rename."""
-    unfinished = Path(sys.argv[1] + ".part")
-    unfinished.write_text(json.dumps(findings, indent=1))
-    unfinished.replace(sys.argv[1])
+    partial_file = Path(sys.argv[1] + ".part")
+    partial_file.write_text(json.dumps(findings, indent=1))
+    partial_file.replace(sys.argv[1])
 
 
 def print_line(line: str) -> None:
@@ -35,14 +35,16 @@ def record_environment() -> int:
     """Record the GPUs, their clocks, and all versions."""
     gpus = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
     clocks, versions = query_nvidia_smi(CLOCK_FIELDS), find_versions()
-    processors = len(os.sched_getaffinity(0))
+    processor_count = len(os.sched_getaffinity(0))
     note = ", ".join(f"{name} {versions[name]}" for name in ("driver", "torch", "cuda", "triton") if name in versions)
-    save_findings({"versions": versions, "gpus": gpus, CLOCK_FIELDS: clocks, "processors": processors, "note": note})
+    save_findings(
+        {"versions": versions, "gpus": gpus, CLOCK_FIELDS: clocks, "processors": processor_count, "note": note}
+    )
     for line in (
         *gpus,
         *clocks,
         *(f"{name} {version}" for name, version in versions.items()),
-        f"{processors} processors",
+        f"{processor_count} processors",
     ):
         print_line(line)
     return 0

@@ -66,7 +66,7 @@ class RankCall:
     Attributes:
         launch: launch(workspace) -> results of this rank.
         reference: computes the results in fp64.
-        nbytes: bytes of workspace that the call needs.
+        workspace_nbytes: bytes of workspace that the call needs.
         term_count: number of terms in the sum of each result element.
         is_replicated: True if results must be bitwise equal on all ranks.
         has_lse: True if the second result is a log-sum-exp.
@@ -76,7 +76,7 @@ class RankCall:
 
     launch: Callable[[Any], list[Tensor]]
     reference: Callable[[], list[Tensor]]
-    nbytes: int
+    workspace_nbytes: int
     term_count: int
     is_replicated: bool = False
     has_lse: bool = False
@@ -421,8 +421,8 @@ def make_workspace(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_
     if op in NATIVE:
         return _make_collectives(rank, calls)
     if op in COPIED:
-        return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
-    nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
+        return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.workspace_nbytes)])
+    nbytes = max(max(rank.exchange(call.workspace_nbytes)) for call in calls)
     return prepare_workspace(
         rank, nbytes, warm_up, timeout_seconds=timeout_seconds, workspace_class=workspace_class_of(op)
     )
@@ -446,6 +446,8 @@ def _make_collectives(rank: LocalRank, calls: Sequence[RankCall]) -> _CheckedCol
         rank.synchronize()
         del reserved_results, results
     collectives = _CheckedCollectives(rank)
-    max(calls, key=lambda call: call.nbytes).launch(collectives)  # makes the workspace large enough for all calls
+    max(calls, key=lambda call: call.workspace_nbytes).launch(
+        collectives
+    )  # makes the workspace large enough for all calls
     rank.barrier()
     return collectives

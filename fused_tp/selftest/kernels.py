@@ -190,12 +190,12 @@ def poison(calls: Sequence[RankCall], references: Sequence[Sequence[Tensor]], dt
     calls, which could deadlock: they may wait for a kernel of this rank, which waits for a peer.
     """
     nan = float("nan")
-    poisoned = [
+    nan_tensors = [
         torch.full_like(result, nan, dtype=torch.float32 if call.has_lse and number == 1 else dtype)
         for call, results in zip(calls, references, strict=True)
         for number, result in enumerate(results)
     ]
-    del poisoned
+    del nan_tensors
 
 
 def launch_only(case: KernelCase) -> None:

@@ -124,7 +124,11 @@ def check_model(
                 )
             )
             if not step:
-                first_step = comparison, _gradient_errors(parallel, unsharded_model), communication_counter.counts
+                first_step = (
+                    comparison,
+                    _compute_gradient_errors(parallel, unsharded_model),
+                    communication_counter.counts,
+                )
     return _make_report(
         config, unsharded_model, recording.outputs, losses, *first_step, tolerance=tolerance or TOLERANCE[dtype]
     )
@@ -278,7 +282,7 @@ class _CommunicationCounter(TorchDispatchMode):
 
 
 @torch.no_grad()
-def _gradient_errors(parallel: nn.Module | Pipeline, unsharded_model: nn.Module) -> dict[str, float]:
+def _compute_gradient_errors(parallel: nn.Module | Pipeline, unsharded_model: nn.Module) -> dict[str, float]:
     """Return the gradient errors of this rank's parameters, by name; a collective call of ranks that share them."""
     expected_gradients = {
         name: _gradient_or_zeros(p) for name, p in unsharded_model.named_parameters(remove_duplicate=False)

@@ -176,11 +176,11 @@ class CheckpointManager:
             name: _to_saved_form(value, shapes.parameters_by_name.get(name), shapes)
             for name, value in self._model_state().items()
         }
-        state, other_optimizer_state = self._optimizer_state(shapes)
+        state, other_optimizer_state = self._collect_optimizer_state(shapes)
         tensors = _copy_to_cpu({"model": model, "optimizer": state} if state else {"model": model})
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        rank_state = _RankState(step, _random_state(), copy.deepcopy(other_optimizer_state))
+        rank_state = _RankState(step, _capture_random_state(), copy.deepcopy(other_optimizer_state))
         common_values = copy.deepcopy(
             {
                 "step": step,
@@ -264,7 +264,7 @@ class CheckpointManager:
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
-            rank_checksums = self._gather_on_rank_0(self._compute_checksums(folder))
+            rank_checksums = self._gather_on_rank_0(self._compute_rank_checksums(folder))
             common_values["checksums"] = {
                 name: value for checksums in rank_checksums for name, value in checksums.items()
             }
@@ -281,7 +281,7 @@ class CheckpointManager:
             raise ValueError(f"all ranks must save the same step, got {join_words(map(str, sorted(steps)))}.")
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _compute_checksums(self, folder: Path) -> dict[str, int | None]:
+    def _compute_rank_checksums(self, folder: Path) -> dict[str, int | None]:
         """Return the checksums of the files that this rank wrote; None for an unreadable file.
 
         Rank 0 raises for None after the gather. Raising here would leave the peers waiting in the gather.
@@ -507,7 +507,7 @@ class CheckpointManager:
                         "is not in the model. Create the optimizer after parallelize, fully_shard and pipeline."
                     )
 
-    def _optimizer_state(self, shapes: OriginalShapes) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _collect_optimizer_state(self, shapes: OriginalShapes) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Return {parameter name: {key: tensor}}, and the values that are not tensors.
 
         Rejected: torch's get_optimizer_state_dict, which runs an optimizer step if there is no state yet.
@@ -707,16 +707,16 @@ def _copy_to_cpu(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = OriginalShapeTensor.from_dtensor(value)
     if isinstance(value, OriginalShapeTensor):
-        return value.copy_to_cpu(_cpu_copy)
-    return _cpu_copy(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+        return value.copy_to_cpu(_copy_tensor_to_cpu)
+    return _copy_tensor_to_cpu(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _cpu_copy(t: Tensor) -> Tensor:
+def _copy_tensor_to_cpu(t: Tensor) -> Tensor:
     cpu_tensor = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
     return cpu_tensor.copy_(t.detach(), non_blocking=True)
 
 
-def _random_state() -> dict[str, Any]:
+def _capture_random_state() -> dict[str, Any]:
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if torch.accelerator.is_available():
         state["device"] = torch.get_device_module().get_rng_state()

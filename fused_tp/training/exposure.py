@@ -86,7 +86,7 @@ def analyze(traces: Sequence[RankTrace]) -> ExposureReport:
         >>> max(report.ranks, key=lambda rank: rank.waited_for).cause
         'model.layers.3.mlp'
     """
-    waits, notes = _waits_by_rank(traces)
+    waits, notes = _sum_waits_by_rank(traces)
     known_ranks = {trace.rank for trace in traces}
     if missing_ranks := set(range(max(trace.world_size for trace in traces))) - known_ranks:
         noun = "rank" if len(missing_ranks) == 1 else "ranks"
@@ -143,7 +143,7 @@ def _find_cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_s
     )
 
 
-def _waits_by_rank(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], list[str]]:
+def _sum_waits_by_rank(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], list[str]]:
     """Return the time that peers waited in collectives, by late rank and peer; and notes on calls without a match."""
     calls: dict[tuple[tuple[int, ...], str], dict[int, list[Communication]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:

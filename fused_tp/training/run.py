@@ -241,7 +241,7 @@ class TrainingRun:
             torch.cuda.synchronize()
         waited_seconds = tracing.waited_seconds() - waited_seconds
         seconds, memory, mean_waited = self._reduce_statistics(
-            time.perf_counter() - started, memory_peak(self.device), waited_seconds
+            time.perf_counter() - started, peak_memory_bytes(self.device), waited_seconds
         )
         tokens = self.settings.global_batch * self.settings.data.seq
         return TrainingStep(
@@ -262,10 +262,10 @@ class TrainingRun:
         target_count = batch.pop(_TARGET_COUNT_KEY)
         microbatches = [t.chunk(self.config.microbatches) for t in batch.values()]
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        needs_no_sync = self.config.world_size == self.config.tp
+        gradients_need_no_sync = self.config.world_size == self.config.tp
         for index, values in enumerate(zip(*microbatches, strict=True), 1):
             is_last = index == self.config.microbatches
-            with nullcontext() if is_last or needs_no_sync else no_sync(self.model):
+            with nullcontext() if is_last or gradients_need_no_sync else no_sync(self.model):
                 arguments = dict(zip(batch, values, strict=True))
                 loss = self.model(**arguments, use_cache=False, num_items_in_batch=target_count).loss
                 loss.backward()
@@ -325,7 +325,7 @@ class TrainingRun:
         generator = torch.Generator().manual_seed(self.settings.seed)
         tokens = list(self.tokenizer.encode(sample_settings.prompt))
         for _ in range(sample_settings.tokens):
-            logits = self._next_logits(tokens[-self.settings.data.seq :]).double().cpu()
+            logits = self._compute_next_logits(tokens[-self.settings.data.seq :]).double().cpu()
             if sample_settings.temperature == 0:
                 tokens.append(int(logits.argmax()))
             else:
@@ -333,7 +333,7 @@ class TrainingRun:
                 tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return str(self.tokenizer.decode(tokens))
 
-    def _next_logits(self, tokens: list[int]) -> Tensor:
+    def _compute_next_logits(self, tokens: list[int]) -> Tensor:
         """Return the logits [vocab] of the next token, equal on all ranks.
 
         Uses no KV cache, because pipelines do not support it.
@@ -531,7 +531,7 @@ def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> f
     return settings.final_share + (1 - settings.final_share) * decayed_share
 
 
-def memory_peak(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank in bytes: of the GPU, or on a CPU of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()

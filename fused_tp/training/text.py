@@ -110,7 +110,7 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
     if path is not None and path.suffix == ".npy":
         return PackedText(_map_tokens(path), np.zeros(1, np.int64), seq)
     token_arrays, lengths = [], []
-    for document in _language_reference() if path is None else _read_documents(path):
+    for document in _load_language_reference() if path is None else _read_documents(path):
         ids = tokenizer.encode(document) if isinstance(document, str) else document
         if len(ids):
             token_arrays.append(np.asarray(ids, np.int32))
@@ -121,7 +121,7 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
     return PackedText(np.concatenate(token_arrays), starts, seq)
 
 
-def _language_reference() -> Iterable[str]:
+def _load_language_reference() -> Iterable[str]:
     try:
         from pydoc_data.topics import topics
     except ImportError:

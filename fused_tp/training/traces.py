@@ -147,15 +147,23 @@ def _read_trace(file: Path) -> RankTrace:
             [e for e in events if start <= e.start and e.stop <= stop], groups
         )
         work_ranges.append(_WorkRange(start, stop, OUTSIDE_MODULES))
-    exposed = Intervals(span[:2] for span in communication).without(compute)
+    exposed_communication = Intervals(span[:2] for span in communication).without(compute)
     seconds_by_module: dict[str, float] = defaultdict(float)
     for span in work_ranges:
-        busy_seconds = span.stop - span.start - exposed.covered_length(span.start, span.stop)
+        busy_seconds = span.stop - span.start - exposed_communication.covered_length(span.start, span.stop)
         seconds_by_module[span.label] += busy_seconds
         seconds_by_module[span.enclosing_label] -= busy_seconds
     step_count, world_size = len({step.name for step in steps}) or 1, int(info.get("world_size", 1))
     return RankTrace(
-        int(rank), world_size, groups, step_count, stop - start, compute, communication, exposed, seconds_by_module
+        int(rank),
+        world_size,
+        groups,
+        step_count,
+        stop - start,
+        compute,
+        communication,
+        exposed_communication,
+        seconds_by_module,
     )
 
 

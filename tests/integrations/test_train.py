@@ -380,7 +380,7 @@ def exported(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> list[Any]:
             run.export()
             run.export()
             tokens = list("1 and 1é".encode())
-            found.append(torch.stack([run._next_logits(tokens[: end + 1]).detach() for end in range(len(tokens))]))
+            found.append(torch.stack([run._compute_next_logits(tokens[: end + 1]).detach() for end in range(len(tokens))]))
     return found
 
 

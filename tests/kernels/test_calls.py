@@ -65,7 +65,7 @@ def workspaces(group: Any, asked: list[Asked], calls: list[RankCall]) -> list[An
     kinds = [workspace_class_of(op) for op, *_ in asked]
     found = {}
     for kind in dict.fromkeys(kinds):
-        nbytes = max(call.nbytes for call, own in zip(calls, kinds, strict=True) if own is kind)
+        nbytes = max(call.workspace_nbytes for call, own in zip(calls, kinds, strict=True) if own is kind)
         sizes: list[Any] = [None] * group.size()
         dist.all_gather_object(sizes, nbytes, group=group)
         found[kind] = kind(*allocate_cpu(resolve_group(group), max(sizes)), timeout_seconds=30.0)
