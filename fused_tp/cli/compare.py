@@ -46,7 +46,7 @@ SMALL_LLAMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the alternating runs of a way.
+    """One of the runs that alternate within a way, that is, a parallel configuration.
 
     Attributes:
         name: label of its line in the table.

@@ -218,7 +218,7 @@ def local_command(arguments: argparse.Namespace) -> list[str]:
         ValueError: the options request other hosts, or the number of ranks is unknown.
     """
     if arguments.nodes not in (None, (1, 1)):
-        raise ValueError("--nodes above 1 needs --hostfile, or a SLURM allocation.")
+        raise ValueError("--nodes above 1 needs --hostfile, or a SLURM allocation. Pass --hostfile, or omit --nodes.")
     if arguments.port is not None:
         raise ValueError("--port needs --hostfile or SLURM: one machine has no rendezvous port. Omit it.")
     ranks = arguments.per_node or torch.cuda.device_count()

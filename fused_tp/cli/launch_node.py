@@ -103,7 +103,7 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
             keeps_logs = False  # no rank has started
             reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
             raise ValueError(
-                f"hosts cannot meet at {arguments.rdzv_endpoint} ({reason}); give another --port."
+                f"hosts cannot meet at {arguments.rdzv_endpoint} ({reason}); use another --port."
             ) from None
         finally:
             if is_temporary and not keeps_logs:
@@ -151,9 +151,11 @@ def _adjust_arguments(arguments: argparse.Namespace, host: str) -> None:
     names = arguments.signals_to_handle.split(",")
     arguments.signals_to_handle = ",".join(name for name in names if name.strip() not in ignored_signals)
     if arguments.bind_cores and sys.platform != "linux":
-        raise ValueError("--bind cores needs Linux; omit it.")
+        raise ValueError("--bind cores needs Linux; omit --bind.")
     if arguments.bind_cores and ranks > len(cpus):
-        raise ValueError(f"--bind cores needs a processor per rank; {host} has {len(cpus)} for {ranks} ranks. Omit it.")
+        raise ValueError(
+            f"--bind cores needs a processor per rank; {host} has {len(cpus)} for {ranks} ranks. Omit --bind."
+        )
     if sys.platform == "linux":
         python_command = [] if arguments.no_python else [sys.executable, "-u", *(["-m"] if arguments.module else [])]
         program = [*python_command, arguments.training_script, *arguments.training_script_args]

@@ -92,7 +92,7 @@ def layer_spec(config: Any, base: Any = None) -> Any:
         names = sorted({c.__name__ for c in classes if "Linear" in c.__name__ or "Attention" in c.__name__})
         raise ValueError(
             "base must have ColumnParallelLinear, RowParallelLinear or DotProductAttention, got "
-            f"{', '.join(names) or 'no layers'}. Create it by a local spec, such as get_gpt_layer_local_spec()."
+            f"{', '.join(names) or 'no layers'}. Create base by a local spec, such as get_gpt_layer_local_spec()."
         )
     return spec
 
@@ -270,7 +270,7 @@ def _check_config(config: Any) -> None:
     for name in ("fp8", "fp4", "delay_wgrad_compute", "cpu_offloading"):
         if getattr(config, name, None):
             raise ValueError(
-                f"{name}={getattr(config, name)!r} is not supported: it needs layers of Transformer Engine. Unset it, "
+                f"{name}={getattr(config, name)!r} is not supported without Transformer Engine's layers. Unset {name}, "
                 "or use Transformer Engine's spec."
             )
 
@@ -287,8 +287,8 @@ def _check_unsharded(layer: Any) -> None:
 def _check_weight(weight: Tensor) -> None:
     if hasattr(weight, "__fsdp_param__"):
         raise ValueError(
-            "Megatron-FSDP is not supported: it expects each gradient to overwrite main_grad, but fused layers add to "
-            "it. Use Megatron's DistributedDataParallel."
+            "Megatron-FSDP is not supported, because it expects each gradient to overwrite main_grad, but fused layers "
+            "add to main_grad. Use Megatron's DistributedDataParallel."
         )
 
 

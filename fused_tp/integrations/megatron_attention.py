@@ -153,7 +153,7 @@ class FusedDotProductAttention(DotProductAttention):
         if mask.shape[-2:] != is_masked.shape or not (mask == is_masked.to(mask.device)).all():
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)} is not the causal mask; other masks are not supported. "
-                "Pass None (--no-create-attention-mask-in-dataloader), and documents by packed_seq_params."
+                "Pass None (--no-create-attention-mask-in-dataloader), and pass documents by packed_seq_params."
             )
         _CAUSAL_MASKS[mask] = True
 

@@ -98,7 +98,7 @@ def _attend_packed(
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 3:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be [tokens of this rank, heads, head_dim].")
+            raise ValueError(f"{name} must have shape [tokens of this rank, heads, head_dim], got {tuple(t.shape)}.")
     bounds = cu_seqlens if covers_all_ranks else _bounds_of_all_ranks(cu_seqlens, q, options[-1])
     result = attend(layout, q[None], k[None], v[None], *options, cu_seqlens=bounds)
     if isinstance(result, Tensor):
@@ -292,7 +292,7 @@ def _make_packed_variant(
         packed_tensor = call_arguments.pop(name)
         if packed_tensor.ndim < 3 or packed_tensor.shape[-3] != count:
             raise ValueError(
-                f"{name} has shape {tuple(packed_tensor.shape)}; it must be [..., {count}, heads, head_dim]."
+                f"{name} must have shape [..., {count}, heads, head_dim], got {tuple(packed_tensor.shape)}."
             )
         separate_tensors = () if count == 3 else (call_arguments.pop("q"),)
         return function(*separate_tensors, *packed_tensor.unbind(-3), **call_arguments)

@@ -301,7 +301,8 @@ def _document_bounds(positions: Tensor, mesh: DeviceMesh | None, layout: str) ->
     if not bool(((position_steps == 1) | (full_positions[:, 1:] == 0)).all()):
         raise ValueError(
             f"positions must increase by one or restart at 0, but do not in the layout {layout!r}. Use ring='zigzag' "
-            "with parallelism.context_parallel_load_balancer='headtail', or ring='contiguous' with None."
+            "with parallelism.context_parallel_load_balancer='headtail', or ring='contiguous' with "
+            "context_parallel_load_balancer=None."
         )
     for row in full_positions:
         starts = (row == 0).nonzero().flatten().tolist()
@@ -390,7 +391,7 @@ def attention(cfg: GQAttention.Config, *, ring: str | None = None) -> GQAttentio
         return derive(cfg, GQAttention.Config, **changed_fields)
     window = getattr(cfg.inner_attention, "window_size", (-1, 0))
     if window != (-1, 0):
-        raise ValueError(f"ring= does not support attention windows, got window {window}. Omit ring for this model.")
+        raise ValueError(f"ring does not support attention windows, got window {window}. Omit ring for this model.")
     inputs = dict.fromkeys(("q_BLNH", "k_BLNH", "v_BLNH"), _HEADS)
     inner_attention = RingAttention.Config(layout=ring, sharding_config=_local_sharding_config(None, inputs, _HEADS))
     return derive(cfg, PositionsAttention.Config, inner_attention=inner_attention, **changed_fields)

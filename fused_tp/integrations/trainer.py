@@ -99,7 +99,7 @@ def mark_as_sharded(model: nn.Module) -> None:
     if any(PLAIN_SHARDINGS in vars(module) for module in base_model.modules()):
         raise ValueError(
             "parameters='plain' is not supported: Trainer would treat each rank's shards as copies of one model. Omit "
-            "it in the call of parallelize."
+            "parameters='plain' in the call of parallelize."
         )
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -153,8 +153,8 @@ class _ParallelTrainer:
         self._shards_logits = parallelism.cp_mesh is not None or parallelism.loss_parallel
         if settings is not None and settings.load_best_model_at_end and settings.save_only_model:
             raise ValueError(
-                "load_best_model_at_end=True needs the distributed checkpoint, which save_only_model=True omits. Unset "
-                "one of them."
+                "load_best_model_at_end=True needs the distributed checkpoint, which save_only_model=True omits. Set "
+                "one of the two to False."
             )
         with _allow_resuming(settings), _count_processes_as_devices():
             super().__init__(*args, **kwargs)

@@ -632,7 +632,7 @@ class CostModel:
 
     @cached_property
     def _parameter_groups(self) -> list[_ParameterGroup]:
-        """Parameters of the rank in two groups: experts distributed over ep, not replicated there, and the rest."""
+        """Parameters of the rank in two groups: parameters that ep ranks replicate, and experts distributed over ep."""
         config = self.config
         distributed_experts = self._sum_on_largest_rank(self._expert_parameters) if config.ep > 1 else 0.0
         groups = []

@@ -97,7 +97,8 @@ def _fill_dp_shard(
     if "dp_shard" in values or "dp_replicate" in values:
         if partial_config.world_size != world_size:
             raise ValueError(
-                f"{partial_config.shown()} needs {partial_config.world_size} ranks, got world_size={world_size}."
+                f"{partial_config.shown()} needs {partial_config.world_size} ranks, got world_size={world_size}. "
+                "Change a size."
             )
         return values
     return values | {"dp_shard": partial_config.at_world_size(world_size).dp_shard}
@@ -154,7 +155,7 @@ def _read_megatron(library_config: Mapping[str, Any], equal_fields: dict[str, An
         world_size // model_ranks if world_size and world_size % model_ranks == 0 else ep
     )
     if dp % ep:
-        raise ValueError(f"expert_model_parallel_size={ep} does not divide the {dp} data parallel ranks.")
+        raise ValueError(f"expert_model_parallel_size={ep} does not divide the {dp} data parallel ranks; change one.")
     # Megatron's distributed optimizer replicates parameters and shards its state; FSDP2 shards both. It defaults to on,
     # as in ms-swift: results are the same, and replicas need more memory.
     dp_field = "dp_shard" if library_config.get("use_distributed_optimizer", True) else "dp_replicate"
@@ -304,7 +305,8 @@ def _write_deepspeed(config: ParallelConfig) -> dict[str, Any]:
         _require_values(config, "a DeepSpeed configuration", ulysses_size=config.cp)
     if config.dp_shard > 1 and config.dp_replicate > 1:
         raise ValueError(
-            "DeepSpeed does not support dp_replicate > 1 with dp_shard > 1: ZeRO shards over all dp ranks."
+            "DeepSpeed does not support dp_replicate > 1 with dp_shard > 1, because ZeRO shards over all dp ranks. "
+            "Set one of them to 1."
         )
     library_config: dict[str, Any] = {"zero_optimization": {"stage": 3 if config.dp_shard > 1 else 0}}
     library_config["gradient_accumulation_steps"] = config.microbatches
@@ -318,7 +320,7 @@ def _write_deepspeed(config: ParallelConfig) -> dict[str, Any]:
 def _require_values(config: ParallelConfig, library: str, **values: int) -> None:
     for field, value in values.items():
         if getattr(config, field) != value:
-            raise ValueError(f"{library} does not support {field}={getattr(config, field)}; it needs {field}={value}.")
+            raise ValueError(f"{library} does not support {field}={getattr(config, field)}; set {field}={value}.")
 
 
 DIALECTS = {

@@ -106,7 +106,7 @@ def fitted_rows() -> list[PublishedResult]:
 
 
 def memory_rows() -> list[PublishedResult]:
-    """Return GiB per rank as in figure 1, which omits embeddings."""
+    """Return the memory per rank in GiB, without embeddings, as in figure 1."""
     rows = []
     for (name, _, _, _, (state_gib, all_activations_gib, selective_gib)), unsharded_model, selective_model in zip(
         _RECOMPUTATION_TABLE, _recomputation_models(False, keeps_scores=True), _recomputation_models(False), strict=True
@@ -228,7 +228,7 @@ _NEMO_SUMMARY = (
 
 
 def nemo_rows() -> list[PublishedResult]:
-    """Return MFU in percent of the FP8 peak."""
+    """Return the MFU of NeMo 24.12 in percent of the FP8 peak."""
     rows = []
     for shape, (gpus, batch, microbatch_rows, seq, tp, pp, cp, virtual_stages), tokens_per_second, _ in _NEMO_SUMMARY:
         dp = gpus // (tp * pp * cp)

@@ -171,7 +171,10 @@ def recommend(
 
 
 def _find_expressible(fitting_models: list[CostModel], words: str) -> tuple[CostModel | None, str]:
-    """Return the first configuration that a library can express, or None; and why it cannot express the first one."""
+    """Return the first configuration that a library can express, or None, and why it cannot express an earlier one.
+
+    The second value is "" if the library can express the first configuration.
+    """
     if words not in DIALECTS:
         raise ValueError(f"words must be one of {join_words(map(repr, DIALECTS))}, got {words!r}.")
     reason = ""

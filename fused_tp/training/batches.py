@@ -200,7 +200,10 @@ class DistributedBatches:
                         "load_state_dict or a newer iteration has moved the position; call iter() again."
                     )
             if not self.samples:
-                raise ValueError(f"dataset yielded fewer than global_batch_size={self.global_batch_size} samples.")
+                raise ValueError(
+                    f"dataset yielded fewer than global_batch_size={self.global_batch_size} samples. Pass a smaller "
+                    "global_batch_size."
+                )
             self.epoch, self.samples, self._dataset_state = self.epoch + 1, 0, None
 
     def _remaining_batches(self) -> Iterator[tuple[Any, int, Any]]:
@@ -263,7 +266,8 @@ class _RankBatches(IterableDataset[Any]):
             skipped_count = sum(1 for _ in islice(stream, self._skipped_samples))
             if skipped_count < self._skipped_samples:
                 raise ValueError(
-                    f"dataset yielded only {skipped_count} samples, but the position is after {self._skipped_samples}."
+                    f"dataset yielded only {skipped_count} samples, but the position is after "
+                    f"{self._skipped_samples}. Pass the dataset of the saved run."
                 )
         for number in count():
             samples = list(islice(stream, self._global_batch_size))

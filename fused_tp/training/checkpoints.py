@@ -402,7 +402,8 @@ class CheckpointManager:
             name for name, managed in managed_objects.items() if managed is not None and common_values[name] is None
         ]:
             raise ValueError(
-                f"{folder} was saved without {join_words(missing_names)}; omit it from the CheckpointManager, too."
+                f"{folder} was saved without {join_words(missing_names)}; omit {join_words(missing_names)} from the "
+                "CheckpointManager, too."
             )
         if self._data is not None:
             self._data.check_state(common_values["data"])

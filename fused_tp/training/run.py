@@ -185,8 +185,8 @@ class TrainingRun:
         for name, value in self._extra_state.setdefault("shape", own_shape).items():
             if name != "name" and value != own_shape.get(name, value):
                 raise ValueError(
-                    f"{checkpoints.folder} has a model with {name}={value}, got {name}={own_shape[name]}. Train the "
-                    "model that was saved, or use another folder for checkpoints."
+                    f"{checkpoints.folder} contains a model with {name}={value}, got {name}={own_shape[name]}. Train "
+                    "the model that was saved, or use another folder for checkpoints."
                 )
         self.scheduler.base_lrs = [group_options["initial_lr"] for group_options in current_options]
         rate_share = learning_rate_share(self.settings.optimizer, self.done_steps, self.settings.steps)
@@ -454,7 +454,7 @@ def make_model(settings: TrainSettings) -> Any:
 
 @contextmanager
 def _raise_as_value_error(description: str, settings: dict[str, Any]) -> Iterator[None]:
-    """Re-raise errors of transformers as ValueError. The message has the type of an unexpected error."""
+    """Re-raise errors of transformers as ValueError. The message names the type of an unexpected error."""
     try:
         yield
     except (ValueError, OSError) as error:

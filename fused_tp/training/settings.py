@@ -216,7 +216,7 @@ def apply_changes(settings: dict[str, Any], changes: Sequence[str]) -> dict[str,
         for parent in parents:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise ValueError(f"{change!r}: {parent!r} is not a mapping.")
+                raise ValueError(f"{change!r} sets a key of {parent!r}, which is not a mapping; set {parent!r} itself.")
         try:
             section[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:

@@ -36,7 +36,7 @@ class Bytes:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the same tokenizer as one of transformers, for `AutoTokenizer`."""
+        """Write an equivalent tokenizer of transformers, which `AutoTokenizer` can load."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +106,7 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
         ValueError: there is no text, its format is not supported, or it is shorter than one row.
     """
     if path is not None and not path.exists():
-        raise ValueError(f"{path} does not exist.")
+        raise ValueError(f"{path} does not exist; pass an existing file or folder of text.")
     if path is not None and path.suffix == ".npy":
         return PackedText(_map_tokens(path), np.zeros(1, np.int64), seq)
     token_arrays, lengths = [], []

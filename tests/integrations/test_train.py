@@ -104,12 +104,12 @@ def precisions(group: dist.ProcessGroup, settings: dict[str, Any]) -> list[list[
                 TrainSettings.from_mapping({**settings, "precision": precision, "parallel": parallel})
             ) as run:
                 if precision == "fp16":
-                    run._state["loss_scale"] = 2.0**40  # overflows at first
+                    run._extra_state["loss_scale"] = 2.0**40  # overflows at first
                 steps = [*run.steps()]
                 skipped = [step.skipped for step in steps]
                 assert any(skipped) == (precision == "fp16"), skipped
                 if precision == "fp16":
-                    assert run._state["loss_scale"] == 2.0 ** (40 - sum(skipped))
+                    assert run._extra_state["loss_scale"] == 2.0 ** (40 - sum(skipped))
                     found.append([steps[0].loss])
                 else:
                     found.append([step.loss for step in steps])
@@ -199,8 +199,8 @@ def goes_on_as_others(group: dist.ProcessGroup, given: dict[str, Any]) -> list[s
 def test_another_model_of_the_same_shapes_does_not_go_on(tmp_path: Path) -> None:
     given = settings_of(tmp_path, steps=1, checkpoints={"folder": str(tmp_path / "saved"), "every": 1})
     ((tied, heads),) = run_fresh(1, goes_on_as_others, given)
-    assert "has a model with tied=False, got tied=True" in tied
-    assert "has a model with heads=4, got heads=8" in heads
+    assert "contains a model with tied=False, got tied=True" in tied
+    assert "contains a model with heads=4, got heads=8" in heads
 
 
 def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int, int, list[float]]:
@@ -380,7 +380,9 @@ def exported(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> list[Any]:
             run.export()
             run.export()
             tokens = list("1 and 1é".encode())
-            found.append(torch.stack([run._compute_next_logits(tokens[: end + 1]).detach() for end in range(len(tokens))]))
+            found.append(
+                torch.stack([run._compute_next_logits(tokens[: end + 1]).detach() for end in range(len(tokens))])
+            )
     return found
 
 
