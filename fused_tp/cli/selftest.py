@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         chosen_steps = [
             step
-            for step in make_steps(arch, arguments.kernels, gpus.count, arguments.out)
+            for step in make_steps(arch, arguments.kernels, gpus.device_count, arguments.out)
             if re.search(arguments.only, step.name)
         ]
         if not chosen_steps:
@@ -97,7 +97,7 @@ def main(arguments: argparse.Namespace) -> int:
         "time": time.strftime("%H:%M:%S UTC", time.gmtime(start)),
         "arch": arch,
         "gpu": gpus.name,
-        "gpus": gpus.count,
+        "gpus": gpus.device_count,
         "versions": find_versions(),
     }
     is_main_thread = threading.current_thread() is threading.main_thread()  # no other thread may set signal handlers
@@ -228,13 +228,13 @@ class Gpus(NamedTuple):
     Attributes:
         obstacle: message that says why no step can use them; empty if steps can.
         arch: architecture of their kernels, such as 90 for sm_90; 0 without one.
-        count: number of GPUs.
+        device_count: number of GPUs.
         name: name of the first one.
     """
 
     obstacle: str
     arch: int = 0
-    count: int = 0
+    device_count: int = 0
     name: str = ""
 
 
