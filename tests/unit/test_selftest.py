@@ -186,7 +186,7 @@ def test_notes_of_steps(tmp_path: Path) -> None:
     assert notes[:2] == ["exit code 1: 5 of 7 | right", "exit code 9: right  the last"]
     assert notes[2:4] == ["5 of 7 | right", "ended after 2 s: 5 of 7 | right"] and "the step did not run" in notes[4]
     seconds = f"{outcomes[0].seconds:.0f}"
-    assert f"| wrong | wrong | {seconds} | exit code 1: 5 of 7 \\| right |" in step_module.table(outcomes)
+    assert f"| wrong | wrong | {seconds} | exit code 1: 5 of 7 \\| right |" in step_module.format_table(outcomes)
 
 
 def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
