@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.cli.doctor import output_of
+from fused_tp.cli.doctor import read_program_output
 
 from .case import BenchCase, Contestant
 from .results import MeasuredMachine, this_machine, versions
@@ -250,7 +250,7 @@ def gpu_versions(device: torch.device) -> dict[str, str]:
 def query_nvidia_smi(index: int, cache_key: int) -> dict[str, str]:
     """Query driver, clocks and power with nvidia-smi; {} without it. Cached: a query takes longer than a short case."""
     query = f"--query-gpu={','.join(CLOCKS.values())}"
-    lines = output_of("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
+    lines = read_program_output("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
     values = [value.strip() for value in "".join(lines).split(",")]
     if len(values) != len(CLOCKS):
         return {}
@@ -261,6 +261,6 @@ def query_nvidia_smi(index: int, cache_key: int) -> dict[str, str]:
 def _query_commit() -> dict[str, str]:
     """Query the commit of this checkout, and whether files have changed; {} outside of a checkout."""
     git_folder = ("-C", str(Path(__file__).parent))
-    changed = output_of("git", *git_folder, "status", "--porcelain", "--untracked-files=no")
-    commit = "".join(output_of("git", *git_folder, "rev-parse", "--short", "HEAD"))
+    changed = read_program_output("git", *git_folder, "status", "--porcelain", "--untracked-files=no")
+    commit = "".join(read_program_output("git", *git_folder, "rev-parse", "--short", "HEAD"))
     return {"commit": commit + (" and changes" if changed else "")} if commit else {}

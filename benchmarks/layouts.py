@@ -53,7 +53,7 @@ def train(folder: Path, parallel: dict[str, Any], steps: int) -> dict[int, float
     settings["checkpoints"] = {"folder": str(folder / "checkpoints"), "every": steps // 2}
     config = folder / "train.json"
     config.write_text(json.dumps(settings))
-    if start_ranks(TrainSettings.of(settings).least_ranks(), config):
+    if start_ranks(TrainSettings.from_mapping(settings).minimum_ranks(), config):
         sys.exit(f"{folder.name} has failed.")
     return {step["number"]: step["loss"] for step in read_log(folder)["step"]}
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fused_tp.cli import at_least, make_folder
-from fused_tp.cli.compare import WARMUP, Result, Variant, train_alternately
+from fused_tp.cli.compare import WARMUP, Variant, VariantResult, train_alternately
 from fused_tp.cli.compare_report import step_seconds
 from fused_tp.cli.plan import measure_this_machine
-from fused_tp.cli.ranks import Job, launch, preload, start_method
+from fused_tp.cli.ranks import Job, choose_start_method, launch, preload
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
 from fused_tp.planning.hardware import Machine
@@ -99,10 +99,12 @@ def measure_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> f
         ValueError, ChildProcessError: a rank has rejected the configuration, or failed.
     """
     variant = Variant("", {**train_settings(model, steps), "parallel": way})
-    method = start_method("cpu")
+    method = choose_start_method("cpu")
     if method == "forkserver":
         preload(["fused_tp.training.run", "transformers.modeling_utils", "torch._dynamo"])
-    results: list[Result] = launch(Job(train_alternately, [variant], ParallelConfig(**way).world_size), method)[0]
+    results: list[VariantResult] = launch(Job(train_alternately, [variant], ParallelConfig(**way).world_size), method)[
+        0
+    ]
     return step_seconds(results[0])
 
 

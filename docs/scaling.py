@@ -20,7 +20,7 @@ def main() -> None:
 
     figure, (strong, weak) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
     strong.plot(GPUS, [100 * published.strong_scaling(gpus).mfu for gpus in GPUS], "o-", label="predicted")
-    strong.plot(*zip(*published.STRONG, strict=True), "k^", label="published")
+    strong.plot(*zip(*published.STRONG_SCALING, strict=True), "k^", label="published")
     strong.set_title("Strong scaling: 177B parameters, 1152 rows")
     rows = published.weak_scaling_rows()
     gpus = [row.model.config.world_size for row in rows]

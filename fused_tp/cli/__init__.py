@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 
-def shipped_module(folder: str, name: str) -> ModuleType:
+def import_shipped_module(folder: str, name: str) -> ModuleType:
     """Import module `name` of a folder next to this package, such as benchmarks.
 
     An installation contains the folder as `fused_tp.benchmarks`, because a top-level package `benchmarks` could clash
@@ -68,13 +68,13 @@ def make_parent_folder(option: str, path: Path) -> None:
     make_folder(option, path.parent)
 
 
-def at_least(lowest: float, parse: Callable[[str], float] = int) -> Callable[[str], float]:
-    """Argparse type: a number of at least `lowest`."""
+def at_least(minimum: float, parse: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Argparse type: a number of at least `minimum`."""
 
     def parse_number(text: str) -> float:
         value = parse(text)
-        if not value >= lowest:
-            raise argparse.ArgumentTypeError(f"must be at least {lowest}, got {value}")
+        if not value >= minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
         return value
 
     return parse_number

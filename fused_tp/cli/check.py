@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fused_tp.cli import at_least, make_parent_folder, positive_number
-from fused_tp.cli.ranks import Job, is_under_torchrun, launch, preload, start_method
+from fused_tp.cli.ranks import Job, choose_start_method, is_under_torchrun, launch, preload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
         config = parallel_config(arguments)
         if arguments.json is not None:
             make_parent_folder("--json", arguments.json)
-        method = None if is_under_torchrun() else start_method("cpu")
+        method = None if is_under_torchrun() else choose_start_method("cpu")
         if method == "forkserver":
             preload(["fused_tp.training.check", *(["transformers"] if ":" not in arguments.model else [])])
         report: CheckReport = launch(Job(check, arguments, config.world_size), method)

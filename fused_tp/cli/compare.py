@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fused_tp.cli import at_least, make_folder
-from fused_tp.cli.compare_result import WARMUP, Result
-from fused_tp.cli.ranks import Job, is_under_torchrun, launch, preload, start_method
+from fused_tp.cli.compare_result import WARMUP, VariantResult
+from fused_tp.cli.ranks import Job, choose_start_method, is_under_torchrun, launch, preload
 from fused_tp.core.settings import override_environment
 
 # Settings with which an op runs a matmul, then a collective of torch.distributed.
@@ -46,24 +46,27 @@ SMALL_LLAMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the alternating runs of a way.
+    """One of the runs that alternate within a way, that is, a parallel configuration.
 
     Attributes:
         name: label of its line in the table.
         settings: keys of `fused_tp.training.settings.TrainSettings`.
-        plain: run a matmul, then a collective of torch.distributed, instead of fused_tp's schedules and transports.
+        uses_plain_collectives: True to run a matmul, then a collective of torch.distributed, instead of fused_tp's
+            schedules and transports.
         threads: CPU threads per rank.
     """
 
     name: str
     settings: dict[str, Any]
-    plain: bool = False
+    uses_plain_collectives: bool = False
     threads: int = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, help="of `fused-tp train`; default: a Llama of 4 layers")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of it")
+    parser.add_argument("--config", type=Path, help="configuration of `fused-tp train` (default: a Llama of 4 layers)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the configuration"
+    )
     for name, help_text in (
         ("tp", "tensor parallel ranks"),
         ("cp", "context parallel ranks"),
@@ -73,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=at_least(2), action="append", default=[], help=help_text, metavar="N")
     parser.add_argument("--parallel", action="append", default=[], metavar="JSON", help='such as {"tp": 2, "cp": 2}')
-    parser.add_argument("--steps", type=at_least(WARMUP + 1), default=20, help="of each run (20)")
-    parser.add_argument("--out", type=Path, default=Path("out/compare"), help="for compare.json, compare.png")
+    parser.add_argument("--steps", type=at_least(WARMUP + 1), default=20, help="number of steps of each run (20)")
+    parser.add_argument("--out", type=Path, default=Path("out/compare"), help="folder for compare.json and compare.png")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -88,23 +91,25 @@ def main(arguments: argparse.Namespace) -> int:
 
     try:
         if is_under_torchrun():
-            raise ValueError("it starts the ranks of each way itself, on this machine; run it without torchrun.")
+            raise ValueError(
+                "the command starts the ranks of each way itself, on this machine; run it without torchrun."
+            )
         settings = apply_changes(read_mapping(arguments.config) if arguments.config else SMALL_LLAMA, arguments.set)
         # A way must not resume from another's checkpoint, and a process supports one profiler only.
         settings |= {"steps": arguments.steps, "checkpoints": None, "profile": None, "export": None}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         jobs = make_jobs(settings, parse_ways(arguments), device)
         for job in jobs:
-            TrainSettings.of(job.settings[0].settings)
+            TrainSettings.from_mapping(job.settings[0].settings)
             if device == "cuda" and job.ranks > torch.cuda.device_count():
                 raise ValueError(
                     f"{job.settings[0].name} needs {job.ranks} GPUs; torch sees {torch.cuda.device_count()}."
                 )
         make_folder("--out", arguments.out)
-        method = start_method(device)
+        method = choose_start_method(device)
         if method == "forkserver":
             preload(["fused_tp.training.run", "transformers.modeling_utils", "torch._dynamo"])
-        results: list[list[Result]] = []
+        results: list[list[VariantResult]] = []
         sample = None
         for job in jobs:
             print(f"{job.settings[0].name}, {arguments.steps} steps ...", flush=True)
@@ -126,7 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parse_ways(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Value of setting `parallel` for each requested way, by name."""
+    """Return the value of setting `parallel` for each requested way, by name."""
     ways: dict[str, dict[str, Any]] = {}
     for size in arguments.tp:
         ways[f"tp{size}"] = {"tp": size}
@@ -167,46 +172,46 @@ def make_jobs(settings: dict[str, Any], ways: dict[str, dict[str, Any]], device:
     for name, way in ways.items():
         variants = [Variant(name, {**settings, "parallel": way})]
         if {"tp", "cp"} & set(way):
-            variants.append(Variant(f"{name}, plain collectives", variants[0].settings, plain=True))
+            variants.append(Variant(f"{name}, plain collectives", variants[0].settings, uses_plain_collectives=True))
         jobs.append(Job(train_alternately, variants, sizes[name], device))
     return jobs
 
 
-def train_alternately(variants: list[Variant]) -> tuple[list[Result], str | None]:
+def train_alternately(variants: list[Variant]) -> tuple[list[VariantResult], str | None]:
     """Train the variants of a way in turn, on every rank; return their results and a sample of the first variant."""
     import torch
     import torch.distributed as dist
 
-    from fused_tp.training.run import TrainingRun, TrainingStep, memory_peak
+    from fused_tp.training.run import TrainingRun, TrainingStep, peak_memory_bytes
     from fused_tp.training.settings import TrainSettings
 
-    results: list[Result] = []
+    results: list[VariantResult] = []
     runs: list[tuple[Variant, TrainingRun, Iterator[TrainingStep]]] = []
 
-    def step(index: int) -> None:
+    def run_step(index: int) -> None:
         variant, _, steps = runs[index]
         dist.barrier()  # all ranks start a step together, so that earlier delays do not count as waiting
         torch.set_num_threads(variant.threads)
-        with override_environment(PLAIN_ENVIRONMENT if variant.plain else {}):
+        with override_environment(PLAIN_ENVIRONMENT if variant.uses_plain_collectives else {}):
             finished_step = next(steps)
         results[index].seconds.append(finished_step.seconds)
         results[index].waited.append(finished_step.waited)
         results[index].losses.append(finished_step.loss)
 
     for index, variant in enumerate(variants):
-        with override_environment(PLAIN_ENVIRONMENT if variant.plain else {}):
-            run = TrainingRun(TrainSettings.of(variant.settings))
+        with override_environment(PLAIN_ENVIRONMENT if variant.uses_plain_collectives else {}):
+            run = TrainingRun(TrainSettings.from_mapping(variant.settings))
         runs.append((variant, run, run.steps()))
         tokens = run.settings.global_batch * run.settings.data.seq
-        results.append(Result(variant.name, dist.get_world_size(), variant.threads, tokens, [], [], [], None))
+        results.append(VariantResult(variant.name, dist.get_world_size(), variant.threads, tokens, [], [], [], None))
         for _ in range(WARMUP):
-            step(index)
+            run_step(index)
         if index == 0:
-            peak_memory = torch.tensor(memory_peak(run.device), dtype=torch.int64, device=run.device)
+            peak_memory = torch.tensor(peak_memory_bytes(run.device), dtype=torch.int64, device=run.device)
             dist.all_reduce(peak_memory, dist.ReduceOp.MAX)
             results[0].memory = int(peak_memory)
     for number in range(runs[0][1].settings.steps - WARMUP):
         for index in range(len(runs))[:: -1 if number % 2 else 1]:
-            step(index)
+            run_step(index)
     torch.set_num_threads(variants[0].threads)
     return results, runs[0][1].sample()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fused_tp.cli import cpu_name
-from fused_tp.cli.compare_result import WARMUP, Result
+from fused_tp.cli.compare_result import WARMUP, VariantResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,25 +46,25 @@ class Comparison:
         precision: "fp32", "bf16" or "fp16".
     """
 
-    ways: list[list[Result]]
+    ways: list[list[VariantResult]]
     precision: str
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[VariantResult]:
         return [result for way in self.ways for result in way]
 
     @property
-    def largest_difference(self) -> float:
+    def largest_loss_difference(self) -> float:
         """Largest difference between a loss and the loss of one process."""
-        return max(max(self.differences(result)[:COMPARED_STEPS]) for result in self.results)
+        return max(max(self.loss_differences(result)[:COMPARED_STEPS]) for result in self.results)
 
     @property
     def is_alike(self) -> bool:
         """True if all ways train the same model, up to rounding."""
-        return self.largest_difference <= LOSS_TOLERANCES[self.precision]
+        return self.largest_loss_difference <= LOSS_TOLERANCES[self.precision]
 
-    def differences(self, result: Result) -> list[float]:
-        """Values |loss - loss of one process| of all steps; infinity where a loss is not finite."""
+    def loss_differences(self, result: VariantResult) -> list[float]:
+        """Return |loss - loss of one process| of all steps; infinity where a loss is not finite."""
         pairs = zip(result.losses, self.results[0].losses, strict=True)
         return [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
 
@@ -74,8 +74,8 @@ class Comparison:
             f"{'':28} {'ranks':>5} {'s/step':>8} {'speed':>6} {'tokens/s':>9} {'waiting':>8} {'GiB/rank':>9} "
             f"{'loss':>8} {'off by':>8}"
         ]
-        same_cores = self.ways[0][-1]  # one process with a thread per rank of the largest way
-        reference_seconds = step_seconds(same_cores)
+        same_cores_result = self.ways[0][-1]  # one process with a thread per rank of the largest way
+        reference_seconds = step_seconds(same_cores_result)
         for result in self.results:
             seconds = step_seconds(result)
             memory = "" if result.memory is None else f"{result.memory / 2**30:.2f}"
@@ -83,20 +83,21 @@ class Comparison:
             lines.append(
                 f"{result.name:28} {result.ranks:5} {seconds:8.3f} {reference_seconds / seconds:5.2f}x "
                 f"{result.tokens / seconds:9,.0f} {wait_text:>8} {memory:>9} "
-                f"{result.losses[-1]:8.4f} {max(self.differences(result)):8.1e}"
+                f"{result.losses[-1]:8.4f} {max(self.loss_differences(result)):8.1e}"
             )
         for way in self.ways[1:]:
             if len(way) == 2:
                 lines.append(f"{way[0].name} is {speedup(way):.2f}x as fast as with plain collectives.")
-        if same_cores is not self.results[0]:
-            lines.append(f"speed: relative to {same_cores.name}, the cores of the largest way.")
+        if same_cores_result is not self.results[0]:
+            lines.append(f"speed: relative to {same_cores_result.name}, the cores of the largest way.")
         if self.is_alike:
             lines.append(
-                f"All train alike: losses differ from those of one process by at most {self.largest_difference:.1e}."
+                "All train alike: losses differ from those of one process by at most "
+                f"{self.largest_loss_difference:.1e}."
             )
         else:
             lines.append(
-                f"THEY DIFFER: a loss differs from that of one process by {self.largest_difference:.1e}; rounding "
+                f"THEY DIFFER: a loss differs from that of one process by {self.largest_loss_difference:.1e}; rounding "
                 f"explains {LOSS_TOLERANCES[self.precision]:.0e}."
             )
         return "\n".join(lines)
@@ -130,64 +131,67 @@ class Comparison:
             height = max(4.6, 1.4 + 0.62 * len(self.results))
             figure = Figure(figsize=(11.5, height), dpi=120, layout="constrained")
             grid = figure.add_gridspec(2, 2, height_ratios=(2.2, 1), width_ratios=(1, 1.25))
-            losses = figure.add_subplot(grid[0, 0])
-            self._draw_losses(losses, figure.add_subplot(grid[1, 0], sharex=losses))
+            loss_axes = figure.add_subplot(grid[0, 0])
+            self._draw_losses(loss_axes, figure.add_subplot(grid[1, 0], sharex=loss_axes))
             self._draw_times(figure.add_subplot(grid[:, 1]))
             figure.savefig(path)
 
-    def _draw_losses(self, losses: Axes, differences: Axes) -> None:
+    def _draw_losses(self, loss_axes: Axes, difference_axes: Axes) -> None:
         """Plot losses, and below them the largest difference so far: that of a single fp32 loss is often 0."""
         from matplotlib.ticker import MaxNLocator, NullFormatter
 
         steps = range(1, len(self.results[0].losses) + 1)
         for index, way in enumerate(self.ways):
             result = way[0]
-            losses.plot(steps, result.losses, color=f"C{index}", linewidth=7 / (1 + index), label=result.name)
+            loss_axes.plot(steps, result.losses, color=f"C{index}", linewidth=7 / (1 + index), label=result.name)
             if index:
                 # A log axis cannot show 0, so 0 is drawn as 1e-8, which is below the rounding error of fp32.
-                so_far = accumulate(self.differences(result), max, initial=1e-8)
-                differences.plot(steps, list(so_far)[1:], color=f"C{index}")
-        losses.set(title="Loss", ylabel="nats per token")
-        losses.tick_params(labelbottom=False)
-        losses.legend()
-        differences.xaxis.set_major_locator(MaxNLocator(integer=True))
-        differences.set(xlabel="step", title="Largest difference to one process so far")
+                largest_so_far = accumulate(self.loss_differences(result), max, initial=1e-8)
+                difference_axes.plot(steps, list(largest_so_far)[1:], color=f"C{index}")
+        loss_axes.set(title="Loss", ylabel="nats per token")
+        loss_axes.tick_params(labelbottom=False)
+        loss_axes.legend()
+        difference_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        difference_axes.set(xlabel="step", title="Largest difference to one process so far")
         if len(self.ways) > 1:
-            differences.set_yscale("log")
-            differences.yaxis.set_minor_formatter(NullFormatter())
-            differences.margins(y=0.2)
+            difference_axes.set_yscale("log")
+            difference_axes.yaxis.set_minor_formatter(NullFormatter())
+            difference_axes.margins(y=0.2)
 
     def _draw_times(self, axes: Axes) -> None:
         """Draw a bar per result: time of compute and data transfer, then, lighter, time of waiting for peers."""
         colors = [f"C{index}" for index, way in enumerate(self.ways) for _ in way]
-        longest = max(map(step_seconds, self.results))
+        longest_seconds = max(map(step_seconds, self.results))
         for position, (result, color) in enumerate(zip(self.results, colors, strict=True)):
             seconds, wait_share = step_seconds(result), wait_fraction(result)
-            fused = "plain" not in result.name
-            axes.barh(position, seconds * (1 - wait_share), height=0.5, color=color, alpha=1 if fused else 0.6)
+            is_fused = "plain" not in result.name
+            axes.barh(position, seconds * (1 - wait_share), height=0.5, color=color, alpha=1 if is_fused else 0.6)
             axes.barh(
                 position, seconds * wait_share, 0.5, seconds * (1 - wait_share), color=color, alpha=0.35, hatch="////"
             )
             wait_text = f", {wait_share:.0%} waiting for peers" if result.ranks > 1 else ""
             axes.text(0, position - 0.31, result.name, weight="bold", va="bottom")
             axes.text(
-                seconds + 0.02 * longest, position, f"{result.tokens / seconds:,.0f} tokens/s{wait_text}", va="center"
+                seconds + 0.02 * longest_seconds,
+                position,
+                f"{result.tokens / seconds:,.0f} tokens/s{wait_text}",
+                va="center",
             )
-        axes.set(title="Time of a step", xlabel="seconds (median)", xlim=(0, 1.75 * longest), yticks=[])
+        axes.set(title="Time of a step", xlabel="seconds (median)", xlim=(0, 1.75 * longest_seconds), yticks=[])
         axes.set_ylim(len(self.results) - 0.5, -0.75)
 
 
-def step_seconds(result: Result) -> float:
-    """Median step time after the warmup."""
+def step_seconds(result: VariantResult) -> float:
+    """Return the median step time after the warmup."""
     return statistics.median(result.seconds[WARMUP:])
 
 
-def wait_fraction(result: Result) -> float:
-    """Share of the step time after the warmup that a rank waited for its peers."""
+def wait_fraction(result: VariantResult) -> float:
+    """Return the share of the step time after the warmup that a rank waited for its peers."""
     return sum(result.waited[WARMUP:]) / sum(result.seconds[WARMUP:])
 
 
-def speedup(way: list[Result]) -> float:
-    """Step time of the second variant over that of the first: median over pairs of consecutive steps."""
+def speedup(way: list[VariantResult]) -> float:
+    """Return the median, over pairs of consecutive steps, of the second variant's step time divided by the first's."""
     pairs = zip(way[1].seconds[WARMUP:], way[0].seconds[WARMUP:], strict=True)
-    return statistics.median(second / first for second, first in pairs)
+    return statistics.median(plain_seconds / fused_seconds for plain_seconds, fused_seconds in pairs)

@@ -8,7 +8,7 @@ WARMUP = 2  # the first steps are not timed: they allocate memory, connect ranks
 
 
 @dataclass
-class Result:
+class VariantResult:
     """Measurements of a variant; lists hold one value per step.
 
     Attributes:

@@ -95,27 +95,27 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        print(report(findings))
+        print(format_report(findings))
     return 0 if healthy else 1
 
 
 def examine() -> list[Finding]:
     """Return all findings, in the order of the report."""
-    core, why_no_core = native_core()
+    core, why_no_core = import_native_core()
     sections = {
-        "Software": _software(),
-        "CPU": _processor(core),
-        "CPU shared memory": _shared_memory(core, why_no_core),
+        "Software": _examine_software(),
+        "CPU": _examine_processor(core),
+        "CPU shared memory": _examine_shared_memory(core, why_no_core),
         "GPU": examine_gpu(core),
-        "Optional libraries": _libraries(),
-        "Settings": _settings(),
-        "Schedules measured by FUSED_TP_AUTOTUNE": _autotuned_schedules(),
-        f"Schedules of {_WORLD_SIZE} ranks, bf16, hidden size {_HIDDEN_SIZE}": _schedules(core),
+        "Optional libraries": _examine_libraries(),
+        "Settings": _examine_settings(),
+        "Schedules measured by FUSED_TP_AUTOTUNE": _examine_autotuned_schedules(),
+        f"Schedules of {_WORLD_SIZE} ranks, bf16, hidden size {_HIDDEN_SIZE}": _examine_schedules(core),
     }
     return [replace(finding, section=section) for section, findings in sections.items() for finding in findings]
 
 
-def report(findings: list[Finding]) -> str:
+def format_report(findings: list[Finding]) -> str:
     """Format the findings as text."""
     lines: list[str] = []
     section = ""
@@ -131,71 +131,71 @@ def report(findings: list[Finding]) -> str:
     return "\n".join([*lines, "", closing])
 
 
-def _libraries() -> Iterator[Finding]:
+def _examine_libraries() -> Iterator[Finding]:
     for name, (extra, purpose) in _LIBRARIES.items():
-        installed = _installed_version(name)
-        value = installed or f"not installed ({purpose}): pip install 'fused-tp[{extra}]'"
-        yield Finding(name, value, OK if installed else NOTE)
+        installed_version = _installed_version(name)
+        value = installed_version or f"not installed ({purpose}): pip install 'fused-tp[{extra}]'"
+        yield Finding(name, value, OK if installed_version else NOTE)
 
 
-def _software() -> Iterator[Finding]:
+def _examine_software() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())  # needs no check: older versions cannot parse this file
     yield Finding("fused-tp", _installed_version("fused-tp") or f"not installed, run from {Path(__file__).parents[2]}")
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    too_old = release < MINIMUM_TORCH
-    advice = f"torch {dotted_version(MINIMUM_TORCH)} or later is needed: pip install -U torch" if too_old else ""
-    yield Finding("torch", torch.__version__, PROBLEM if too_old else OK, advice)
+    is_too_old = release < MINIMUM_TORCH
+    advice = f"torch {dotted_version(MINIMUM_TORCH)} or later is needed: pip install -U torch" if is_too_old else ""
+    yield Finding("torch", torch.__version__, PROBLEM if is_too_old else OK, advice)
     backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
     yield Finding("backends", ", ".join(backends), OK if backends else PROBLEM)
-    compiler = next(iter(output_of("c++", "--version")), "")
+    compiler = next(iter(read_program_output("c++", "--version")), "")
     yield Finding("C++ compiler", compiler or "none", OK if compiler else NOTE)
-    yield _cuda_compiler()
+    yield _examine_cuda_compiler()
 
 
-def _cuda_compiler() -> Finding:
+def _examine_cuda_compiler() -> Finding:
     """Find nvcc where setup.py searches: only in CUDA_HOME or CUDA_PATH if one of them is set."""
     variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
     candidates = [f"{os.environ[variable]}/bin/nvcc"] if variable else ["nvcc", TOOLKIT_NVCC]
-    lines: list[str] = next(filter(None, (output_of(candidate, "--version") for candidate in candidates)), [])
+    lines: list[str] = next(filter(None, (read_program_output(candidate, "--version") for candidate in candidates)), [])
     if not lines:
         return Finding("CUDA compiler", f"none in {candidates[0]}, as {variable} says" if variable else "none", NOTE)
     release = "\n".join(lines).partition("release ")[2].partition(".")[0]
-    too_old = release.isdigit() and int(release) < MINIMUM_CUDA
-    advice = f"CUDA {MINIMUM_CUDA}.0 or later is needed to build the device kernels." if too_old else ""
-    return Finding("CUDA compiler", lines[-1], NOTE if too_old else OK, advice)
+    is_too_old = release.isdigit() and int(release) < MINIMUM_CUDA
+    advice = f"CUDA {MINIMUM_CUDA}.0 or later is needed to build the device kernels." if is_too_old else ""
+    return Finding("CUDA compiler", lines[-1], NOTE if is_too_old else OK, advice)
 
 
-def _processor(core: ModuleType | None) -> Iterator[Finding]:
+def _examine_processor(core: ModuleType | None) -> Iterator[Finding]:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("processors", f"{cpus} usable, {platform.machine()}; torch runs {torch.get_num_threads()} threads")
-    present = _cpu_flags()
-    yield Finding("instruction sets", ", ".join(f for f in _CPU_FEATURES if f in present) or "baseline")
+    cpu_flags = _read_cpu_flags()
+    yield Finding("instruction sets", ", ".join(f for f in _CPU_FEATURES if f in cpu_flags) or "baseline")
     yield Finding("torch kernels use", torch.backends.cpu.get_cpu_capability())
     if core is not None:
         yield Finding("native core uses", core.isa())
 
 
-def _shared_memory(core: ModuleType | None, why_no_core: str) -> Iterator[Finding]:
+def _examine_shared_memory(core: ModuleType | None, why_no_core: str) -> Iterator[Finding]:
     if core is None and sys.platform != "linux":
         yield Finding("native core", "none: it needs Linux; ops run on torch.distributed", NOTE)
         return
     if core is None:
         value = f"missing, so ops run on torch.distributed ({why_no_core})"
-        yield Finding("native core", value, PROBLEM, _how_to_build())
+        yield Finding("native core", value, PROBLEM, _build_instructions())
         return
     yield Finding("native core", Path(str(core.__file__)).name)
     if not shared_memory_allowed():
         yield Finding("two processes share", "not tested: FUSED_TP_SHM disables it", NOTE)
         return
-    shared = _try_shared_memory(core)
-    if shared:
+    availability = _try_shared_memory(core)
+    if availability:
         yield Finding("two processes share", "yes")
     else:
         advice = (
             "Ops run on torch.distributed. The ranks of a host need the same user and PID namespace, and their "
             "container must let them open /proc/<pid>/fd of each other (docker: --pid host --cap-add SYS_PTRACE)."
         )
-        yield Finding("two processes share", f"no: {shared.reason}", PROBLEM, advice)
+        yield Finding("two processes share", f"no: {availability.reason}", PROBLEM, advice)
 
 
 def shared_memory_allowed() -> bool:
@@ -206,7 +206,7 @@ def shared_memory_allowed() -> bool:
         return True
 
 
-def native_core() -> tuple[ModuleType | None, str]:
+def import_native_core() -> tuple[ModuleType | None, str]:
     """Import the native core; if that fails, return None and the reason."""
     try:
         return importlib.import_module("fused_tp._core"), ""
@@ -214,7 +214,7 @@ def native_core() -> tuple[ModuleType | None, str]:
         return None, str(error)
 
 
-def _how_to_build() -> str:
+def _build_instructions() -> str:
     steps = []
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         steps.append("install a C++17 compiler (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)")
@@ -264,7 +264,7 @@ def _try_shared_memory(core: ModuleType) -> Availability:
     return AVAILABLE
 
 
-def _cpu_flags() -> set[str]:
+def _read_cpu_flags() -> set[str]:
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -282,9 +282,9 @@ def _installed_version(distribution: str) -> str | None:
 
 def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
     """Yield the findings of the GPU section. `core`: the native core, None if it is missing."""
-    on_gpu = torch.cuda.is_available()
-    yield from _driver(on_gpu)
-    devices = range(torch.cuda.device_count()) if on_gpu else range(0)
+    has_gpu = torch.cuda.is_available()
+    yield from _examine_driver(has_gpu)
+    devices = range(torch.cuda.device_count()) if has_gpu else range(0)
     archs = []
     for device in devices:
         try:
@@ -297,23 +297,24 @@ def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
         multicast = ", multicast" * (cuda_driver.device_attribute(cuda_driver.MULTICAST_SUPPORTED, device) == 1)
         yield Finding(f"cuda:{device}", f"{properties.name}, sm_{archs[-1]}, {memory}{multicast}")
-    if not on_gpu:
+    if not has_gpu:
         yield Finding("CUDA devices", "none, or a torch built without CUDA; CPU ops need none", NOTE)
     if len(archs) == len(devices) > 1:
-        yield from _peer_access(devices)
-    if on_gpu:
-        yield _nccl_finding(core)
-    yield _fused_kernels(on_gpu)
-    yield _device_kernels(sorted(set(archs)))
+        yield from _examine_peer_access(devices)
+    if has_gpu:
+        yield _examine_nccl(core)
+    yield _examine_fused_kernels(has_gpu)
+    yield _examine_device_kernels(sorted(set(archs)))
 
 
-def _driver(on_gpu: bool) -> Iterator[Finding]:
+def _examine_driver(has_gpu: bool) -> Iterator[Finding]:
     driver_cuda = cuda_driver.cuda_version()
     if driver_cuda is not None:
         yield Finding(
-            "NVIDIA driver", f"{_driver_release() or 'version unknown'}, for CUDA up to {dotted_version(driver_cuda)}"
+            "NVIDIA driver",
+            f"{_read_driver_release() or 'version unknown'}, for CUDA up to {dotted_version(driver_cuda)}",
         )
-    elif on_gpu:
+    elif has_gpu:
         yield Finding("NVIDIA driver", "unknown: libcuda.so.1 cannot be loaded", NOTE)
     else:
         yield Finding("NVIDIA driver", "none", NOTE)
@@ -328,16 +329,18 @@ def _driver(on_gpu: bool) -> Iterator[Finding]:
         yield Finding("CUDA of torch", torch_cuda or "none", OK if torch_cuda else NOTE)
 
 
-def _driver_release() -> str:
+def _read_driver_release() -> str:
     try:
         words = _DRIVER_VERSION_FILE.read_text().partition("Kernel Module")[2].split()
     except OSError:
         words = []
     release = next((word for word in words if word[0].isdigit() and "." in word), "")
-    return release or next(iter(output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), "")
+    return release or next(
+        iter(read_program_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), ""
+    )
 
 
-def _peer_access(devices: range) -> Iterator[Finding]:
+def _examine_peer_access(devices: range) -> Iterator[Finding]:
     """Report the GPUs that can access each other's memory, which kernels need to signal peers."""
     peers_by_device = {
         device: [peer for peer in devices if peer != device and torch.cuda.can_device_access_peer(device, peer)]
@@ -351,7 +354,7 @@ def _peer_access(devices: range) -> Iterator[Finding]:
         yield Finding(f"cuda:{device} reaches", names or "no other", OK if peers else NOTE)
 
 
-def _nccl_finding(core: ModuleType | None) -> Finding:
+def _examine_nccl(core: ModuleType | None) -> Finding:
     if not dist.is_nccl_available():
         return Finding("NCCL", "missing", PROBLEM, "Install a torch with NCCL.")
     version = dotted_version(torch.cuda.nccl.version())  # also loads NCCL, which the core then finds
@@ -362,28 +365,28 @@ def _nccl_finding(core: ModuleType | None) -> Finding:
     except RuntimeError as error:
         return Finding("NCCL", f"{version}; not for schedule nccl_pipeline: {error}", NOTE)
     features = [text for name, text in _NCCL_FEATURES.items() if getattr(library, name)]
-    missing = [text for name, text in _NCCL_FEATURES.items() if not getattr(library, name)]
+    missing_features = [text for name, text in _NCCL_FEATURES.items() if not getattr(library, name)]
     value = f"{library.version_text}, has {', '.join(features)}" if features else library.version_text
-    return Finding("NCCL", f"{value}; a later one adds {', '.join(missing)}" if missing else value)
+    return Finding("NCCL", f"{value}; a later one adds {', '.join(missing_features)}" if missing_features else value)
 
 
-def _fused_kernels(on_gpu: bool) -> Finding:
-    available = fused_kernels_availability(torch.device("cuda" if on_gpu else "cpu"))
-    if not available:
-        return Finding("fused kernels", f"none: {available.reason}", NOTE)
-    where = "on GPUs that reach each other by NVLink" if on_gpu else "interpreted, for tests"
-    return Finding("fused kernels", f"can run {where}")
+def _examine_fused_kernels(has_gpu: bool) -> Finding:
+    availability = fused_kernels_availability(torch.device("cuda" if has_gpu else "cpu"))
+    if not availability:
+        return Finding("fused kernels", f"none: {availability.reason}", NOTE)
+    location = "on GPUs that reach each other by NVLink" if has_gpu else "interpreted, for tests"
+    return Finding("fused kernels", f"can run {location}")
 
 
-def _device_kernels(archs: list[int]) -> Finding:
+def _examine_device_kernels(archs: list[int]) -> Finding:
     build_info = native_kernels.read_kernel_targets()
     description = (
         f"built for {', '.join(build_info.archs)} by CUDA {dotted_version(build_info.toolkit[:2])}"
         if build_info is not None
-        else "there"
+        else "installed"
     )
     availabilities = [native_kernels.native_kernels_available(arch) for arch in archs or [0]]
-    problems = [available.reason for available in availabilities if not available]
+    problems = [availability.reason for availability in availabilities if not availability]
     if not problems:
         return Finding("device kernels", description)
     if not archs or build_info is None:
@@ -395,11 +398,11 @@ def _device_kernels(archs: list[int]) -> Finding:
     )
 
 
-def _settings() -> Iterator[Finding]:
+def _examine_settings() -> Iterator[Finding]:
     checks: dict[str, Callable[[], Any]] = {
         "FUSED_TP_TABLE": lambda: dispatch.load_table(settings.table_path()),
         "FUSED_TP_SCHEDULE": forced_schedule,
-        "FUSED_TP_ATTENTION": _forced_provider,
+        "FUSED_TP_ATTENTION": _read_forced_kernel,
     }
     for setting in settings.SETTINGS:
         value = os.environ.get(setting.name)
@@ -415,20 +418,20 @@ def _settings() -> Iterator[Finding]:
             yield Finding(setting.name, f"{value!r}; {meaning}", PROBLEM, str(error))
         else:
             yield Finding(setting.name, f"{value!r}; {meaning}")
-    known = {setting.name for setting in settings.SETTINGS}
+    known_names = {setting.name for setting in settings.SETTINGS}
     for name in sorted(os.environ):
-        if name.startswith("FUSED_TP_") and name not in known:
+        if name.startswith("FUSED_TP_") and name not in known_names:
             yield Finding(name, repr(os.environ[name]), PROBLEM, "Nothing reads this variable; is it misspelt?")
 
 
-def _forced_provider() -> str | None:
+def _read_forced_kernel() -> str | None:
     # Imported here, because it loads NumPy and the native core, which doctor must not require.
     from fused_tp.attention.kernels.select import forced_kernel
 
     return forced_kernel()
 
 
-def _autotuned_schedules() -> Iterator[Finding]:
+def _examine_autotuned_schedules() -> Iterator[Finding]:
     """Yield the results of earlier runs, from the autotune files that this installation would read."""
     for path, results in saved_files():
         device, ranks = results["machine"].get("device"), results["machine"].get("ranks of each host")
@@ -441,7 +444,7 @@ def _autotuned_schedules() -> Iterator[Finding]:
             yield Finding(description, problem, PROBLEM, advice)
 
 
-def _schedules(core: ModuleType | None) -> Iterator[Finding]:
+def _examine_schedules(core: ModuleType | None) -> Iterator[Finding]:
     """Yield the schedules that two ranks of this machine would use; `fused-tp explain` prints details."""
     has_shared_memory = core is not None and shared_memory_allowed()
     targets = [("cpu", "shm" if has_shared_memory else "gloo", "cpu")]
@@ -467,7 +470,7 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
                 yield Finding(f"{op}, {device}", value)
 
 
-def output_of(command: str, *arguments: str) -> list[str]:
+def read_program_output(command: str, *arguments: str) -> list[str]:
     """Return the lines that a program prints; empty if it is missing or fails."""
     path = shutil.which(command)
     if path is None:

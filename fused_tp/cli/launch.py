@@ -51,13 +51,18 @@ SRUN = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fused-tp launch`."""
-    places = parser.add_argument_group("where (default: on this machine, or in the SLURM allocation around it)")
-    places.add_argument("--hostfile", type=Path, metavar="FILE", help="lines such as `node1 slots=8`; ssh reaches them")
-    places.add_argument("--nodes", type=_nodes, metavar="N", help="number of hosts, or MIN:MAX (default: all)")
-    places.add_argument(
+    placement = parser.add_argument_group("where (default: on this machine, or in the SLURM allocation around it)")
+    placement.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="file with a line such as `node1 slots=8` for each host; ssh must reach the hosts",
+    )
+    placement.add_argument("--nodes", type=_parse_nodes, metavar="N", help="number of hosts, or MIN:MAX (default: all)")
+    placement.add_argument(
         "--per-node", type=at_least(1), metavar="P", help="ranks of a host (default: its slots, or GPUs)"
     )
-    places.add_argument("--sbatch", type=Path, metavar="FILE", help="write a file for sbatch, and run nothing")
+    placement.add_argument("--sbatch", type=Path, metavar="FILE", help="write a file for sbatch, and run nothing")
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--max-restarts", type=at_least(0), default=3, metavar="R", help="number of restarts of all ranks (default 3)"
@@ -72,15 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-dir", type=Path, metavar="DIR", help="folder for a log file of each rank (default: temporary)"
     )
     ranks.add_argument(
-        "--local-ranks-filter", type=_local_ranks, metavar="0,1", help="ranks whose logs are printed (default: all)"
+        "--local-ranks-filter",
+        type=_parse_local_ranks,
+        metavar="0,1",
+        help="ranks whose logs are printed (default: all)",
     )
     ranks.add_argument(
-        "--env", action="append", default=[], type=_variable, metavar="NAME[=VALUE]", help="variables to set"
+        "--env", action="append", default=[], type=_parse_variable, metavar="NAME[=VALUE]", help="variables to set"
     )
     hosts = parser.add_argument_group("hosts")
     hosts.add_argument("--port", type=int, help=f"port of the first host for the rendezvous (default {PORT})")
     hosts.add_argument(
-        "--ssh", metavar="COMMAND", help=f"prefix of a host and its command, or with {{host}} (default {SSH})"
+        "--ssh",
+        metavar="COMMAND",
+        help=f"prefix for a host and its command, or a template with {{host}} (default {SSH})",
     )
     hosts.add_argument(
         "--connect-timeout", type=positive_number, metavar="S", help="seconds for a host to answer (default 30)"
@@ -96,13 +106,13 @@ def main(arguments: argparse.Namespace) -> int:
     variables = dict(arguments.env)
     hosts: dict[str, int] = {}
     try:
-        _check(arguments)
+        _check_options(arguments)
         if arguments.sbatch is not None:
             return _write_sbatch(arguments, sbatch_text(arguments, variables))
         if arguments.hostfile is not None:
             hosts, minimum = choose_hosts(arguments)
             commands = host_commands(arguments, hosts, minimum, {**_exported_variables(os.environ), **variables})
-        elif _in_allocation(os.environ):
+        elif _is_in_allocation(os.environ):
             commands = [srun_command(arguments, os.environ)]
         else:
             commands = [local_command(arguments)]
@@ -110,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp launch: {error}", file=sys.stderr)
         return 2
     if arguments.dry_run:
-        prefix = ["env", *_assignments(variables)] if variables and not hosts else []
+        prefix = ["env", *_format_assignments(variables)] if variables and not hosts else []
         print("\n".join(shlex.join([*prefix, *command]) for command in commands))
         return 0
     if hosts:
@@ -121,14 +131,14 @@ def main(arguments: argparse.Namespace) -> int:
     return launch_node.main(commands[0][len(LAUNCH_NODE) :])
 
 
-def _assignments(variables: Mapping[str, str]) -> list[str]:
+def _format_assignments(variables: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in variables.items()]
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    first, _, second = text.partition(":")
+def _parse_nodes(text: str) -> tuple[int, int]:
+    minimum_text, _, maximum_text = text.partition(":")
     try:
-        minimum, maximum = int(first), int(second or first)
+        minimum, maximum = int(minimum_text), int(maximum_text or minimum_text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number or MIN:MAX, got {text!r}") from None
     if not 1 <= minimum <= maximum:
@@ -136,13 +146,13 @@ def _nodes(text: str) -> tuple[int, int]:
     return minimum, maximum
 
 
-def _local_ranks(text: str) -> str:
+def _parse_local_ranks(text: str) -> str:
     if not all(rank.isdecimal() for rank in text.split(",")):
         raise argparse.ArgumentTypeError(f"must be rank numbers such as 0,1, got {text!r}")
     return text
 
 
-def _variable(text: str) -> tuple[str, str]:
+def _parse_variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not (equals or name in os.environ):
         raise argparse.ArgumentTypeError(
@@ -151,7 +161,7 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value if equals else os.environ[name]
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_options(arguments: argparse.Namespace) -> None:
     """Reject contradicting options and a missing script.
 
     Raises:
@@ -185,20 +195,20 @@ def node_arguments(arguments: argparse.Namespace, ranks: int | str, rendezvous: 
     """Return the arguments of launch_node for `ranks` ranks on one host, with options `rendezvous` to find others."""
     options = [*rendezvous, "--nproc-per-node", str(ranks), "--max-restarts", str(arguments.max_restarts), "--tee", "3"]
     binds_cores = arguments.bind == CORES
-    optional = {
+    optional_values = {
         "--numa-binding": None if binds_cores else arguments.bind,
         "--shutdown-timeout": arguments.grace,
         "--log-dir": arguments.log_dir,
         "--local-ranks-filter": arguments.local_ranks_filter,
     }
-    options += [word for name, value in optional.items() if value is not None for word in (name, str(value))]
+    options += [word for name, value in optional_values.items() if value is not None for word in (name, str(value))]
     options += ["--bind-cores"] * binds_cores + ["-m"] * arguments.module
     return [*options, arguments.script, *arguments.script_arguments]
 
 
-def _rendezvous(arguments: argparse.Namespace, nodes: str, first_host: str, job: str) -> list[str]:
+def _rendezvous_options(arguments: argparse.Namespace, nodes: str, first_host: str, job_id: str) -> list[str]:
     endpoint = f"{first_host}:{arguments.port or PORT}"
-    return ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--rdzv-endpoint", endpoint]
+    return ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", job_id, "--rdzv-endpoint", endpoint]
 
 
 def local_command(arguments: argparse.Namespace) -> list[str]:
@@ -208,7 +218,7 @@ def local_command(arguments: argparse.Namespace) -> list[str]:
         ValueError: the options request other hosts, or the number of ranks is unknown.
     """
     if arguments.nodes not in (None, (1, 1)):
-        raise ValueError("--nodes above 1 needs --hostfile, or a SLURM allocation.")
+        raise ValueError("--nodes above 1 needs --hostfile, or a SLURM allocation. Pass --hostfile, or omit --nodes.")
     if arguments.port is not None:
         raise ValueError("--port needs --hostfile or SLURM: one machine has no rendezvous port. Omit it.")
     ranks = arguments.per_node or torch.cuda.device_count()
@@ -259,11 +269,11 @@ def choose_hosts(arguments: argparse.Namespace) -> tuple[dict[str, int], int]:
     minimum, maximum = arguments.nodes or (len(slots), len(slots))
     if maximum > len(slots):
         raise ValueError(f"--nodes={maximum} exceeds the {len(slots)} hosts of {arguments.hostfile}; lower --nodes.")
-    chosen = dict(list(slots.items())[:maximum])
-    for name, count in chosen.items():
+    chosen_hosts = dict(list(slots.items())[:maximum])
+    for name, count in chosen_hosts.items():
         if count < (arguments.per_node or 0):
             raise ValueError(f"--per-node={arguments.per_node} exceeds the {count} slots of {name}.")
-    return {name: arguments.per_node or count for name, count in chosen.items()}, minimum
+    return {name: arguments.per_node or count for name, count in chosen_hosts.items()}, minimum
 
 
 def host_commands(
@@ -271,18 +281,23 @@ def host_commands(
 ) -> list[list[str]]:
     """Return a command for each host, which connects to it and starts its `ranks` in this folder with `variables`."""
     count = str(len(ranks)) if minimum == len(ranks) else f"{minimum}:{len(ranks)}"
-    first_host, job = next(iter(ranks)), uuid.uuid4().hex
+    first_host, job_id = next(iter(ranks)), uuid.uuid4().hex
     ssh = arguments.ssh or SSH.format(timeout=max(1, round(arguments.connect_timeout or CONNECT_SECONDS)))
-    rendezvous = ["--stop-with-stdin", *_rendezvous(arguments, count, first_host, job)]
+    rendezvous = ["--stop-with-stdin", *_rendezvous_options(arguments, count, first_host, job_id)]
     commands = []
     for host, host_ranks in ranks.items():
         # Set is_host explicitly: torchrun would compare the name in the hostfile with the machine's name, and they may
         # differ.
         options = [*rendezvous, "--rdzv-conf", f"is_host={int(host == first_host)}", "--local-addr", host]
-        start = ["env", *_assignments(variables), *LAUNCH_NODE, *node_arguments(arguments, host_ranks, options)]
-        script = f"cd {shlex.quote(os.getcwd())} && echo {shlex.quote(ANSWER)} && exec {shlex.join(start)}"
-        connect = [word.replace("{host}", host) for word in shlex.split(ssh)]
-        commands.append([*connect, *([] if "{host}" in ssh else [host]), script])
+        start_command = [
+            "env",
+            *_format_assignments(variables),
+            *LAUNCH_NODE,
+            *node_arguments(arguments, host_ranks, options),
+        ]
+        script = f"cd {shlex.quote(os.getcwd())} && echo {shlex.quote(ANSWER)} && exec {shlex.join(start_command)}"
+        connect_command = [word.replace("{host}", host) for word in shlex.split(ssh)]
+        commands.append([*connect_command, *([] if "{host}" in ssh else [host]), script])
     return commands
 
 
@@ -300,10 +315,10 @@ class HostConnection:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._print_output, daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
+    def _print_output(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if self.has_answered or line.strip() != ANSWER:
@@ -319,7 +334,7 @@ class HostConnection:
             self._reader.join(1)  # bounded, as a process left behind by the host may keep the pipe open
         return code
 
-    def send(self, number: signal.Signals | None) -> None:
+    def send_signal(self, number: signal.Signals | None) -> None:
         """Raise a signal in the host's launch_node; None: close its stdin, so that it ends its ranks."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # the connection has ended, or stdin is closed already
@@ -356,32 +371,32 @@ def run_hosts(
     """
     signals: list[signal.Signals] = []
     with _collect_signals(signals):
-        answer_deadline, kill_at, code = time.monotonic() + connect_timeout, float("inf"), 0
+        answer_deadline, kill_deadline, final_code = time.monotonic() + connect_timeout, float("inf"), 0
         try:
             hosts = [HostConnection(name, command) for name, command in zip(names, commands, strict=True)]
         except OSError as error:  # hosts already started exit with this process, which closes their stdin
             print(f"fused-tp launch: {commands[0][0]} cannot be run ({error.strerror}); see --ssh.", file=sys.stderr)
             return 2
-        running, remaining = list(hosts), len(hosts)
-        while running:
+        running_hosts, remaining_hosts = list(hosts), len(hosts)
+        while running_hosts:
             time.sleep(0.05)  # poll: no system call waits for process exits, signals and deadlines together
             while signals:
                 number = signals.pop(0)
-                code, kill_at = code or 128 + number, min(kill_at, _kill_time(grace))
-                for host in running:
-                    host.send(number)
-            for host in list(running):
+                final_code, kill_deadline = final_code or 128 + number, min(kill_deadline, _kill_deadline(grace))
+                for host in running_hosts:
+                    host.send_signal(number)
+            for host in list(running_hosts):
                 is_silent = not host.has_answered and time.monotonic() > answer_deadline
-                if is_silent or time.monotonic() > kill_at:
+                if is_silent or time.monotonic() > kill_deadline:
                     host.process.kill()
                     host.process.wait()
                 exit_code = host.exit_code()
                 if exit_code is None:
                     continue
-                running.remove(host)
-                if exit_code == 0 or code != 0:  # the host is done, or was stopped with all others
+                running_hosts.remove(host)
+                if exit_code == 0 or final_code != 0:  # the host is done, or was stopped with all others
                     continue
-                remaining -= 1
+                remaining_hosts -= 1
                 is_lost = not host.has_answered or exit_code >= 128 or exit_code < 0
                 if is_silent:
                     reason = f"{host.name} did not answer within {connect_timeout:g} seconds"
@@ -389,45 +404,45 @@ def run_hosts(
                     reason = f"{host.name} cannot be reached, or has no folder {os.getcwd()} (exit code {exit_code})"
                 else:
                     reason = f"{host.name} was {'lost' if is_lost else 'the first to fail'} (exit code {exit_code})"
-                if is_lost and remaining >= minimum and host is not hosts[0]:
-                    outcome = f"going on with {remaining} of {len(hosts)} hosts"
+                if is_lost and remaining_hosts >= minimum and host is not hosts[0]:
+                    outcome = f"going on with {remaining_hosts} of {len(hosts)} hosts"
                 else:
-                    outcome, code = "all hosts end", 1 if is_lost else exit_code
-                    kill_at = min(kill_at, _kill_time(grace))
-                    for other in running:
-                        other.send(None)
+                    outcome, final_code = "all hosts end", 1 if is_lost else exit_code
+                    kill_deadline = min(kill_deadline, _kill_deadline(grace))
+                    for other in running_hosts:
+                        other.send_signal(None)
                 print(f"fused-tp launch: {reason}; {outcome}.", file=sys.stderr)
-        return code
+        return final_code
 
 
-def _kill_time(grace: float | None) -> float:
+def _kill_deadline(grace: float | None) -> float:
     return time.monotonic() + (SHUTDOWN_SECONDS if grace is None else grace) + EXTRA_SECONDS
 
 
 @contextlib.contextmanager
 def _collect_signals(signals: list[signal.Signals]) -> Iterator[None]:
     """Append each SIGINT and SIGTERM that arrives to `signals`, instead of handling it."""
-    before = {
+    previous_handlers = {
         number: signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
 
 
-def _srun(arguments: argparse.Namespace, nodes: int, first_host: str, job: str) -> list[str]:
-    rendezvous = _rendezvous(arguments, str(nodes), first_host, job)
+def _build_srun_command(arguments: argparse.Namespace, nodes: int, first_host: str, job_id: str) -> list[str]:
+    rendezvous = _rendezvous_options(arguments, str(nodes), first_host, job_id)
     ranks = arguments.per_node or "gpu"
     return [*SRUN, f"--nodes={nodes}", *LAUNCH_NODE, *node_arguments(arguments, ranks, rendezvous)]
 
 
-def _single_count(nodes: tuple[int, int]) -> int:
+def _require_fixed_count(nodes: tuple[int, int]) -> int:
     if nodes[0] != nodes[1]:
         raise ValueError(
             "--nodes MIN:MAX is not supported under SLURM, which ends a job that loses a host. Pass --nodes N, and use "
@@ -436,7 +451,7 @@ def _single_count(nodes: tuple[int, int]) -> int:
     return nodes[1]
 
 
-def _in_allocation(environment: Mapping[str, str]) -> bool:
+def _is_in_allocation(environment: Mapping[str, str]) -> bool:
     # Within a job step (SLURM_STEP_ID is set), srun has already started this process on every host.
     return "SLURM_JOB_NODELIST" in environment and "SLURM_STEP_ID" not in environment
 
@@ -448,7 +463,7 @@ def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) 
         ValueError: the allocation has fewer hosts than requested, or scontrol cannot name them.
     """
     hosts = int(environment["SLURM_JOB_NUM_NODES"])
-    nodes = _single_count(arguments.nodes or (hosts, hosts))
+    nodes = _require_fixed_count(arguments.nodes or (hosts, hosts))
     if nodes > hosts:
         raise ValueError(
             f"--nodes={nodes} exceeds the {hosts} hosts of the SLURM allocation. Lower --nodes or allocate more hosts."
@@ -462,7 +477,7 @@ def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) 
         ).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"scontrol cannot name the hosts of the SLURM allocation ({error}).") from None
-    return _srun(arguments, nodes, names[0], environment["SLURM_JOB_ID"])
+    return _build_srun_command(arguments, nodes, names[0], environment["SLURM_JOB_ID"])
 
 
 def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> str:
@@ -473,10 +488,10 @@ def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> 
     """
     if arguments.nodes is None:
         raise ValueError("--sbatch needs --nodes N, the number of hosts.")
-    nodes = _single_count(arguments.nodes)
-    first_host, job = "${head}", "${SLURM_JOB_ID}"
-    command = shlex.join(_srun(arguments, nodes, first_host, job))
-    for word in (f"{first_host}:{arguments.port or PORT}", job):
+    nodes = _require_fixed_count(arguments.nodes)
+    first_host, job_id = "${head}", "${SLURM_JOB_ID}"
+    command = shlex.join(_build_srun_command(arguments, nodes, first_host, job_id))
+    for word in (f"{first_host}:{arguments.port or PORT}", job_id):
         command = command.replace(shlex.quote(word), f'"{word}"')  # the job's shell expands it
     lines = [
         "#!/bin/bash",

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import NoReturn
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")
-FAILED = 1  # exit code if ranks failed; 128 + n means that signal n stopped the ranks of this host
-LAST_LINES = 20
+RANKS_FAILED_CODE = 1  # exit code if ranks failed; 128 + n means that signal n stopped the ranks of this host
+LAST_LINE_COUNT = 20
 _EXEC_RANK = "--exec-rank"
 _PR_SET_PDEATHSIG = 1
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_ranks(argv)
     except (ValueError, RanksFailed) as error:
         print(f"fused-tp launch: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, RanksFailed) else 2
+        return RANKS_FAILED_CODE if isinstance(error, RanksFailed) else 2
 
 
 def run_ranks(argv: Sequence[str] | None = None) -> int:
@@ -75,47 +75,47 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-    arguments = _parser().parse_args(argv)
+    arguments = _make_parser().parse_args(argv)
     if arguments.stop_with_stdin:
         _stop_with_stdin()
     host = arguments.local_addr or socket.gethostname()
     is_temporary = arguments.log_dir is None
-    with _restored_environment_and_handlers():
+    with _restore_environment_and_handlers():
         _adjust_arguments(arguments, host)
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(line_buffering=True)  # over ssh these streams are pipes
         # One subfolder per host: hosts may share the folder, and every host has a local rank 0, 1, ...
-        logs = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if is_temporary else arguments.log_dir, host)
-        arguments.log_dir = str(logs)
+        log_folder = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if is_temporary else arguments.log_dir, host)
+        arguments.log_dir = str(log_folder)
         keeps_logs = has_logs = (arguments.redirects, arguments.tee) != ("0", "0")
         try:
             run.run(arguments)
             keeps_logs = False
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            output = f"\n{_last_lines(logs, failure.local_rank)}" if has_logs else ""
-            raise RanksFailed(f"on {host} rank {rank} failed first, {how}.{output}", failure.exitcode) from None
+            cause = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+            output = f"\n{_read_last_lines(log_folder, failure.local_rank)}" if has_logs else ""
+            raise RanksFailed(f"on {host} rank {rank} failed first, {cause}.{output}", failure.exitcode) from None
         except SignalException as error:
             return 128 + error.sigval
         except RendezvousConnectionError as error:
             keeps_logs = False  # no rank has started
             reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
             raise ValueError(
-                f"hosts cannot meet at {arguments.rdzv_endpoint} ({reason}); give another --port."
+                f"hosts cannot meet at {arguments.rdzv_endpoint} ({reason}); use another --port."
             ) from None
         finally:
             if is_temporary and not keeps_logs:
-                shutil.rmtree(logs.parent, ignore_errors=True)
+                shutil.rmtree(log_folder.parent, ignore_errors=True)
     return 0
 
 
 @contextmanager
-def _restored_environment_and_handlers() -> Iterator[None]:
+def _restore_environment_and_handlers() -> Iterator[None]:
     """Restore this process's environment, which ranks inherit, and its signal handlers, which torchrun replaces."""
-    in_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if in_main else {}
+    is_main_thread = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main_thread else {}
     environment = dict(os.environ)
     try:
         yield
@@ -127,7 +127,7 @@ def _restored_environment_and_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     from torch.distributed.run import get_args_parser
 
     parser: argparse.ArgumentParser = get_args_parser()
@@ -147,16 +147,18 @@ def _adjust_arguments(arguments: argparse.Namespace, host: str) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cpus) // ranks)))
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", f"[{host}:${{rank}}] ")
-    ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+    ignored_signals = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
     names = arguments.signals_to_handle.split(",")
-    arguments.signals_to_handle = ",".join(name for name in names if name.strip() not in ignored)
+    arguments.signals_to_handle = ",".join(name for name in names if name.strip() not in ignored_signals)
     if arguments.bind_cores and sys.platform != "linux":
-        raise ValueError("--bind cores needs Linux; omit it.")
+        raise ValueError("--bind cores needs Linux; omit --bind.")
     if arguments.bind_cores and ranks > len(cpus):
-        raise ValueError(f"--bind cores needs a processor per rank; {host} has {len(cpus)} for {ranks} ranks. Omit it.")
+        raise ValueError(
+            f"--bind cores needs a processor per rank; {host} has {len(cpus)} for {ranks} ranks. Omit --bind."
+        )
     if sys.platform == "linux":
-        python = [] if arguments.no_python else [sys.executable, "-u", *(["-m"] if arguments.module else [])]
-        program = [*python, arguments.training_script, *arguments.training_script_args]
+        python_command = [] if arguments.no_python else [sys.executable, "-u", *(["-m"] if arguments.module else [])]
+        program = [*python_command, arguments.training_script, *arguments.training_script_args]
         binding = "cores" if arguments.bind_cores else "none"
         arguments.no_python, arguments.module = True, False
         arguments.training_script = sys.executable
@@ -165,27 +167,27 @@ def _adjust_arguments(arguments: argparse.Namespace, host: str) -> None:
 
 def _stop_with_stdin() -> None:
     """Raise in this process each signal that a line of stdin names, and SIGTERM when stdin is closed."""
-    control = os.fdopen(os.dup(0))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # stdin of the ranks
-    os.close(null)
+    control_stream = os.fdopen(os.dup(0))
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_fd, 0)  # stdin of the ranks
+    os.close(null_fd)
 
     def raise_signals() -> None:
-        for line in control:
+        for line in control_stream:
             os.kill(os.getpid(), signal.Signals[line.strip()])
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=raise_signals, daemon=True).start()
 
 
-def _last_lines(logs: Path, local_rank: int) -> str:
+def _read_last_lines(log_folder: Path, local_rank: int) -> str:
     """Return the last lines that a rank wrote in its latest attempt: to stderr, or if that is empty to stdout."""
     for name in ("stderr.log", "stdout.log"):
-        files = sorted(logs.glob(f"*/attempt_*/{local_rank}/{name}"), key=lambda file: file.stat().st_mtime)
-        lines = files[-1].read_text(errors="replace").splitlines()[-LAST_LINES:] if files else []
+        files = sorted(log_folder.glob(f"*/attempt_*/{local_rank}/{name}"), key=lambda file: file.stat().st_mtime)
+        lines = files[-1].read_text(errors="replace").splitlines()[-LAST_LINE_COUNT:] if files else []
         if lines:
             return "\n".join([f"The end of {files[-1]}:", *(f"    {line}" for line in lines)])
-    return f"It wrote nothing ({logs})."
+    return f"The rank wrote nothing ({log_folder})."
 
 
 # -- a rank, before its program ---------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ def exec_rank(launcher: str, binding: str, *program: str) -> NoReturn:
     end_with_parent(int(launcher))
     if binding == "cores":
         rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        os.sched_setaffinity(0, share_of(rank, ranks, in_order_of_cores(os.sched_getaffinity(0))))
+        os.sched_setaffinity(0, share_of(rank, ranks, sort_by_core(os.sched_getaffinity(0))))
     os.execvp(program[0], program)
 
 
@@ -224,12 +226,12 @@ def share_of(rank: int, ranks: int, cpus: Sequence[int]) -> set[int]:
     return set(cpus[rank * len(cpus) // ranks : (rank + 1) * len(cpus) // ranks])
 
 
-def in_order_of_cores(cpus: set[int]) -> list[int]:
+def sort_by_core(cpus: set[int]) -> list[int]:
     """Sort processors by NUMA node, socket and core: threads of a core become neighbours, as do cores of a node."""
-    return sorted(cpus, key=lambda cpu: (*_position(CPU_FOLDER / f"cpu{cpu}"), cpu))
+    return sorted(cpus, key=lambda cpu: (*_read_position(CPU_FOLDER / f"cpu{cpu}"), cpu))
 
 
-def _position(folder: Path) -> tuple[int, int, int]:
+def _read_position(folder: Path) -> tuple[int, int, int]:
     # Kernels without NUMA expose no node, and some virtual machines expose no topology.
     node = next((int(path.name[4:]) for path in folder.glob("node[0-9]*")), 0)
     files = [folder / "topology" / name for name in ("physical_package_id", "core_id")]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from fused_tp.cli import shipped_module
+from fused_tp.cli import import_shipped_module
 from fused_tp.core.errors import FusedTPError
 
 COMMANDS = {
@@ -64,10 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return int(arguments.run(arguments))
     except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        if missing not in _EXTRA_BY_MODULE:
+        missing_module = (error.name or "").split(".")[0]
+        if missing_module not in _EXTRA_BY_MODULE:
             raise
-        print(f"fused-tp {name} needs {missing}: pip install 'fused-tp[{_EXTRA_BY_MODULE[missing]}]'", file=sys.stderr)
+        print(
+            f"fused-tp {name} needs {missing_module}: pip install 'fused-tp[{_EXTRA_BY_MODULE[missing_module]}]'",
+            file=sys.stderr,
+        )
         return 2
     except FusedTPError as error:
         print(f"fused-tp {name}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -84,7 +87,7 @@ def _make_parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fused-tp", description="Tensor and context parallelism with overlapped communication."
     )
-    parser.add_argument("--version", action="version", version=f"fused-tp {_version()}")
+    parser.add_argument("--version", action="version", version=f"fused-tp {_installed_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="command")
     for name, help_text in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
@@ -92,7 +95,9 @@ def _make_parser(command: str | None) -> argparse.ArgumentParser:
             try:
                 module_name = f"fused_tp.cli.{name}"
                 module = (
-                    shipped_module("benchmarks", "cpu") if name == "bench" else importlib.import_module(module_name)
+                    import_shipped_module("benchmarks", "cpu")
+                    if name == "bench"
+                    else importlib.import_module(module_name)
                 )
             except FileNotFoundError as error:
                 subparser.error(str(error))
@@ -101,7 +106,7 @@ def _make_parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
+def _installed_version() -> str:
     try:
         return version("fused-tp")
     except PackageNotFoundError:

@@ -16,14 +16,14 @@ import sys
 from pathlib import Path
 
 from fused_tp.cli import at_least, cpu_name, make_parent_folder, positive_number
-from fused_tp.cli.ranks import Job, launch, preload, start_method
+from fused_tp.cli.ranks import Job, choose_start_method, launch, preload
 from fused_tp.planning.dialects import DIALECTS
 from fused_tp.planning.find_shape import find_shape
 from fused_tp.planning.hardware import GIB, MACHINES, PRECISIONS, Machine, find_machine
 from fused_tp.planning.model_shape import SHAPES
 from fused_tp.planning.recommend import Plan, recommend
 
-OWN_FORMAT = "fused-tp"
+DEFAULT_FORMAT = "fused-tp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the best plan's configuration, as JSON")
     parser.add_argument(
         "--format",
-        choices=(OWN_FORMAT, *DIALECTS),
-        default=OWN_FORMAT,
+        choices=(DEFAULT_FORMAT, *DIALECTS),
+        default=DEFAULT_FORMAT,
         help="format of --write, which saves the best plan that the format can express (default fused-tp)",
     )
 
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
                 return 0
         if arguments.model is None or arguments.gpus is None:
             raise ValueError("a plan needs --model and --gpus; without them, --measure FILE measures this machine.")
-        if arguments.write is None and arguments.format != OWN_FORMAT:
+        if arguments.write is None and arguments.format != DEFAULT_FORMAT:
             raise ValueError(f"--format {arguments.format} is the format of --write; add --write FILE.")
         if arguments.write is not None:
             make_parent_folder("--write", arguments.write)
@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
             memory=None if arguments.memory is None else arguments.memory * GIB,
             fused_tp=not arguments.plain,
             top=arguments.top,
-            words=None if arguments.format == OWN_FORMAT else arguments.format,
+            words=None if arguments.format == DEFAULT_FORMAT else arguments.format,
         )
         written_number = None if arguments.write is None else _write_plan(plans, arguments.write, arguments.format)
     except (ValueError, OSError) as error:
@@ -124,7 +124,7 @@ def measure_this_machine() -> Machine:
 
     gpus = torch.cuda.device_count()
     name, device = (torch.cuda.get_device_name(), "cuda") if gpus else (cpu_name(), "cpu")
-    method = start_method(device)
+    method = choose_start_method(device)
     if method == "forkserver":
         preload(["fused_tp.planning.measure", "transformers"])
     ranks = gpus or len(os.sched_getaffinity(0))
@@ -143,14 +143,16 @@ def _write_plan(plans: list[Plan], path: Path, format_name: str) -> int:
     """Write the first plan that the format can express, and return its number."""
     for number, plan in enumerate(plans, 1):
         with contextlib.suppress(ValueError):
-            config = plan.config.to_dict() if format_name == OWN_FORMAT else DIALECTS[format_name].write(plan.config)
+            config = (
+                plan.config.to_dict() if format_name == DEFAULT_FORMAT else DIALECTS[format_name].write(plan.config)
+            )
             path.write_text(json.dumps(config, indent=1) + "\n")
             return number
     raise AssertionError(f"recommend(words={format_name!r}) ends with a plan that {format_name} expresses")
 
 
 def _speed_note(plan: Plan, precision: str) -> str:
-    """Sentence on the training stacks whose speed the plans have."""
+    """Return a sentence that names the training stacks for which the speed is predicted."""
     fastest = "the fastest published stacks, NeMo and Megatron-Core"
     if plan.low_tokens_per_second is None:
         return f"Speed: predicted for {fastest}. Other stacks are slower."
@@ -195,7 +197,7 @@ def _table_row(number: int, plan: Plan) -> tuple[str, ...]:
 
 
 def _tokens_per_gpu(plan: Plan) -> str:
-    """Range of tokens per second and GPU."""
+    """Format the range of tokens per second and GPU."""
     low, high = plan.low_tokens_per_second, plan.tokens_per_second
     gpus = plan.config.world_size
     return f"{high / gpus:,.0f}" if low is None else f"{low / gpus:,.0f} - {high / gpus:,.0f}"
@@ -219,5 +221,5 @@ def _print_table(plans: list[Plan]) -> None:
         table.add_row(*row)
     console = Console()
     # For a pipe, rich assumes 80 columns and truncates cells.
-    wide = console if console.is_terminal else Console(width=150)
-    wide.print(table)
+    wide_console = console if console.is_terminal else Console(width=150)
+    wide_console.print(table)

@@ -36,7 +36,7 @@ _RESULT_FILE = "result"
 
 @dataclass(frozen=True)
 class Job(Generic[Settings]):
-    """Call `function(settings)` that each rank makes; function and settings must be picklable.
+    """Call of `function(settings)` on each rank; function and settings must be picklable.
 
     Attributes:
         threads: CPU threads of each rank.
@@ -53,14 +53,14 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_method(device: str) -> str:
+def choose_start_method(device: str) -> str:
     """Choose "forkserver", which imports modules once for all ranks and so saves seconds per rank, or "spawn".
 
     Ranks on GPUs are spawned: a library that initializes CUDA on import would break CUDA in all forked ranks. Ranks are
     also spawned if the path of the fork server's socket, in the folder for temporary files, would be too long.
     """
-    too_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
-    if too_long or device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
+    is_too_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
+    if is_too_long or device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
     return "forkserver"
 
@@ -107,18 +107,18 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
         try:
             # Daemon processes, so that an interrupt kills them instead of waiting for them.
             arguments = (job, store.port, os.getpid(), folder)
-            mp.start_processes(_rank_process, arguments, job.ranks, daemon=True, start_method=start_method)
+            mp.start_processes(_run_rank_process, arguments, job.ranks, daemon=True, start_method=start_method)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             # The first rank to exit may be a peer that only lost its connection, so look for the actual error first.
-            for refusal in sorted(folder.glob(f"{_ERROR_FILE}*")):
-                raise ValueError(refusal.read_text(encoding="utf-8")) from None
+            for error_file in sorted(folder.glob(f"{_ERROR_FILE}*")):
+                raise ValueError(error_file.read_text(encoding="utf-8")) from None
             if isinstance(error, mp.ProcessExitedException) and error.signal_name:
                 raise ChildProcessError(f"rank {error.error_index} was killed by {error.signal_name}.") from None
             raise ChildProcessError(f"A rank failed. {error}") from None
         return pickle.loads((folder / _RESULT_FILE).read_bytes())
 
 
-def _rank_process(rank: int, job: Job[Any], port: int, launcher_pid: int, folder: Path) -> None:
+def _run_rank_process(rank: int, job: Job[Any], port: int, launcher_pid: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from fused_tp.core.settings import timeout_seconds
@@ -139,11 +139,11 @@ def exit_with_process(pid: int) -> None:
     except OSError:  # older kernels lack the call, and some containers block it
         return
 
-    def wait() -> None:
+    def exit_after_process() -> None:
         select.select([process_fd], [], [])
         os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=exit_after_process, daemon=True).start()
 
 
 def _run_rank(job: Job[Any], rank: int, local_rank: int, store_and_folder: tuple[dist.Store, Path] | None) -> Any:

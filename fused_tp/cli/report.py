@@ -31,12 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths", nargs="*", type=Path, help="traces of torch.profiler, one of each rank, or their folder"
     )
     parser.add_argument(
-        "--live", type=Path, metavar="CONFIG", help="of `fused-tp train`: train some steps, report on them"
+        "--live",
+        type=Path,
+        metavar="CONFIG",
+        help="configuration of `fused-tp train`: train some steps and report on them",
     )
-    parser.add_argument("--steps", type=at_least(1), help="that --live records, behind two others (3)")
+    parser.add_argument(
+        "--steps", type=at_least(1), help="number of steps that --live records, after two warmup steps (3)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of --live")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--out", type=Path, default=Path("out/report"), help="for report.json, report.png (out/report)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/report"), help="folder for report.json and report.png (out/report)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -73,7 +80,7 @@ def _train_with_profile(arguments: argparse.Namespace) -> bool:
     settings |= {"checkpoints": None, "evaluate_every": None, "sample": None, "export": None}
     config = arguments.out / "train.json"
     config.write_text(json.dumps(settings))
-    return start_ranks(TrainSettings.of(settings).least_ranks(), config, quiet=True) == 0
+    return start_ranks(TrainSettings.from_mapping(settings).minimum_ranks(), config, quiet=True) == 0
 
 
 def format_table(report: ExposureReport) -> str:
@@ -87,22 +94,27 @@ def format_table(report: ExposureReport) -> str:
         shares = "".join(f"{row[part] / row['step']:9.1%}" for part in _TIME_COMPONENTS)
         lines.append(f"{name:>5} {row['step']:9.4f}{shares} {row['waited_for']:11.4f} s")
     lines.append(f"\n{'communication of a step':36} {'group':14} {'calls':>7} {'exposed':>10} {'hidden':>10}")
-    for total in (*report.ops, *report.groups):
-        group = total.group or "not known"
-        lines.append(f"{total.op:36} {group:14} {total.calls:7.1f} {total.exposed:8.4f} s {total.hidden:8.4f} s")
+    for op_time in (*report.ops, *report.groups):
+        group = op_time.group or "not known"
+        lines.append(
+            f"{op_time.op:36} {group:14} {op_time.calls:7.1f} {op_time.exposed:8.4f} s {op_time.hidden:8.4f} s"
+        )
     return "\n".join([*lines, *(f"\n{line}" for line in (*late_rank_sentences(report), *report.notes, *report.advice))])
 
 
 def late_rank_sentences(report: ExposureReport) -> list[str]:
-    """Sentences on late ranks, the one that others wait for longest first, also if nothing explains it."""
-    from fused_tp.training.exposure import LATE
+    """Return a sentence for each late rank with a known cause, the latest rank first.
+
+    The latest rank has a sentence even if its cause is unknown.
+    """
+    from fused_tp.training.exposure import LATE_THRESHOLD
 
     sentences = []
-    for position, rank in enumerate(sorted(report.ranks, key=lambda one: -one.waited_for)):
+    for position, rank in enumerate(sorted(report.ranks, key=lambda rank: -rank.waited_for)):
         sentence = f"Rank {rank.rank} is late: others wait {rank.waited_for:.4f} s of a step for it."
         if rank.cause:
             sentences.append(f"{sentence} It spends {rank.more:.4f} s more than they do in {rank.cause}.")
-        elif position == 0 and rank.waited_for > LATE * rank.step:
+        elif position == 0 and rank.waited_for > LATE_THRESHOLD * rank.step:
             sentences.append(f"{sentence} No module explains it: look for other work on its core or GPU.")
     return sentences
 
@@ -114,11 +126,11 @@ def draw_bars(report: ExposureReport, path: Path) -> None:
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(report.ranks)), layout="constrained")
     axes = figure.subplots()
     names = [f"rank {rank.rank}" for rank in report.ranks]
-    left = [0.0] * len(names)
+    bar_starts = [0.0] * len(names)
     for part in _BAR_PARTS:
         times = [getattr(rank, part) for rank in report.ranks]
-        axes.barh(names, times, left=left, label=part)
-        left = [start + time for start, time in zip(left, times, strict=True)]
+        axes.barh(names, times, left=bar_starts, label=part)
+        bar_starts = [start + time for start, time in zip(bar_starts, times, strict=True)]
     axes.set_xlabel("seconds of a step")
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fused_tp.cli import make_parent_folder, positive_number
-from fused_tp.selftest.machine import versions
+from fused_tp.selftest.machine import find_versions
 from fused_tp.selftest.steps import (
     RESULT_PLACEHOLDER,
     STATE_LEFT_OUT,
     STATE_RIGHT,
     Outcome,
     SelftestStep,
+    format_table,
     run_steps,
-    table,
 )
 
 DEFAULT_MINUTES = 8.0
@@ -70,15 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the steps, print their table, and write selftest.json; `--help` lists the exit codes."""
     start = time.time()
-    machine = _find_gpus()
-    arch = arguments.arch or machine.arch or 90
+    gpus = _find_gpus()
+    arch = arguments.arch or gpus.arch or 90
     try:
-        chosen = [
+        chosen_steps = [
             step
-            for step in steps(arch, arguments.kernels, machine.number, arguments.out)
+            for step in make_steps(arch, arguments.kernels, gpus.device_count, arguments.out)
             if re.search(arguments.only, step.name)
         ]
-        if not chosen:
+        if not chosen_steps:
             raise ValueError(f"--only {arguments.only!r} matches no step; --list names them.")
         if arguments.kernels is not None and not arguments.kernels.is_file():
             raise ValueError(f"--kernels must be an existing file, got {arguments.kernels}.")
@@ -87,41 +87,43 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp selftest: {error}", file=sys.stderr)
         return 2
     if arguments.list:
-        print("\n".join(f"{step.name:40} {step.least:4.0f} to {step.limit:4.0f} s" for step in chosen))
+        print(
+            "\n".join(f"{step.name:40} {step.min_seconds:4.0f} to {step.max_seconds:4.0f} s" for step in chosen_steps)
+        )
         return 0
     outcomes: list[Outcome] = []
     report = {
         "date": time.strftime("%Y-%m-%d", time.gmtime(start)),
         "time": time.strftime("%H:%M:%S UTC", time.gmtime(start)),
         "arch": arch,
-        "gpu": machine.name,
-        "gpus": machine.number,
-        "versions": versions(),
+        "gpu": gpus.name,
+        "gpus": gpus.device_count,
+        "versions": find_versions(),
     }
     is_main_thread = threading.current_thread() is threading.main_thread()  # no other thread may set signal handlers
     signals = (signal.SIGTERM, signal.SIGHUP) if is_main_thread else ()
     handlers = {number: signal.signal(number, _exit_on_signal) for number in signals}
     write_report(arguments.out, report, [])  # replaces the report of an earlier run
     try:
-        for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _print_now, machine.obstacle):
+        for outcome in run_steps(chosen_steps, arguments.out, 60 * arguments.minutes, _print_now, gpus.obstacle):
             outcomes.append(outcome)
             write_report(arguments.out, {**report, "seconds": time.time() - start}, outcomes)
             _print_now(f"{outcome.name}: {outcome.state}{': ' * bool(outcome.note)}{outcome.note}")
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    print(f"\n{table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
+    print(f"\n{format_table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
     ran_outcomes = [result for result in outcomes if result.state != STATE_LEFT_OUT]
     if any(result.state != STATE_RIGHT for result in ran_outcomes):
         return 1
-    gpu_steps = {step.name for step in chosen if step.needs_gpu}
+    gpu_steps = {step.name for step in chosen_steps if step.needs_gpu}
     return 0 if any(result.name in gpu_steps for result in ran_outcomes) or not gpu_steps else 2
 
 
 def write_report(out: Path, report: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write all results so far, each file by an atomic rename: the next step may crash the machine."""
     full_report = {**report, "steps": [vars(one) for one in outcomes]}
-    for name, text in (("selftest.json", json.dumps(full_report, indent=1)), ("selftest.md", table(outcomes))):
+    for name, text in (("selftest.json", json.dumps(full_report, indent=1)), ("selftest.md", format_table(outcomes))):
         partial_file = out / f"{name}.part"
         partial_file.write_text(text + "\n")
         partial_file.replace(out / name)
@@ -131,7 +133,7 @@ def _exit_on_signal(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
-def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[SelftestStep]:
+def make_steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[SelftestStep]:
     """Return all steps in execution order, the most valuable first, so that a time limit skips the least valuable."""
     from fused_tp.selftest.kernel_cache import TIMED_CASES
     from fused_tp.selftest.kernels import GROUPS, ONE_RANK_GROUP
@@ -157,8 +159,8 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Selftes
     other_groups = [group for group in GROUPS if group not in (*two_rank_groups, ONE_RANK_GROUP)]
     other_groups.sort(key=lambda group: "other dtypes" in group)  # other dtypes last; a stable sort keeps the rest
 
-    def check_step(group: str, rank: int) -> SelftestStep:
-        return SelftestStep(group, step_command("kernels", group), 15, 90, rank, environment=ENVIRONMENT)
+    def check_step(group: str, priority: int) -> SelftestStep:
+        return SelftestStep(group, step_command("kernels", group), 15, 90, priority, environment=ENVIRONMENT)
 
     steps_in_order = [
         SelftestStep("environment", step_command("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),
@@ -167,7 +169,7 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Selftes
         *(check_step(group, 3) for group in two_rank_groups),
     ]
     if gpus > 1:
-        tune = [
+        tune_command = [
             sys.executable,
             "-m",
             "fused_tp",
@@ -181,21 +183,23 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Selftes
         tune_environment = {"FUSED_TP_TIMEOUT": "30"}
         steps_in_order.append(
             SelftestStep(
-                "schedules, processes", [*tune, "20", "--check-only"], 30, 180, 4, environment=tune_environment
+                "schedules, processes", [*tune_command, "20", "--check-only"], 30, 180, 4, environment=tune_environment
             )
         )
-    alone, ranks = TIMED_CASES
-    timed = benchmark_command("speed-1", 1.3, alone)
-    steps_in_order.append(SelftestStep("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
+    one_kernel_cases, rank_cases = TIMED_CASES
+    timed_command = benchmark_command("speed-1", 1.3, one_kernel_cases)
+    steps_in_order.append(
+        SelftestStep("speed of matmuls and attention", timed_command, 30, 110, 5, environment=ENVIRONMENT)
+    )
     if gpus > 1:
         # Also measures torch's fused ops, which are among the schedules.
-        measured = [*tune, "1", "--tokens", "16", "512", "4096"]
+        measuring_command = [*tune_command, "1", "--tokens", "16", "512", "4096"]
         steps_in_order.append(
-            SelftestStep("speed of schedules, processes", measured, 60, 240, 5, environment=tune_environment)
+            SelftestStep("speed of schedules, processes", measuring_command, 60, 240, 5, environment=tune_environment)
         )
     steps_in_order += [check_step(group, 6) for group in other_groups]
-    timed = benchmark_command("speed-2", 1.0, ranks)
-    steps_in_order.append(SelftestStep("speed of ranks", timed, 30, 90, 7, environment=ENVIRONMENT))
+    timed_command = benchmark_command("speed-2", 1.0, rank_cases)
+    steps_in_order.append(SelftestStep("speed of ranks", timed_command, 30, 90, 7, environment=ENVIRONMENT))
     if ncu := cuda_tool("ncu"):
         steps_in_order.append(
             SelftestStep("counters", step_command("counters", ncu), 20, 75, 8, environment=ENVIRONMENT)
@@ -224,13 +228,13 @@ class Gpus(NamedTuple):
     Attributes:
         obstacle: message that says why no step can use them; empty if steps can.
         arch: architecture of their kernels, such as 90 for sm_90; 0 without one.
-        number: number of GPUs.
+        device_count: number of GPUs.
         name: name of the first one.
     """
 
     obstacle: str
     arch: int = 0
-    number: int = 0
+    device_count: int = 0
     name: str = ""
 
 

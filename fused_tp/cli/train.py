@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fused_tp.training.settings import TrainSettings
 
 # Exit code for invalid settings. Ranks use it, too, because some settings can be checked only on a rank.
-INVALID_SETTINGS = 2
+INVALID_SETTINGS_CODE = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, such as parallel.tp=4"
     )
     parser.add_argument(
-        "--max-restarts", type=at_least(0), default=0, help="how often ranks are started again after a failure"
+        "--max-restarts", type=at_least(0), default=0, help="number of restarts of all ranks after a failure (0)"
     )
 
 
@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
         settings = TrainSettings.from_file(arguments.config, arguments.set)
         make_folder("out", settings.out)
         if "RANK" not in os.environ:
-            ranks = settings.least_ranks()
+            ranks = settings.minimum_ranks()
             if ranks > 1:
                 check_sizes(settings, ranks)
                 return start_ranks(ranks, arguments.config, arguments.set, max_restarts=arguments.max_restarts)
@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
         return run_rank(settings)
     except ValueError as error:
         print(f"fused-tp train: {error}", file=sys.stderr)
-        return INVALID_SETTINGS
+        return INVALID_SETTINGS_CODE
     except BrokenPipeError:
         print(
             "fused-tp train: stopped, because its stdout was closed. Use `> FILE` to keep the output.", file=sys.stderr
@@ -87,10 +87,10 @@ def start_ranks(
     try:
         return run_ranks(torchrun_arguments)
     except RanksFailed as error:
-        has_invalid_settings = error.code == INVALID_SETTINGS
+        has_invalid_settings = error.code == INVALID_SETTINGS_CODE
         if quiet or not has_invalid_settings:  # otherwise the ranks have printed the reason
             print(f"fused-tp train: {error}", file=sys.stderr)
-        return INVALID_SETTINGS if has_invalid_settings else 1
+        return INVALID_SETTINGS_CODE if has_invalid_settings else 1
 
 
 def run_rank(settings: TrainSettings) -> int:
@@ -111,10 +111,10 @@ def run_rank(settings: TrainSettings) -> int:
             log = RunLog(run, writes=dist.get_rank() == 0)
             log.start()
             for step in run.steps():
-                log.step(step)
+                log.log_step(step)
                 is_last = step.number == settings.steps
                 if is_last or (settings.evaluate_every and step.number % settings.evaluate_every == 0):
-                    log.evaluation(step.number, run.evaluate(), run.sample())
+                    log.log_evaluation(step.number, run.evaluate(), run.sample())
             run.export()
             log.close()
     finally:

@@ -45,52 +45,57 @@ class MeshMPU:
 
     def __init__(self, mesh: DeviceMesh, *, tp_dim: str = "tp", cp_dim: str = "cp") -> None:
         names = mesh.mesh_dim_names or ()
-        for dim, why in (("pp", "DeepSpeed's pipelines accept no mpu"), ("ep", "ZeRO would average different experts")):
+        for dim, reason in (
+            ("pp", "DeepSpeed's pipelines accept no mpu"),
+            ("ep", "ZeRO would average different experts"),
+        ):
             if dim in names and mesh[dim].size() > 1:
                 raise ValueError(
-                    f"mesh dim {dim!r} has size {mesh[dim].size()}, which is not supported: {why}. Use a mesh without "
-                    "it."
+                    f"mesh dim {dim!r} has size {mesh[dim].size()}, which is not supported: {reason}. Use a mesh "
+                    f"without {dim!r}."
                 )
-        batches = tuple(dim for dim in names if dim not in (tp_dim, cp_dim))
-        self._tp, self._dp = (_group(mesh, tuple(d for d in dims if d in names)) for dims in ((tp_dim,), batches))
-        self._sharding = _group(mesh, tuple(dim for dim in names if dim != tp_dim))
+        batch_dims = tuple(dim for dim in names if dim not in (tp_dim, cp_dim))
+        self._tp_group, self._dp_group = (
+            _get_group(mesh, tuple(d for d in dims if d in names)) for dims in ((tp_dim,), batch_dims)
+        )
+        self._sharding_group = _get_group(mesh, tuple(dim for dim in names if dim != tp_dim))
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        return self._tp
+        return self._tp_group
 
     def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._tp)
+        return dist.get_rank(self._tp_group)
 
     def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._tp)
+        return dist.get_world_size(self._tp_group)
 
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        return self._sharding  # ZeRO 3 uses this method; ZeRO 1 and 2 use get_sequence_data_parallel_group
+        return self._sharding_group  # ZeRO 3 uses this method; ZeRO 1 and 2 use get_sequence_data_parallel_group
 
     def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._dp)
+        return dist.get_rank(self._dp_group)
 
     def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._dp)
+        return dist.get_world_size(self._dp_group)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._sharding)
+        return dist.get_process_group_ranks(self._sharding_group)
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        return self._sharding
+        return self._sharding_group
 
     def get_sequence_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._sharding)
+        return dist.get_rank(self._sharding_group)
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._sharding)
+        return dist.get_world_size(self._sharding_group)
 
 
-def _group(mesh: DeviceMesh, dims: tuple[str, ...]) -> ProcessGroup:
+def _get_group(mesh: DeviceMesh, dims: tuple[str, ...]) -> ProcessGroup:
     """Return the group of this rank and all ranks that differ from it only along `dims`."""
     if not dims:
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -127,8 +132,8 @@ def _fused_forward(own_forward: Callable[..., Tensor], is_row: bool) -> Callable
 
     @wraps(own_forward)
     def forward(layer: Any, input: Tensor) -> Tensor:
-        deferred = getattr(layer, "defer_collectives_to_compiler", False)
-        if layer.mp_group is None or deferred or layer.weight.dtype != input.dtype or layer.weight.ndim != 2:
+        defers_collectives = getattr(layer, "defer_collectives_to_compiler", False)
+        if layer.mp_group is None or defers_collectives or layer.weight.dtype != input.dtype or layer.weight.ndim != 2:
             return own_forward(layer, input)
         if is_row:
             return row_matmul(input, layer.weight, layer.bias, layer.mp_group)

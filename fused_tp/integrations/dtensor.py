@@ -60,20 +60,20 @@ class _FusedStyle(ParallelStyle):
                 "output_layouts=Partial() is not supported: the sum over ranks is fused with the matmul. Use "
                 "Replicate() or Shard(dim)."
             )
-        given: dict[str, Any] = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        given["use_local_output"] = use_local_output
-        super().__init__(**given)  # the __init__ of torch's style sets the defaults
+        keywords: dict[str, Any] = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        keywords["use_local_output"] = use_local_output
+        super().__init__(**keywords)  # the __init__ of torch's style sets the defaults
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
         placements, mixin = MODULES[self.style_name, _base_class(module, type(self).__name__)]
         _shard_parameters(module, device_mesh, placements, self.src_data_rank)
         module_class = type(module)
-        if (mixin, module_class) not in _classes:
-            _classes[mixin, module_class] = type(mixin.__name__.lstrip("_"), (mixin, module_class), {})
-        styled = cast(_Styled, module)
-        styled._style, styled._style_mesh = self, device_mesh
-        module.__class__ = _classes[mixin, module_class]
+        if (mixin, module_class) not in _styled_classes:
+            _styled_classes[mixin, module_class] = type(mixin.__name__.lstrip("_"), (mixin, module_class), {})
+        styled_module = cast(_StyledModule, module)
+        styled_module._style, styled_module._style_mesh = self, device_mesh
+        module.__class__ = _styled_classes[mixin, module_class]
         return module
 
 
@@ -169,7 +169,7 @@ class FusedSequenceParallel(SequenceParallel):
 # ---- classes of styled modules --------------------------------------------------------------------------------------
 
 
-class _Styled(nn.Module):
+class _StyledModule(nn.Module):
     """Mixin for the class of a module that a style was applied to."""
 
     _style: _FusedStyle
@@ -178,37 +178,37 @@ class _Styled(nn.Module):
     def _input_layout(self, x: Tensor) -> Placement:
         return _with_positive_dim(x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0], x.ndim)
 
-    def _local_input(self, x: Tensor, wanted: Placement, grad: Placement | None = None) -> Tensor:
-        """Return this rank's shard of the input in the layout `wanted`.
+    def _local_input(self, x: Tensor, target_layout: Placement, grad: Placement | None = None) -> Tensor:
+        """Return this rank's shard of the input in the layout `target_layout`.
 
-        The gradient of a DTensor input has the layout `grad`, default `wanted`.
+        The gradient of a DTensor input has the layout `grad`, default `target_layout`.
         """
-        if self._input_layout(x) != wanted:
+        if self._input_layout(x) != target_layout:
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
-            x = x.redistribute(placements=[wanted])
-        return x.to_local(grad_placements=[grad or wanted]) if isinstance(x, DTensor) else x
+            x = x.redistribute(placements=[target_layout])
+        return x.to_local(grad_placements=[grad or target_layout]) if isinstance(x, DTensor) else x
 
     def _convert_output(self, y: Tensor, layout: Placement, shape: tuple[int, ...]) -> Tensor:
         """Convert `y`, this rank's shard in `layout` of an output of global `shape`, to the style's output layout."""
-        wanted = _with_positive_dim(self._style.output_layouts[0], y.ndim)
-        if layout == wanted and self._style.use_local_output:
+        target_layout = _with_positive_dim(self._style.output_layouts[0], y.ndim)
+        if layout == target_layout and self._style.use_local_output:
             return y
         out = as_dtensor(y, self._style_mesh, layout, shape)
-        if layout != wanted:
-            out = out.redistribute(placements=[wanted])
+        if layout != target_layout:
+            out = out.redistribute(placements=[target_layout])
         return out.to_local() if self._style.use_local_output else out
 
-    def _reduce_output(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
+    def _reduce_output(self, reduce: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
         """Return the output of global `shape` in the style's output layout.
 
-        `sums(dim)` reduce-scatters it along `dim`, one of its first `dims` dims; `sums(None)` all-reduces it.
+        `reduce(dim)` reduce-scatters it along `dim`, one of its first `dims` dims; `reduce(None)` all-reduces it.
         """
         dim = _shard_dim(_with_positive_dim(self._style.output_layouts[0], len(shape)), dims)
-        return self._convert_output(sums(dim), Replicate() if dim is None else Shard(dim), shape)
+        return self._convert_output(reduce(dim), Replicate() if dim is None else Shard(dim), shape)
 
 
-class _ColumnLinear(_Styled):
+class _ColumnLinear(_StyledModule):
     weight: Tensor
     bias: Tensor | None
 
@@ -232,7 +232,7 @@ class _ColumnLinear(_Styled):
         return self._convert_output(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
 
 
-class _RowLinear(_Styled):
+class _RowLinear(_StyledModule):
     weight: Tensor
     bias: Tensor | None
 
@@ -242,11 +242,11 @@ class _RowLinear(_Styled):
         weight = local_shard(self.weight)
         x = self._local_input(x, Shard(x.ndim - 1))
         check_width(x, weight.shape[1], "this rank's part of in_features")
-        sums = partial(row_matmul, x, weight, local_shard(self.bias), self._style_mesh)
-        return self._reduce_output(sums, (*x.shape[:-1], linear.out_features), x.ndim - 1)
+        reduce = partial(row_matmul, x, weight, local_shard(self.bias), self._style_mesh)
+        return self._reduce_output(reduce, (*x.shape[:-1], linear.out_features), x.ndim - 1)
 
 
-class _ColumnEmbedding(_Styled):
+class _ColumnEmbedding(_StyledModule):
     def forward(self, ids: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
@@ -254,31 +254,33 @@ class _ColumnEmbedding(_Styled):
         return self._convert_output(y, Shard(y.ndim - 1), (*y.shape[:-1], embedding.embedding_dim))
 
 
-class _RowEmbedding(_Styled):
+class _RowEmbedding(_StyledModule):
     def forward(self, ids: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
         ids = self._local_input(ids, Replicate())
         check_ids_in_range(ids, embedding.num_embeddings)
-        sums = partial(
+        look_up = partial(
             sharded_lookup, ids, local_shard(embedding.weight), embedding.num_embeddings, embedding.padding_idx
         )
-        return self._reduce_output(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1)
+        return self._reduce_output(
+            partial(look_up, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1
+        )
 
 
 # Maps (style, class of the module) to (placements of its parameters, class that defines its forward).
-MODULES: dict[tuple[str, type[nn.Module]], tuple[dict[str, Placement], type[_Styled]]] = {
+MODULES: dict[tuple[str, type[nn.Module]], tuple[dict[str, Placement], type[_StyledModule]]] = {
     ("column", nn.Linear): ({"weight": Shard(0), "bias": Shard(0)}, _ColumnLinear),
     ("column", nn.Embedding): ({"weight": Shard(1)}, _ColumnEmbedding),
     ("row", nn.Linear): ({"weight": Shard(1), "bias": Replicate()}, _RowLinear),
     ("row", nn.Embedding): ({"weight": Shard(0)}, _RowEmbedding),
 }
 
-_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+_styled_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _shard_parameters(
-    module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], source: int | None
+    module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], src_data_rank: int | None
 ) -> None:
     write_as_one_process()
     for name, placement in placements.items():
@@ -290,15 +292,15 @@ def _shard_parameters(
                 f"{name} of this {type(module).__name__} is a DTensor already ({parameter.placements}). Apply only one "
                 "tensor parallel style to a module, before fully_shard."
             )
-        sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
-        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        sharded_parameter = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
+        module.register_parameter(name, nn.Parameter(sharded_parameter, requires_grad=parameter.requires_grad))
         record_replaced_parameters({parameter: name}, module)
 
 
 def _base_class(module: nn.Module, style: str) -> type[nn.Module]:
     for base in (nn.Linear, nn.Embedding):
         if isinstance(module, base):
-            if type(module).forward is not base.forward and not isinstance(module, _Styled):
+            if type(module).forward is not base.forward and not isinstance(module, _StyledModule):
                 raise ValueError(
                     f"{style} does not support {type(module).__name__}, a {base.__name__} with a custom forward, which "
                     "would be lost. Use torch's style."

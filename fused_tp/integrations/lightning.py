@@ -53,12 +53,12 @@ def parallel_strategy(kind: T) -> T:
         >>> strategy = parallel_strategy(ModelParallelStrategy)(dp_shard=-1, cp=2, tp=4)
         >>> trainer = lightning.Trainer(strategy=strategy, devices=8, num_nodes=4)
     """
-    extended: T = _parallel_class(kind)
-    return extended
+    strategy_class: T = _make_parallel_class(kind)
+    return strategy_class
 
 
 @cache
-def _parallel_class(kind: Any) -> Any:
+def _make_parallel_class(kind: Any) -> Any:
     return type(f"Parallel{kind.__name__}", (_ParallelStrategy, kind), {"__doc__": kind.__doc__})
 
 
@@ -79,8 +79,8 @@ class _ParallelStrategy:
         strategy.__init__(process_group_backend=process_group_backend, **options)
         if "pp" in sizes:
             raise ValueError("pp is not supported: Lightning does not run pipeline schedules. Omit pp.")
-        if unknown := sorted(sizes.keys() - set(DIM_ORDER)):
-            raise TypeError(f"{unknown[0]!r} is not a dim of a mesh. Pass sizes of {', '.join(DIM_ORDER[1:])}.")
+        if unknown_dims := sorted(sizes.keys() - set(DIM_ORDER)):
+            raise TypeError(f"{unknown_dims[0]!r} is not a dim of a mesh. Pass sizes of {', '.join(DIM_ORDER[1:])}.")
         self._sizes = sizes
 
     def setup_environment(self) -> None:
@@ -92,11 +92,11 @@ class _ParallelStrategy:
         strategy: Any = super()
         strategy.setup(trainer)
         mesh, dims = self.device_mesh, self.device_mesh.mesh_dim_names or ()
-        sharded = [dim for dim in ("cp", "tp") if dim in dims and mesh[dim].size() > 1]
-        if sharded and not is_parallelized(self.model):
+        sharded_dims = [dim for dim in ("cp", "tp") if dim in dims and mesh[dim].size() > 1]
+        if sharded_dims and not is_parallelized(self.model):
             raise ValueError(
-                f"the mesh has {' and '.join(sharded)}, but configure_model did not shard the model over these ranks. "
-                "Call fused_tp.parallelize(self.model, self.device_mesh) in configure_model."
+                f"the mesh has {' and '.join(sharded_dims)}, but configure_model did not shard the model over these "
+                "ranks. Call fused_tp.parallelize(self.model, self.device_mesh) in configure_model."
             )
         replicas = self.distributed_sampler_kwargs["num_replicas"]
         if replicas > 1 and not any(isinstance(module, FSDPModule) for module in self.model.modules()):
@@ -107,12 +107,12 @@ class _ParallelStrategy:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        names, number, rank = self.device_mesh.mesh_dim_names or (), 1, 0
+        names, replicas, rank = self.device_mesh.mesh_dim_names or (), 1, 0
         for name in _BATCH_DIMS:
             if name in names:
                 mesh = self.device_mesh[name]
-                number, rank = number * mesh.size(), rank * mesh.size() + mesh.get_local_rank()
-        return {"num_replicas": number, "rank": rank}
+                replicas, rank = replicas * mesh.size(), rank * mesh.size() + mesh.get_local_rank()
+        return {"num_replicas": replicas, "rank": rank}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
@@ -138,9 +138,9 @@ class _ParallelStrategy:
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         strict = self.lightning_module.strict_loading
         # None means True, as in the torch.load of the metadata below.
-        plain = weights_only is not False
-        planner = (PlainPlanner if plain else DefaultLoadPlanner)(allow_partial_load=not strict)
-        reader = (PlainReader if plain else dcp.FileSystemReader)(folder)
+        is_plain_data = weights_only is not False
+        planner = (PlainPlanner if is_plain_data else DefaultLoadPlanner)(allow_partial_load=not strict)
+        reader = (PlainReader if is_plain_data else dcp.FileSystemReader)(folder)
         dcp.load(original_shapes(self.model, state), storage_reader=reader, planner=planner)
         set_model_state_dict(self.model, state["state_dict"], options=StateDictOptions(strict=strict))
         for number, optimizer in enumerate(self.optimizers):

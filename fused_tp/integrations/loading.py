@@ -25,8 +25,8 @@ from fused_tp.nn.linear import column_matmul, row_matmul
 from fused_tp.nn.sharding import local_shard
 from fused_tp.ops.collectives import gather, scatter
 
-COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
-ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
+COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
+ROW_STYLES = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 @contextmanager
@@ -49,9 +49,9 @@ def fused_styles() -> Iterator[None]:
         from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES as styles
     except ImportError as error:
         raise ImportError("fused_styles() needs transformers 5.23 or later, whose loader has such styles.") from error
-    column, row = _fused_classes()
-    before = {name: styles._local_mapping.get(name) for name in (*COLUMN, *ROW)}
-    for names, fused_class in ((COLUMN, column), (ROW, row)):
+    column_class, row_class = _fused_classes()
+    previous_styles = {name: styles._local_mapping.get(name) for name in (*COLUMN_STYLES, *ROW_STYLES)}
+    for names, fused_class in ((COLUMN_STYLES, column_class), (ROW_STYLES, row_class)):
         for name in names:
             style = styles[name]
             styles[name] = fused_class(
@@ -62,7 +62,7 @@ def fused_styles() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, style in before.items():
+        for name, style in previous_styles.items():
             if style is None:
                 del styles[name]
             else:
@@ -107,5 +107,5 @@ def _fused_classes() -> tuple[Any, Any]:
 
 def _is_supported_call(module: nn.Module, x: Any) -> bool:
     # Compare forward methods, not classes: FSDP2 changes a module's class to a subclass.
-    linear = type(module).forward is nn.Linear.forward and not getattr(module, "_hf_quantized_needs_local_tp", False)
-    return linear and isinstance(x, Tensor) and not isinstance(x, DTensor)
+    is_linear = type(module).forward is nn.Linear.forward and not getattr(module, "_hf_quantized_needs_local_tp", False)
+    return is_linear and isinstance(x, Tensor) and not isinstance(x, DTensor)

@@ -71,8 +71,8 @@ def layer_spec(config: Any, base: Any = None) -> Any:
     """
     if config.multi_latent_attention:
         raise ValueError(
-            "multi_latent_attention=True is not supported: Megatron builds it of Transformer Engine's classes only. "
-            "Use their spec without layer_spec."
+            "multi_latent_attention=True is not supported: Megatron builds these layers from Transformer Engine's "
+            "classes only. Use Megatron's Transformer Engine spec without layer_spec."
         )
     if base is None:
         if config.num_moe_experts and config.moe_layer_freq != 1:
@@ -92,7 +92,7 @@ def layer_spec(config: Any, base: Any = None) -> Any:
         names = sorted({c.__name__ for c in classes if "Linear" in c.__name__ or "Attention" in c.__name__})
         raise ValueError(
             "base must have ColumnParallelLinear, RowParallelLinear or DotProductAttention, got "
-            f"{', '.join(names) or 'no layers'}. Create it by a local spec, such as get_gpt_layer_local_spec()."
+            f"{', '.join(names) or 'no layers'}. Create base by a local spec, such as get_gpt_layer_local_spec()."
         )
     return spec
 
@@ -106,12 +106,12 @@ def fused_layers() -> Iterator[None]:
         >>> with fused_layers():
         ...     model = GPTModel(config, layer_spec(config), vocab_size=32_000, max_sequence_length=4096)
     """
-    norm = transformer_block.LayerNormImpl
+    norm_class = transformer_block.LayerNormImpl
     with (
         mock.patch.object(tensor_parallel, "ColumnParallelLinear", FusedColumnParallelLinear),
         mock.patch.object(tensor_parallel, "RowParallelLinear", FusedRowParallelLinear),
         mock.patch.object(tensor_parallel, "VocabParallelEmbedding", FusedVocabParallelEmbedding),
-        mock.patch.object(transformer_block, "LayerNormImpl", _FUSED_CLASSES.get(norm, norm)),
+        mock.patch.object(transformer_block, "LayerNormImpl", _FUSED_CLASSES.get(norm_class, norm_class)),
     ):
         yield
 
@@ -176,8 +176,8 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         shape = (self.output_size_per_partition, self.input_size)
         if weight is None or tuple(weight.shape) != shape:
-            given = "None" if weight is None else str(tuple(weight.shape))
-            raise ValueError(f"weight must have shape {list(shape)}, this rank's rows, got {given}.")
+            actual_shape = "None" if weight is None else str(tuple(weight.shape))
+            raise ValueError(f"weight must have shape {list(shape)}, this rank's rows, got {actual_shape}.")
         _check_weight(weight)
         bias = None if self.skip_bias_add else self.bias
         if self.explicit_expert_comm or (self.disable_grad_reduce and not self.sequence_parallel):
@@ -270,7 +270,7 @@ def _check_config(config: Any) -> None:
     for name in ("fp8", "fp4", "delay_wgrad_compute", "cpu_offloading"):
         if getattr(config, name, None):
             raise ValueError(
-                f"{name}={getattr(config, name)!r} is not supported: it needs layers of Transformer Engine. Unset it, "
+                f"{name}={getattr(config, name)!r} is not supported without Transformer Engine's layers. Unset {name}, "
                 "or use Transformer Engine's spec."
             )
 
@@ -287,8 +287,8 @@ def _check_unsharded(layer: Any) -> None:
 def _check_weight(weight: Tensor) -> None:
     if hasattr(weight, "__fsdp_param__"):
         raise ValueError(
-            "Megatron-FSDP is not supported: it expects each gradient to overwrite main_grad, but fused layers add to "
-            "it. Use Megatron's DistributedDataParallel."
+            "Megatron-FSDP is not supported, because it expects each gradient to overwrite main_grad, but fused layers "
+            "add to main_grad. Use Megatron's DistributedDataParallel."
         )
 
 

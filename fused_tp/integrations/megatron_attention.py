@@ -31,7 +31,7 @@ from fused_tp.ops.ring_attention import ring_attention_from_head
 from fused_tp.ops.sequence import sequence_positions
 from fused_tp.ops.ulysses_attention import context_parallel_attention_from_head
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+_CAUSAL_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
 class FusedDotProductAttention(DotProductAttention):
@@ -77,20 +77,22 @@ class FusedDotProductAttention(DotProductAttention):
                 raise ValueError(f"{name}=True is not supported: the largest score is not computed. Set it to False.")
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        given = copy(config)
-        given.context_parallel_size = 1  # the parent accepts no other size
-        kind, dropout = attn_mask_type, attention_dropout
-        super().__init__(given, layer_number, kind, attention_type, dropout, softmax_scale, None, pg_collection)
+        parent_config = copy(config)
+        parent_config.context_parallel_size = 1  # the parent accepts no other size
+        mask_type, dropout = attn_mask_type, attention_dropout
+        super().__init__(
+            parent_config, layer_number, mask_type, attention_type, dropout, softmax_scale, None, pg_collection
+        )
         self.config = config
         if config.softmax_type == "learnable":  # mark sharded heads for Megatron's gradient norms
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         # Undo the parent's division by layer_number, which avoids overflows in fp16 and which the parent's softmax
         # multiplies back.
         self.softmax_scale *= self.layer_number if config.apply_query_key_layer_scaling else 1
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = tuple(config.window_size) if windowed else None
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = tuple(config.window_size) if has_window else None
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
-        self._attend = _attention(self.cp_group, cp_comm_type, pg_collection)
+        self._attend = _choose_attention(self.cp_group, cp_comm_type, pg_collection)
 
     def forward(
         self,
@@ -103,21 +105,23 @@ class FusedDotProductAttention(DotProductAttention):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Return the attention output; see the class for shapes and the supported masks."""
-        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        causal = kind in _CAUSAL
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        causal = mask_type in _CAUSAL_TYPES
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported: every rank would need all of it. Pass None.")
-        if kind == AttnMaskType.arbitrary or (kind == AttnMaskType.padding and packed_seq_params is None):
+        if mask_type == AttnMaskType.arbitrary or (mask_type == AttnMaskType.padding and packed_seq_params is None):
             raise ValueError(
-                f"attn_mask_type must be causal or no_mask, got {kind}. For documents of different lengths, pack them "
-                "and pass packed_seq_params."
+                f"attn_mask_type must be causal or no_mask, got {mask_type}. For documents of different lengths, pack "
+                "the documents and pass packed_seq_params."
             )
         keywords: dict[str, Any] = {"causal": causal, "scale": self.softmax_scale, "window": self.window}
         keywords |= {"sinks": self.softmax_offset, "first_head": query.shape[-2] * self.tp_group.rank()}
         keywords["dropout_p"] = self.attention_dropout.p if self.training else 0.0
         if packed_seq_params is not None:
             q, k, v = (t.unsqueeze(0) for t in (query, key, value))
-            keywords |= _documents(packed_seq_params, causal, 1 if self.cp_group is None else self.cp_group.size())
+            keywords |= _document_keywords(
+                packed_seq_params, causal, 1 if self.cp_group is None else self.cp_group.size()
+            )
             return self._attend(q, k, v, **keywords).squeeze(0).flatten(1)
         if len(key) != len(query):
             if self.cp_group is not None:
@@ -129,11 +133,11 @@ class FusedDotProductAttention(DotProductAttention):
         if causal:
             self._check_mask(attention_mask, len(query), len(key))
         elif attention_mask is not None and len(query) > 1:
-            raise ValueError(f"attention_mask is not supported with attn_mask_type={kind}. Pass None.")
+            raise ValueError(f"attention_mask is not supported with attn_mask_type={mask_type}. Pass None.")
         q, k, v = (t.transpose(0, 1) for t in (query, key, value))
         return self._attend(q, k, v, **keywords).transpose(0, 1).flatten(2)
 
-    def _check_mask(self, mask: Tensor | None, queries: int, keys: int) -> None:
+    def _check_mask(self, mask: Tensor | None, query_count: int, key_count: int) -> None:
         """Raise ValueError if `mask` is not the causal mask, which Megatron-LM creates by default.
 
         Each mask is read once: the result is cached.
@@ -141,15 +145,15 @@ class FusedDotProductAttention(DotProductAttention):
         if mask is None or mask in _CAUSAL_MASKS:
             return
         if self.cp_group is None:
-            seen = torch.arange(keys - queries, keys, device="cpu")
+            query_positions = torch.arange(key_count - query_count, key_count, device="cpu")
         else:
-            keys *= self.cp_group.size()
-            seen = sequence_positions(keys, group=self.cp_group, device="cpu")
-        hidden = torch.arange(keys, device="cpu") > seen[:, None]
-        if mask.shape[-2:] != hidden.shape or not (mask == hidden.to(mask.device)).all():
+            key_count *= self.cp_group.size()
+            query_positions = sequence_positions(key_count, group=self.cp_group, device="cpu")
+        is_masked = torch.arange(key_count, device="cpu") > query_positions[:, None]
+        if mask.shape[-2:] != is_masked.shape or not (mask == is_masked.to(mask.device)).all():
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)} is not the causal mask; other masks are not supported. "
-                "Pass None (--no-create-attention-mask-in-dataloader), and documents by packed_seq_params."
+                "Pass None (--no-create-attention-mask-in-dataloader), and pass documents by packed_seq_params."
             )
         _CAUSAL_MASKS[mask] = True
 
@@ -157,7 +161,7 @@ class FusedDotProductAttention(DotProductAttention):
 _CAUSAL_MASKS = WeakIdKeyDictionary()  # masks found to be causal; all layers get the same one
 
 
-def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> Callable[..., Tensor]:
+def _choose_attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> Callable[..., Tensor]:
     if cp_group is None:
         return partial(ring_attention_from_head, group=None, is_unsharded=True)
     if cp_comm_type in (None, "p2p"):
@@ -179,30 +183,34 @@ def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> C
     )
 
 
-def _documents(packed: Any, causal: bool, ranks: int) -> dict[str, Any]:
+def _document_keywords(packed_seq_params: Any, causal: bool, ranks: int) -> dict[str, Any]:
     """Return the keyword arguments of attention over packed documents sharded over `ranks` context parallel ranks."""
-    if packed.qkv_format != "thd":
-        raise ValueError(f"qkv_format of packed_seq_params must be 'thd', got {packed.qkv_format!r}.")
-    if getattr(packed, "cp_group", None) is not None or getattr(packed, "local_cp_size", None) is not None:
+    if packed_seq_params.qkv_format != "thd":
+        raise ValueError(f"qkv_format of packed_seq_params must be 'thd', got {packed_seq_params.qkv_format!r}.")
+    if (
+        getattr(packed_seq_params, "cp_group", None) is not None
+        or getattr(packed_seq_params, "local_cp_size", None) is not None
+    ):
         raise ValueError(
             "cp_group and local_cp_size of packed_seq_params are not supported: the model's context parallel group is "
             "used for all batches. Set them to None."
         )
-    found: dict[str, Any] = {"layout": "zigzag_documents"}
-    for name, bounds, padded in (
-        ("cu_seqlens", packed.cu_seqlens_q, packed.cu_seqlens_q_padded),
-        ("cu_seqlens_kv", packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded),
+    keywords: dict[str, Any] = {"layout": "zigzag_documents"}
+    for name, bounds, padded_bounds in (
+        ("cu_seqlens", packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded),
+        ("cu_seqlens_kv", packed_seq_params.cu_seqlens_kv, packed_seq_params.cu_seqlens_kv_padded),
     ):
-        if padded is not None and not causal and not torch.equal(padded, bounds):
+        if padded_bounds is not None and not causal and not torch.equal(padded_bounds, bounds):
             raise ValueError(
                 "padded documents are not supported without a causal mask: tokens would attend to padding. Do not pad "
-                "them."
+                "the documents."
             )
-        found[name] = (bounds if padded is None else padded).cpu()  # one copy, for the check below and for the op
-        lengths = found[name].diff()
+        # One copy to the CPU, for the check below and for the op.
+        keywords[name] = (bounds if padded_bounds is None else padded_bounds).cpu()
+        lengths = keywords[name].diff()
         if ranks > 1 and bool((lengths % (2 * ranks)).any()):
             raise ValueError(
                 f"each document must have a multiple of {2 * ranks} tokens, because Megatron-Core splits it into "
                 f"{2 * ranks} equal chunks, got {lengths.tolist()}. Pad the documents."
             )
-    return found
+    return keywords

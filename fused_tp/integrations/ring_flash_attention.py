@@ -13,7 +13,7 @@ and of packed documents, [tokens, heads, head_dim],
 
 Each exists as `_func` (q, k, v), `_kvpacked_func` (q, kv with 2 before heads) and `_qkvpacked_func` (qkv with 3).
 
-All devices (also CPU ranks) and dtypes of `ring_attention` are supported, and features that the library refuses or
+All devices (also CPU ranks) and dtypes of `ring_attention` are supported, and features that the library rejects or
 computes wrongly: windows (of the whole sequence), ALiBi, dropout, sequences without a causal mask in zigzag order. Sums
 have a fixed order, with and without `deterministic`. `max_seqlen`, which sizes the library's CUDA launches, is ignored.
 
@@ -98,7 +98,7 @@ def _attend_packed(
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 3:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be [tokens of this rank, heads, head_dim].")
+            raise ValueError(f"{name} must have shape [tokens of this rank, heads, head_dim], got {tuple(t.shape)}.")
     bounds = cu_seqlens if covers_all_ranks else _bounds_of_all_ranks(cu_seqlens, q, options[-1])
     result = attend(layout, q[None], k[None], v[None], *options, cu_seqlens=bounds)
     if isinstance(result, Tensor):
@@ -223,24 +223,26 @@ def llama3_flash_attn_prepare_cu_seqlens(
     check_int("world_size", world_size, minimum=1)
     check_int("rank", rank, minimum=0)
     if rank >= world_size:
-        raise ValueError(f"rank is {rank}; of {world_size} ranks the last is {world_size - 1}.")
-    whole = cast("Tensor", move_to_cpu("cu_seqlens", cu_seqlens))
-    bounds: list[int] = whole.tolist()
-    total = bounds[-1]
-    if total % world_size:
-        raise ValueError(f"{total} tokens cannot be shared evenly by {world_size} ranks; pad them.")
-    start, stop = rank * total // world_size, (rank + 1) * total // world_size
-    inside = [bound for bound in bounds if start < bound < stop]
-    first = max(bound for bound in bounds if bound <= start)
-    last = stop if causal else min(bound for bound in bounds if bound >= stop)
-    queries, keys = [start, *inside, stop], [first, *inside, last]
+        raise ValueError(f"rank must be below world_size={world_size}, got {rank}.")
+    cu_seqlens_cpu = cast("Tensor", move_to_cpu("cu_seqlens", cu_seqlens))
+    bounds: list[int] = cu_seqlens_cpu.tolist()
+    total_tokens = bounds[-1]
+    if total_tokens % world_size:
+        raise ValueError(
+            f"the number of tokens must be a multiple of world_size={world_size}, got {total_tokens}. Pad them."
+        )
+    start, stop = rank * total_tokens // world_size, (rank + 1) * total_tokens // world_size
+    inner_bounds = [bound for bound in bounds if start < bound < stop]
+    key_start = max(bound for bound in bounds if bound <= start)
+    key_stop = stop if causal else min(bound for bound in bounds if bound >= stop)
+    query_ends, key_ends = [start, *inner_bounds, stop], [key_start, *inner_bounds, key_stop]
 
     def relative_bounds(ends: list[int]) -> tuple[Tensor, int]:
         bounds = torch.tensor(ends, dtype=cu_seqlens.dtype, device="cpu") - ends[0]
         return bounds.to(cu_seqlens.device), int(bounds.diff().max())
 
-    (query_bounds, max_queries), (key_bounds, max_keys) = relative_bounds(queries), relative_bounds(keys)
-    return query_bounds, key_bounds, max_queries, max_keys, KeySlice(first, last, whole)
+    (query_bounds, max_queries), (key_bounds, max_keys) = relative_bounds(query_ends), relative_bounds(key_ends)
+    return query_bounds, key_bounds, max_queries, max_keys, KeySlice(key_start, key_stop, cu_seqlens_cpu)
 
 
 def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
@@ -280,34 +282,38 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
     return _attend_packed(local_k_slice.cu_seqlens, "contiguous", q, k, v, *options, covers_all_ranks=True)
 
 
-def _packed(function: Callable[..., AttentionResult], name: str, count: int) -> Callable[..., AttentionResult]:
+def _make_packed_variant(
+    function: Callable[..., AttentionResult], name: str, count: int
+) -> Callable[..., AttentionResult]:
     """Variant of `function` with its last `count` of (q, k, v) stacked in one tensor, in a dim before the heads."""
 
     def call(*args: Any, **keywords: Any) -> AttentionResult:
-        given = signature.bind(*args, **keywords).arguments
-        packed = given.pop(name)
-        if packed.ndim < 3 or packed.shape[-3] != count:
-            raise ValueError(f"{name} has shape {tuple(packed.shape)}; it must be [..., {count}, heads, head_dim].")
-        own = () if count == 3 else (given.pop("q"),)
-        return function(*own, *packed.unbind(-3), **given)
+        call_arguments = signature.bind(*args, **keywords).arguments
+        packed_tensor = call_arguments.pop(name)
+        if packed_tensor.ndim < 3 or packed_tensor.shape[-3] != count:
+            raise ValueError(
+                f"{name} must have shape [..., {count}, heads, head_dim], got {tuple(packed_tensor.shape)}."
+            )
+        separate_tensors = () if count == 3 else (call_arguments.pop("q"),)
+        return function(*separate_tensors, *packed_tensor.unbind(-3), **call_arguments)
 
-    inspected = inspect.signature(function)
-    first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Tensor")
-    parameters = list(inspected.parameters.values())
-    signature = inspected.replace(parameters=[*parameters[: 3 - count], first, *parameters[3:]])
+    function_signature = inspect.signature(function)
+    packed_parameter = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Tensor")
+    parameters = list(function_signature.parameters.values())
+    signature = function_signature.replace(parameters=[*parameters[: 3 - count], packed_parameter, *parameters[3:]])
     call.__name__ = call.__qualname__ = function.__name__.replace("_func", f"_{name}packed_func")
     call.__doc__ = f"`{function.__name__}` of {name} [..., {count}, heads, head_dim]."
     vars(call)["__signature__"] = signature
     return call
 
 
-ring_flash_attn_kvpacked_func = _packed(ring_flash_attn_func, "kv", 2)
-ring_flash_attn_qkvpacked_func = _packed(ring_flash_attn_func, "qkv", 3)
-zigzag_ring_flash_attn_kvpacked_func = _packed(zigzag_ring_flash_attn_func, "kv", 2)
-zigzag_ring_flash_attn_qkvpacked_func = _packed(zigzag_ring_flash_attn_func, "qkv", 3)
-ring_flash_attn_varlen_kvpacked_func = _packed(ring_flash_attn_varlen_func, "kv", 2)
-ring_flash_attn_varlen_qkvpacked_func = _packed(ring_flash_attn_varlen_func, "qkv", 3)
-zigzag_ring_flash_attn_varlen_kvpacked_func = _packed(zigzag_ring_flash_attn_varlen_func, "kv", 2)
-zigzag_ring_flash_attn_varlen_qkvpacked_func = _packed(zigzag_ring_flash_attn_varlen_func, "qkv", 3)
-llama3_flash_attn_varlen_kvpacked_func = _packed(llama3_flash_attn_varlen_func, "kv", 2)
-llama3_flash_attn_varlen_qkvpacked_func = _packed(llama3_flash_attn_varlen_func, "qkv", 3)
+ring_flash_attn_kvpacked_func = _make_packed_variant(ring_flash_attn_func, "kv", 2)
+ring_flash_attn_qkvpacked_func = _make_packed_variant(ring_flash_attn_func, "qkv", 3)
+zigzag_ring_flash_attn_kvpacked_func = _make_packed_variant(zigzag_ring_flash_attn_func, "kv", 2)
+zigzag_ring_flash_attn_qkvpacked_func = _make_packed_variant(zigzag_ring_flash_attn_func, "qkv", 3)
+ring_flash_attn_varlen_kvpacked_func = _make_packed_variant(ring_flash_attn_varlen_func, "kv", 2)
+ring_flash_attn_varlen_qkvpacked_func = _make_packed_variant(ring_flash_attn_varlen_func, "qkv", 3)
+zigzag_ring_flash_attn_varlen_kvpacked_func = _make_packed_variant(zigzag_ring_flash_attn_varlen_func, "kv", 2)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = _make_packed_variant(zigzag_ring_flash_attn_varlen_func, "qkv", 3)
+llama3_flash_attn_varlen_kvpacked_func = _make_packed_variant(llama3_flash_attn_varlen_func, "kv", 2)
+llama3_flash_attn_varlen_qkvpacked_func = _make_packed_variant(llama3_flash_attn_varlen_func, "qkv", 3)

@@ -75,11 +75,11 @@ class _Projections(Module):
         self.tp_mesh = parallel_dims.get_optional_mesh("tp")
         super().parallelize(parallel_dims)
 
-    def column(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
+    def run_column(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
         weights, biases = [local_shard(layer.weight) for layer in layers], [local_shard(layer.bias) for layer in layers]
         return column_matmul(x, weights, biases, self.tp_mesh, self.sequence_dim)
 
-    def row(self, x: Tensor, layer: Linear) -> Tensor:
+    def run_row(self, x: Tensor, layer: Linear) -> Tensor:
         return row_matmul(x, local_shard(layer.weight), None, self.tp_mesh, self.sequence_dim)
 
 
@@ -94,7 +94,7 @@ class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
         if self.tp_mesh is None:
             return FusedQKVLinear.forward(self, x)
         with spmd.no_typecheck():
-            (qkv,) = self.column(x, self.wqkv)
+            (qkv,) = self.run_column(x, self.wqkv)
             parts = qkv.unflatten(-1, (-1, self.r_dim, self.head_dim)).split([self.heads_per_kv, 1, 1], dim=-2)
             q, k, v = (part.flatten(2, 3).contiguous() for part in parts)
         return q, k, v
@@ -111,7 +111,7 @@ class GatherQKVLinear(_Projections, QKVLinear):
         if self.tp_mesh is None:
             return QKVLinear.forward(self, x)
         with spmd.no_typecheck():
-            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.column(x, self.wq, self.wk, self.wv))
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.run_column(x, self.wq, self.wk, self.wv))
         return q, k, v
 
 
@@ -126,7 +126,7 @@ class ScatterLinear(_Projections, Linear):
         if self.tp_mesh is None:
             return Linear.forward(self, input)
         with spmd.no_typecheck():
-            return self.row(input, self)
+            return self.run_row(input, self)
 
 
 class FusedFeedForward(_Projections, FeedForward):
@@ -140,14 +140,14 @@ class FusedFeedForward(_Projections, FeedForward):
         if self.tp_mesh is None:
             return FeedForward.forward(self, x)
         with spmd.no_typecheck():
-            gate, up = self.column(x, self.w1, self.w3)
-            return self.row(F.silu(gate) * up, self.w2)
+            gate, up = self.run_column(x, self.w1, self.w3)
+            return self.run_row(F.silu(gate) * up, self.w2)
 
 
 class RingAttention(Module):
     """Causal attention for torchtitan's inner modules, over tokens that are sharded over context parallel ranks.
 
-    Keys travel from rank to rank, only those that some query sees. Documents begin where positions are 0.
+    Ranks pass on only the keys that some query attends to. Documents begin where positions are 0.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -176,11 +176,11 @@ class RingAttention(Module):
     ) -> Tensor:
         """Attend. `attention_masks`: positions [batch, seq / W] in documents, or None; see PositionsAttention."""
         with spmd.no_typecheck():
-            documents = None
+            bounds_of_rows = None
             if attention_masks is not None:
-                documents = _document_bounds(local_shard(attention_masks), self.cp_mesh, self.layout)
+                bounds_of_rows = _document_bounds(local_shard(attention_masks), self.cp_mesh, self.layout)
             return _attend(
-                q_BLNH, k_BLNH, v_BLNH, self.cp_mesh, documents, causal=True, scale=scale, layout=self.layout
+                q_BLNH, k_BLNH, v_BLNH, self.cp_mesh, bounds_of_rows, causal=True, scale=scale, layout=self.layout
             )
 
 
@@ -201,16 +201,16 @@ class PositionsAttention(GQAttention):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh | None, documents: list[Tensor] | None, **keywords: Any
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh | None, bounds_of_rows: list[Tensor] | None, **keywords: Any
 ) -> Tensor:
-    """Return the output [batch, seq / W, heads, head_dim]; `documents` holds the bounds in each row, if any."""
-    keywords["alone"] = mesh is None
-    if documents is None:
+    """Return the output [batch, seq / W, heads, head_dim]; `bounds_of_rows` holds the bounds in each row, if any."""
+    keywords["is_unsharded"] = mesh is None
+    if bounds_of_rows is None:
         return ring_attention_from_head(q, k, v, mesh, **keywords)
     rows = [slice(i, i + 1) for i in range(q.shape[0])]
     outs = [
         ring_attention_from_head(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **keywords)
-        for row, bounds in zip(rows, documents, strict=True)
+        for row, bounds in zip(rows, bounds_of_rows, strict=True)
     ]
     return torch.cat(outs)
 
@@ -268,15 +268,15 @@ def _varlen_ring(
     if out_transform is not None:
         raise NotImplementedError("out_transform is not supported over context parallel ranks. Pass None.")
     bounds, rows = attention_masks.cu_seq_q.cpu().long(), q.shape[0]
-    length = int(bounds[-1]) // rows
-    if length != q.shape[1] * mesh.size():
+    row_length = int(bounds[-1]) // rows
+    if row_length != q.shape[1] * mesh.size():
         raise ValueError(
-            f"attention_masks covers {rows} rows of {length} tokens, but {mesh.size()} ranks hold {q.shape[1]} tokens "
-            "of each row. Pass the VarlenMetadata of the full batch, created before its tokens are sharded."
+            f"attention_masks covers {rows} rows of {row_length} tokens, but {mesh.size()} ranks hold {q.shape[1]} "
+            "tokens of each row. Pass the VarlenMetadata of the full batch, created before its tokens are sharded."
         )
-    starts = [row * length for row in range(rows)]
-    documents = [bounds[(bounds >= start) & (bounds <= start + length)] - start for start in starts]
-    return _attend(q, k, v, mesh, documents, scale=scale, window=window)
+    starts = [row * row_length for row in range(rows)]
+    bounds_of_rows = [bounds[(bounds >= start) & (bounds <= start + row_length)] - start for start in starts]
+    return _attend(q, k, v, mesh, bounds_of_rows, scale=scale, window=window)
 
 
 # All layers get the same positions, so they are gathered once.
@@ -290,27 +290,32 @@ def _document_bounds(positions: Tensor, mesh: DeviceMesh | None, layout: str) ->
     Raises:
         ValueError: positions do not count up within documents: tokens are sharded in another layout.
     """
-    version, documents = _documents_cache.get(positions, (None, []))
+    version, bounds_of_rows = _documents_cache.get(positions, (None, []))
     if version == positions._version:
-        return documents
-    full = positions if mesh is None else unshard_sequence(positions.contiguous(), 1, group=mesh, layout=layout)
-    full, documents = full.cpu(), []
-    steps = full.diff(dim=1)
-    if not bool(((steps == 1) | (full[:, 1:] == 0)).all()):
+        return bounds_of_rows
+    full_positions = (
+        positions if mesh is None else unshard_sequence(positions.contiguous(), 1, group=mesh, layout=layout)
+    )
+    full_positions, bounds_of_rows = full_positions.cpu(), []
+    position_steps = full_positions.diff(dim=1)
+    if not bool(((position_steps == 1) | (full_positions[:, 1:] == 0)).all()):
         raise ValueError(
             f"positions must increase by one or restart at 0, but do not in the layout {layout!r}. Use ring='zigzag' "
-            "with parallelism.context_parallel_load_balancer='headtail', or ring='contiguous' with None."
+            "with parallelism.context_parallel_load_balancer='headtail', or ring='contiguous' with "
+            "context_parallel_load_balancer=None."
         )
-    for row in full:
+    for row in full_positions:
         starts = (row == 0).nonzero().flatten().tolist()
-        documents.append(torch.tensor(sorted({0, *starts, len(row)}), dtype=torch.int64, device="cpu"))
-    _documents_cache[positions] = positions._version, documents
-    return documents
+        bounds_of_rows.append(torch.tensor(sorted({0, *starts, len(row)}), dtype=torch.int64, device="cpu"))
+    _documents_cache[positions] = positions._version, bounds_of_rows
+    return bounds_of_rows
 
 
-def _sequence_dim(name: str, sharding: ShardingConfig | None, x: str) -> int | None:
-    """Return the dim in which the input `x` is sharded over tensor parallel ranks; None if each rank has all of it."""
-    layout = None if sharding is None or sharding.in_src_shardings is None else sharding.in_src_shardings.get(x)
+def _sequence_dim(name: str, sharding: ShardingConfig | None, input_name: str) -> int | None:
+    """Return the dim along which tensor parallel ranks shard the input; None if each rank has the full input."""
+    layout = (
+        None if sharding is None or sharding.in_src_shardings is None else sharding.in_src_shardings.get(input_name)
+    )
     if layout == dense_sequence_parallel_placement():
         return 1
     if layout == dense_activation_placement(tp=spmd.I):
@@ -321,12 +326,12 @@ def _sequence_dim(name: str, sharding: ShardingConfig | None, x: str) -> int | N
     )
 
 
-def _local_region(
-    states: ShardingConfig | None, inputs: dict[str, Any], outputs: Any, grads: tuple[Any, ...] | None = None
+def _local_sharding_config(
+    state_sharding: ShardingConfig | None, inputs: dict[str, Any], outputs: Any, grads: tuple[Any, ...] | None = None
 ) -> ShardingConfig:
     """ShardingConfig of a module that computes on local tensors and does its own communication."""
     return ShardingConfig(
-        state_shardings={} if states is None else states.state_shardings,
+        state_shardings={} if state_sharding is None else state_sharding.state_shardings,
         in_src_shardings=inputs,
         in_dst_shardings=inputs,
         out_src_shardings=outputs,
@@ -334,17 +339,17 @@ def _local_region(
     )
 
 
-def _check_linears(what: str, *layers: Any, bias: bool = True) -> None:
+def _check_linears(module_name: str, *layers: Any, bias: bool = True) -> None:
     for layer in layers:
         if type(layer) is not Linear.Config:
             raise ValueError(
-                f"{what} has a {type(layer).__qualname__} (quantization, adapters), but this override supports only "
-                "torchtitan's Linear. Omit this override or the other feature."
+                f"{module_name} has a {type(layer).__qualname__} (quantization, adapters), but this override supports "
+                "only torchtitan's Linear. Omit this override or the other feature."
             )
         if layer.bias and not bias:
             raise ValueError(
-                f"{what} has a row-parallel layer with a bias; torchtitan would add the bias once per TP rank. Set "
-                "bias=False or omit this override."
+                f"{module_name} has a row-parallel layer with a bias; torchtitan would add the bias once per TP rank. "
+                "Set bias=False or omit this override."
             )
 
 
@@ -365,31 +370,31 @@ def attention(cfg: GQAttention.Config, *, ring: str | None = None) -> GQAttentio
     """
     sequence_dim = _sequence_dim("attention", cfg.sharding_config, "x_BLD")
     x = dense_activation_placement(tp=spmd.I) if sequence_dim is None else dense_sequence_parallel_placement()
-    fused = isinstance(cfg.qkv_linear, FusedQKVLinear.Config)
-    columns = [cfg.qkv_linear.wqkv] if fused else [cfg.qkv_linear.wq, cfg.qkv_linear.wkv]
-    _check_linears("attention", *columns)
+    is_fused = isinstance(cfg.qkv_linear, FusedQKVLinear.Config)
+    column_layers = [cfg.qkv_linear.wqkv] if is_fused else [cfg.qkv_linear.wq, cfg.qkv_linear.wkv]
+    _check_linears("attention", *column_layers)
     _check_linears("attention", cfg.wo, bias=False)
     qkv = derive(
         cfg.qkv_linear,
-        FusedGatherQKVLinear.Config if fused else GatherQKVLinear.Config,
-        sharding_config=_local_region(cfg.qkv_linear.sharding_config, {"x": x}, (_HEADS,) * 3),
+        FusedGatherQKVLinear.Config if is_fused else GatherQKVLinear.Config,
+        sharding_config=_local_sharding_config(cfg.qkv_linear.sharding_config, {"x": x}, (_HEADS,) * 3),
         sequence_dim=sequence_dim,
     )
     wo = derive(
         cfg.wo,
         ScatterLinear.Config,
-        sharding_config=_local_region(cfg.wo.sharding_config, {"input": _HEADS}, x),
+        sharding_config=_local_sharding_config(cfg.wo.sharding_config, {"input": _HEADS}, x),
         sequence_dim=sequence_dim,
     )
-    changed: dict[str, Any] = {"qkv_linear": qkv, "wo": wo, "sharding_config": None}
+    changed_fields: dict[str, Any] = {"qkv_linear": qkv, "wo": wo, "sharding_config": None}
     if ring is None:
-        return derive(cfg, GQAttention.Config, **changed)
+        return derive(cfg, GQAttention.Config, **changed_fields)
     window = getattr(cfg.inner_attention, "window_size", (-1, 0))
     if window != (-1, 0):
-        raise ValueError(f"ring= does not support attention windows, got window {window}. Omit ring for this model.")
+        raise ValueError(f"ring does not support attention windows, got window {window}. Omit ring for this model.")
     inputs = dict.fromkeys(("q_BLNH", "k_BLNH", "v_BLNH"), _HEADS)
-    inner = RingAttention.Config(layout=ring, sharding_config=_local_region(None, inputs, _HEADS))
-    return derive(cfg, PositionsAttention.Config, inner_attention=inner, **changed)
+    inner_attention = RingAttention.Config(layout=ring, sharding_config=_local_sharding_config(None, inputs, _HEADS))
+    return derive(cfg, PositionsAttention.Config, inner_attention=inner_attention, **changed_fields)
 
 
 @override(target=FeedForward.Config, fqns=["*.feed_forward"], exact=True, description="fused_tp: w1, w3 and w2")
@@ -406,5 +411,5 @@ def feed_forward(cfg: FeedForward.Config) -> FusedFeedForward.Config:
     w2 = derive(
         cfg.w2, Linear.Config, sharding_config=ShardingConfig(state_shardings=cfg.w2.sharding_config.state_shardings)
     )
-    region = _local_region(None, {"x": x}, x)
-    return derive(cfg, FusedFeedForward.Config, w2=w2, sharding_config=region, sequence_dim=sequence_dim)
+    sharding_config = _local_sharding_config(None, {"x": x}, x)
+    return derive(cfg, FusedFeedForward.Config, w2=w2, sharding_config=sharding_config, sequence_dim=sequence_dim)

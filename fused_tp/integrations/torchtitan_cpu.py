@@ -29,27 +29,27 @@ def on_cpu() -> None:
     """
     if utils.device_type == "cpu":
         return
-    early = [name for name, module in sys.modules.items() if _has_device(name, module)]
-    if early:
+    early_modules = [name for name, module in sys.modules.items() if _has_stored_device(name, module)]
+    if early_modules:
         raise ValueError(
-            f"{early[0]} was imported before on_cpu() and has stored another device. Call on_cpu() before importing "
-            "torchtitan modules."
+            f"{early_modules[0]} was imported before on_cpu() and has stored another device. Call on_cpu() before "
+            "importing torchtitan modules."
         )
     utils.device_type, utils.device_module = "cpu", _Cpu()
     from torchtitan.distributed import fsdp
 
-    divide: Any = fsdp.disable_fsdp_gradient_division
+    disable_division: Any = fsdp.disable_fsdp_gradient_division
 
-    def divide_by_nothing(model: torch.nn.Module) -> None:
-        divide(model)
+    def disable_division_on_cpu(model: torch.nn.Module) -> None:
+        disable_division(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
 
-    fsdp.disable_fsdp_gradient_division = divide_by_nothing
+    fsdp.disable_fsdp_gradient_division = disable_division_on_cpu
 
 
-def _has_device(name: str, module: Any) -> bool:
+def _has_stored_device(name: str, module: Any) -> bool:
     return name.startswith("torchtitan.") and module is not utils and "device_type" in vars(module)
 
 

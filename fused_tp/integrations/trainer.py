@@ -59,12 +59,12 @@ def parallel_trainer(kind: T) -> T:
         >>> trainer = parallel_trainer(transformers.Trainer)(model=model, args=args, train_dataset=dataset)
         >>> trainer.train(resume_from_checkpoint=True)
     """
-    extended: T = _parallel_class(kind)
-    return extended
+    trainer_class: T = _make_parallel_class(kind)
+    return trainer_class
 
 
 @cache
-def _parallel_class(kind: Any) -> Any:
+def _make_parallel_class(kind: Any) -> Any:
     return type(f"Parallel{kind.__name__}", (_ParallelTrainer, kind), {"__doc__": kind.__doc__})
 
 
@@ -74,39 +74,39 @@ def mark_as_sharded(model: nn.Module) -> None:
     Raises:
         ValueError: `model` is not parallel, or parallel in a way that Trainer does not handle correctly.
     """
-    base, parallelism = _base_model(model), _parallelism_of(model)
+    base_model, parallelism = _base_model(model), _parallelism_of(model)
     meshes = [mesh for mesh in (parallelism.cp_mesh, parallelism.tp_mesh) if mesh is not None]
-    ranks, index = 1, 0  # of the ranks that share a batch
+    batch_ranks, index = 1, 0  # of the ranks that share a batch
     for mesh in meshes:
-        ranks, index = ranks * mesh.size(), index * mesh.size() + mesh.get_local_rank()
-    if dist.get_rank() % ranks != index:
+        batch_ranks, index = batch_ranks * mesh.size(), index * mesh.size() + mesh.get_local_rank()
+    if dist.get_rank() % batch_ranks != index:
         raise ValueError(
-            f"the {ranks} ranks that share a batch must have consecutive numbers, because Trainer gives the same batch "
-            f"to {ranks} consecutive ranks; rank {dist.get_rank()} has index {index} among them. Make 'cp' and 'tp' "
-            "the last dims of the mesh, as make_mesh does."
+            f"the {batch_ranks} ranks that share a batch must have consecutive numbers, because Trainer gives the same "
+            f"batch to {batch_ranks} consecutive ranks; rank {dist.get_rank()} has index {index} among them. Make 'cp' "
+            "and 'tp' the last dims of the mesh, as make_mesh does."
         )
-    replicas, sharded = dist.get_world_size() // ranks, isinstance(base, FSDPModule)
-    if replicas > 1 and not sharded:
+    replicas, is_fsdp = dist.get_world_size() // batch_ranks, isinstance(base_model, FSDPModule)
+    if replicas > 1 and not is_fsdp:
         raise ValueError(
             f"there are {replicas} groups of ranks with different batches, whose gradients Trainer does not average "
             "for parallel models. Apply fully_shard over fused_tp.fsdp_mesh(mesh) to the model."
         )
-    if sharded and parallelism.grad_sync and parallelism.cp_mesh is not None:
+    if is_fsdp and parallelism.grad_sync and parallelism.cp_mesh is not None:
         raise ValueError(
             "grad_sync=True is not supported with FSDP2, which averages gradients over the context parallel ranks. "
             "Pass grad_sync=False to parallelize."
         )
-    if any(PLAIN_SHARDINGS in vars(module) for module in base.modules()):
+    if any(PLAIN_SHARDINGS in vars(module) for module in base_model.modules()):
         raise ValueError(
             "parameters='plain' is not supported: Trainer would treat each rank's shards as copies of one model. Omit "
-            "it in the call of parallelize."
+            "parameters='plain' in the call of parallelize."
         )
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    base._is_distributed_loading_by_transformers, base._tp_size = True, ranks
-    base.config.distributed_config = DistributedConfig(tp_size=ranks, tp_plan={}, fsdp_size=replicas)
-    if sharded:
-        base._is_fsdp_managed_module = True
+    base_model._is_distributed_loading_by_transformers, base_model._tp_size = True, batch_ranks
+    base_model.config.distributed_config = DistributedConfig(tp_size=batch_ranks, tp_plan={}, fsdp_size=replicas)
+    if is_fsdp:
+        base_model._is_fsdp_managed_module = True
 
 
 def _base_model(model: nn.Module) -> Any:
@@ -115,10 +115,10 @@ def _base_model(model: nn.Module) -> Any:
 
 
 def _parallelism_of(model: nn.Module) -> Parallelism:
-    found: Parallelism | None = getattr(_base_model(model), PARALLELISM_ATTRIBUTE, None)
-    if found is None:
+    parallelism: Parallelism | None = getattr(_base_model(model), PARALLELISM_ATTRIBUTE, None)
+    if parallelism is None:
         raise ValueError(f"{type(model).__name__} is not parallel. Call fused_tp.parallelize(model, mesh) first.")
-    return found
+    return parallelism
 
 
 class _ParallelTrainer:
@@ -153,8 +153,8 @@ class _ParallelTrainer:
         self._shards_logits = parallelism.cp_mesh is not None or parallelism.loss_parallel
         if settings is not None and settings.load_best_model_at_end and settings.save_only_model:
             raise ValueError(
-                "load_best_model_at_end=True needs the distributed checkpoint, which save_only_model=True omits. Unset "
-                "one of them."
+                "load_best_model_at_end=True needs the distributed checkpoint, which save_only_model=True omits. Set "
+                "one of the two to False."
             )
         with _allow_resuming(settings), _count_processes_as_devices():
             super().__init__(*args, **kwargs)
@@ -190,9 +190,9 @@ class _ParallelTrainer:
         loss, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         if logits is not None and self._shards_logits and "labels" in inputs:
             # With a loss, the logits cover a shard of the tokens or of the vocabulary: get full ones without labels.
-            unlabeled = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
+            unlabeled_inputs = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
             with torch.no_grad():
-                logits = model(**unlabeled).logits.detach()
+                logits = model(**unlabeled_inputs).logits.detach()
         return loss, logits, labels
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -213,7 +213,7 @@ class _ParallelTrainer:
             return
         model, optimizer = get_state_dict(self.model, self._plain_optimizer())
         state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        _load(original_shapes(self.model, state), checkpoint)
+        _load_state(original_shapes(self.model, state), checkpoint)
         set_state_dict(
             self.model,
             self._plain_optimizer(),
@@ -226,14 +226,14 @@ class _ParallelTrainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         state = {"model": get_model_state_dict(self.model)}
-        _load(original_shapes(self.model, state), resume_from_checkpoint)
+        _load_state(original_shapes(self.model, state), resume_from_checkpoint)
         self.model.load_state_dict(state["model"])
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
-def _load(state: dict[str, Any], checkpoint: str) -> None:
+def _load_state(state: dict[str, Any], checkpoint: str) -> None:
     dcp.load(state, storage_reader=PlainReader(_distributed_folder(checkpoint)), planner=PlainPlanner())
 
 
@@ -268,10 +268,12 @@ def _check_settings(settings: Any, parallelism: Parallelism) -> None:
 
 def _gather_without_copies(accelerator: Any, copies: int, gather_for_metrics: Any, tensors: Any) -> Any:
     """Gather `tensors` for metrics from one of every `copies` consecutive ranks, which have equal batches."""
-    gather, world = accelerator.gather, accelerator.num_processes
+    gather, world_size = accelerator.gather, accelerator.num_processes
 
     def gather_once(tensors: Any) -> Any:
-        return tree_map(lambda t: t.unflatten(0, (-1, copies, len(t) // world))[:, 0].flatten(0, 1), gather(tensors))
+        return tree_map(
+            lambda t: t.unflatten(0, (-1, copies, len(t) // world_size))[:, 0].flatten(0, 1), gather(tensors)
+        )
 
     with mock.patch.object(accelerator, "gather", gather_once):
         return gather_for_metrics(tensors)  # drops the padding of the last batch

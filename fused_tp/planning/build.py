@@ -65,9 +65,9 @@ def build(
     if config.recompute == "full":
         recompute_layers(model, container)
     experts = _find_distributed_experts(model, plan) if config.ep > 1 and config.is_sharded else []
-    parallel: nn.Module | Pipeline = model
+    parallel_model: nn.Module | Pipeline = model
     if config.pp > 1:
-        parallel = pipeline(
+        parallel_model = pipeline(
             model,
             mesh,
             microbatches=config.microbatches,
@@ -76,24 +76,28 @@ def build(
             layers=container,
             loss_fn=loss_fn,
             plan=plan,
-            **config.inside,
+            **config.parallelize_keywords,
         )
     elif max(config.cp, config.tp, config.ep) > 1:
-        parallelize(model, mesh, plan=plan, **config.inside)
+        parallelize(model, mesh, plan=plan, **config.parallelize_keywords)
     if config.is_sharded:
         # Without a pipeline, gathered parameters are freed between forward and backward, as in ZeRO 3. A pipeline
         # keeps them: it would have to gather them again for each microbatch.
         sharded_modules = (
-            [stage.model for stage in parallel.stages.values()] if isinstance(parallel, Pipeline) else [model]
+            [stage.model for stage in parallel_model.stages.values()]
+            if isinstance(parallel_model, Pipeline)
+            else [model]
         )
         for module in sharded_modules:
             _apply_fsdp(module, container, experts, mesh, reshard_after_forward=config.pp == 1)
-        if isinstance(parallel, Pipeline):
-            for stage in parallel.stages.values():  # torch's schedules recognize FSDP only on the module that they call
+        if isinstance(parallel_model, Pipeline):
+            for (
+                stage
+            ) in parallel_model.stages.values():  # torch's schedules recognize FSDP only on the module that they call
                 fully_shard(stage, mesh=fsdp_mesh(mesh), reshard_after_forward=False)
     elif config.world_size == 1:
         model.to(mesh.device_type)
-    return parallel
+    return parallel_model
 
 
 def recompute_layers(model: nn.Module, container: str) -> None:
@@ -142,5 +146,5 @@ def _choose_placement(parameter: nn.Parameter) -> Placement | None:
 
 def _find_distributed_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
     """Return the names of the modules whose experts are distributed over the ranks of mesh dim "ep"."""
-    resolved = resolve_plan(model, plan)
-    return [name for name, style in resolved.modules.items() if style in EXPERT_STYLES]
+    resolved_plan = resolve_plan(model, plan)
+    return [name for name, style in resolved_plan.modules.items() if style in EXPERT_STYLES]

@@ -25,8 +25,8 @@ from fused_tp.pipelining.schedules import find_schedule, schedule_kind
 from fused_tp.planning.dialects import translate
 from fused_tp.planning.model_shape import ModelShape
 
-SIZES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # order of make_mesh, from outermost to innermost
-RECOMPUTE = ("none", "full")
+SIZE_FIELDS = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # order of make_mesh, from outermost to innermost
+RECOMPUTE_MODES = ("none", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class ParallelConfig:
     recompute: str = "none"
 
     def __post_init__(self) -> None:
-        for name in (*SIZES, "ulysses_size", "microbatches"):
+        for name in (*SIZE_FIELDS, "ulysses_size", "microbatches"):
             check_int(name, getattr(self, name), 1)
         for name in ("sequence_parallel", "loss_parallel"):
             if getattr(self, name) is None:
@@ -75,8 +75,10 @@ class ParallelConfig:
             check_bool(**{name: getattr(self, name)})
             if getattr(self, name) and self.tp == 1:
                 raise ValueError(f"{name}=True needs tp > 1, got tp=1; omit it.")
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}.")
+        if self.recompute not in RECOMPUTE_MODES:
+            raise ValueError(
+                f"recompute must be one of {', '.join(map(repr, RECOMPUTE_MODES))}, got {self.recompute!r}."
+            )
         if self.cp % self.ulysses_size:
             raise ValueError(f"ulysses_size={self.ulysses_size} must divide cp={self.cp}.")
         schedule_kind(self.schedule)  # raises for an unknown schedule, even if pp is 1 and the schedule is not used
@@ -99,7 +101,7 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """Total number of ranks."""
-        return prod(getattr(self, name) for name in SIZES)
+        return prod(getattr(self, name) for name in SIZE_FIELDS)
 
     @property
     def data_parallel(self) -> int:
@@ -109,7 +111,7 @@ class ParallelConfig:
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Keywords of `make_mesh`: all dims, including those of size 1, but `ep` only if it is above 1."""
-        return {name: getattr(self, name) for name in SIZES if name != "ep" or self.ep > 1}
+        return {name: getattr(self, name) for name in SIZE_FIELDS if name != "ep" or self.ep > 1}
 
     def at_world_size(self, ranks: int) -> ParallelConfig:
         """Return a copy of this config for `ranks` ranks in total, with `dp_shard` adapted.
@@ -117,17 +119,17 @@ class ParallelConfig:
         Raises:
             ValueError: the other sizes do not divide `ranks`.
         """
-        rest = self.world_size // self.dp_shard
-        if ranks % rest:
+        other_ranks = self.world_size // self.dp_shard
+        if ranks % other_ranks:
             raise ValueError(
-                f"the number of ranks must be a multiple of {rest} for {self.shown(without='dp_shard')}, got {ranks}; "
-                f"use {ranks - ranks % rest or rest}."
+                f"the number of ranks must be a multiple of {other_ranks} for {self.shown(without='dp_shard')}, got "
+                f"{ranks}; use {ranks - ranks % other_ranks or other_ranks}."
             )
-        return replace(self, dp_shard=ranks // rest)
+        return replace(self, dp_shard=ranks // other_ranks)
 
     def shown(self, without: str = "") -> str:
         """Format the sizes above 1 for messages, such as "pp2 x tp4"; "one rank" if all are 1."""
-        sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1 and name != without]
+        sizes = [f"{name}{getattr(self, name)}" for name in SIZE_FIELDS if getattr(self, name) > 1 and name != without]
         return " x ".join(sizes) or "one rank"
 
     # -- files and keys of other libraries ----------------------------------------------------------------------------
@@ -160,13 +162,17 @@ class ParallelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, in the form that `from_dict` reads."""
-        default = ParallelConfig()
-        non_default = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+        default_config = ParallelConfig()
+        non_default_fields = {
+            name: value for name, value in asdict(self).items() if value != getattr(default_config, name)
+        }
         if self.sequence_parallel == self.loss_parallel == (self.tp > 1):
-            non_default = {name: value for name, value in non_default.items() if not name.endswith("_parallel")}
+            non_default_fields = {
+                name: value for name, value in non_default_fields.items() if not name.endswith("_parallel")
+            }
         if self.pp > 1 and find_schedule(self.schedule, self.pp, self.microbatches, None)[1] == self.virtual_stages:
-            non_default.pop("virtual_stages", None)
-        return non_default
+            non_default_fields.pop("virtual_stages", None)
+        return non_default_fields
 
     # -- a model ------------------------------------------------------------------------------------------------------
 
@@ -184,10 +190,10 @@ class ParallelConfig:
             for head_kind, count in (("attention heads", attention.heads), ("key/value heads", attention.kv_heads)):
                 # A single key/value head (multi-query attention) is replicated: every rank computes it.
                 if attention.sharded and count % self.tp and not (head_kind == "key/value heads" and count == 1):
-                    problems.append(f"tp={self.tp} does not divide its {count} {head_kind}; {_divisors(count)} do")
+                    problems.append(f"tp={self.tp} does not divide the {count} {head_kind}; {_divisors(count)} do")
             if attention.heads % (attention.kv_heads or 1):
                 problems.append(
-                    f"its {attention.kv_heads} key/value heads do not divide its {attention.heads} attention heads"
+                    f"the {attention.kv_heads} key/value heads do not divide the {attention.heads} attention heads"
                 )
             if attention.heads // self.tp % self.ulysses_size or attention.kv_heads // self.tp % self.ulysses_size:
                 problems.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
@@ -195,10 +201,10 @@ class ParallelConfig:
             problems.append(f"ep={self.ep} needs experts, but the model has none")
         for experts in shape.experts:
             if experts % self.ep:
-                problems.append(f"ep={self.ep} does not divide its {experts} experts; {_divisors(experts)} do")
+                problems.append(f"ep={self.ep} does not divide the {experts} experts; {_divisors(experts)} do")
         stages = self.pp * (self.virtual_stages or 1)
         if stages > shape.layers:
-            problems.append(f"pp={self.pp} makes {stages} stages of its {shape.layers} layers")
+            problems.append(f"pp={self.pp} needs {stages} layers for {stages} stages, got {shape.layers} layers")
         if seq is not None and self.cp > 1 and self.pp > 1 and seq % (2 * self.cp):
             problems.append(f"seq={seq} must be a multiple of {2 * self.cp} for cp={self.cp} in a pipeline")
         if global_batch is not None and global_batch % (self.data_parallel * self.microbatches):
@@ -212,11 +218,11 @@ class ParallelConfig:
             shape.check(self)
 
     @property
-    def inside(self) -> dict[str, Any]:
+    def parallelize_keywords(self) -> dict[str, Any]:
         """Keyword arguments for `parallelize` and `pipeline`."""
-        found = {name: getattr(self, name) for name in ("sequence_parallel", "loss_parallel", "ulysses_size")}
+        keywords = {name: getattr(self, name) for name in ("sequence_parallel", "loss_parallel", "ulysses_size")}
         # FSDP2 also averages gradients over context parallel ranks, so grad_sync would average them twice.
-        return found | {"grad_sync": not self.is_sharded, "ep_dim": "ep" if self.ep > 1 else None}
+        return keywords | {"grad_sync": not self.is_sharded, "ep_dim": "ep" if self.ep > 1 else None}
 
     @property
     def is_sharded(self) -> bool:
@@ -267,7 +273,7 @@ def _check_keys(keys: list[Any]) -> None:
 
 
 def field_names() -> tuple[str, ...]:
-    return tuple(one.name for one in fields(ParallelConfig))
+    return tuple(field.name for field in fields(ParallelConfig))
 
 
 def _divisors(count: int) -> str:

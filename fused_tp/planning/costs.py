@@ -90,8 +90,8 @@ class StepTime:
         other_times = vars(other)
         return StepTime(**{name: value + other_times[name] for name, value in vars(self).items()})
 
-    def __mul__(self, times: float) -> StepTime:
-        return StepTime(**{name: value * times for name, value in vars(self).items()})
+    def __mul__(self, factor: float) -> StepTime:
+        return StepTime(**{name: value * factor for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,33 +159,33 @@ class CostModel:
     # -- sizes --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def rows(self) -> float:
+    def microbatch_rows(self) -> float:
         """Rows of a microbatch."""
         return self.global_batch / (self.config.data_parallel * self.config.microbatches)
 
     @cached_property
     def tokens(self) -> float:
         """Tokens of a microbatch on one context parallel rank."""
-        return self.rows * self.seq / self.config.cp
+        return self.microbatch_rows * self.seq / self.config.cp
 
     @cached_property
-    def stages(self) -> int:
+    def stages_per_rank(self) -> int:
         """Stages per pipeline rank."""
         return self.config.virtual_stages or 1
 
     @cached_property
-    def layers(self) -> int:
+    def layers_on_rank(self) -> int:
         """Number of layers of the largest pipeline rank, counting each of its stages as long as the longest stage."""
-        return -(-self.shape.layers // (self.config.pp * self.stages)) * self.stages
+        return -(-self.shape.layers // (self.config.pp * self.stages_per_rank)) * self.stages_per_rank
 
     @cached_property
-    def _stage_layers(self) -> list[tuple[int, ...]]:
+    def _layer_counts_of_stages(self) -> list[tuple[int, ...]]:
         """Number of layers of each kind in each stage of the pipeline."""
-        return self.shape.stages(self.config.pp * self.stages)
+        return self.shape.layer_counts_of_stages(self.config.pp * self.stages_per_rank)
 
     @cached_property
     def sequence_ranks(self) -> int:
-        """Number of ranks that sequence parallelism shards the tokens between layers over."""
+        """Number of ranks over which sequence parallelism shards the tokens between layers."""
         return self.config.tp if self.config.sequence_parallel else 1
 
     @cached_property
@@ -205,8 +205,8 @@ class CostModel:
         """Attained shares of peak rates, and overheads, of the machine."""
         return self.machine.constants
 
-    def _memory_seconds(self, nbytes: float, share: float | None = None) -> float:
-        return nbytes / (self.machine.memory_bandwidth * (share or self.constants.memory))
+    def _memory_seconds(self, nbytes: float, bandwidth_share: float | None = None) -> float:
+        return nbytes / (self.machine.memory_bandwidth * (bandwidth_share or self.constants.memory))
 
     def _pointwise_seconds(self, nbytes: float) -> float:
         """Return the seconds of pointwise ops between matmuls that would move `nbytes` bytes in bf16."""
@@ -218,9 +218,11 @@ class CostModel:
         """Return the seconds of a matmul [m, k] x [k, n]; `result_bytes` bytes are moved per element of the result."""
         precision = precision or self.precision
         input_bytes = 1 if precision == "fp8" else self.element_bytes
-        rate = self.machine.matmul_flops[precision] * (self.constants.fused_matmul if self.config.tp > 1 else 1)
+        flops_per_second = self.machine.matmul_flops[precision] * (
+            self.constants.fused_matmul if self.config.tp > 1 else 1
+        )
         moved_bytes = input_bytes * (m * k + k * n) + (result_bytes or self.element_bytes) * m * n
-        return 2 * m * n * k / rate + self._memory_seconds(moved_bytes) + self.constants.kernel
+        return 2 * m * n * k / flops_per_second + self._memory_seconds(moved_bytes) + self.constants.kernel
 
     def _grad_weight_matmul_seconds(
         self, out_features: float, in_features: float, precision: str | None = None
@@ -229,7 +231,7 @@ class CostModel:
         return self._matmul_seconds(out_features, in_features, self.tokens, precision, result_bytes=8)
 
     def _collective_seconds(
-        self, nbytes: float, ranks: int, neighbor_distance: int, times: int = 1, messages: bool = False
+        self, nbytes: float, ranks: int, neighbor_distance: int, passes: int = 1, uses_torch_distributed: bool = False
     ) -> float:
         """Return the seconds of an all-gather or reduce-scatter.
 
@@ -238,49 +240,50 @@ class CostModel:
             ranks: number of participating ranks.
             neighbor_distance: number of ranks of the inner mesh dims, that is, the distance in ranks between two
                 neighbors.
-            times: 2 for an all-reduce.
-            messages: torch.distributed communicates, at `Machine.message_bandwidth`, not fused_tp's transport.
+            passes: 2 for an all-reduce.
+            uses_torch_distributed: True if torch.distributed communicates, at `Machine.message_bandwidth`, instead of
+                fused_tp's transport.
         """
         if ranks == 1:
             return 0.0
         machine = self.machine
         local_ranks = max(1, min(ranks, machine.ranks_per_node // neighbor_distance))
         bandwidth, latency = machine.link_bandwidth, machine.link_latency
-        if messages:
+        if uses_torch_distributed:
             bandwidth, latency = machine.message_bandwidth or bandwidth, machine.message_latency or latency
         bandwidth *= self.constants.links
         if local_ranks < ranks:
             # Each GPU has a network adapter, so the local ranks together have `local_ranks` times its bandwidth.
             bandwidth = min(bandwidth, machine.network_bandwidth * self.constants.network * local_ranks)
             latency = machine.network_latency
-        return times * (latency * log2(ranks) + nbytes * (ranks - 1) / ranks / bandwidth)
+        return passes * (latency * log2(ranks) + nbytes * (ranks - 1) / ranks / bandwidth)
 
-    def _hidden_seconds(self, collective: float, compute: float) -> float:
-        """Return the seconds of a collective that overlap with compute of `compute` seconds."""
-        return min(collective, compute) if self.machine.overlaps else 0.0
+    def _overlapped_seconds(self, collective_seconds: float, compute_seconds: float) -> float:
+        """Return the seconds of a collective that overlap with `compute_seconds` seconds of compute."""
+        return min(collective_seconds, compute_seconds) if self.machine.overlaps else 0.0
 
-    def _exposed_seconds(self, matmul: float, collective: float) -> float:
+    def _exposed_seconds(self, matmul_seconds: float, collective_seconds: float) -> float:
         """Return the exposed seconds of a collective overlapped with a matmul; both run in tp steps."""
         if not self.software.fused_tp:
-            return collective
-        hidden = self._hidden_seconds(collective, matmul) * (1 - 1 / self.config.tp)
+            return collective_seconds
+        overlapped_seconds = self._overlapped_seconds(collective_seconds, matmul_seconds) * (1 - 1 / self.config.tp)
         kernel_seconds = (self.config.tp - 1) * self.constants.kernel
-        return min(collective, collective - (1 - OVERLAP_COST) * hidden + kernel_seconds)
+        return min(collective_seconds, collective_seconds - (1 - OVERLAP_COST) * overlapped_seconds + kernel_seconds)
 
     @cached_property
-    def layer(self) -> tuple[StepTime, StepTime]:
+    def mean_layer_times(self) -> tuple[StepTime, StepTime]:
         """Forward and backward time of a layer and a microbatch, averaged over all layers."""
-        (counts,) = self.shape.stages(1)
+        (counts,) = self.shape.layer_counts_of_stages(1)
         forward, backward = (_sum_over_layers(times, counts) for times in zip(*self._layer_times, strict=True))
         return forward * (1 / self.shape.layers), backward * (1 / self.shape.layers)
 
     @cached_property
     def _layer_times(self) -> list[tuple[StepTime, StepTime]]:
         """Forward and backward time of a microbatch for a layer of each kind."""
-        return [self._layer_time(kind) for kind in self.shape.kinds]
+        return [self._layer_time(kind) for kind in self.shape.layer_kinds]
 
     def _layer_time(self, layer: Layer) -> tuple[StepTime, StepTime]:
-        tp, tokens, hidden, kernel = self.config.tp, self.tokens, self.shape.hidden, self.constants.kernel
+        tp, tokens, hidden, kernel_seconds = self.config.tp, self.tokens, self.shape.hidden, self.constants.kernel
         # Bytes per token of a norm and a residual sum.
         bytes_between_blocks = (10 + self.software.dropout) * hidden / self.sequence_ranks
         forward, backward = StepTime(), StepTime()
@@ -290,21 +293,24 @@ class CostModel:
         for block in layer.blocks:
             block_forward, block_backward = self._block_time(block)
             saved_features = block.saved_features / tp + block.saved_replicated_features
-            moved_bytes = tokens * (bytes_between_blocks + (2 * saved_features if block.pointwise else 0.0))
-            outputs, inputs = block.column_features / tp + block.replicated_features, block.row_features / tp
-            cast_bytes = (tokens * 2 * (hidden + inputs), tokens * 4 * (outputs + hidden))
+            moved_bytes = tokens * (bytes_between_blocks + (2 * saved_features if block.has_pointwise_ops else 0.0))
+            out_features, in_features = block.column_features / tp + block.replicated_features, block.row_features / tp
+            cast_bytes = (tokens * 2 * (hidden + in_features), tokens * 4 * (out_features + hidden))
             if self.precision != "fp8":
                 cast_bytes = (0.0, 0.0)
             forward += block_forward + StepTime(
-                memory_bound=self._pointwise_seconds(moved_bytes + cast_bytes[0]) + 5 * kernel
+                memory_bound=self._pointwise_seconds(moved_bytes + cast_bytes[0]) + 5 * kernel_seconds
             )
             backward += block_backward + StepTime(
-                memory_bound=self._pointwise_seconds(2 * moved_bytes + cast_bytes[1]) + 7 * kernel
+                memory_bound=self._pointwise_seconds(2 * moved_bytes + cast_bytes[1]) + 7 * kernel_seconds
             )
         if self.config.ep > 1 and layer.experts:
             dispatch_bytes = self.element_bytes * tokens * hidden * layer.experts_per_token
             round_trip = StepTime(
-                ep=2 * self._collective_seconds(dispatch_bytes, self.config.ep, tp * self.config.cp, messages=True)
+                ep=2
+                * self._collective_seconds(
+                    dispatch_bytes, self.config.ep, tp * self.config.cp, uses_torch_distributed=True
+                )
             )
             forward, backward = forward + round_trip, backward + round_trip
         if self.config.recompute == "full":
@@ -326,15 +332,18 @@ class CostModel:
             )
             # Replicated matmuls run on every rank's tokens, so their sharded input is all-gathered first.
             if self.config.sequence_parallel and not (block.column_features or block.row_features):
-                gather = StepTime(tp=self._collective_seconds(self.element_bytes * self.tokens * hidden, tp, 1))
-                forward, backward = forward + gather, backward + gather
+                gather_time = StepTime(tp=self._collective_seconds(self.element_bytes * self.tokens * hidden, tp, 1))
+                forward, backward = forward + gather_time, backward + gather_time
         return forward, backward
 
     def _sharded_matmuls_time(self, column_features: float, row_features: float) -> tuple[StepTime, StepTime]:
-        """Return the time of all-gather, a matmul hidden -> column_features, row_features -> hidden, reduce-scatter.
+        """Return forward and backward time of a column-parallel and a row-parallel matmul with their collectives.
 
-        Without sequence parallelism, one all-reduce per direction replaces both collectives. In backward, the weight
-        gradient hides this all-reduce; with sequence parallelism it hides the all-gather.
+        The operations of forward are an all-gather, the matmul hidden -> column_features, the matmul row_features ->
+        hidden, and a reduce-scatter. Backward gathers the input a second time; this all-gather overlaps with the input
+        gradient of the row-parallel matmul. Without sequence parallelism, one all-reduce per direction replaces the
+        collectives; in backward it overlaps with the weight gradient of the column-parallel matmul, and in fused ops
+        also with the input gradient.
         """
         hidden, tokens, tp = self.shape.hidden, self.tokens, self.config.tp
         column_seconds = (
@@ -347,31 +356,33 @@ class CostModel:
             self._matmul_seconds(tokens, row_features, hidden),
             self._grad_weight_matmul_seconds(hidden, row_features),
         )
-        count = tokens * hidden / self.constants.fused_links
-        gather = self._collective_seconds((1 if self.precision == "fp8" else self.element_bytes) * count, tp, 1)
-        scatter = self._collective_seconds(self.element_bytes * count, tp, 1)
+        element_count = tokens * hidden / self.constants.fused_links
+        gather_seconds = self._collective_seconds(
+            (1 if self.precision == "fp8" else self.element_bytes) * element_count, tp, 1
+        )
+        scatter_seconds = self._collective_seconds(self.element_bytes * element_count, tp, 1)
         forward = StepTime(matmul=column_seconds[0] + row_seconds[0])
         backward = StepTime(matmul=sum(column_seconds[1:]) + sum(row_seconds[1:]))
         if self.config.sequence_parallel:
-            exposed_forward = (
-                self._exposed_seconds(column_seconds[0], gather),
-                self._exposed_seconds(row_seconds[0], scatter),
+            exposed_forward_seconds = (
+                self._exposed_seconds(column_seconds[0], gather_seconds),
+                self._exposed_seconds(row_seconds[0], scatter_seconds),
             )
             # The weight gradient needs the gathered input, which backward gathers a second time.
-            second_gather = gather - self._hidden_seconds(gather, row_seconds[1])
-            exposed_backward = (
-                self._exposed_seconds(row_seconds[1], gather)
-                + self._exposed_seconds(column_seconds[1], scatter)
-                + second_gather
+            second_gather_seconds = gather_seconds - self._overlapped_seconds(gather_seconds, row_seconds[1])
+            exposed_backward_seconds = (
+                self._exposed_seconds(row_seconds[1], gather_seconds)
+                + self._exposed_seconds(column_seconds[1], scatter_seconds)
+                + second_gather_seconds
             )
-            return forward + StepTime(tp=sum(exposed_forward)), backward + StepTime(tp=exposed_backward)
-        reduce = 2 * scatter
+            return forward + StepTime(tp=sum(exposed_forward_seconds)), backward + StepTime(tp=exposed_backward_seconds)
+        reduce_seconds = 2 * scatter_seconds
         if self.software.fused_tp:
-            exposed_backward = self._exposed_seconds(column_seconds[1] + column_seconds[2], reduce)
+            exposed_backward_seconds = self._exposed_seconds(column_seconds[1] + column_seconds[2], reduce_seconds)
         else:
-            exposed_backward = reduce - self._hidden_seconds(reduce, column_seconds[2])
-        return forward + StepTime(tp=self._exposed_seconds(row_seconds[0], reduce)), backward + StepTime(
-            tp=exposed_backward
+            exposed_backward_seconds = reduce_seconds - self._overlapped_seconds(reduce_seconds, column_seconds[2])
+        return forward + StepTime(tp=self._exposed_seconds(row_seconds[0], reduce_seconds)), backward + StepTime(
+            tp=exposed_backward_seconds
         )
 
     def _weight_grad_seconds(self, layer: Layer) -> float:
@@ -391,28 +402,32 @@ class CostModel:
         heads, head_dim = attention.heads / tp, attention.head_dim
         if self.software.attention == "flash":
             flops_per_second = self.machine.attention_flops * (self.constants.ring_attention if cp > 1 else 1)
-            seconds = 4 * self.tokens * attention.attended_tokens(self.seq) * heads * head_dim / flops_per_second
-            forward, backward = StepTime(attention=seconds), StepTime(attention=2.5 * seconds)
+            forward_seconds = (
+                4 * self.tokens * attention.attended_tokens(self.seq) * heads * head_dim / flops_per_second
+            )
+            forward, backward = StepTime(attention=forward_seconds), StepTime(attention=2.5 * forward_seconds)
         else:
-            scores = self.tokens * self.seq * heads
-            batch = self.rows * heads
-            length = self.seq / cp
+            score_count = self.tokens * self.seq * heads
+            matmul_count = self.microbatch_rows * heads
+            query_tokens = self.seq / cp
             launch_seconds = 2 * self.constants.kernel  # two batched matmuls launch two kernels for all heads and rows
-            matmul_seconds = self._matmul_seconds(length, self.seq, head_dim, self._dense_precision)
-            matmul_seconds += self._matmul_seconds(length, head_dim, self.seq, self._dense_precision) - launch_seconds
-            products = batch * matmul_seconds + launch_seconds
+            matmul_seconds = self._matmul_seconds(query_tokens, self.seq, head_dim, self._dense_precision)
+            matmul_seconds += (
+                self._matmul_seconds(query_tokens, head_dim, self.seq, self._dense_precision) - launch_seconds
+            )
+            products_seconds = matmul_count * matmul_seconds + launch_seconds
             # Bytes per score: 2 written, 4 for softmax, 5 for dropout with its mask, 2 read.
-            softmax = self._pointwise_seconds((2 + 4 + 5 * self.software.dropout + 2) * scores)
-            forward = StepTime(attention=products + softmax)
-            backward = StepTime(attention=2 * (products + softmax))
+            softmax_seconds = self._pointwise_seconds((2 + 4 + 5 * self.software.dropout + 2) * score_count)
+            forward = StepTime(attention=products_seconds + softmax_seconds)
+            backward = StepTime(attention=2 * (products_seconds + softmax_seconds))
             if self.software.attention == "selective":
-                backward += StepTime(recompute=products / 2 + softmax)
+                backward += StepTime(recompute=products_seconds / 2 + softmax_seconds)
         ring_seconds = 0.0
         if cp > 1 and self.config.ulysses_size == 1:
             gathered_bytes = 2 * self.element_bytes * cp * self.tokens * attention.kv_heads * head_dim / tp
             step_seconds = self._collective_seconds(gathered_bytes, cp, tp) / (cp - 1)
-            hidden_seconds = self._hidden_seconds(step_seconds, forward.attention / cp)
-            ring_seconds = (cp - 1) * (step_seconds - hidden_seconds + OVERLAP_COST * hidden_seconds)
+            overlapped_seconds = self._overlapped_seconds(step_seconds, forward.attention / cp)
+            ring_seconds = (cp - 1) * (step_seconds - overlapped_seconds + OVERLAP_COST * overlapped_seconds)
         elif cp > 1:
             sent_bytes = (
                 self.tokens * (2 * attention.heads + 2 * attention.kv_heads) * head_dim / tp * self.element_bytes
@@ -429,16 +444,16 @@ class CostModel:
     @cached_property
     def _output_layer_time(self) -> StepTime:
         """Time of the output layer and the loss, forward and backward."""
-        width, tokens, hidden = self._logit_features, self.tokens, self.shape.hidden
-        seconds = self._matmul_seconds(tokens, width, hidden, self._dense_precision) + self._matmul_seconds(
-            tokens, hidden, width, self._dense_precision
-        )
-        seconds += self._grad_weight_matmul_seconds(width, hidden, self._dense_precision)
-        gather = self._collective_seconds(self.element_bytes * tokens * hidden, self.config.tp, 1)
-        loss = self._memory_seconds(
-            20 * tokens * width, self.constants.pointwise
+        logit_features, tokens, hidden = self._logit_features, self.tokens, self.shape.hidden
+        matmul_seconds = self._matmul_seconds(
+            tokens, logit_features, hidden, self._dense_precision
+        ) + self._matmul_seconds(tokens, hidden, logit_features, self._dense_precision)
+        matmul_seconds += self._grad_weight_matmul_seconds(logit_features, hidden, self._dense_precision)
+        gather_seconds = self._collective_seconds(self.element_bytes * tokens * hidden, self.config.tp, 1)
+        loss_seconds = self._memory_seconds(
+            20 * tokens * logit_features, self.constants.pointwise
         )  # the loss is fp32 for every precision
-        return StepTime(matmul=seconds, memory_bound=loss, tp=2 * gather)
+        return StepTime(matmul=matmul_seconds, memory_bound=loss_seconds, tp=2 * gather_seconds)
 
     # -- time of a step -----------------------------------------------------------------------------------------------
 
@@ -446,97 +461,127 @@ class CostModel:
     def time(self) -> StepTime:
         """Time of one training step by component, in seconds."""
         config, pp, microbatches = self.config, self.config.pp, self.config.microbatches
-        forward, backward = self.layer
-        layers = [layer_forward + layer_backward for layer_forward, layer_backward in self._layer_times]
-        stages = {counts: _sum_over_layers(layers, counts) for counts in dict.fromkeys(self._stage_layers)}
-        longest_stage = max(stages.values(), key=lambda stage: stage.total)
-        first_rank, last_rank = (
-            longest_stage * self.stages,
-            longest_stage * (self.stages - 1) + stages[self._stage_layers[-1]] + self._output_layer_time,
+        forward, backward = self.mean_layer_times
+        layer_times = [layer_forward + layer_backward for layer_forward, layer_backward in self._layer_times]
+        stage_times = {
+            counts: _sum_over_layers(layer_times, counts) for counts in dict.fromkeys(self._layer_counts_of_stages)
+        }
+        longest_stage_time = max(stage_times.values(), key=lambda stage: stage.total)
+        first_rank_time, last_rank_time = (
+            longest_stage_time * self.stages_per_rank,
+            longest_stage_time * (self.stages_per_rank - 1)
+            + stage_times[self._layer_counts_of_stages[-1]]
+            + self._output_layer_time,
         )
-        slowest = last_rank if last_rank.total > first_rank.total or pp == 1 else first_rank
+        slowest_rank_time = (
+            last_rank_time if last_rank_time.total > first_rank_time.total or pp == 1 else first_rank_time
+        )
         layers_per_rank = self.shape.layers / pp
-        mean_seconds = (forward.total + backward.total) * layers_per_rank + self._output_layer_time.total / pp
-        step = slowest * microbatches + StepTime(dp=self._exposed_dp_seconds(forward.total, backward.total))
+        mean_rank_seconds = (forward.total + backward.total) * layers_per_rank + self._output_layer_time.total / pp
+        step_time = slowest_rank_time * microbatches + StepTime(
+            dp=self._exposed_dp_seconds(forward.total, backward.total)
+        )
         if pp > 1:
-            idle_seconds = mean_seconds
+            idle_seconds = mean_rank_seconds
             if SCHEDULES[config.schedule].splits_backward:
                 # torch's ZBV and DualPipeV schedules have this idle time, too: all ranks begin and end a step together.
-                (counts,) = self.shape.stages(1)
+                (counts,) = self.shape.layer_counts_of_stages(1)
                 weight_grad_seconds = (
-                    sum(n * self._weight_grad_seconds(kind) for n, kind in zip(counts, self.shape.kinds, strict=True))
+                    sum(
+                        n * self._weight_grad_seconds(kind)
+                        for n, kind in zip(counts, self.shape.layer_kinds, strict=True)
+                    )
                     / pp
                 )
-                idle_seconds = max(forward.total * layers_per_rank, mean_seconds - 2 * weight_grad_seconds)
-            bubble = (pp - 1) / self.stages * idle_seconds
-            senders = config.tp if self.software.split_sends else self.sequence_ranks
+                idle_seconds = max(forward.total * layers_per_rank, mean_rank_seconds - 2 * weight_grad_seconds)
+            bubble_seconds = (pp - 1) / self.stages_per_rank * idle_seconds
+            sending_ranks = config.tp if self.software.split_sends else self.sequence_ranks
             stage_ranks = config.tp * config.cp * config.data_parallel
             message_seconds = self._collective_seconds(
-                2 * self.element_bytes * self.tokens * self.shape.hidden / senders, 2, stage_ranks, messages=True
+                2 * self.element_bytes * self.tokens * self.shape.hidden / sending_ranks,
+                2,
+                stage_ranks,
+                uses_torch_distributed=True,
             )
             # Interleaved stages compute other microbatches during a message, which hides it.
-            exposed_messages = 2 * (microbatches if self.stages == 1 else 0) + 2 * (pp - 1)
-            step += StepTime(bubble=bubble, pp=exposed_messages * message_seconds)
+            exposed_messages = 2 * (microbatches if self.stages_per_rank == 1 else 0) + 2 * (pp - 1)
+            step_time += StepTime(bubble=bubble_seconds, pp=exposed_messages * message_seconds)
         # Bytes per parameter; bf16 adds an fp32 copy of the weights.
         adam_bytes = 28 if self.precision == "fp32" else 32
-        optimizer = self._memory_seconds(adam_bytes * self._optimized_parameters, self.constants.optimizer)
+        optimizer_seconds = self._memory_seconds(adam_bytes * self._optimized_parameters, self.constants.optimizer)
         if self.config.tp > 1 or self.config.is_sharded:
-            optimizer += (self._sum_on_largest_rank(lambda layer: layer.tensors) + 3) * self.constants.dtensor
-        return step + StepTime(optimizer=optimizer)
+            optimizer_seconds += (
+                self._sum_on_largest_rank(lambda layer: layer.tensor_count) + 3
+            ) * self.constants.dtensor
+        return step_time + StepTime(optimizer=optimizer_seconds)
 
-    def _exposed_dp_seconds(self, forward: float, backward: float) -> float:
+    def _exposed_dp_seconds(self, layer_forward_seconds: float, layer_backward_seconds: float) -> float:
         """Return the exposed seconds of gradient and parameter communication between data parallel ranks."""
         config, gradient_bytes, microbatches = self.config, self.software.gradient_bytes, self.config.microbatches
         can_overlap = self.software.overlap_dp and self.machine.overlaps
         # Without FSDP2, fused_tp's transport reduces gradients over cp and ep ranks; otherwise torch.distributed does.
         collective_seconds = partial(
-            self._collective_seconds, messages=config.is_sharded or self.software.shards == "optimizer"
+            self._collective_seconds, uses_torch_distributed=config.is_sharded or self.software.shards == "optimizer"
         )
         if self.software.shards == "optimizer":
-            compute_seconds = self.layers * forward, self.layers * backward
-            reduce, gather = 0.0, 0.0
+            compute_seconds = self.layers_on_rank * layer_forward_seconds, self.layers_on_rank * layer_backward_seconds
+            reduce_seconds, gather_seconds = 0.0, 0.0
             for group in self._parameter_groups:
-                times = 2 if group.shards == 1 else 1
-                reduce += collective_seconds(
-                    gradient_bytes * group.count, group.shards * group.copies, group.neighbor_distance, times
+                passes = 2 if group.shards == 1 else 1
+                reduce_seconds += collective_seconds(
+                    gradient_bytes * group.count, group.shards * group.copies, group.neighbor_distance, passes
                 )
-                gather += collective_seconds(self.element_bytes * group.count, group.shards, group.neighbor_distance)
+                gather_seconds += collective_seconds(
+                    self.element_bytes * group.count, group.shards, group.neighbor_distance
+                )
             if not can_overlap:
-                return reduce + gather
+                return reduce_seconds + gather_seconds
             return sum(
-                max(communication / self.layers, communication - seconds)
-                for communication, seconds in zip((gather, reduce), compute_seconds, strict=True)
+                max(communication_seconds / self.layers_on_rank, communication_seconds - overlapping_seconds)
+                for communication_seconds, overlapping_seconds in zip(
+                    (gather_seconds, reduce_seconds), compute_seconds, strict=True
+                )
             )
-        gather, scatter, reduce_replicas = 0.0, 0.0, 0.0  # per layer
+        gather_seconds, scatter_seconds, reduce_replicas_seconds = 0.0, 0.0, 0.0  # per layer
         for group in self._parameter_groups:
-            layer_parameters = group.count / self.layers
-            gather += collective_seconds(self.element_bytes * layer_parameters, group.shards, group.neighbor_distance)
-            scatter += collective_seconds(gradient_bytes * layer_parameters, group.shards, group.neighbor_distance)
-            reduce_replicas += collective_seconds(
+            layer_parameters = group.count / self.layers_on_rank
+            gather_seconds += collective_seconds(
+                self.element_bytes * layer_parameters, group.shards, group.neighbor_distance
+            )
+            scatter_seconds += collective_seconds(
+                gradient_bytes * layer_parameters, group.shards, group.neighbor_distance
+            )
+            reduce_replicas_seconds += collective_seconds(
                 gradient_bytes * layer_parameters / group.shards,
                 group.copies,
                 group.neighbor_distance * group.shards,
-                times=2,
+                passes=2,
             )
         # Gradients are reduced after the last microbatch. A pipeline gathers parameters once per step; without a
         # pipeline, each forward and each backward gathers them.
         if not can_overlap:
-            return self.layers * ((1 if config.pp > 1 else 2 * microbatches) * gather + scatter + reduce_replicas)
+            return self.layers_on_rank * (
+                (1 if config.pp > 1 else 2 * microbatches) * gather_seconds + scatter_seconds + reduce_replicas_seconds
+            )
         if config.pp > 1:
             return (
-                gather
-                + scatter
-                + self.layers * (max(0.0, gather - forward) + max(0.0, scatter + reduce_replicas - backward))
+                gather_seconds
+                + scatter_seconds
+                + self.layers_on_rank
+                * (
+                    max(0.0, gather_seconds - layer_forward_seconds)
+                    + max(0.0, scatter_seconds + reduce_replicas_seconds - layer_backward_seconds)
+                )
             )
-        middle_microbatch, last_microbatch = (
-            max(0.0, gather - backward),
-            max(0.0, gather + scatter + reduce_replicas - backward),
+        middle_microbatch_seconds, last_microbatch_seconds = (
+            max(0.0, gather_seconds - layer_backward_seconds),
+            max(0.0, gather_seconds + scatter_seconds + reduce_replicas_seconds - layer_backward_seconds),
         )
-        forward_gather = gather + self.layers * max(0.0, gather - forward)
+        forward_gather_seconds = gather_seconds + self.layers_on_rank * max(0.0, gather_seconds - layer_forward_seconds)
         return (
-            microbatches * forward_gather
-            + self.layers * ((microbatches - 1) * middle_microbatch + last_microbatch)
-            + reduce_replicas
+            microbatches * forward_gather_seconds
+            + self.layers_on_rank * ((microbatches - 1) * middle_microbatch_seconds + last_microbatch_seconds)
+            + reduce_replicas_seconds
         )
 
     # -- throughput ---------------------------------------------------------------------------------------------------
@@ -563,8 +608,8 @@ class CostModel:
 
         All stages of that rank count as the largest stage.
         """
-        values = [layer_value(kind) for kind in self.shape.kinds]
-        return self.stages * max(sum(map(mul, values, counts)) for counts in set(self._stage_layers))
+        values = [layer_value(kind) for kind in self.shape.layer_kinds]
+        return self.stages_per_rank * max(sum(map(mul, values, counts)) for counts in set(self._layer_counts_of_stages))
 
     def _expert_parameters(self, layer: Layer) -> float:
         """Return the number of expert parameters of a layer on a rank."""
@@ -587,7 +632,7 @@ class CostModel:
 
     @cached_property
     def _parameter_groups(self) -> list[_ParameterGroup]:
-        """Parameters of the rank in two groups: experts distributed over ep, not replicated there, and the rest."""
+        """Parameters of the rank in two groups: parameters that ep ranks replicate, and experts distributed over ep."""
         config = self.config
         distributed_experts = self._sum_on_largest_rank(self._expert_parameters) if config.ep > 1 else 0.0
         groups = []
@@ -618,25 +663,27 @@ class CostModel:
         weights, gradients = self.element_bytes * self._parameters_on_rank, 4 * self._parameters_on_rank
         if self.software.shards == "parameters" and config.is_sharded and config.pp == 1:
             # FSDP2 holds at most three modules gathered: the running layer, the prefetched one, and the output layer.
-            gathered_parameters = 2 * max(map(self._layer_parameters, shape.kinds)) + shape.output.on_rank(config.tp)
+            gathered_parameters = 2 * max(map(self._layer_parameters, shape.layer_kinds)) + shape.output.on_rank(
+                config.tp
+            )
             weights = self.element_bytes * min(self._parameters_on_rank, gathered_parameters)
             if config.microbatches == 1:  # several microbatches accumulate unsharded gradients
                 gradients = 4 * self._optimized_parameters
-        logits = self.tokens * (2 * self.element_bytes * shape.hidden / self.sequence_ranks)
-        logits += self.tokens * (self.element_bytes + 4) * self._logit_features
+        logit_bytes = self.tokens * (2 * self.element_bytes * shape.hidden / self.sequence_ranks)
+        logit_bytes += self.tokens * (self.element_bytes + 4) * self._logit_features
         first_rank_bytes = self._sum_on_largest_rank(self._activation_bytes) * self._microbatches_in_flight
-        last_rank_bytes = self._sum_on_largest_rank(self._activation_bytes) + logits
+        last_rank_bytes = self._sum_on_largest_rank(self._activation_bytes) + logit_bytes
         if config.recompute == "full":
             without_recompute = replace(self, config=replace(config, recompute="none"))
-            recomputed_bytes = max(map(without_recompute._activation_bytes, shape.kinds))
+            recomputed_bytes = max(map(without_recompute._activation_bytes, shape.layer_kinds))
             first_rank_bytes, last_rank_bytes = first_rank_bytes + recomputed_bytes, last_rank_bytes + recomputed_bytes
         is_last_rank = last_rank_bytes > first_rank_bytes or config.pp == 1
         return Memory(
             weights=weights,
             gradients=gradients,
             optimizer=(8 if self.precision == "fp32" else 12) * self._optimized_parameters,
-            activations=(last_rank_bytes - logits) if is_last_rank else first_rank_bytes,
-            logits=logits if is_last_rank else 0.0,
+            activations=(last_rank_bytes - logit_bytes) if is_last_rank else first_rank_bytes,
+            logits=logit_bytes if is_last_rank else 0.0,
         )
 
     def _activation_bytes(self, layer: Layer) -> float:
@@ -664,9 +711,9 @@ class CostModel:
         pp, microbatches = self.config.pp, self.config.microbatches
         if self.config.schedule == "GPipe" and pp > 1:
             return microbatches
-        if self.stages == 1 or self.config.schedule in ("ZBVZeroBubble", "DualPipeV"):
+        if self.stages_per_rank == 1 or self.config.schedule in ("ZBVZeroBubble", "DualPipeV"):
             return min(microbatches, pp)
-        return min(microbatches, pp * (1 + (pp - 1) / (pp * self.stages)))
+        return min(microbatches, pp * (1 + (pp - 1) / (pp * self.stages_per_rank)))
 
 
 def _sum_over_layers(kind_times: Iterable[StepTime], counts: Iterable[int]) -> StepTime:

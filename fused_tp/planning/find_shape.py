@@ -13,11 +13,11 @@ from fused_tp.planning.model_count import count_config
 from fused_tp.planning.model_shape import SHAPES, ModelShape
 
 
-def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
-    """Return the ModelShape of `given`.
+def find_shape(model: str | Path | ModelShape | Any) -> ModelShape:
+    """Return the ModelShape of `model`.
 
     Args:
-        given: a ModelShape, which is returned unchanged; a name in SHAPES; a transformers config; a config.json or its
+        model: a ModelShape, which is returned unchanged; a name in SHAPES; a transformers config; a config.json or its
             folder; or a model type of transformers, which means its default config.
 
     Raises:
@@ -27,28 +27,32 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
         >>> find_shape("qwen3-8b").layers
         36
     """
-    if isinstance(given, ModelShape):
-        return given
-    if hasattr(given, "get_text_config"):
-        return count_config(given)
-    if str(given).lower() in SHAPES:
-        return SHAPES[str(given).lower()]
+    if isinstance(model, ModelShape):
+        return model
+    if hasattr(model, "get_text_config"):
+        return count_config(model)
+    if str(model).lower() in SHAPES:
+        return SHAPES[str(model).lower()]
     model_types = _model_types()
-    if not Path(given).exists() and str(given) not in model_types:
-        similar = difflib.get_close_matches(str(given).lower(), (*SHAPES, *model_types), 1)
+    if not Path(model).exists() and str(model) not in model_types:
+        similar_names = difflib.get_close_matches(str(model).lower(), (*SHAPES, *model_types), 1)
         raise ValueError(
-            f"{str(given)!r} is not a known model name, a model type of transformers, or an existing file. "
-            + (f"Did you mean {similar[0]!r}?" if similar else f"Pass one of {join_words(SHAPES)}, or a config.json.")
+            f"{str(model)!r} is not a known model name, a model type of transformers, or an existing file. "
+            + (
+                f"Did you mean {similar_names[0]!r}?"
+                if similar_names
+                else f"Pass one of {join_words(SHAPES)}, or a config.json."
+            )
         )
     from transformers import AutoConfig
 
-    if not Path(given).exists():
-        return count_config(AutoConfig.for_model(str(given)))
-    path = Path(given).resolve()
+    if not Path(model).exists():
+        return count_config(AutoConfig.for_model(str(model)))
+    path = Path(model).resolve()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{given} does not contain a valid config of a transformers model: {error}") from error
+        raise ValueError(f"{model} does not contain a valid config of a transformers model: {error}") from error
     return replace(count_config(config), name=(path if path.is_dir() else path.parent).name)
 
 

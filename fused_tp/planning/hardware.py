@@ -96,17 +96,17 @@ class Machine:
     def __post_init__(self) -> None:
         numbers: dict[str, Any] = {}
         for name in ("peak_flops", "matmul_flops"):
-            by_precision = getattr(self, name)
+            flops_by_precision = getattr(self, name)
             if (
-                not by_precision
-                or not set(by_precision) <= set(PRECISIONS)
-                or set(by_precision) != set(self.peak_flops)
+                not flops_by_precision
+                or not set(flops_by_precision) <= set(PRECISIONS)
+                or set(flops_by_precision) != set(self.peak_flops)
             ):
                 raise ValueError(
-                    f"{name} of machine {self.name} has the precisions {list(by_precision)}; peak_flops and "
-                    f"matmul_flops must have the same ones, out of {join_words(map(repr, PRECISIONS))}."
+                    f"{name} of machine {self.name} has the precisions {list(flops_by_precision)}; peak_flops and "
+                    f"matmul_flops must have the same precisions, out of {join_words(map(repr, PRECISIONS))}."
                 )
-            numbers |= {f"{name}[{key!r}]": value for key, value in by_precision.items()}
+            numbers |= {f"{name}[{key!r}]": value for key, value in flops_by_precision.items()}
         numbers |= {field.name: getattr(self, field.name) for field in fields(self) if field.type in _NUMERIC_TYPES}
         numbers |= {f"constants.{name}": value for name, value in vars(self.constants).items()}
         for name, value in numbers.items():
@@ -122,8 +122,8 @@ class Machine:
             ValueError: the machine does not support `precision`.
         """
         if precision not in self.peak_flops:
-            supported = join_words([repr(one) for one in self.peak_flops])
-            raise ValueError(f"machine {self.name} does not support precision={precision!r}; use {supported}.")
+            supported_names = join_words([repr(name) for name in self.peak_flops])
+            raise ValueError(f"machine {self.name} does not support precision={precision!r}; use {supported_names}.")
         return self.peak_flops[precision]
 
     @classmethod
@@ -133,16 +133,20 @@ class Machine:
         Raises:
             ValueError: a field is unknown, missing, or not a positive number.
         """
-        given = read_mapping(Path(path))
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise ValueError(f"{path} has {unknown[0]!r}, which is not a field of Machine; use {', '.join(known)}.")
-        if missing := [one.name for one in fields(cls) if one.default is MISSING and one.name not in given]:
-            raise ValueError(f"{path} lacks the Machine fields {join_words(missing)}; add them.")
+        values = read_mapping(Path(path))
+        field_names = {field.name for field in fields(cls)}
+        if unknown_fields := sorted(set(values) - field_names):
+            raise ValueError(
+                f"{path} has {unknown_fields[0]!r}, which is not a field of Machine; use {', '.join(field_names)}."
+            )
+        if missing_fields := [
+            field.name for field in fields(cls) if field.default is MISSING and field.name not in values
+        ]:
+            raise ValueError(f"{path} lacks the Machine fields {join_words(missing_fields)}; add them.")
         try:
-            if "constants" in given:
-                given["constants"] = HardwareConstants(**given["constants"])
-            return cls(**given)
+            if "constants" in values:
+                values["constants"] = HardwareConstants(**values["constants"])
+            return cls(**values)
         except TypeError as error:
             raise ValueError(f"{path} does not describe a machine: {error}.") from error
 

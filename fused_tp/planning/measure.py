@@ -121,7 +121,7 @@ def measure_machine(name: str = "this machine") -> Machine:
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     sizes = LARGE_SIZES[device.type]
-    return machine_of(_time_cases(_make_cases(sizes, device)), sizes, ranks, Machine(
+    return machine_from_timings(_time_cases(_make_cases(sizes, device)), sizes, ranks, Machine(
         name=name,
         peak_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
         matmul_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
@@ -136,17 +136,19 @@ def measure_machine(name: str = "this machine") -> Machine:
     ))  # fmt: skip
 
 
-def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, machine: Machine) -> Machine:
-    """Return `machine` with the numbers computed from the `seconds` of all cases.
+def machine_from_timings(case_seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, machine: Machine) -> Machine:
+    """Return `machine` with the numbers computed from the `case_seconds` of all cases.
 
     With one rank there are no links; link and network bandwidth are then set to the memory bandwidth.
     """
     (precision,) = machine.peak_flops
     element_bytes = 4 if precision == "fp32" else 2
     tokens, hidden, intermediate = sizes.tokens, sizes.hidden, sizes.intermediate
-    bandwidth = 2 * _COPY_BYTES / seconds["copy"]
+    copy_bandwidth = 2 * _COPY_BYTES / case_seconds["copy"]
     moved_bytes = 3 * element_bytes * (tokens * (hidden + intermediate) + hidden * intermediate)
-    flops = {precision: 6 * tokens * hidden * intermediate / (seconds["linear"] - moved_bytes / bandwidth)}
+    matmul_flops = {
+        precision: 6 * tokens * hidden * intermediate / (case_seconds["linear"] - moved_bytes / copy_bandwidth)
+    }
     parameters = sum(layer.parameters for layer in sizes.shape.stack)
     constants = HardwareConstants(
         links=1.0,
@@ -154,20 +156,25 @@ def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, mach
         kernel=1e-12,
         memory=1.0,
         pointwise=1.0,
-        optimizer=28 * parameters / bandwidth / seconds["optimizer"],
-        fused_matmul=seconds["linear"] / seconds["fused linear"],
-        ring_attention=seconds["attention"] / min(ranks, 2) / seconds["ring"],  # each of two ranks computes half
+        optimizer=28 * parameters / copy_bandwidth / case_seconds["optimizer"],
+        fused_matmul=case_seconds["linear"] / case_seconds["fused linear"],
+        # Each of two ranks computes half.
+        ring_attention=case_seconds["attention"] / min(ranks, 2) / case_seconds["ring"],
     )
-    rates: dict[str, Any] = {"peak_flops": flops, "matmul_flops": flops, "memory_bandwidth": bandwidth}
-    rates["attention_flops"] = 3.5 * 2 * tokens * sizes.seq * hidden / seconds["attention"]  # backward: 2.5 times
+    rates: dict[str, Any] = {
+        "peak_flops": matmul_flops,
+        "matmul_flops": matmul_flops,
+        "memory_bandwidth": copy_bandwidth,
+    }
+    rates["attention_flops"] = 3.5 * 2 * tokens * sizes.seq * hidden / case_seconds["attention"]  # backward: 2.5 times
     machine = replace(machine, **rates, constants=constants)
 
     # Solve for `pointwise` and `kernel_seconds` with a small and a large layer:
     # matmul + attention + memory_bound / pointwise + kernel_count * kernel_seconds = seconds of a layer.
     small_layer, large_layer = _layer_time(machine, SMALL_SIZES), _layer_time(machine, sizes)
     memory_bound = [
-        seconds[name] / LAYER_COUNT - one.matmul - one.attention
-        for name, one in (("few", small_layer), ("many", large_layer))
+        case_seconds[name] / LAYER_COUNT - layer_time.matmul - layer_time.attention
+        for name, layer_time in (("few", small_layer), ("many", large_layer))
     ]
     extra_memory_bound = large_layer.memory_bound - small_layer.memory_bound
     pointwise = extra_memory_bound / max(memory_bound[1] - memory_bound[0], extra_memory_bound)
@@ -178,23 +185,27 @@ def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, mach
     constants = replace(constants, pointwise=pointwise, kernel=kernel_seconds)
     machine = replace(machine, constants=constants)
     if ranks == 1:
-        return replace(machine, link_bandwidth=bandwidth, network_bandwidth=bandwidth)
+        return replace(machine, link_bandwidth=copy_bandwidth, network_bandwidth=copy_bandwidth)
 
-    def latency(case: str, baseline: str, collectives: int) -> float:
-        return max((seconds[case] - seconds[baseline]) / LAYER_COUNT / collectives, 1e-6)
+    def seconds_per_collective(case: str, baseline: str, collectives: int) -> float:
+        return max((case_seconds[case] - case_seconds[baseline]) / LAYER_COUNT / collectives, 1e-6)
 
     # With sequence parallelism a layer runs 4 collectives in forward and 6 in backward. FSDP2 runs 3 per layer: two
     # all-gathers of its parameters and one reduce-scatter of its gradients.
-    message_latency = latency("few, FSDP2", "few", 3)
+    message_latency = seconds_per_collective("few, FSDP2", "few", 3)
     message_bandwidth = (
-        element_bytes * parameters / LAYER_COUNT / 2 / max(latency("short, FSDP2", "short", 3) - message_latency, 1e-6)
+        element_bytes
+        * parameters
+        / LAYER_COUNT
+        / 2
+        / max(seconds_per_collective("short, FSDP2", "short", 3) - message_latency, 1e-6)
     )
-    link_latency, collective_seconds = latency("few, tp", "few", 10), seconds["exchange"] / 2
-    dtensor = max(seconds["few optimizer, FSDP2"] - seconds["few optimizer"], 0.0) / (9 * LAYER_COUNT + 3)
+    link_latency, collective_seconds = seconds_per_collective("few, tp", "few", 10), case_seconds["exchange"] / 2
+    dtensor = max(case_seconds["few optimizer, FSDP2"] - case_seconds["few optimizer"], 0.0) / (9 * LAYER_COUNT + 3)
     constants = replace(constants, dtensor=dtensor)
     if not machine.overlaps:
         layer = _layer_time(machine, sizes, ParallelConfig(tp=2))
-        exposed_seconds = (seconds["many, tp"] / LAYER_COUNT - layer.total + layer.tp) / 10
+        exposed_seconds = (case_seconds["many, tp"] / LAYER_COUNT - layer.total + layer.tp) / 10
         constants = replace(
             constants, fused_links=collective_seconds / max(exposed_seconds - link_latency, collective_seconds)
         )
@@ -215,7 +226,7 @@ def _layer_time(machine: Machine, sizes: LlamaSizes, config: ParallelConfig = ON
     (precision,) = machine.peak_flops
     forward, backward = CostModel(
         shape=sizes.shape, config=config, machine=machine, seq=sizes.seq, global_batch=sizes.rows, precision=precision
-    ).layer
+    ).mean_layer_times
     return forward + backward
 
 
@@ -258,29 +269,32 @@ def _make_cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
     attention_inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     attend: Any = F.scaled_dot_product_attention
     mask = torch.ones(sizes.rows, 1, sizes.seq, sizes.seq, dtype=torch.bool, device=device).tril()
-    (few_tokens, few_optimizer), (many_tokens, many_optimizer) = make_layers(SMALL_SIZES), make_layers(sizes)
+    (few_layers_case, few_update_case), (many_layers_case, many_update_case) = (
+        make_layers(SMALL_SIZES),
+        make_layers(sizes),
+    )
     cases: dict[str, Case] = {
         "copy": lambda: target.copy_(source),
         "linear": lambda: torch.autograd.grad(F.linear(*linear_inputs), linear_inputs, dy),
         "fused linear": lambda: (gemm.linear(x, w), gemm.linear(dy, w.t()), gemm.linear(dy.t(), x.t())),
         "attention": lambda: torch.autograd.grad(attend(*attention_inputs, attn_mask=mask), attention_inputs, q),
-        "few": few_tokens,
-        "few optimizer": few_optimizer,
-        "many": many_tokens,
-        "optimizer": many_optimizer,
+        "few": few_layers_case,
+        "few optimizer": few_update_case,
+        "many": many_layers_case,
+        "optimizer": many_update_case,
     }
-    size = min(2, dist.get_world_size())
-    pair_mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("pair", "tp"))[
-        "tp"
-    ]
-    halves = [t.transpose(1, 2)[:, : sizes.seq // size].contiguous().requires_grad_() for t in (q, k, v)]
+    pair_size = min(2, dist.get_world_size())
+    pair_mesh = init_device_mesh(
+        device.type, (dist.get_world_size() // pair_size, pair_size), mesh_dim_names=("pair", "tp")
+    )["tp"]
+    ring_inputs = [t.transpose(1, 2)[:, : sizes.seq // pair_size].contiguous().requires_grad_() for t in (q, k, v)]
     cases["ring"] = lambda: torch.autograd.grad(
-        ring_attention(*halves, group=pair_mesh, causal=True), halves, halves[0]
+        ring_attention(*ring_inputs, group=pair_mesh, causal=True), ring_inputs, ring_inputs[0]
     )
-    if size == 1:
+    if pair_size == 1:
         return cases
-    short_sizes = replace(sizes, rows=1, seq=SMALL_SIZES.seq)
-    half, full = (random_tensor(sizes.rows, seq, sizes.hidden) for seq in (sizes.seq // 2, sizes.seq))
+    short_row_sizes = replace(sizes, rows=1, seq=SMALL_SIZES.seq)
+    half_sequence, full_sequence = (random_tensor(sizes.rows, seq, sizes.hidden) for seq in (sizes.seq // 2, sizes.seq))
 
     def shard_over_tp(model: nn.Module) -> None:
         parallelize(model, pair_mesh, sequence_parallel=True)
@@ -290,28 +304,31 @@ def _make_cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
             fully_shard(layer, mesh=pair_mesh)
         fully_shard(model, mesh=pair_mesh)
 
-    few_sharded, few_sharded_optimizer = make_layers(SMALL_SIZES, apply_fsdp)
+    few_fsdp_case, few_fsdp_update_case = make_layers(SMALL_SIZES, apply_fsdp)
     return cases | {
-        "exchange": lambda: (all_gather(half, 1, group=pair_mesh), reduce_scatter(full, 1, group=pair_mesh)),
+        "exchange": lambda: (
+            all_gather(half_sequence, 1, group=pair_mesh),
+            reduce_scatter(full_sequence, 1, group=pair_mesh),
+        ),
         "few, tp": make_layers(SMALL_SIZES, shard_over_tp)[0],
         "many, tp": make_layers(sizes, shard_over_tp)[0],
-        "few, FSDP2": few_sharded,
-        "few optimizer, FSDP2": few_sharded_optimizer,
-        "short": make_layers(short_sizes)[0],
-        "short, FSDP2": make_layers(short_sizes, apply_fsdp)[0],
+        "few, FSDP2": few_fsdp_case,
+        "few optimizer, FSDP2": few_fsdp_update_case,
+        "short": make_layers(short_row_sizes)[0],
+        "short, FSDP2": make_layers(short_row_sizes, apply_fsdp)[0],
     }
 
 
 def _time_cases(cases: Mapping[str, Case]) -> dict[str, float]:
     """Return the seconds per call of each case on the slowest rank: the best round's median."""
-    best: dict[str, float] = {}
+    best_seconds: dict[str, float] = {}
     for _ in range(ROUNDS):
         for name, run in cases.items():
             run()
             calls = max(3, int(ROUND_SECONDS / _max_over_ranks(_time_call(run))))
             seconds = _max_over_ranks(statistics.median(_time_call(run) for _ in range(calls)))
-            best[name] = min(seconds, best.get(name, seconds))
-    return best
+            best_seconds[name] = min(seconds, best_seconds.get(name, seconds))
+    return best_seconds
 
 
 def _time_call(run: Case) -> float:

@@ -57,12 +57,12 @@ _EXPERTS_PER_TOKEN_NAMES = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k", "moe_topk", "moe_k", "topk"),
     *("top_k_experts", "num_selected_experts"),
 )
-_DOWN_PROJECTION_PARTS = (
+_DOWN_PROJECTION_SUBSTRINGS = (
     "down",
     "output",
     "out_proj",
     "w2",
-)  # parts of names of expert weights that map back to the hidden state
+)  # substrings of names of expert weights that map back to the hidden state
 
 
 def count_config(config: Any) -> ModelShape:
@@ -72,7 +72,7 @@ def count_config(config: Any) -> ModelShape:
         ValueError: transformers cannot create the model; the message says why.
     """
     try:
-        model = make_on_meta(config)
+        model = make_meta_model(config)
     except Exception as error:  # any error: an invalid config, a missing library
         raise ValueError(
             f"transformers cannot create a causal language model from the config of {_model_name(config)}: "
@@ -85,7 +85,7 @@ def _model_name(config: Any) -> str:
     return getattr(config, "name_or_path", "") or config.model_type
 
 
-def make_on_meta(config: Any) -> nn.Module:
+def make_meta_model(config: Any) -> nn.Module:
     """Create the causal language model of a transformers config on the meta device, without memory."""
     from transformers import AutoModelForCausalLM
 
@@ -95,36 +95,38 @@ def make_on_meta(config: Any) -> nn.Module:
 
 
 def count_model(model: Any) -> ModelShape:
-    """Count a model created by `make_on_meta`. Removes all but one layer of each kind from the model."""
-    name, text = _model_name(model.config), model.config.get_text_config()
-    parts = _LayerParts(model)
+    """Count a model created by `make_meta_model`. Removes all but one layer of each kind from the model."""
+    name, text_config = _model_name(model.config), model.config.get_text_config()
+    model_layers = _ModelLayers(model)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    hidden = config_value(text, "hidden_size") or embedding.weight.shape[-1]
-    drop_repeated_layers(model, parts)
-    plan_check = PlanCheck(model, parts, name)
-    counter = _Counter(hidden, text, plan_check.plan)
-    kinds = [counter.layer(kind) for kind in parts.kinds]
+    hidden = config_value(text_config, "hidden_size") or embedding.weight.shape[-1]
+    drop_repeated_layers(model, model_layers)
+    plan_check = PlanCheck(model, model_layers, name)
+    counter = _LayerCounter(hidden, text_config, plan_check.plan)
+    layers_by_kind = [counter.count_layer(kind) for kind in model_layers.layer_kinds]
     tied = output is not None and output.weight is embedding.weight
-    output_parameters = [] if output is None else [one for one in parts.outside_parameters if one.module is output]
-    embedding_parameters = [one for one in parts.outside_parameters if tied or one.module is not output]
+    output_parameters = (
+        [] if output is None else [param for param in model_layers.outside_parameters if param.module is output]
+    )
+    embedding_parameters = [param for param in model_layers.outside_parameters if tied or param.module is not output]
     return ModelShape(
         name=name,
         hidden=hidden,
-        vocab=config_value(text, "vocab_size") or (0 if output is None else features_of(output)[1]),
-        stack=tuple(kinds[number] for number in parts.kind_numbers),
+        vocab=config_value(text_config, "vocab_size") or (0 if output is None else features_of(output)[1]),
+        stack=tuple(layers_by_kind[number] for number in model_layers.kind_numbers),
         embedding=counter.sum_weights(_first_occurrences(embedding_parameters)),
         output=counter.sum_weights(output_parameters),
         tied=tied,
         notes=(
-            *parts.notes,
-            *counter.notes(parts, kinds),
+            *model_layers.notes,
+            *counter.notes(model_layers, layers_by_kind),
             *_outside_notes(_first_occurrences(embedding_parameters), output),
         ),
         check=plan_check.check,
     )
 
 
-# -- the parts of a model ---------------------------------------------------------------------------------------------
+# -- layers and parameters of a model ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,15 +160,15 @@ class _ModuleParameter:
         return self.parameter.ndim > 1 and not isinstance(self.module, nn.Embedding) and "bias" not in self.key
 
 
-class _LayerParts:
+class _ModelLayers:
     """Layers of a model with their parameters, and the parameters outside the layers.
 
     Attributes:
         container: name of the nn.ModuleList of layers; "" if none is found, and the model then counts as one layer.
-        kinds: distinct layers, each represented by its first layer.
-        kind_numbers: index into `kinds` for each layer.
+        layer_kinds: distinct layers, each represented by its first layer.
+        kind_numbers: index into `layer_kinds` for each layer.
         outside_parameters: parameters outside the layers.
-        refusal: reason why no list of layers was found, raised by features that need one.
+        refusal: message of the error that features raise if they need a list of layers; "" if there is a list.
         modules: the layers.
         notes: messages about the choice of layers.
     """
@@ -199,8 +201,8 @@ class _LayerParts:
                 )
         self.modules = list(model.get_submodule(self.container).children()) if self.container else [model]
         layer_types = config_value(model.config.get_text_config(), "layer_types") or ()
-        number_of_kind: dict[object, int] = {}
-        self.kinds: list[_LayerKind] = []
+        kind_number_of_signature: dict[object, int] = {}
+        self.layer_kinds: list[_LayerKind] = []
         self.kind_numbers = []
         for number, module in enumerate(self.modules):
             layer_type = layer_types[number] if self.container and number < len(layer_types) else ""
@@ -209,14 +211,15 @@ class _LayerParts:
                 layer_type,
                 type(module),
                 tuple(
-                    (one.layer_path, type(one.module), one.key, one.parameter.shape, one.is_first) for one in parameters
+                    (param.layer_path, type(param.module), param.key, param.parameter.shape, param.is_first)
+                    for param in parameters
                 ),
-                tuple(getattr(one, "sliding_window", None) for one in module.modules()),
+                tuple(getattr(submodule, "sliding_window", None) for submodule in module.modules()),
             )
-            if signature not in number_of_kind:
-                number_of_kind[signature] = len(self.kinds)
-                self.kinds.append(_LayerKind(number, module, layer_type, parameters))
-            self.kind_numbers.append(number_of_kind[signature])
+            if signature not in kind_number_of_signature:
+                kind_number_of_signature[signature] = len(self.layer_kinds)
+                self.layer_kinds.append(_LayerKind(number, module, layer_type, parameters))
+            self.kind_numbers.append(kind_number_of_signature[signature])
 
     def _find_container(self, model: Any) -> None:
         try:
@@ -224,9 +227,9 @@ class _LayerParts:
             return
         except ValueError as error:
             self.refusal = str(error)
-        text = model.config.get_text_config()
+        text_config = model.config.get_text_config()
         for name, module in model.named_modules():
-            if name and getattr(module, "config", None) is text and text is not model.config:
+            if name and getattr(module, "config", None) is text_config and text_config is not model.config:
                 try:
                     self.container = f"{name}.{find_container(module, None)}"
                 except ValueError:
@@ -249,126 +252,135 @@ class _LayerKind:
     parameters: list[_ModuleParameter]
 
 
-def drop_repeated_layers(model: nn.Module, parts: _LayerParts) -> None:
+def drop_repeated_layers(model: nn.Module, model_layers: _ModelLayers) -> None:
     """Remove all but one layer of each kind from `model`, so that checks of deep models are fast."""
-    if parts.container:
-        layers: Any = model.get_submodule(parts.container)
+    if model_layers.container:
+        layers: Any = model.get_submodule(model_layers.container)
         layers._modules.clear()
-        for number, kind in enumerate(parts.kinds):
+        for number, kind in enumerate(model_layers.layer_kinds):
             layers.append(kind.module)
-            prefix = f"{parts.container}.{number}"
+            prefix = f"{model_layers.container}.{number}"
             kind.parameters[:] = [
-                replace(one, path=f"{prefix}.{one.layer_path}" if one.layer_path else prefix) for one in kind.parameters
+                replace(param, path=f"{prefix}.{param.layer_path}" if param.layer_path else prefix)
+                for param in kind.parameters
             ]
 
 
-def _first_occurrences(held: Iterable[_ModuleParameter]) -> list[_ModuleParameter]:
-    return [one for one in held if one.is_first]
+def _first_occurrences(module_parameters: Iterable[_ModuleParameter]) -> list[_ModuleParameter]:
+    return [param for param in module_parameters if param.is_first]
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------
 
 
-class _Counter:
+class _LayerCounter:
     """Counts the weights, matmuls and attention of layers, as `plan` shards them."""
 
-    def __init__(self, hidden: int, text: Any, plan: ShardingPlan) -> None:
-        self.hidden, self.text, self.plan = hidden, text, plan
+    def __init__(self, hidden: int, text_config: Any, plan: ShardingPlan) -> None:
+        self.hidden, self.text_config, self.plan = hidden, text_config, plan
 
-    def sum_weights(self, held: Iterable[_ModuleParameter]) -> Weights:
-        return sum((Weights(one.parameter.numel(), self.sharded_numel(one)) for one in held), Weights())
+    def sum_weights(self, module_parameters: Iterable[_ModuleParameter]) -> Weights:
+        return sum(
+            (Weights(param.parameter.numel(), self.sharded_numel(param)) for param in module_parameters), Weights()
+        )
 
-    def sharded_numel(self, one: _ModuleParameter) -> int:
+    def sharded_numel(self, param: _ModuleParameter) -> int:
         """Return the number of elements of a parameter that are sharded over tensor parallel ranks."""
-        name = f"{one.path}.{one.key}" if one.path else one.key
-        size = one.parameter.numel()
+        name = f"{param.path}.{param.key}" if param.path else param.key
+        size = param.parameter.numel()
         if name in self.plan.parameters:
             return size
-        spec = spec_of(self.plan.modules.get(one.path))
-        if spec.shard_dim is None or (spec.shard_dim == 1 and one.parameter.ndim == 1):
+        spec = spec_of(self.plan.modules.get(param.path))
+        if spec.shard_dim is None or (spec.shard_dim == 1 and param.parameter.ndim == 1):
             return 0
         if spec.shares_keys:
-            in_features, out_features = features_of(one.module)
+            in_features, out_features = features_of(param.module)
             return size * in_features // out_features
         return size
 
-    def layer(self, kind: _LayerKind) -> Layer:
-        dense = [one for one in kind.parameters if not one.is_expert]
-        sparse = [one for one in kind.parameters if one.is_expert]
-        experts, per_token = self._expert_counts(kind, sparse) if sparse else (0, 0)
-        share = per_token / experts if experts else 1.0
+    def count_layer(self, kind: _LayerKind) -> Layer:
+        dense_parameters = [param for param in kind.parameters if not param.is_expert]
+        expert_parameters = [param for param in kind.parameters if param.is_expert]
+        experts, experts_per_token = self._expert_counts(kind, expert_parameters) if expert_parameters else (0, 0)
+        expert_share = experts_per_token / experts if experts else 1.0
         return Layer(
             name=type(kind.module).__name__,
-            weights=self.sum_weights(_first_occurrences(dense)),
-            expert_weights=self.sum_weights(_first_occurrences(sparse)),
+            weights=self.sum_weights(_first_occurrences(dense_parameters)),
+            expert_weights=self.sum_weights(_first_occurrences(expert_parameters)),
             experts=experts,
-            experts_per_token=per_token,
-            blocks=tuple(self._yield_blocks(kind, share)),
+            experts_per_token=experts_per_token,
+            blocks=tuple(self._yield_blocks(kind, expert_share)),
             attention=tuple(self._yield_attention(kind)),
-            tensors=len(_first_occurrences(kind.parameters)),
+            tensor_count=len(_first_occurrences(kind.parameters)),
         )
 
-    def _expert_counts(self, kind: _LayerKind, sparse: list[_ModuleParameter]) -> tuple[int, int]:
+    def _expert_counts(self, kind: _LayerKind, expert_parameters: list[_ModuleParameter]) -> tuple[int, int]:
         """Return the number of experts of a layer and the number per token; all experts if the config has no number."""
-        expert_names = {match[0] for one in sparse if (match := re.search(r"experts\.\d+(?=\.|$)", one.path))}
-        packed_counts = (len(one.parameter) for one in sparse if one.parameter.ndim == 3)
+        expert_names = {
+            match[0] for param in expert_parameters if (match := re.search(r"experts\.\d+(?=\.|$)", param.path))
+        }
+        packed_counts = (len(param.parameter) for param in expert_parameters if param.parameter.ndim == 3)
         modules = [module for module in kind.module.modules() if type(module).__name__ != "ModuleList"]
         experts = (
-            len(expert_names) or next(packed_counts, 0) or _first_positive_int(_EXPERT_COUNT_NAMES, *modules, self.text)
+            len(expert_names)
+            or next(packed_counts, 0)
+            or _first_positive_int(_EXPERT_COUNT_NAMES, *modules, self.text_config)
         )
         return experts, min(
-            experts, _first_positive_int(_EXPERTS_PER_TOKEN_NAMES, *modules, self.text, default=experts)
+            experts, _first_positive_int(_EXPERTS_PER_TOKEN_NAMES, *modules, self.text_config, default=experts)
         )
 
-    def _yield_blocks(self, kind: _LayerKind, share: float) -> Iterator[Block]:
+    def _yield_blocks(self, kind: _LayerKind, expert_share: float) -> Iterator[Block]:
         """Yield the blocks of a layer: its matmuls, grouped by the submodule of the layer that contains them."""
         groups: dict[str, list[_ModuleParameter]] = {}
-        for one in kind.parameters:
-            if one.is_matmul_weight:
-                groups.setdefault(_submodule_of_layer(one.layer_path), []).append(one)
-        pending: list[_ModuleParameter] = []
+        for param in kind.parameters:
+            if param.is_matmul_weight:
+                groups.setdefault(_submodule_of_layer(param.layer_path), []).append(param)
+        pending_parameters: list[_ModuleParameter] = []
         for number, group in enumerate(groups.values(), 1):
-            block = self._make_block([*pending, *group], share)
+            block = self._make_block([*pending_parameters, *group], expert_share)
             # Column-parallel matmuls without a row-parallel one form a block together with the next group.
-            pending = (
-                [*pending, *group] if block.column_features and not block.row_features and number < len(groups) else []
+            pending_parameters = (
+                [*pending_parameters, *group]
+                if block.column_features and not block.row_features and number < len(groups)
+                else []
             )
-            if not pending:
+            if not pending_parameters:
                 yield block
 
-    def _make_block(self, group: list[_ModuleParameter], share: float) -> Block:
+    def _make_block(self, group: list[_ModuleParameter], expert_share: float) -> Block:
         column_features = row_features = replicated_features = saved_features = saved_replicated_features = 0.0
-        for one in group:
-            active_share = share if one.is_expert else 1.0
-            sharded = self.sharded_numel(one)
-            sharded_share = sharded / one.parameter.numel()
-            replicated_features += active_share * (one.parameter.numel() - sharded)
-            if self._is_row_parallel(one):
-                row_features += active_share * sharded
+        for param in group:
+            active_share = expert_share if param.is_expert else 1.0
+            sharded_numel = self.sharded_numel(param)
+            sharded_share = sharded_numel / param.parameter.numel()
+            replicated_features += active_share * (param.parameter.numel() - sharded_numel)
+            if self._is_row_parallel(param):
+                row_features += active_share * sharded_numel
             else:
-                column_features += active_share * sharded
-            saved_features += active_share * sharded_share * self._saved_features(one)
-            saved_replicated_features += active_share * (1 - sharded_share) * self._saved_features(one)
+                column_features += active_share * sharded_numel
+            saved_features += active_share * sharded_share * self._saved_features(param)
+            saved_replicated_features += active_share * (1 - sharded_share) * self._saved_features(param)
         return Block(
             column_features=column_features / self.hidden,
             row_features=row_features / self.hidden,
             replicated_features=replicated_features / self.hidden,
             saved_features=saved_features,
             saved_replicated_features=saved_replicated_features,
-            experts=any(one.is_expert for one in group),
+            has_experts=any(param.is_expert for param in group),
         )
 
-    def _is_row_parallel(self, one: _ModuleParameter) -> bool:
+    def _is_row_parallel(self, param: _ModuleParameter) -> bool:
         """True if the weight, if sharded, is row-parallel: it maps back to the hidden state."""
-        if one.is_expert:
-            return any(word in f"{one.layer_path}.{one.key}" for word in _DOWN_PROJECTION_PARTS)
-        return spec_of(self.plan.modules.get(one.path)).shard_dim == 1
+        if param.is_expert:
+            return any(word in f"{param.layer_path}.{param.key}" for word in _DOWN_PROJECTION_SUBSTRINGS)
+        return spec_of(self.plan.modules.get(param.path)).shard_dim == 1
 
-    def _saved_features(self, one: _ModuleParameter) -> int:
+    def _saved_features(self, param: _ModuleParameter) -> int:
         """Return the number of features of a matmul that backward needs, excluding the hidden state."""
-        *batch_sizes, out_features, in_features = one.parameter.shape
-        if isinstance(one.module, _ConvNd):
-            return int(one.parameter.shape[0])
+        *batch_sizes, out_features, in_features = param.parameter.shape
+        if isinstance(param.module, _ConvNd):
+            return int(param.parameter.shape[0])
         count = 1
         for size in batch_sizes:
             count *= size
@@ -378,30 +390,35 @@ class _Counter:
         for path, module in kind.module.named_modules():
             if _has_attention(module):
                 parameters = [
-                    one for one in kind.parameters if f"{one.layer_path}.".startswith(f"{path}." if path else "")
+                    param for param in kind.parameters if f"{param.layer_path}.".startswith(f"{path}." if path else "")
                 ]
                 yield self._make_attention(module, parameters, self._find_window(module, kind.layer_type))
 
     def _make_attention(self, module: nn.Module, parameters: list[_ModuleParameter], window: int | None) -> Attention:
         linears = {
-            one.layer_path.removesuffix(".linear").rpartition(".")[2]: one.module
-            for one in parameters
-            if one.is_matmul_weight
+            param.layer_path.removesuffix(".linear").rpartition(".")[2]: param.module
+            for param in parameters
+            if param.is_matmul_weight
         }
-        linears = {leaf: one for leaf, one in linears.items() if isinstance(one, nn.Linear) or is_conv1d(one)}
-        output_inputs = [
-            features_of(one)[0]
-            for leaf, one in linears.items()
-            if features_of(one)[1] == self.hidden and leaf not in HEAD_PROJECTIONS
+        linears = {
+            leaf: linear for leaf, linear in linears.items() if isinstance(linear, nn.Linear) or is_conv1d(linear)
+        }
+        output_in_features = [
+            features_of(linear)[0]
+            for leaf, linear in linears.items()
+            if features_of(linear)[1] == self.hidden and leaf not in HEAD_PROJECTIONS
         ]
         query_features = [
-            features_of(one)[1] for leaf, one in linears.items() if leaf in ("q_proj", "query", "q_lin", "q")
+            features_of(linear)[1] for leaf, linear in linears.items() if leaf in ("q_proj", "query", "q_lin", "q")
         ]
         head_features = _first_positive_int(("v_head_dim", "head_dim", "attention_head_size", "head_size"), module)
-        module_counts, config_counts = head_counts(module), head_counts(getattr(module, "config", None), self.text)
+        module_counts, config_counts = (
+            head_counts(module),
+            head_counts(getattr(module, "config", None), self.text_config),
+        )
         heads = next((n for key, n in (module_counts or config_counts).items() if not is_kv_count(key)), 0)
         # Value features of all heads.
-        value_features = next(iter([*output_inputs, *query_features]), head_features * heads or self.hidden)
+        value_features = next(iter([*output_in_features, *query_features]), head_features * heads or self.hidden)
         if (
             head_features
             and value_features % head_features == 0
@@ -423,34 +440,35 @@ class _Counter:
             kv_heads=kv_heads,
             head_dim=(score_head_dim + value_head_dim) / 2,
             window=window,
-            sharded=any(self.sharded_numel(one) for one in parameters),
+            sharded=any(self.sharded_numel(param) for param in parameters),
         )
 
     def _find_window(self, module: nn.Module, layer_type: str) -> int | None:
         """Return the attention window of a layer in tokens; None for full causal attention."""
         window_names = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
-        default_names = () if config_value(self.text, "layer_types") else ("sliding_window",)
+        default_names = () if config_value(self.text_config, "layer_types") else ("sliding_window",)
         config_window = _first_positive_int(
-            window_names.get(layer_type, default_names), getattr(module, "config", None), self.text
+            window_names.get(layer_type, default_names), getattr(module, "config", None), self.text_config
         )
         return _first_positive_int(("sliding_window",), module) or config_window or None
 
-    def notes(self, parts: _LayerParts, kinds: list[Layer]) -> Iterator[str]:
+    def notes(self, model_layers: _ModelLayers, layers_by_kind: list[Layer]) -> Iterator[str]:
         """Yield messages about operations that the cost model omits."""
-        counts = Counter(parts.kind_numbers)
-        mixers: Counter[str] = Counter()
-        for number, (kind, layer) in enumerate(zip(parts.kinds, kinds, strict=True)):
-            mixers.update(dict.fromkeys(_mixer_names(kind.module), counts[number]))
+        counts = Counter(model_layers.kind_numbers)
+        mixer_counts: Counter[str] = Counter()
+        for number, (kind, layer) in enumerate(zip(model_layers.layer_kinds, layers_by_kind, strict=True)):
+            mixer_counts.update(dict.fromkeys(_mixer_names(kind.module), counts[number]))
             if layer.experts and layer.experts_per_token == layer.experts:
                 yield f"Each token is assumed to use all {layer.experts} experts of {layer.name}."
-        if not mixers and not any(layer.attention for layer in kinds):
-            mixers.update(dict.fromkeys((layer.name for layer in kinds), len(parts.kind_numbers)))
-        if mixers:
+        if not mixer_counts and not any(layer.attention for layer in layers_by_kind):
+            mixer_counts.update(dict.fromkeys((layer.name for layer in layers_by_kind), len(model_layers.kind_numbers)))
+        if mixer_counts:
             mixer_list = join_words(
-                f"{name} (in {count} of {len(parts.kind_numbers)} layers)" for name, count in mixers.items()
+                f"{name} (in {count} of {len(model_layers.kind_numbers)} layers)"
+                for name, count in mixer_counts.items()
             )
             yield f"Only matmuls with weights are counted in {mixer_list}, not other operations on tokens or features."
-        if selected_tokens := _first_positive_int(("index_topk",), self.text):
+        if selected_tokens := _first_positive_int(("index_topk",), self.text_config):
             yield f"Attention is counted over all previous tokens, not over index_topk={selected_tokens} selected ones."
 
 
@@ -493,8 +511,8 @@ def _has_softmax(module_class: Any) -> bool:
     has_attention_name = any(word in module_class.__name__.lower() for word in ("attention", "attn"))
     for base in module_class.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
-            functions = (inspect.unwrap(one) for one in vars(base).values() if inspect.isfunction(one))
-            names_used = {name for one in functions for name in _names_used(one.__code__)}
+            functions = (inspect.unwrap(value) for value in vars(base).values() if inspect.isfunction(value))
+            names_used = {name for function in functions for name in _names_used(function.__code__)}
             if ATTENTION_REGISTRY in names_used or (has_attention_name and not _SOFTMAX_NAMES.isdisjoint(names_used)):
                 return True
     return False
@@ -510,9 +528,9 @@ def _names_used(code: CodeType) -> Iterator[str]:
 
 def _outside_notes(parameters: list[_ModuleParameter], output: nn.Module | None) -> Iterator[str]:
     numel_of_module: Counter[str] = Counter()
-    for one in parameters:
-        if one.is_matmul_weight and one.module is not output:
-            numel_of_module[".".join(one.path.split(".")[:2])] += one.parameter.numel()
+    for param in parameters:
+        if param.is_matmul_weight and param.module is not output:
+            numel_of_module[".".join(param.path.split(".")[:2])] += param.parameter.numel()
     if numel_of_module:
         names = join_words(f"{name} ({count / 1e6:,.1f} million)" for name, count in numel_of_module.items())
         yield f"Weights outside the layers: {names}. Their memory is counted, their operations are not."
@@ -524,29 +542,29 @@ def _outside_notes(parameters: list[_ModuleParameter], output: nn.Module | None)
 class PlanCheck:
     """Checks of `parallelize` and `build` that need no ranks, on a model on the meta device."""
 
-    def __init__(self, model: Any, parts: _LayerParts, name: str) -> None:
-        self.model, self.parts, self.name = model, parts, name
+    def __init__(self, model: Any, model_layers: _ModelLayers, name: str) -> None:
+        self.model, self.model_layers, self.name = model, model_layers, name
         try:
             self.plan = choose_intermediate_styles(model, resolve_plan(model, "auto"))
         except (TypeError, ValueError):
             self.plan = ShardingPlan()  # `check` raises with the reason
-        self._refusal: Callable[..., str] = cache(self._find_refusal)
+        self._find_cached_refusal: Callable[..., str] = cache(self._find_refusal)
 
     def check(self, config: ParallelConfig) -> None:
         """Raise ValueError with the reason if `build` would reject the model in `config`."""
         needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
-        refusal = self.parts.refusal if needs_layers else ""
-        refusal = refusal or self._refusal(
+        refusal = self.model_layers.refusal if needs_layers else ""
+        refusal = refusal or self._find_cached_refusal(
             config.tp, config.cp > 1, config.ep, config.sequence_parallel, config.loss_parallel
         )
         if refusal:
             raise ValueError(f"{self.name} cannot run at {config.shown()}: {refusal}")
 
-    def _find_refusal(self, tp: int, over_cp: bool, ep: int, sequence_parallel: bool, loss_parallel: bool) -> str:
+    def _find_refusal(self, tp: int, has_cp: bool, ep: int, sequence_parallel: bool, loss_parallel: bool) -> str:
         model = self.model
         mesh: Any = object()  # placeholder: these checks only compare the mesh with None
         parallelism = Parallelism(
-            mesh if tp > 1 else None, mesh if over_cp else None, sequence_parallel, loss_parallel, True
+            mesh if tp > 1 else None, mesh if has_cp else None, sequence_parallel, loss_parallel, True
         )
         try:
             plan = resolve_plan(model, "auto") if tp > 1 else ShardingPlan()

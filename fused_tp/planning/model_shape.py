@@ -23,18 +23,18 @@ class Weights:
 
     Attributes:
         count: total number.
-        sharded: number of parameters that are sharded over tensor parallel ranks; the rest is replicated.
+        sharded_count: number of parameters that are sharded over tensor parallel ranks; the rest is replicated.
     """
 
     count: int = 0
-    sharded: int = 0
+    sharded_count: int = 0
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(self.count + other.count, self.sharded + other.sharded)
+        return Weights(self.count + other.count, self.sharded_count + other.sharded_count)
 
     def on_rank(self, tp: int) -> float:
         """Return the number of parameters that each of `tp` ranks holds."""
-        return self.count - self.sharded + self.sharded / tp
+        return self.count - self.sharded_count + self.sharded_count / tp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class Block:
         replicated_features: replicated weights per hidden feature.
         saved_features: sharded features inside the block that are kept for backward.
         saved_replicated_features: replicated features inside the block that are kept for backward.
-        pointwise: True if activations or rotary embeddings read and write these features.
-        experts: True if the matmuls include experts.
+        has_pointwise_ops: True if activations or rotary embeddings read and write these features.
+        has_experts: True if the matmuls include experts.
     """
 
     column_features: float = 0.0
@@ -80,8 +80,8 @@ class Block:
     replicated_features: float = 0.0
     saved_features: float = 0.0
     saved_replicated_features: float = 0.0
-    pointwise: bool = True
-    experts: bool = False
+    has_pointwise_ops: bool = True
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Layer:
         experts, experts_per_token: number of routed experts, total and per token; 0: no experts.
         blocks: matmuls, in order of execution.
         attention: attention modules of the layer.
-        tensors: number of parameter tensors; the optimizer has a constant overhead for each.
+        tensor_count: number of parameter tensors; the optimizer has a constant overhead for each.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Layer:
     experts_per_token: int = 0
     blocks: tuple[Block, ...] = ()
     attention: tuple[Attention, ...] = ()
-    tensors: int = 0
+    tensor_count: int = 0
 
     @property
     def parameters(self) -> int:
@@ -146,13 +146,13 @@ class ModelShape:
     check: Callable[[ParallelConfig], None] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
-    def kinds(self) -> tuple[Layer, ...]:
+    def layer_kinds(self) -> tuple[Layer, ...]:
         """Distinct layers, in order of first use."""
         return tuple(dict.fromkeys(self.stack))
 
     @cached_property
     def _kind_numbers(self) -> tuple[int, ...]:
-        numbers = {kind: number for number, kind in enumerate(self.kinds)}
+        numbers = {kind: number for number, kind in enumerate(self.layer_kinds)}
         return tuple(numbers[layer] for layer in self.stack)
 
     @property
@@ -160,22 +160,22 @@ class ModelShape:
         """Number of layers."""
         return len(self.stack)
 
-    def stages(self, count: int) -> list[tuple[int, ...]]:
-        """Return the number of layers of each kind in each of `count` pipeline stages.
+    def layer_counts_of_stages(self, stage_count: int) -> list[tuple[int, ...]]:
+        """Return the number of layers of each kind in each of `stage_count` pipeline stages.
 
-        If `count` does not divide the number of layers, the first stages have one layer more.
+        If `stage_count` does not divide the number of layers, the first stages have one layer more.
         """
-        return _stages(self._kind_numbers, len(self.kinds), count)
+        return _count_kinds_per_stage(self._kind_numbers, len(self.layer_kinds), stage_count)
 
     @cached_property
     def attention(self) -> tuple[Attention, ...]:
         """Distinct attention modules of all layers."""
-        return tuple(dict.fromkeys(one for kind in self.kinds for one in kind.attention))
+        return tuple(dict.fromkeys(attention for kind in self.layer_kinds for attention in kind.attention))
 
     @property
     def experts(self) -> tuple[int, ...]:
         """Distinct numbers of experts per layer, without layers that have no experts."""
-        return tuple(dict.fromkeys(kind.experts for kind in self.kinds if kind.experts))
+        return tuple(dict.fromkeys(kind.experts for kind in self.layer_kinds if kind.experts))
 
     @property
     def parameters(self) -> int:
@@ -209,36 +209,37 @@ class ModelShape:
         """
         counts = Counter(self._kind_numbers)
         weights, attention_features = float(self.output.count), 0.0
-        for number, kind in enumerate(self.kinds):
+        for number, kind in enumerate(self.layer_kinds):
             weights += (
                 counts[number]
                 * self.hidden
-                * sum(one.column_features + one.row_features + one.replicated_features for one in kind.blocks)
+                * sum(block.column_features + block.row_features + block.replicated_features for block in kind.blocks)
             )
-            for one in kind.attention:
-                attention_features += counts[number] * one.heads * one.head_dim * min(seq, one.window or seq)
+            for attention in kind.attention:
+                window = min(seq, attention.window or seq)
+                attention_features += counts[number] * attention.heads * attention.head_dim * window
         return tokens * (6 * weights + 12 * attention_features)
 
     def summary(self) -> dict[str, Any]:
         """Return the sizes as plain numbers, which distinguish models whose parameters have the same shapes."""
-        heads = [(one.heads, one.kv_heads) for layer in self.stack for one in layer.attention]
+        heads = [(attention.heads, attention.kv_heads) for layer in self.stack for attention in layer.attention]
         return {
             "layers": self.layers,
             "hidden": self.hidden,
             "vocab": self.vocab,
-            "heads": max((one for one, _ in heads), default=0),
-            "kv_heads": max((one for _, one in heads), default=0),
+            "heads": max((query_heads for query_heads, _ in heads), default=0),
+            "kv_heads": max((kv_heads for _, kv_heads in heads), default=0),
             "tied": self.tied,
             "experts_per_token": max(layer.experts_per_token for layer in self.stack),
         }
 
 
 @lru_cache(maxsize=64)
-def _stages(kind_numbers: tuple[int, ...], kinds: int, count: int) -> list[tuple[int, ...]]:
-    layers_per_stage, extra_layers = divmod(len(kind_numbers), count)
-    starts = [stage * layers_per_stage + min(stage, extra_layers) for stage in range(count + 1)]
-    parts = [kind_numbers[start:stop] for start, stop in pairwise(starts)]
-    return [tuple(part.count(kind) for kind in range(kinds)) for part in parts]
+def _count_kinds_per_stage(kind_numbers: tuple[int, ...], kind_count: int, stage_count: int) -> list[tuple[int, ...]]:
+    layers_per_stage, extra_layers = divmod(len(kind_numbers), stage_count)
+    starts = [stage * layers_per_stage + min(stage, extra_layers) for stage in range(stage_count + 1)]
+    kinds_of_stages = [kind_numbers[start:stop] for start, stop in pairwise(starts)]
+    return [tuple(part.count(kind) for kind in range(kind_count)) for part in kinds_of_stages]
 
 
 def decoder(
@@ -272,28 +273,38 @@ def decoder(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     head_dim = hidden // heads if head_dim is None else head_dim
-    queries, projected = heads * head_dim, (heads + 2 * kv_heads) * head_dim
-    active = intermediate * (experts_per_token if experts else 1)
-    ups = 2 if gated else 1
-    of_attention, of_mlp = hidden * (projected + queries), (ups + 1) * hidden * intermediate
-    dense, sparse = (of_attention, experts * of_mlp) if experts else (of_attention + of_mlp, 0)
+    query_features, qkv_features = heads * head_dim, (heads + 2 * kv_heads) * head_dim
+    active_features = intermediate * (experts_per_token if experts else 1)
+    up_projection_count = 2 if gated else 1
+    attention_parameters, mlp_parameters = (
+        hidden * (qkv_features + query_features),
+        (up_projection_count + 1) * hidden * intermediate,
+    )
+    dense_parameters, expert_parameters = (
+        (attention_parameters, experts * mlp_parameters) if experts else (attention_parameters + mlp_parameters, 0)
+    )
     layer = Layer(
         name="decoder layer",
-        weights=Weights(dense, dense),
-        expert_weights=Weights(sparse, sparse),
+        weights=Weights(dense_parameters, dense_parameters),
+        expert_weights=Weights(expert_parameters, expert_parameters),
         experts=experts,
         experts_per_token=experts_per_token,
         blocks=(
-            Block(column_features=projected, row_features=queries, saved_features=projected + queries, pointwise=gated),
             Block(
-                column_features=ups * active,
-                row_features=active,
-                saved_features=(ups + 1) * active,
-                experts=experts > 0,
+                column_features=qkv_features,
+                row_features=query_features,
+                saved_features=qkv_features + query_features,
+                has_pointwise_ops=gated,
+            ),
+            Block(
+                column_features=up_projection_count * active_features,
+                row_features=active_features,
+                saved_features=(up_projection_count + 1) * active_features,
+                has_experts=experts > 0,
             ),
         ),
         attention=(Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim),),
-        tensors=9 if gated else 8,  # projections and two norms
+        tensor_count=9 if gated else 8,  # projections and two norms
     )
     embedding = Weights(vocab * hidden, vocab * hidden)
     return ModelShape(
@@ -302,10 +313,10 @@ def decoder(
 
 
 def _llama(
-    name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, **rest: Any
+    name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, **other_sizes: Any
 ) -> ModelShape:
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
-    return decoder(name, **sizes, intermediate=intermediate, vocab=vocab, **rest)
+    return decoder(name, **sizes, intermediate=intermediate, vocab=vocab, **other_sizes)
 
 
 # Sizes from the published config.json of each model; gpt3-175b: arXiv:2005.14165.

@@ -17,7 +17,7 @@ from fused_tp.planning.model_shape import SHAPES, ModelShape, Weights, decoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PublishedResult:
     """A published measurement and its prediction.
 
     Attributes:
@@ -37,19 +37,21 @@ class Row:
         return self.predicted - self.published
 
 
-def mean_error(rows: list[Row]) -> float:
+def mean_error(rows: list[PublishedResult]) -> float:
     """Return the mean absolute error of `rows`."""
     return sum(abs(row.error) for row in rows) / len(rows)
 
 
-def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> ModelShape:
+def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **other_sizes: Any) -> ModelShape:
     """Return the shape of a GPT: ungrouped heads, an MLP of 4 x hidden features without a gate."""
-    rest = {"intermediate": 4 * hidden, "gated": False} | rest
-    return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
+    other_sizes = {"intermediate": 4 * hidden, "gated": False} | other_sizes
+    return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **other_sizes)
 
 
-def _make_config(dp: int, microbatches: int, virtual: int = 1, **sizes: Any) -> ParallelConfig:
-    interleaved: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
+def _make_config(dp: int, microbatches: int, virtual_stages: int = 1, **sizes: Any) -> ParallelConfig:
+    interleaved: dict[str, Any] = (
+        {"schedule": "Interleaved1F1B", "virtual_stages": virtual_stages} if virtual_stages > 1 else {}
+    )
     return ParallelConfig(dp_shard=dp, microbatches=microbatches, **interleaved, **sizes)
 
 
@@ -69,11 +71,11 @@ _RECOMPUTATION_TABLE = (
 )
 
 
-def _recomputation_models(recomputes_all: bool, kept_scores: bool = False) -> Iterator[CostModel]:
-    for name, (layers, hidden, heads), (pp, virtual, batch, microbatch_rows), _, _ in _RECOMPUTATION_TABLE:
+def _recomputation_models(recomputes_all: bool, keeps_scores: bool = False) -> Iterator[CostModel]:
+    for name, (layers, hidden, heads), (pp, virtual_stages, batch, microbatch_rows), _, _ in _RECOMPUTATION_TABLE:
         config = _make_config(
-            1, batch // microbatch_rows, virtual, pp=pp, tp=8, recompute="full" if recomputes_all else "none",
-            sequence_parallel=not recomputes_all and not kept_scores,
+            1, batch // microbatch_rows, virtual_stages, pp=pp, tp=8, recompute="full" if recomputes_all else "none",
+            sequence_parallel=not recomputes_all and not keeps_scores,
         )  # fmt: skip
         yield CostModel(
             shape=gpt(name, layers, hidden, heads, 51200, tied=True),
@@ -82,42 +84,50 @@ def _recomputation_models(recomputes_all: bool, kept_scores: bool = False) -> It
             seq=2048,
             global_batch=batch,
             software=replace(
-                _MEGATRON_LM_SOFTWARE, attention="unfused" if recomputes_all or kept_scores else "selective"
+                _MEGATRON_LM_SOFTWARE, attention="unfused" if recomputes_all or keeps_scores else "selective"
             ),
         )
 
 
-def fitted_rows() -> list[Row]:
+def fitted_rows() -> list[PublishedResult]:
     """Return MFU in percent, computed from the step times that the constants are fitted to."""
     rows = []
-    for column, (full, method) in enumerate(((False, "sequence parallel, selective"), (True, "full recomputation"))):
-        for (name, _, _, seconds, _), model in zip(_RECOMPUTATION_TABLE, _recomputation_models(full), strict=True):
+    for column, (recomputes_all, method) in enumerate(
+        ((False, "sequence parallel, selective"), (True, "full recomputation"))
+    ):
+        for (name, _, _, seconds, _), model in zip(
+            _RECOMPUTATION_TABLE, _recomputation_models(recomputes_all), strict=True
+        ):
             published = 100 * model.flops / seconds[column] / model.machine.peak("bf16")
-            rows.append(Row(name=f"{name}, {method}", model=model, published=published, predicted=100 * model.mfu))
+            rows.append(
+                PublishedResult(name=f"{name}, {method}", model=model, published=published, predicted=100 * model.mfu)
+            )
     return rows
 
 
-def memory_rows() -> list[Row]:
-    """Return GiB per rank as in figure 1, which omits embeddings."""
+def memory_rows() -> list[PublishedResult]:
+    """Return the memory per rank in GiB, without embeddings, as in figure 1."""
     rows = []
-    for (name, _, _, _, (state, all_activations, selective)), unsharded_model, selective_model in zip(
-        _RECOMPUTATION_TABLE, _recomputation_models(False, kept_scores=True), _recomputation_models(False), strict=True
+    for (name, _, _, _, (state_gib, all_activations_gib, selective_gib)), unsharded_model, selective_model in zip(
+        _RECOMPUTATION_TABLE, _recomputation_models(False, keeps_scores=True), _recomputation_models(False), strict=True
     ):
         layers_only = replace(
             selective_model, shape=replace(selective_model.shape, vocab=0, embedding=Weights(), output=Weights())
         )
         memory = layers_only.memory
         for quantity, model, published, predicted in (
-            ("weights and optimizer", layers_only, state, memory.weights + memory.gradients + memory.optimizer),
-            ("activations, all kept", unsharded_model, all_activations, unsharded_model.memory.activations),
+            ("weights and optimizer", layers_only, state_gib, memory.weights + memory.gradients + memory.optimizer),
+            ("activations, all kept", unsharded_model, all_activations_gib, unsharded_model.memory.activations),
             (
                 "activations, sequence parallel and selective",
                 selective_model,
-                selective,
+                selective_gib,
                 selective_model.memory.activations,
             ),
         ):
-            rows.append(Row(name=f"{name}, {quantity}", model=model, published=published, predicted=predicted / GIB))
+            rows.append(
+                PublishedResult(name=f"{name}, {quantity}", model=model, published=published, predicted=predicted / GIB)
+            )
     return rows
 
 
@@ -137,7 +147,7 @@ _WEAK_SCALING_TABLE: tuple[tuple[Any, ...], ...] = (
     ("462B", 144, 18432, 112, 8, 16, 6144, 3072, 47),
 )
 # GPUs and percent of MFU of the 177B model with a batch of 1152.
-STRONG = ((96, 47), (4608, 42))
+STRONG_SCALING = ((96, 47), (4608, 42))
 
 
 def _megatron_core_model(
@@ -152,14 +162,14 @@ def _megatron_core_model(
     models = [
         CostModel(
             shape=gpt(name, layers, hidden, heads, 131072),
-            config=_make_config(dp, batch // dp, virtual, tp=tp, pp=pp, recompute=recompute),
+            config=_make_config(dp, batch // dp, virtual_stages, tp=tp, pp=pp, recompute=recompute),
             machine=MACHINES["h100"],
             seq=4096,
             global_batch=batch,
             software=_MEGATRON_CORE_SOFTWARE,
         )
-        for virtual in (range(1, layers // pp + 1) if pp > 1 else (1,))
-        if layers % (pp * virtual) == 0
+        for virtual_stages in (range(1, layers // pp + 1) if pp > 1 else (1,))
+        if layers % (pp * virtual_stages) == 0
         for recompute in ("none", "full")
     ]
     return min(
@@ -168,11 +178,11 @@ def _megatron_core_model(
     )
 
 
-def weak_scaling_rows() -> list[Row]:
+def weak_scaling_rows() -> list[PublishedResult]:
     """Return MFU in percent for models and batches that grow with the number of GPUs."""
     models = [(_megatron_core_model(*sizes), published) for *sizes, published in _WEAK_SCALING_TABLE]
     return [
-        Row(
+        PublishedResult(
             name=f"{model.shape.name}, {model.config.world_size} GPUs",
             model=model,
             published=mfu,
@@ -187,11 +197,11 @@ def strong_scaling(gpus: int) -> CostModel:
     return _megatron_core_model("177B", 96, 12288, 96, 8, 6, gpus, 1152)
 
 
-def strong_scaling_rows() -> list[Row]:
+def strong_scaling_rows() -> list[PublishedResult]:
     """Return MFU in percent for the 177B model with a fixed batch."""
     return [
-        Row(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
-        for gpus, mfu in STRONG
+        PublishedResult(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
+        for gpus, mfu in STRONG_SCALING
         for model in [strong_scaling(gpus)]
     ]
 
@@ -217,29 +227,33 @@ _NEMO_SUMMARY = (
 )
 
 
-def nemo_rows() -> list[Row]:
-    """Return MFU in percent of the FP8 peak."""
+def nemo_rows() -> list[PublishedResult]:
+    """Return the MFU of NeMo 24.12 in percent of the FP8 peak."""
     rows = []
-    for shape, (gpus, batch, microbatch_rows, seq, tp, pp, cp, virtual), tokens, _ in _NEMO_SUMMARY:
+    for shape, (gpus, batch, microbatch_rows, seq, tp, pp, cp, virtual_stages), tokens_per_second, _ in _NEMO_SUMMARY:
         dp = gpus // (tp * pp * cp)
         model = CostModel(
             shape=shape,
-            config=_make_config(dp, batch // (dp * microbatch_rows), virtual, tp=tp, pp=pp, cp=cp),
+            config=_make_config(dp, batch // (dp * microbatch_rows), virtual_stages, tp=tp, pp=pp, cp=cp),
             machine=MACHINES["h100"],
             seq=seq,
             global_batch=batch,
             precision="fp8",
             software=_NEMO_SOFTWARE,
         )
-        published = 100 * shape.flops(tokens, seq) / model.machine.peak("fp8")
-        rows.append(Row(name=f"{shape.name}, {gpus} GPUs", model=model, published=published, predicted=100 * model.mfu))
+        published = 100 * shape.flops(tokens_per_second, seq) / model.machine.peak("fp8")
+        rows.append(
+            PublishedResult(
+                name=f"{shape.name}, {gpus} GPUs", model=model, published=published, predicted=100 * model.mfu
+            )
+        )
     return rows
 
 
 # -- torchtitan, asynchronous tensor parallelism: pytorch/pytorch issue 149990 ----------------------------------------
 
 
-def fused_tp_rows() -> list[Row]:
+def fused_tp_rows() -> list[PublishedResult]:
     """Return the throughput gain of overlapped tp in percent.
 
     Llama 3 70B on 128 H100 GPUs, FSDP 16 x TP 8, a local batch of 16 rows of 8192 tokens.
@@ -258,7 +272,9 @@ def fused_tp_rows() -> list[Row]:
         gain = 100 * (plain_model.time.total / model.time.total - 1)
         name = f"Llama-3-70B, {precision}"
         rows.append(
-            Row(name=name, model=model, published=100 * (fused_throughput / plain_throughput - 1), predicted=gain)
+            PublishedResult(
+                name=name, model=model, published=100 * (fused_throughput / plain_throughput - 1), predicted=gain
+            )
         )
     return rows
 
@@ -277,10 +293,10 @@ _TORCHTITAN_TABLE: tuple[tuple[str, int, int, str, bool, float], ...] = (
 )
 
 
-def torchtitan_rows() -> list[Row]:
+def torchtitan_rows() -> list[PublishedResult]:
     """Return MFU in percent. torchtitan recomputes selected ops; the prediction omits this recomputation."""
     rows = []
-    for machine, gpus, rows_of_rank, precision, compiled, tokens in _TORCHTITAN_TABLE:
+    for machine, gpus, rows_of_rank, precision, is_compiled, tokens_per_second in _TORCHTITAN_TABLE:
         model = CostModel(
             shape=SHAPES["llama-3-8b"],
             config=_make_config(gpus, 1),
@@ -289,21 +305,21 @@ def torchtitan_rows() -> list[Row]:
             global_batch=gpus * rows_of_rank,
             precision=precision,
         )
-        published = 100 * model.shape.flops(tokens, 8192) / model.machine.peak(precision)
-        name = f"Llama-3-8B, {gpus} {machine.upper()}, {precision}{', torch.compile' if compiled else ''}"
-        rows.append(Row(name=name, model=model, published=published, predicted=100 * model.mfu))
+        published = 100 * model.shape.flops(tokens_per_second, 8192) / model.machine.peak(precision)
+        name = f"Llama-3-8B, {gpus} {machine.upper()}, {precision}{', torch.compile' if is_compiled else ''}"
+        rows.append(PublishedResult(name=name, model=model, published=published, predicted=100 * model.mfu))
     return rows
 
 
 def torchtitan_share(machine: Machine, precision: str) -> float | None:
     """Return the lowest share of the predicted speed that torchtitan reaches; None without results for the machine."""
-    of_machine = (row for row in torchtitan_rows() if row.model.machine == machine)
-    shares = (row.published / row.predicted for row in of_machine if row.model.precision == precision)
+    machine_rows = (row for row in torchtitan_rows() if row.model.machine == machine)
+    shares = (row.published / row.predicted for row in machine_rows if row.model.precision == precision)
     return min(shares, default=None)
 
 
 # Title of each set of measurements, its unit, and its rows.
-SETS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
+SETS: dict[str, tuple[str, Callable[[], list[PublishedResult]]]] = {
     "Step times of arXiv:2205.05198, A100 (fitted)": ("MFU, %", fitted_rows),
     "Memory of arXiv:2205.05198": ("GiB", memory_rows),
     "Megatron-Core, weak scaling, H100 (not fitted)": ("MFU, %", weak_scaling_rows),

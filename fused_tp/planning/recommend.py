@@ -20,7 +20,7 @@ from fused_tp.planning.published import torchtitan_share
 # Share of a GPU's memory that remains after CUDA, NCCL and fragmentation.
 USABLE_MEMORY = 0.92
 MICROBATCH_ROWS = (1, 2, 4, 8)
-CP_TOKENS = 1024
+MIN_CP_TOKENS = 1024
 VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
 # Which tensors tp shards besides weights, in order of preference; the first option that the model supports is used.
 SHARDING_OPTIONS: tuple[dict[str, bool], ...] = (
@@ -40,8 +40,8 @@ class Plan:
         microbatch_rows: rows of one microbatch.
         mfu: share of peak FLOP/s.
         tokens_per_second: tokens per second of all ranks together, at the speed of the fastest published stacks.
-        low_tokens_per_second: the same at the lowest share of that speed that torchtitan has published; None: it has
-            published none for the machine.
+        low_tokens_per_second: tokens per second at the lowest share of the predicted speed that published results of
+            torchtitan reach; None: torchtitan has published no results for the machine.
         exposed_fused, exposed_plain: share of the step that waits for communication, with fused and with plain tp.
         reason: message that says why this plan is slower than the best one.
         notes: messages about parts of the model that the prediction omits.
@@ -131,10 +131,11 @@ def recommend(
     machine.peak(precision)
     usable_memory = (machine.memory if memory is None else memory) * USABLE_MEMORY
     software = Software(fused_tp=fused_tp)
-    fitting, lowest_memory = [], float("inf")
-    tokens = CP_TOKENS if machine.overlaps else CP_TOKENS // 16  # fewer tokens per cp rank leave a GPU (or core) idle
+    fitting_models, lowest_memory = [], float("inf")
+    # With fewer tokens per cp rank, a GPU (or core) is partly idle.
+    cp_tokens = MIN_CP_TOKENS if machine.overlaps else MIN_CP_TOKENS // 16
     for config in configurations(
-        shape, gpus, machine.ranks_per_node, seq=seq, global_batch=global_batch, cp_tokens=tokens
+        shape, gpus, machine.ranks_per_node, seq=seq, global_batch=global_batch, cp_tokens=cp_tokens
     ):
         costs = CostModel(
             shape=shape, config=config, machine=machine, seq=seq, global_batch=global_batch, precision=precision,
@@ -142,38 +143,42 @@ def recommend(
         )  # fmt: skip
         lowest_memory = min(lowest_memory, costs.memory.total)
         if costs.memory.total <= usable_memory:
-            fitting.append(costs)
+            fitting_models.append(costs)
     if lowest_memory == float("inf"):
         raise ValueError(
             f"No config of {gpus} ranks supports {shape.name} with {global_batch} rows of {seq} tokens: data "
             "parallel ranks and microbatches must divide the rows, and tp the key/value heads; change rows or ranks."
         )
-    if not fitting:
+    if not fitting_models:
         raise ValueError(
             f"{shape.name} does not fit: the smallest of all configurations of {gpus} ranks needs "
             f"{lowest_memory / GIB:.0f} GiB per rank, and {usable_memory / GIB:.0f} GiB are usable; use more ranks, "
             "more memory, or shorter rows."
         )
-    fitting.sort(key=lambda candidate: (round(candidate.time.total, 6), candidate.memory.total))
-    chosen = fitting[:top]
+    fitting_models.sort(key=lambda candidate: (round(candidate.time.total, 6), candidate.memory.total))
+    chosen_models = fitting_models[:top]
     if words is not None:
-        first, reason = _find_expressible(fitting, words)
-        if first is None:
+        expressible_model, reason = _find_expressible(fitting_models, words)
+        if expressible_model is None:
             raise ValueError(
-                f"none of the {len(fitting)} configurations that fit can be written as a {words} config: {reason}"
+                f"none of the {len(fitting_models)} configurations that fit into memory can be written as a {words} "
+                f"config: {reason}"
             )
-        if first not in chosen:
-            chosen.append(first)
+        if expressible_model not in chosen_models:
+            chosen_models.append(expressible_model)
     attained_share = torchtitan_share(machine, precision)
-    return [_make_plan(candidate, fitting[0], attained_share) for candidate in chosen]
+    return [_make_plan(candidate, fitting_models[0], attained_share) for candidate in chosen_models]
 
 
-def _find_expressible(fitting: list[CostModel], words: str) -> tuple[CostModel | None, str]:
-    """Return the first configuration that a library can express, or None; and why it cannot express the first one."""
+def _find_expressible(fitting_models: list[CostModel], words: str) -> tuple[CostModel | None, str]:
+    """Return the first configuration that a library can express, or None, and why it cannot express an earlier one.
+
+    The second value is "" if the library can express the first configuration.
+    """
     if words not in DIALECTS:
-        raise ValueError(f"words={words!r}; it must be one of {join_words(map(repr, DIALECTS))}.")
+        raise ValueError(f"words must be one of {join_words(map(repr, DIALECTS))}, got {words!r}.")
     reason = ""
-    for candidate in fitting:
+    for candidate in fitting_models:
         try:
             DIALECTS[words].write(candidate.config)
         except ValueError as error:
@@ -184,7 +189,7 @@ def _find_expressible(fitting: list[CostModel], words: str) -> tuple[CostModel |
 
 
 def configurations(
-    shape: ModelShape, gpus: int, ranks_per_node: int, *, seq: int, global_batch: int, cp_tokens: int = CP_TOKENS
+    shape: ModelShape, gpus: int, ranks_per_node: int, *, seq: int, global_batch: int, cp_tokens: int = MIN_CP_TOKENS
 ) -> Iterator[ParallelConfig]:
     """Yield all ParallelConfigs of `gpus` ranks that `ParallelConfig.check` accepts for this shape.
 
@@ -223,13 +228,13 @@ def _valid_configs(
                     "microbatches": global_batch // (dp * rows),
                 }
                 recompute_options = [{}, {"recompute": "full"}]
-                valid = [
+                valid_configs = [
                     config
                     for recompute in recompute_options
                     if (config := _make_valid_config(shape, options | recompute, seq, global_batch))
                 ]
-                yield from valid
-                if valid:
+                yield from valid_configs
+                if valid_configs:
                     break
 
 
@@ -250,18 +255,18 @@ def _divisors(count: int, at_most: int) -> list[int]:
 
 
 def _make_plan(costs: CostModel, best: CostModel, attained_share: float | None) -> Plan:
-    plain = replace(costs, software=replace(costs.software, fused_tp=False))
-    fused = replace(costs, software=replace(costs.software, fused_tp=True))
+    plain_costs = replace(costs, software=replace(costs.software, fused_tp=False))
+    fused_costs = replace(costs, software=replace(costs.software, fused_tp=True))
     return Plan(
         config=costs.config,
         time=costs.time,
         memory=costs.memory,
-        microbatch_rows=round(costs.rows),
+        microbatch_rows=round(costs.microbatch_rows),
         mfu=costs.mfu,
         tokens_per_second=costs.tokens_per_second,
         low_tokens_per_second=None if attained_share is None else attained_share * costs.tokens_per_second,
-        exposed_fused=fused.time.communication / fused.time.total,
-        exposed_plain=plain.time.communication / plain.time.total,
+        exposed_fused=fused_costs.time.communication / fused_costs.time.total,
+        exposed_plain=plain_costs.time.communication / plain_costs.time.total,
         reason=_explain_slowdown(costs, best),
         notes=costs.shape.notes,
     )

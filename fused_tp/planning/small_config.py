@@ -65,13 +65,13 @@ SMALL_VALUES: dict[str, Any] = {
     "use_cache": False,
 }
 # Substrings of names of optional fields. A field whose default is None stays None: the model may not implement it.
-OPTIONAL_PARTS = ("softcap", "soft_cap", "n_group", "topk_group", "clip_qkv", "sliding_window")
+OPTIONAL_SUBSTRINGS = ("softcap", "soft_cap", "n_group", "topk_group", "clip_qkv", "sliding_window")
 # Substrings of names of factors whose default is often 1.
-FACTOR_PARTS = ("multiplier", "scal", "factor", "alpha", "beta")
+FACTOR_SUBSTRINGS = ("multiplier", "scal", "factor", "alpha", "beta")
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
-RANDOM_PARTS = ("dropout", "pdrop", "jitter")  # substrings of names of fields that enable random numbers; set to 0
+RANDOM_SUBSTRINGS = ("dropout", "pdrop", "jitter")  # substrings of names of fields that enable random numbers; set to 0
 MAMBA_SIZES = {"mamba_n_heads": 8, "mamba_d_head": 16}  # 8 x 16 features: twice the hidden size
-# Default: only attention.
+# The default configs of these types have only attention layers.
 CONVOLUTION_LAYERS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 MODEL_TYPE_VALUES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
@@ -151,36 +151,38 @@ def small_config(config_class: Any, **changes: Any) -> Any:
     """Create a config with few layers, at least one of each kind, and small sizes; `changes` override fields."""
     from transformers import PreTrainedConfig
 
-    default = config_class()
-    field_names = {*default.to_dict(), *getattr(config_class, "attribute_map", {})}
+    default_config = config_class()
+    field_names = {*default_config.to_dict(), *getattr(config_class, "attribute_map", {})}
     layers = 2
-    for value in _per_layer_lists(default).values():
-        layer_types = [str(one) for one in value]
+    for value in _per_layer_lists(default_config).values():
+        layer_types = [str(layer_type) for layer_type in value]
         layers = max([layers, *(layer_types.index(layer_type) + 1 for layer_type in set(layer_types))])
     layers = min(layers, 8)
     sizes = {name: value for name, value in SMALL_VALUES.items() if name in field_names} | depth_overrides(
-        default, layers
+        default_config, layers
     )
-    values = default.to_dict()
+    default_values = default_config.to_dict()
     for name in [*sizes]:
         has_switch = name == "sliding_window" and "use_sliding_window" in field_names
-        if values.get(name, 0) is None and any(part in name for part in OPTIONAL_PARTS) and not has_switch:
+        if default_values.get(name, 0) is None and any(part in name for part in OPTIONAL_SUBSTRINGS) and not has_switch:
             del sizes[name]
-    for name, value in values.items():
-        if name not in sizes and any(part in name for part in FACTOR_PARTS) and value == 1 and value is not True:
+    for name, value in default_values.items():
+        if name not in sizes and any(part in name for part in FACTOR_SUBSTRINGS) and value == 1 and value is not True:
             sizes[name] = 0.7 if isinstance(value, float) else 2
     sized_layer_types = sizes.get("layer_types") or ()
     if "sliding_window" in sizes and {*sized_layer_types} == {"full_attention"} and sizes["sliding_window"]:
         # The default config leaves the window unused.
         sizes["layer_types"] = ["sliding_attention", *sized_layer_types[1:]]
-    random = (name for name in field_names if any(part in name for part in RANDOM_PARTS) and not name.startswith("is_"))
-    random_values = {name: values.get(name) for name in random}
+    random_names = (
+        name for name in field_names if any(part in name for part in RANDOM_SUBSTRINGS) and not name.startswith("is_")
+    )
+    random_values = {name: default_values.get(name) for name in random_names}
     sizes |= {name: type(number)(0) for name, number in random_values.items() if isinstance(number, int | float)}
     if "qk_rope_head_dim" in field_names:  # latent attention: head_dim is the size of the rotary part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= MODEL_TYPE_VALUES.get(config_class.model_type, {})
     for name in config_class.sub_configs:
-        part = getattr(default, name, None)
+        part = getattr(default_config, name, None)
         if name not in sizes and isinstance(part, PreTrainedConfig):
             sizes[name] = small_config(type(part))
     alias_targets: dict[str, str] = getattr(config_class, "attribute_map", {})
@@ -188,8 +190,8 @@ def small_config(config_class: Any, **changes: Any) -> Any:
         alias_targets.get(name, name) for name in changes
     }  # drop aliases of changed fields, which could override them
     sizes = {name: value for name, value in sizes.items() if alias_targets.get(name, name) not in changed_fields}
-    small: Any = config_class(**sizes, **changes)
-    return small
+    config: Any = config_class(**sizes, **changes)
+    return config
 
 
 def depth_overrides(config: Any, layers: int) -> dict[str, Any]:

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from fused_tp.selftest.machine import nvidia_smi, versions
+from fused_tp.selftest.machine import find_versions, query_nvidia_smi
 from fused_tp.selftest.steps import UNABLE_EXIT_CODE
 
 
 def save_findings(findings: dict[str, Any]) -> None:
     """Replace the results file by the findings so far, in one rename."""
-    unfinished = Path(sys.argv[1] + ".part")
-    unfinished.write_text(json.dumps(findings, indent=1))
-    unfinished.replace(sys.argv[1])
+    partial_file = Path(sys.argv[1] + ".part")
+    partial_file.write_text(json.dumps(findings, indent=1))
+    partial_file.replace(sys.argv[1])
 
 
 def print_line(line: str) -> None:
@@ -34,19 +34,17 @@ CLOCK_FIELDS = "name,driver_version,clocks.max.sm,clocks.sm,power.limit"
 def record_environment() -> int:
     """Record the GPUs, their clocks, and all versions."""
     gpus = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-    clocks, found_versions = nvidia_smi(CLOCK_FIELDS), versions()
-    processors = len(os.sched_getaffinity(0))
-    note = ", ".join(
-        f"{name} {found_versions[name]}" for name in ("driver", "torch", "cuda", "triton") if name in found_versions
-    )
+    clocks, versions = query_nvidia_smi(CLOCK_FIELDS), find_versions()
+    processor_count = len(os.sched_getaffinity(0))
+    note = ", ".join(f"{name} {versions[name]}" for name in ("driver", "torch", "cuda", "triton") if name in versions)
     save_findings(
-        {"versions": found_versions, "gpus": gpus, CLOCK_FIELDS: clocks, "processors": processors, "note": note}
+        {"versions": versions, "gpus": gpus, CLOCK_FIELDS: clocks, "processors": processor_count, "note": note}
     )
     for line in (
         *gpus,
         *clocks,
-        *(f"{name} {version}" for name, version in found_versions.items()),
-        f"{processors} processors",
+        *(f"{name} {version}" for name, version in versions.items()),
+        f"{processor_count} processors",
     ):
         print_line(line)
     return 0
@@ -63,32 +61,30 @@ def compile_kernels(arch: int, archive: str) -> int:
     except (ValueError, OSError) as error:  # not fatal: the kernels are compiled below
         problem = str(error)
         print_line(f"WRONG  {problem}")
-    compiled = compile_for(arch, len(os.sched_getaffinity(0)))
-    new_count = compiled.kernels - compiled.found
-    note = f"{compiled.kernels} kernels for sm_{arch}, {new_count} compiled, {unpacked_count} from archives"
-    if archive and not problem and not compiled.found:
+    result = compile_for(arch, len(os.sched_getaffinity(0)))
+    new_count = result.kernels - result.found
+    note = f"{result.kernels} kernels for sm_{arch}, {new_count} compiled, {unpacked_count} from archives"
+    if archive and not problem and not result.found:
         note += f"; {archive} has none of them: it was built from other sources, or for another Triton or GPU"
-    save_findings(
-        {**compiled._asdict(), "arch": arch, "from archives": unpacked_count, "archive": problem, "note": note}
-    )
-    for text in compiled.failed:
+    save_findings({**result._asdict(), "arch": arch, "from archives": unpacked_count, "archive": problem, "note": note})
+    for text in result.failed:
         print_line(f"WRONG  {text}")
-    print_line(f"{note}, {compiled.seconds:.0f} s")
-    return int(bool(compiled.failed) or bool(problem))
+    print_line(f"{note}, {result.seconds:.0f} s")
+    return int(bool(result.failed) or bool(problem))
 
 
 def run_smoke_test() -> int:
-    from fused_tp.selftest.smoke import smoke
+    from fused_tp.selftest.smoke import run_smoke_checks
 
     def save(findings: dict[str, Any], failures: list[str]) -> None:
         save_findings({"found": findings, "failed": failures, "note": f"{len(findings)} right, {len(failures)} wrong"})
 
-    _, failures = smoke(torch.device("cuda", torch.cuda.current_device()), print_line, save)
+    _, failures = run_smoke_checks(torch.device("cuda", torch.cuda.current_device()), print_line, save)
     return int(bool(failures))
 
 
-def check_kernels(group: str, first: int = 0) -> int:
-    """Check the cases of `group` from number `first` on. After a case that raises, the rest runs in a new process.
+def check_kernels(group: str, first_case: int = 0) -> int:
+    """Check the cases of `group` from number `first_case` on. After a case that raises, the rest runs in a new process.
 
     After an illegal memory access, every later CUDA call of a process fails, and a kernel that hangs occupies its SMs.
     A new process has a new CUDA context, and the exit of the old one stops its kernels. An op that has raised an error
@@ -96,7 +92,7 @@ def check_kernels(group: str, first: int = 0) -> int:
     """
     from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, CaseResult, run_case
 
-    earlier_findings = json.loads(Path(sys.argv[1]).read_text()) if first else {}
+    earlier_findings = json.loads(Path(sys.argv[1]).read_text()) if first_case else {}
     problems: dict[str, str] = earlier_findings.get("cases", {})
     skipped_ops: list[str] = earlier_findings.get("stuck", [])
 
@@ -109,7 +105,7 @@ def check_kernels(group: str, first: int = 0) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device())
     cases = [case for case in CASES if case.group == group]
-    for number, case in enumerate(cases[first:], first):
+    for number, case in enumerate(cases[first_case:], first_case):
         save(case.name)
         if case.op in skipped_ops:
             result = CaseResult(f"not tried: {case.op} raised an error or timed out in an earlier case")
@@ -142,10 +138,10 @@ def check_memory_accesses(program: str) -> int:
     return code
 
 
-def count_kernels(program: str) -> int:
+def measure_counters(program: str) -> int:
     from fused_tp.selftest import tools
 
-    launches, reason = tools.count_kernels(program)
+    launches, reason = tools.measure_counters(program)
     if not launches and reason:
         save_findings({"note": f"ncu does not work here ({reason})"})
         return UNABLE_EXIT_CODE
@@ -156,13 +152,13 @@ def count_kernels(program: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    _, name, *rest = arguments
+    _, name, *step_arguments = arguments
     if name == "compile":
-        return compile_kernels(int(rest[0]), rest[1] if len(rest) > 1 else "")
+        return compile_kernels(int(step_arguments[0]), step_arguments[1] if len(step_arguments) > 1 else "")
     if name == "kernels":
-        return check_kernels(rest[0], *map(int, rest[1:]))
-    if name in (tools := {"memory": check_memory_accesses, "counters": count_kernels}):
-        return tools[name](rest[0])
+        return check_kernels(step_arguments[0], *map(int, step_arguments[1:]))
+    if name in (tools := {"memory": check_memory_accesses, "counters": measure_counters}):
+        return tools[name](step_arguments[0])
     return {"environment": record_environment, "smoke": run_smoke_test}[name]()
 
 

@@ -26,11 +26,11 @@ from unittest import mock
 
 import torch
 
-# Names of the cases of benchmarks.gpu that the selftest times, in two steps: single kernels, then ranks on one GPU.
+# Patterns of the cases of benchmarks.gpu that the selftest times, in two steps: single kernels, then ranks on one GPU.
 TIMED_CASES = "^(alone|attention/|flags)", "^(ranks|attention-ranks|latency|norm|overhead)"
 
 
-class Compiled(NamedTuple):
+class CompileResult(NamedTuple):
     """Result of compiling.
 
     Attributes:
@@ -65,7 +65,7 @@ class _FakeDriver:
 
 
 class LaunchRecorder:
-    """Kernels that were launched inside the context `recorded`.
+    """Kernels that were launched inside the context `record_launches`.
 
     Attributes:
         keys: name and cache key of each kernel.
@@ -78,23 +78,23 @@ class LaunchRecorder:
         self.hits = 0
         self.failed: list[str] = []
         self._arch, self._worker, self._workers = arch, worker, workers
-        # .here: True if this process has to compile the kernel that the current thread is launching.
-        self._compiles = threading.local()
+        # .compiles_current: True if this process has to compile the kernel that the current thread is launching.
+        self._thread_state = threading.local()
         self._deferred_compilations: list[Callable[[], object]] = []
 
     def launch(self, run: Callable[..., Any], kernel: Any, *arguments: Any, **keywords: Any) -> None:
         """Record a launch. Compilation is deferred: it could exceed the timeouts of ranks (threads) that wait."""
         keywords |= {"warmup": True}
-        self._compiles.compiles_current = False
+        self._thread_state.compiles_current = False
         run(kernel, *arguments, **keywords)
-        if self._compiles.compiles_current:
+        if self._thread_state.compiles_current:
             self._deferred_compilations.append(partial(run, kernel, *arguments, **keywords))
 
     def skip_compilation(self, *, key: str, fn: Any, **_: Any) -> bool:
         """Record the kernel; Triton's hook before compilation. Returns True, which skips the compilation."""
         kernel_key = f"{fn.name} {key}"
         is_own = self._workers > 0 and zlib.crc32(kernel_key.encode()) % self._workers == self._worker
-        self._compiles.compiles_current = is_own and kernel_key not in self.keys
+        self._thread_state.compiles_current = is_own and kernel_key not in self.keys
         self.keys.add(kernel_key)
         return True
 
@@ -114,7 +114,7 @@ class LaunchRecorder:
 
 
 @contextlib.contextmanager
-def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[LaunchRecorder]:
+def record_launches(arch: int, worker: int = 0, workers: int = 0) -> Iterator[LaunchRecorder]:
     """Context manager that records launches on CPU tensors for `arch` instead of running them.
 
     Args:
@@ -128,10 +128,10 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[LaunchRec
     from fused_tp.triton_kernels import archive
     from fused_tp.triton_kernels.device import KNOWN_GPUS, assume_gpu
 
-    launches, run = LaunchRecorder(arch, worker, workers), triton.JITFunction.run
+    recorder, run = LaunchRecorder(arch, worker, workers), triton.JITFunction.run
 
     def launch(kernel: Any, *arguments: Any, **keywords: Any) -> None:
-        launches.launch(run, kernel, *arguments, **keywords)
+        recorder.launch(run, kernel, *arguments, **keywords)
 
     active_driver = driver._active
     driver.set_active(_FakeDriver(arch))
@@ -141,10 +141,10 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[LaunchRec
             # A launch unpacks shipped archives into the cache, which would then be packed into the new archive, too.
             mock.patch.object(archive, "SHIPPED_FOLDER", Path(os.devnull)),
             mock.patch.object(triton.JITFunction, "run", launch),
-            mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", launches.skip_compilation),
-            mock.patch.object(_triton_knobs().compilation, "listener", launches.count_cache_hit),
+            mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", recorder.skip_compilation),
+            mock.patch.object(_triton_knobs().compilation, "listener", recorder.count_cache_hit),
         ):
-            yield launches
+            yield recorder
     finally:
         driver._active = active_driver
 
@@ -155,7 +155,7 @@ def _triton_knobs() -> Any:
     return triton.knobs
 
 
-def compile_for(arch: int, workers: int) -> Compiled:
+def compile_for(arch: int, workers: int) -> CompileResult:
     """Compile all kernels that the selftest launches for `arch` into Triton's disk cache, in `workers` processes."""
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")
@@ -163,32 +163,35 @@ def compile_for(arch: int, workers: int) -> Compiled:
         shares = list(pool.map(_compile_share, [arch] * workers, range(workers), [workers] * workers))
     count = len(set().union(*(keys for keys, _, _ in shares)))
     failed = sorted({text for _, _, share_failures in shares for text in share_failures})
-    return Compiled(count, sum(hits for _, hits, _ in shares), failed, time.monotonic() - started)
+    return CompileResult(count, sum(hits for _, hits, _ in shares), failed, time.monotonic() - started)
 
 
 def _compile_share(arch: int, worker: int, workers: int) -> tuple[set[str], int, list[str]]:
     torch.set_num_threads(1)  # there is a process for each core
-    launches = launch_all(arch, worker, workers)
-    return launches.keys, launches.hits, launches.failed
+    recorder = record_all_launches(arch, worker, workers)
+    return recorder.keys, recorder.hits, recorder.failed
 
 
-def launch_all(arch: int, worker: int = 0, workers: int = 0, *, timed: bool = True) -> LaunchRecorder:
-    """Record the launches of all cases of `kernels.CASES` and, with `timed`, of the timed calls; see `recorded`."""
+def record_all_launches(arch: int, worker: int = 0, workers: int = 0, *, include_timed: bool = True) -> LaunchRecorder:
+    """Record the launches of all cases of `kernels.CASES` and, with `include_timed`, of the timed calls.
+
+    See `record_launches` for the other arguments.
+    """
     from fused_tp.selftest import kernels
 
     # Cases that differ only in late ranks or repeats launch the same kernels, so record only one of them.
     distinct_cases = {
         (case.op, case.world, case.dtype, case.shapes): case for case in kernels.CASES if case.is_compiled_ahead
     }
-    with recorded(arch, worker, workers) as launches:
+    with record_launches(arch, worker, workers) as recorder:
         for case in distinct_cases.values():
             kernels.launch_only(case)
-            launches.compile()
-        if timed:
+            recorder.compile()
+        if include_timed:
             for run in timed_calls(arch):
                 run()
-                launches.compile()
-    return launches
+                recorder.compile()
+    return recorder
 
 
 def timed_calls(arch: int) -> Iterator[Callable[[], object]]:
@@ -217,7 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fused_tp.triton_kernels.device import KNOWN_GPUS
 
     parser = argparse.ArgumentParser(prog="python -m fused_tp.selftest.kernel_cache", description=__doc__)
-    parser.add_argument("--arch", type=int, choices=KNOWN_GPUS, required=True, help="as in sm_90")
+    parser.add_argument(
+        "--arch", type=int, choices=KNOWN_GPUS, required=True, help="architecture of the kernels: 90 for sm_90"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.tar.xz")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=int, default=cores, metavar="N", help=f"({cores})")

@@ -13,7 +13,7 @@
 | exchanges | csrc/cuda: reduce-scatter, all-to-all; results differ between ranks | DeviceCollectives |
 
 A call launches its kernels in a workspace, and can compute its reference. Without a GPU, inside
-`kernel_cache.recorded`, the same calls record the kernels that need to be compiled.
+`kernel_cache.record_launches`, the same calls record the kernels that need to be compiled.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ class RankCall:
     Attributes:
         launch: launch(workspace) -> results of this rank.
         reference: computes the results in fp64.
-        nbytes: bytes of workspace that the call needs.
-        summed: number of terms in the sum of each result element.
-        everywhere: True if results must be bitwise equal on all ranks.
-        lse: True if the second result is a log-sum-exp.
-        sizes: computes the magnitude of the summed terms for each element of each result, or None for a result whose
-            elements have similar magnitudes.
+        workspace_nbytes: bytes of workspace that the call needs.
+        term_count: number of terms in the sum of each result element.
+        is_replicated: True if results must be bitwise equal on all ranks.
+        has_lse: True if the second result is a log-sum-exp.
+        magnitudes: computes the magnitude of the summed terms for each element of each result, or None for a result
+            whose elements have similar magnitudes.
     """
 
     launch: Callable[[Any], list[Tensor]]
     reference: Callable[[], list[Tensor]]
-    nbytes: int
-    summed: int
-    everywhere: bool = False
-    lse: bool = False
-    sizes: Callable[[], list[Tensor | None]] | None = None
+    workspace_nbytes: int
+    term_count: int
+    is_replicated: bool = False
+    has_lse: bool = False
+    magnitudes: Callable[[], list[Tensor | None]] | None = None
 
 
 def make_call(
@@ -107,50 +107,51 @@ def sum_call(
     """Create a matmul whose result is summed over ranks; on odd ranks, K is larger by `uneven`."""
     m, n, k = shape
     world, device = rank.world_size, rank.device
-    ks = (k, k // 2, k // 3 + 1) if op == "products" else (k,)
+    inner_sizes = (k, k // 2, k // 3 + 1) if op == "products" else (k,)
 
-    def pair(r: int, i: int, width: int) -> tuple[Tensor, Tensor]:
+    def make_pair(r: int, i: int, width: int) -> tuple[Tensor, Tensor]:
         size, number = width + r % 2 * uneven, 1000 * seed + 100 * i + r
         x, w = (
-            random_normal(rows, size, dtype=dtype, device=device, seed=number + at) for at, rows in ((0, m), (50, n))
+            random_normal(rows, size, dtype=dtype, device=device, seed=number + offset)
+            for offset, rows in ((0, m), (50, n))
         )
         return x, w
 
-    own = [pair(rank.rank, i, width) for i, width in enumerate(ks)]
+    rank_pairs = [make_pair(rank.rank, i, width) for i, width in enumerate(inner_sizes)]
     bias = random_normal(n, dtype=dtype, device=device, seed=seed + 7)
     residual = random_normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
     norm_weight = random_normal(n, dtype=dtype, device=device, seed=seed + 9)
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
-    how: dict[str, Any] = {"launch": launch, "bias": bias}
+    keywords: dict[str, Any] = {"launch": launch, "bias": bias}
 
-    def total() -> Tensor:
-        pairs = (pair(r, i, width) for r in range(world) for i, width in enumerate(ks))
-        return sum((matmul64(*one) for one in pairs), start=bias.double())
+    def sum_pairs() -> Tensor:
+        pairs = (make_pair(r, i, width) for r in range(world) for i, width in enumerate(inner_sizes))
+        return sum((matmul64(x, w) for x, w in pairs), start=bias.double())
 
     if op in ("reduce_scatter", "products"):
         return RankCall(
-            lambda workspace: [gemm_sum.gemm_reduce_scatter(own, workspace=workspace, **how)],
-            lambda: [total()[slice(*shard_range(m, world, rank.rank))]],
+            lambda workspace: [gemm_sum.gemm_reduce_scatter(rank_pairs, workspace=workspace, **keywords)],
+            lambda: [sum_pairs()[slice(*shard_range(m, world, rank.rank))]],
             gemm_sum.reduce_scatter_bytes(m, n, dtype, world, launch),
-            world * sum(ks),
+            world * sum(inner_sizes),
         )
-    how["two_shot"] = op.startswith("two_shot")
-    norm = op.endswith("norm")
-    if norm:
-        how |= {"residual": residual, "norm_weight": norm_weight, "eps": EPS}
+    keywords["two_shot"] = op.startswith("two_shot")
+    has_norm = op.endswith("norm")
+    if has_norm:
+        keywords |= {"residual": residual, "norm_weight": norm_weight, "eps": EPS}
 
     def reference() -> list[Tensor]:
-        if not norm:
-            return [total()]
-        summed = total() + residual.double()
+        if not has_norm:
+            return [sum_pairs()]
+        summed = sum_pairs() + residual.double()
         return [summed, rms_norm64(summed, norm_weight, EPS)]
 
-    def reduce(workspace: Any) -> list[Tensor]:
-        results = gemm_sum.gemm_all_reduce(own, workspace=workspace, **how)
+    def run(workspace: Any) -> list[Tensor]:
+        results = gemm_sum.gemm_all_reduce(rank_pairs, workspace=workspace, **keywords)
         return [result for result in results if result is not None]
 
-    nbytes = gemm_sum.all_reduce_bytes(m, n, dtype, world, launch, two_shot=how["two_shot"])
-    return RankCall(reduce, reference, nbytes, world * k, everywhere=True)
+    nbytes = gemm_sum.all_reduce_bytes(m, n, dtype, world, launch, two_shot=keywords["two_shot"])
+    return RankCall(run, reference, nbytes, world * k, is_replicated=True)
 
 
 def gather_call(
@@ -158,24 +159,24 @@ def gather_call(
 ) -> RankCall:
     """Create two matmuls of gathered rows; "copied" also returns the gathered rows."""
     m, n, k = shape
-    world, device, keep = rank.world_size, rank.device, op == "copied"
+    world, device, returns_gathered = rank.world_size, rank.device, op == "copied"
     x = random_normal(m, k, dtype=dtype, device=device, seed=100 * seed)
     ws = [random_normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
     biases = [random_normal(n + 8, dtype=dtype, device=device, seed=seed + 7), None]
     shard = x[slice(*shard_range(m, world, rank.rank))]
     # Copies between ranks on one GPU may run as kernels; sm_margin leaves SMs free for them.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
-    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "return_gathered": keep}
+    keywords: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "return_gathered": returns_gathered}
 
     def gather(workspace: Any) -> list[Tensor]:
         if op == "copied":
-            outs, gathered = workspace(shard, ws, **how)
+            outs, gathered = workspace(shard, ws, **keywords)
         else:
-            outs, gathered = all_gather_gemm.all_gather_gemm(shard, ws, workspace=workspace, **how)
+            outs, gathered = all_gather_gemm.all_gather_gemm(shard, ws, workspace=workspace, **keywords)
         return [*outs, *([] if gathered is None else [gathered])]
 
     def reference() -> list[Tensor]:
-        return [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)] + [x.double()] * keep
+        return [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)] + [x.double()] * returns_gathered
 
     return RankCall(gather, reference, all_gather_gemm.workspace_bytes(-(-m // world), k, dtype, world), k)
 
@@ -183,42 +184,42 @@ def gather_call(
 def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
     """Create a ring attention call on the shard of `rank`; `shape`: tokens, heads, head_dim of the full sequence."""
     seq, heads, head_dim = shape
-    how: dict[str, Any] = (
+    mask_options: dict[str, Any] = (
         {"causal": True},
         {"causal": True, "window": (seq // (4 * rank.world_size), 0), "layout": "contiguous"},  # neighbours' keys only
         {},
         {"causal": True, "cu_seqlens": (0, seq // 3, seq // 3, seq), "layout": "contiguous"},
         {"causal": True, "window": (0, 0)},  # no peer's keys
     )[seed % 5]
-    layout = how.pop("layout", "zigzag")
-    mask = AttentionMask(seq, seq, **how)
+    layout = mask_options.pop("layout", "zigzag")
+    mask = AttentionMask(seq, seq, **mask_options)
     plan = ring_plan(mask, rank.world_size, TokenLayout(layout))
     q, k, v = (
         random_normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
         for i, n in enumerate((heads, 2, 2))
     )
-    mine = torch.from_numpy(plan.queries[rank.rank].indices).to(rank.device)
-    here = [x[:, mine] for x in (q, k, v)]
-    keys = make_keys_layout(plan, rank.rank, *here[1:])
+    query_indices = torch.from_numpy(plan.queries[rank.rank].indices).to(rank.device)
+    rank_qkv = [x[:, query_indices] for x in (q, k, v)]
+    keys_layout = make_keys_layout(plan, rank.rank, *rank_qkv[1:])
     if op == "ring_in_groups":
-        keys = replace(keys, groups=keys.pairs)
+        keys_layout = replace(keys_layout, groups=keys_layout.pairs)
     # Leave 2 SMs free: the two relay kernels of a rank start while SMs are free, and may occupy one each.
     programs = max(1, rank.sms - 2)
 
     def attend(workspace: Any) -> list[Tensor]:
-        chunks, terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
-        return [*ring_forward(*here, chunks, terms, keys, workspace=workspace, programs=programs)]
+        chunks, score_terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
+        return [*ring_forward(*rank_qkv, chunks, score_terms, keys_layout, workspace=workspace, programs=programs)]
 
     def reference() -> list[Tensor]:
         out, lse = attention64(q, k, v, mask)
-        return [out[:, mine], lse[:, :, mine]]
+        return [out[:, query_indices], lse[:, :, query_indices]]
 
-    def sizes() -> list[Tensor | None]:
-        out, lse = attention_sizes(q, k, v, mask)
+    def magnitudes() -> list[Tensor | None]:
+        out, lse = attention_magnitudes(q, k, v, mask)
         assert out is not None
-        return [out[:, mine], lse]
+        return [out[:, query_indices], lse]
 
-    return RankCall(attend, reference, keys.nbytes(rank.world_size), seq, lse=True, sizes=sizes)
+    return RankCall(attend, reference, keys_layout.nbytes(rank.world_size), seq, has_lse=True, magnitudes=magnitudes)
 
 
 def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
@@ -232,14 +233,14 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
         random_normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
         for i, n in enumerate((heads, 2, 2, heads))
     )
-    whole = TokenRanges((range(seq),))
-    step, terms = make_step(mask, whole, whole), to_kernel_terms(Scores(head_dim**-0.5))
+    all_tokens = TokenRanges((range(seq),))
+    step, score_terms = make_step(mask, all_tokens, all_tokens), to_kernel_terms(Scores(head_dim**-0.5))
 
     def attend(workspace: Any) -> list[Tensor]:
-        out, lse = flash_attention(q, k, v, step, terms)
+        out, lse = flash_attention(q, k, v, step, score_terms)
         sums = (grad.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
         gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-        flash_backward(grad, q, k, v, lse, sums, *gradients, step, terms)
+        flash_backward(grad, q, k, v, lse, sums, *gradients, step, score_terms)
         return [out, lse, *(gradient.to(dtype) for gradient in gradients)]
 
     def reference() -> list[Tensor]:
@@ -247,7 +248,9 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
         out, lse = attention64(leaves[0], leaves[1], leaves[2], mask)
         return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
-    return RankCall(attend, reference, 0, seq, lse=True, sizes=lambda: attention_sizes(q, k, v, mask, grad))
+    return RankCall(
+        attend, reference, 0, seq, has_lse=True, magnitudes=lambda: attention_magnitudes(q, k, v, mask, grad)
+    )
 
 
 def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
@@ -260,19 +263,22 @@ def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int)
     ]
     bias, weight = (random_normal(n, dtype=dtype, device=device, seed=seed + i) for i in (7, 9))
     residual = random_normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
-    own, own_tokens = terms[rank.rank], tokens[rank.rank]
+    own_term, own_tokens = terms[rank.rank], tokens[rank.rank]
     own_heads = slice(2 * rank.rank, 2 * rank.rank + 2)
     heads = torch.cat(tokens, 1)[:, :, own_heads].contiguous()
 
     def collect(device: DeviceCollectives) -> list[Tensor]:
-        found = [device.all_gather(own)]
-        for way in ("one_shot", "two_shot"):
-            found += [device.all_reduce(own, way, bias), *device.all_reduce_rms_norm(own, residual, weight, EPS, way)]
-        return found
+        results = [device.all_gather(own_term)]
+        for algorithm in ("one_shot", "two_shot"):
+            results += [
+                device.all_reduce(own_term, algorithm, bias),
+                *device.all_reduce_rms_norm(own_term, residual, weight, EPS, algorithm),
+            ]
+        return results
 
     def exchange(device: DeviceCollectives) -> list[Tensor]:
         return [
-            device.reduce_scatter(own, None, bias),
+            device.reduce_scatter(own_term, None, bias),
             device.sequence_to_heads(own_tokens),
             device.heads_to_sequence(heads),
         ]
@@ -284,8 +290,10 @@ def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int)
         summed = total - bias.double() + residual.double()
         return [torch.cat(terms).double(), *[total, rms_norm64(summed, weight, EPS), summed] * 2]
 
-    everywhere = op == "collectives"
-    return RankCall(collect if everywhere else exchange, reference, own.nbytes, world, everywhere=everywhere)
+    is_replicated = op == "collectives"
+    return RankCall(
+        collect if is_replicated else exchange, reference, own_term.nbytes, world, is_replicated=is_replicated
+    )
 
 
 # -- references --------------------------------------------------------------------------------------------------------
@@ -312,45 +320,47 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[T
     return (weights @ v64).transpose(1, 2), lse
 
 
-def attention_sizes(
+def attention_magnitudes(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, grad: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Return the sizes of the summed terms of out, and with `grad` (gradient of out) also of dq, dk and dv.
+    """Return the magnitudes of the summed terms of out, and with `grad` (gradient of out) also of dq, dk and dv.
 
-    The second entry, for the log-sum-exp, is None. The size of an element is the root of the sum of the squares of its
-    terms. In a row with few keys, large terms cancel in dq: rounding errors scale with the terms, not with dq.
+    The second entry, for the log-sum-exp, is None. The magnitude of an element is the root of the sum of the squares of
+    its terms. In a row with few keys, large terms cancel in dq: rounding errors scale with the terms, not with dq.
     """
     scores, q64, k64, v64 = _scores64(q, k, v, mask)
     weights = torch.softmax(scores, -1).nan_to_num()  # NaN in rows without keys
 
-    def heads_last(squares: Tensor, heads: int) -> Tensor:
+    def sum_groups(squares: Tensor, heads: int) -> Tensor:
         return squares.unflatten(1, (heads, -1)).sum(2).sqrt().transpose(1, 2)
 
     heads, kv_heads = q.shape[2], k.shape[2]
-    sizes: list[Tensor | None] = [heads_last(weights.square() @ v64.square(), heads), None]
+    magnitudes: list[Tensor | None] = [sum_groups(weights.square() @ v64.square(), heads), None]
     if grad is not None:
         grad64 = grad.double().transpose(1, 2)
         terms = grad64 * (weights @ v64)  # terms of the row sum that is subtracted from dP
-        subtracted = terms.sum(-1, keepdim=True).square() + terms.square().sum(-1, keepdim=True)
-        of_scores = weights.square() * ((grad64 @ v64.mT).square() + subtracted) / q.shape[-1]
-        sizes += [
-            heads_last(of_scores @ k64.square(), heads),
-            heads_last(of_scores.mT @ q64.square(), kv_heads),
-            heads_last(weights.square().mT @ grad64.square(), kv_heads),
+        subtracted_squares = terms.sum(-1, keepdim=True).square() + terms.square().sum(-1, keepdim=True)
+        score_squares = weights.square() * ((grad64 @ v64.mT).square() + subtracted_squares) / q.shape[-1]
+        magnitudes += [
+            sum_groups(score_squares @ k64.square(), heads),
+            sum_groups(score_squares.mT @ q64.square(), kv_heads),
+            sum_groups(weights.square().mT @ grad64.square(), kv_heads),
         ]
-    return sizes
+    return magnitudes
 
 
 def _scores64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (scores [B, H, S, S], q, k, v [B, H, S, D]) in fp64."""
-    whole = TokenRanges((range(mask.seq_len),))
-    step = make_step(mask, whole, whole)
-    places = torch.arange(mask.seq_len, device=q.device)
-    first, last = (torch.from_numpy(x).to(q.device)[:, None] for x in (step.starts, step.stops))
-    seen = (places >= first) & (places < last)
-    shared = q.shape[2] // k.shape[2]
-    q64, k64, v64 = (x.double().transpose(1, 2) for x in (q, *(x.repeat_interleave(shared, 2) for x in (k, v))))
-    scores = (q64 @ k64.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, float("-inf"))
+    all_tokens = TokenRanges((range(mask.seq_len),))
+    step = make_step(mask, all_tokens, all_tokens)
+    key_positions = torch.arange(mask.seq_len, device=q.device)
+    starts, stops = (torch.from_numpy(x).to(q.device)[:, None] for x in (step.starts, step.stops))
+    is_visible = (key_positions >= starts) & (key_positions < stops)
+    heads_per_kv_head = q.shape[2] // k.shape[2]
+    q64, k64, v64 = (
+        x.double().transpose(1, 2) for x in (q, *(x.repeat_interleave(heads_per_kv_head, 2) for x in (k, v)))
+    )
+    scores = (q64 @ k64.mT / math.sqrt(q.shape[-1])).masked_fill(~is_visible, float("-inf"))
     return scores, q64, k64, v64
 
 
@@ -360,61 +370,61 @@ def error_of(call: RankCall, results: Sequence[Tensor], reference: Sequence[Tens
     `reference`: results of `call.reference`, if already computed.
 
     An element may differ by three roundings (terms, result, norm) of its magnitude plus `size`, and by the error of
-    fp32 sums of `call.summed` terms. A log-sum-exp may differ by 1e-3 of 1 plus its magnitude. `size` is the rms of the
-    result, unless `call.sizes` overrides it.
+    fp32 sums of `call.term_count` terms. A log-sum-exp may differ by 1e-3 of 1 plus its magnitude. `size` is the rms of
+    the result, unless `call.magnitudes` overrides it.
     """
-    sizes = call.sizes() if call.sizes else [None] * len(results)
-    for number, (mine, wanted) in enumerate(zip(results, reference or call.reference(), strict=True)):
-        if mine.shape != wanted.shape:
-            return f"result {number} has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}"
-        if not wanted.numel():
+    magnitudes = call.magnitudes() if call.magnitudes else [None] * len(results)
+    for number, (result, expected) in enumerate(zip(results, reference or call.reference(), strict=True)):
+        if result.shape != expected.shape:
+            return f"result {number} has shape {tuple(result.shape)}, not {tuple(expected.shape)}"
+        if not expected.numel():
             continue
-        known = wanted.isfinite()
-        if not bool(((mine == wanted) | known).all()):
+        is_finite = expected.isfinite()
+        if not bool(((result == expected) | is_finite).all()):
             return f"result {number} differs where fp64 is infinite"
-        if number == 1 and call.lse:
-            allowed = 1e-3 * (1 + wanted.abs())
+        if number == 1 and call.has_lse:
+            allowed_error = 1e-3 * (1 + expected.abs())
         else:
-            own = sizes[number]
-            size = torch.where(known, wanted, 0).square().mean().sqrt() if own is None else own
-            sums = 8 * torch.finfo(torch.float32).eps * call.summed**0.5 * size
-            allowed = 3 * torch.finfo(mine.dtype).eps * (wanted.abs() + size) + sums
-        error = torch.where(known, (mine.double() - wanted).abs(), 0)
-        if bool((bad := ~(error <= allowed) & known).any()):
-            worst = float((error / allowed)[bad].max())
-            part = f"{int(bad.sum())} of {bad.numel()} elements of result {number}"
-            return f"{part} are off, by up to {worst:.3g} times the allowed error"
+            magnitude = magnitudes[number]
+            size = torch.where(is_finite, expected, 0).square().mean().sqrt() if magnitude is None else magnitude
+            sum_error = 8 * torch.finfo(torch.float32).eps * call.term_count**0.5 * size
+            allowed_error = 3 * torch.finfo(result.dtype).eps * (expected.abs() + size) + sum_error
+        error = torch.where(is_finite, (result.double() - expected).abs(), 0)
+        if bool((is_wrong := ~(error <= allowed_error) & is_finite).any()):
+            worst = float((error / allowed_error)[is_wrong].max())
+            part = f"{int(is_wrong.sum())} of {is_wrong.numel()} elements of result {number}"
+            return f"{part} differ from fp64 by up to {worst:.3g} times the allowed error"
     return ""
 
 
 # -- workspaces --------------------------------------------------------------------------------------------------------
 
 
-def workspace_kind(op: str) -> Any:
+def workspace_class_of(op: str) -> Any:
     """Return the class of workspace that `op` uses."""
     return GatherWorkspace if op in DIRECT else RingWorkspace if op in RINGS else Workspace
 
 
-def prepared(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_seconds: float = 20.0) -> Any:
+def make_workspace(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_seconds: float = 20.0) -> Any:
     """Create a workspace for `calls` on every rank, load all kernels, and allocate memory for all results."""
     if op in ATTENTION:
         return None
 
-    def rehearse(workspace: Any) -> None:
+    def warm_up(workspace: Any) -> None:
         if rank.device.type == "cuda":
             torch.cuda._sleep(1)  # load the sleep kernel, too: kernels are loaded at their first launch
         # Hold all results at once, so that torch's pool has memory for all of them afterwards.
-        kept = [call.launch(workspace) for call in calls]
+        results = [call.launch(workspace) for call in calls]
         rank.synchronize()
-        del kept
+        del results
 
     if op in NATIVE:
-        return _prepared_collectives(rank, calls)
+        return _make_collectives(rank, calls)
     if op in COPIED:
-        return prepare_copied_gather(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
-    nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
+        return prepare_copied_gather(rank, [call.launch for call in sorted(calls, key=lambda call: -call.workspace_nbytes)])
+    nbytes = max(max(rank.exchange(call.workspace_nbytes)) for call in calls)
     return prepare_workspace(
-        rank, nbytes, rehearse, timeout_seconds=timeout_seconds, workspace_class=workspace_kind(op)
+        rank, nbytes, warm_up, timeout_seconds=timeout_seconds, workspace_class=workspace_class_of(op)
     )
 
 
@@ -427,15 +437,17 @@ class _CheckedCollectives(DeviceCollectives):
         return None if failure is None else str(failure)
 
 
-def _prepared_collectives(rank: LocalRank, calls: Sequence[RankCall]) -> _CheckedCollectives:
+def _make_collectives(rank: LocalRank, calls: Sequence[RankCall]) -> _CheckedCollectives:
     with rank.in_turn():
-        alone = _CheckedCollectives(LocalGroup(1, rank.device).rank(0))
-        results = [result for call in calls for result in call.launch(alone)]
+        one_rank_collectives = _CheckedCollectives(LocalGroup(1, rank.device).rank(0))
+        results = [result for call in calls for result in call.launch(one_rank_collectives)]
         # An all-gather returns world_size times the single rank's result: reserve memory in torch's pool.
-        kept = [result.new_empty(rank.world_size, *result.shape) for result in results]
+        reserved_results = [result.new_empty(rank.world_size, *result.shape) for result in results]
         rank.synchronize()
-        del kept, results
-    device = _CheckedCollectives(rank)
-    max(calls, key=lambda call: call.nbytes).launch(device)  # makes the workspace large enough for all calls
+        del reserved_results, results
+    collectives = _CheckedCollectives(rank)
+    max(calls, key=lambda call: call.workspace_nbytes).launch(
+        collectives
+    )  # makes the workspace large enough for all calls
     rank.barrier()
-    return device
+    return collectives

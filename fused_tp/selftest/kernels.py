@@ -29,7 +29,7 @@ from fused_tp.selftest.kernel_calls import (
     Shape,
     error_of,
     make_call,
-    prepared,
+    make_workspace,
 )
 
 CYCLES_PER_MS = 2_000_000  # approximate cycles of `torch.cuda._sleep`
@@ -115,9 +115,9 @@ def run_case(case: KernelCase, device: torch.device) -> CaseResult:
     """Check a case on `device` and return its result."""
     started = time.monotonic()
     # A single rank may run under a tool such as compute-sanitizer, which slows it down.
-    seconds = 4 * CASE_SECONDS if case.group == ONE_RANK_GROUP else CASE_SECONDS
+    timeout_seconds = 4 * CASE_SECONDS if case.group == ONE_RANK_GROUP else CASE_SECONDS
     try:
-        problems = run_local(case.world, _check, case, device=device, timeout=seconds)
+        problems = run_local(case.world, _check_on_rank, case, device=device, timeout=timeout_seconds)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return CaseResult(text, True, time.monotonic() - started)
@@ -138,13 +138,13 @@ def _make_calls(rank: LocalRank, case: KernelCase) -> list[RankCall]:
     ]
 
 
-def _check(rank: LocalRank, case: KernelCase) -> str:
+def _check_on_rank(rank: LocalRank, case: KernelCase) -> str:
     random_generator = random.Random(rank.rank)
     calls = _make_calls(rank, case)
     # Order of the calls: repetitions of a call are as far apart as possible.
     call_order = [number % len(calls) for number in range(len(case.shapes) * case.repeats)]
     references = [call.reference() for call in calls]
-    workspace = prepared(rank, case.op, calls[: len(case.shapes)], WAIT_SECONDS)
+    workspace = make_workspace(rank, case.op, calls[: len(case.shapes)], WAIT_SECONDS)
     poison([calls[number] for number in call_order], [references[number] for number in call_order], case.dtype)
     rank.barrier()
     results: list[list[Tensor]] = []
@@ -158,7 +158,11 @@ def _check(rank: LocalRank, case: KernelCase) -> str:
     )
     results_of_ranks = rank.exchange(results)
     for number, call in enumerate(calls):
-        if call.everywhere and not problem and not all(map(torch.equal, results[number], results_of_ranks[0][number])):
+        if (
+            call.is_replicated
+            and not problem
+            and not all(map(torch.equal, results[number], results_of_ranks[0][number]))
+        ):
             problem = f"call {number} returned different bits than on rank 0"
     return problem
 
@@ -168,10 +172,10 @@ def _find_problem(
     references: Sequence[Sequence[Tensor]],
     call_order: Sequence[int],
     results: Sequence[list[Tensor]],
-    expired: object,
+    timeout_message: object,
 ) -> str:
-    if expired is not None:
-        return str(expired)
+    if timeout_message is not None:
+        return str(timeout_message)
     for number, (call, result) in enumerate(zip(calls, results, strict=False)):
         if problem := error_of(call, result, references[number]):
             return f"call {number}: {problem}"
@@ -184,26 +188,26 @@ def _find_problem(
 def poison(calls: Sequence[RankCall], references: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
     """Fill the memory that torch's allocator will reuse for the results of `calls` with NaN.
 
-    Otherwise this memory may hold correct results of a rehearsal. Allocating it here also avoids allocations during the
+    Otherwise this memory may hold correct results of the warm-up. Allocating it here also avoids allocations during the
     calls, which could deadlock: they may wait for a kernel of this rank, which waits for a peer.
     """
     nan = float("nan")
-    poisoned = [
-        torch.full_like(result, nan, dtype=torch.float32 if call.lse and number == 1 else dtype)
+    nan_tensors = [
+        torch.full_like(result, nan, dtype=torch.float32 if call.has_lse and number == 1 else dtype)
         for call, results in zip(calls, references, strict=True)
         for number, result in enumerate(results)
     ]
-    del poisoned
+    del nan_tensors
 
 
 def launch_only(case: KernelCase) -> None:
-    """Make the launches of a case on CPU tensors; call this inside `kernel_cache.recorded`."""
-    run_local(case.world, _launch, replace(case, repeats=1), timeout=CASE_SECONDS)
+    """Launch the kernels of a case on CPU tensors; call this inside `kernel_cache.record_launches`."""
+    run_local(case.world, _launch_on_rank, replace(case, repeats=1), timeout=CASE_SECONDS)
 
 
-def _launch(rank: LocalRank, case: KernelCase) -> None:
+def _launch_on_rank(rank: LocalRank, case: KernelCase) -> None:
     calls = _make_calls(rank, case)
-    workspace = prepared(rank, case.op, calls)
+    workspace = make_workspace(rank, case.op, calls)
     with rank.in_turn():
         for call in calls:
             call.launch(workspace)

@@ -19,7 +19,7 @@ _WAIT_64, _WRITE_64, _GEQ = 4, 5, 0
 _MAX_BATCH = 255
 
 
-def smoke(
+def run_smoke_checks(
     device: torch.device,
     print_line: PrintLine,
     save_findings: Callable[[dict[str, Any], list[str]], object] = lambda findings, failures: None,
@@ -39,9 +39,9 @@ def smoke(
             f"one kernel: {op}": partial(check_one_kernel, op=op)
             for op in ("attention", "reduce_scatter", "direct", "ring")
         },
-        # Near the end, because a stream wait has no timeout: if it hangs, the parts after it do not run.
-        "memory operations of a stream": partial(check_memory_operations, graph=False),
-        "memory operations in a CUDA graph": partial(check_memory_operations, graph=True),
+        # Near the end, because a stream wait has no timeout: if it hangs, the later checks do not run.
+        "memory operations of a stream": partial(check_memory_operations, in_graph=False),
+        "memory operations in a CUDA graph": partial(check_memory_operations, in_graph=True),
         "one kernel: copied": partial(check_one_kernel, op="copied"),
     }
     for name, check in checks.items():
@@ -56,7 +56,7 @@ def smoke(
     return findings, failures
 
 
-def _milliseconds(run: Callable[[], object], calls: int = 10) -> float:
+def _measure_milliseconds(run: Callable[[], object], calls: int = 10) -> float:
     run()
     start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start_event.record()
@@ -69,13 +69,13 @@ def _milliseconds(run: Callable[[], object], calls: int = 10) -> float:
 
 def measure_matmul_tflops(device: torch.device) -> float:
     x, w = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return round(2 * 8192**3 / _milliseconds(lambda: x @ w.t()) / 1e9, 1)
+    return round(2 * 8192**3 / _measure_milliseconds(lambda: x @ w.t()) / 1e9, 1)
 
 
 def measure_copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(1 << 29, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    return round(2 * source.nbytes / _milliseconds(lambda: target.copy_(source)) / 1e6, 1)
+    return round(2 * source.nbytes / _measure_milliseconds(lambda: target.copy_(source)) / 1e6, 1)
 
 
 def read_driver_attributes(device: torch.device) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def read_driver_attributes(device: torch.device) -> dict[str, Any]:
     }
 
 
-def check_memory_operations(device: torch.device, *, graph: bool) -> str:
-    """Let a stream write a word, wait for it, and write it again, in one batch; without `graph` also many times."""
+def check_memory_operations(device: torch.device, *, in_graph: bool) -> str:
+    """Let a stream write a word, wait for it, and write it again, in one batch; without `in_graph` also many times."""
     cuda = ctypes.CDLL("libcuda.so.1")
     word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
 
@@ -103,19 +103,19 @@ def check_memory_operations(device: torch.device, *, graph: bool) -> str:
             raise RuntimeError(f"cuStreamBatchMemOp failed for a batch of {count} (CUresult {status})")
 
     torch.cuda.synchronize(device)
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, stream=stream):
+    if in_graph:
+        cuda_graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(cuda_graph, stream=stream):
             submit_operations(3)
-        captured.replay()
+        cuda_graph.replay()
     else:
         with torch.cuda.stream(stream):
             for count in (3, _MAX_BATCH):
                 submit_operations(count)
     torch.cuda.synchronize(device)
     if int(word) != 9:
-        raise RuntimeError(f"the last word written is {int(word)}, not 9")
-    return "in one batch of 3" if graph else f"in batches of 3 and {_MAX_BATCH}"
+        raise RuntimeError(f"the last word that the stream wrote must be 9, got {int(word)}")
+    return "in one batch of 3" if in_graph else f"in batches of 3 and {_MAX_BATCH}"
 
 
 def check_device_library(device: torch.device) -> str:
@@ -123,9 +123,9 @@ def check_device_library(device: torch.device) -> str:
     from fused_tp.backends.cuda.device_collectives import sum_into
 
     major, minor = torch.cuda.get_device_capability(device)
-    available = native_kernels.native_kernels_available(10 * major + minor)
-    if not available:
-        raise RuntimeError(available.reason)
+    availability = native_kernels.native_kernels_available(10 * major + minor)
+    if not availability:
+        raise RuntimeError(availability.reason)
     started = time.monotonic()
     native_kernels.native_kernels().preload()
     seconds = time.monotonic() - started
@@ -134,7 +134,7 @@ def check_device_library(device: torch.device) -> str:
     sum_into(out, terms)
     error = float((out.double() - terms.double().sum(0)).abs().max())
     if error > 0.05:
-        raise RuntimeError(f"a sum of four terms is off by {error:.3g}")
+        raise RuntimeError(f"the sum of four terms differs from fp64 by {error:.3g}, more than 0.05")
     return f"built for {native_kernels.read_kernel_targets()}, loaded in {seconds:.2f} s"
 
 

@@ -6,7 +6,7 @@
 | a step exits with a code other than 0 | the step has failed; the next one runs |
 | a step exceeds its deadline | its process group is killed, and the GPU is probed |
 | the GPU does not respond to the probe | no further step that needs the GPU runs |
-| the time left is below a step's `least` | the step is skipped |
+| the time left is below a step's `min_seconds` | the step is skipped |
 | a step exits with UNABLE_EXIT_CODE | it counts as skipped: a program that it needs does not work on this machine |
 | Ctrl-C or SIGTERM | the step is killed, and its findings so far are written |
 | SIGKILL | the step is killed with this process; all earlier findings are in the files |
@@ -50,18 +50,18 @@ class SelftestStep:
     Attributes:
         name: name of the step, which `--only` matches.
         command: command of its process; RESULT_PLACEHOLDER in it is replaced by the JSON file for its findings.
-        least: minimum remaining seconds for the step to start.
-        limit: seconds after which the step is killed.
-        rank: priority; 0 is the highest, and `--minutes` skips steps with a high number first.
+        min_seconds: minimum remaining seconds for the step to start.
+        max_seconds: seconds after which the step is killed.
+        priority: 0 is the highest; `--minutes` skips steps with a high number first.
         needs_gpu: the step cannot run without a GPU.
         environment: additional variables of its process.
     """
 
     name: str
     command: Sequence[str]
-    least: float
-    limit: float
-    rank: int
+    min_seconds: float
+    max_seconds: float
+    priority: int
     needs_gpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,17 +77,18 @@ class Outcome:
     found: Any = None
 
 
-def affordable(steps: Sequence[SelftestStep], seconds: float) -> set[str]:
-    """Return the names of the steps whose `least` times fit into `seconds`, those with the lowest `rank` first.
+def choose_affordable(steps: Sequence[SelftestStep], seconds: float) -> set[str]:
+    """Return the names of the steps whose `min_seconds` fit into `seconds`, in ascending order of `priority`.
 
-    >>> affordable([Step("a", [], 10, 20, 1), Step("b", [], 50, 60, 2), Step("c", [], 15, 20, 3)], 30) == {"a", "c"}
+    >>> steps = [SelftestStep(name, [], seconds, 60, 1) for name, seconds in (("a", 10), ("b", 50), ("c", 15))]
+    >>> choose_affordable(steps, 30) == {"a", "c"}
     True
     """
     chosen_names: set[str] = set()
-    for step in sorted(steps, key=lambda step: step.rank):
-        if step.least <= seconds:
+    for step in sorted(steps, key=lambda step: step.priority):
+        if step.min_seconds <= seconds:
             chosen_names.add(step.name)
-            seconds -= step.least
+            seconds -= step.min_seconds
     return chosen_names
 
 
@@ -109,23 +110,23 @@ def run_steps(
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     (out / "outcomes.jsonl").unlink(missing_ok=True)  # from an earlier run; other files there are not touched
-    chosen_names = affordable([step for step in steps if not (obstacle and step.needs_gpu)], seconds)
+    chosen_names = choose_affordable([step for step in steps if not (obstacle and step.needs_gpu)], seconds)
     interruption: BaseException | None = None
     for step in steps:
         remaining_seconds = seconds - (time.monotonic() - started)
         if obstacle and step.needs_gpu:
             outcome = Outcome(step.name, STATE_LEFT_OUT, note=obstacle)
-        elif step.name not in chosen_names or remaining_seconds < step.least:
+        elif step.name not in chosen_names or remaining_seconds < step.min_seconds:
             outcome = Outcome(
                 step.name,
                 STATE_LEFT_OUT,
-                note=f"needs at least {step.least:.0f} s, but {remaining_seconds:.0f} s are left",
+                note=f"needs at least {step.min_seconds:.0f} s, but {remaining_seconds:.0f} s are left",
             )
         else:
-            print_line(f"=== {step.name} (at most {min(remaining_seconds, step.limit):.0f} s)")
+            print_line(f"=== {step.name} (at most {min(remaining_seconds, step.max_seconds):.0f} s)")
             step_started = time.monotonic()
             try:
-                outcome = _run_step(step, out, min(remaining_seconds, step.limit), print_line)
+                outcome = _run_step(step, out, min(remaining_seconds, step.max_seconds), print_line)
             except (KeyboardInterrupt, SystemExit) as error:
                 step_seconds, findings = time.monotonic() - step_started, _read_findings(_step_files(step, out)[1])
                 interruption, outcome = (
@@ -133,7 +134,9 @@ def run_steps(
                     Outcome(step.name, STATE_INTERRUPTED, step_seconds, _note_of_findings(findings), findings),
                 )
             except OSError as error:  # for example, a full disk or a missing program
-                outcome = Outcome(step.name, STATE_WRONG, time.monotonic() - step_started, f"it did not run: {error}")
+                outcome = Outcome(
+                    step.name, STATE_WRONG, time.monotonic() - step_started, f"the step did not run: {error}"
+                )
             if outcome.state == STATE_LATE and step.needs_gpu and not _gpu_responds(probe):
                 obstacle = f"the GPU did not answer after {step.name}"
                 outcome.note += "; the GPU does not answer"
@@ -150,7 +153,7 @@ def _step_files(step: SelftestStep, out: Path) -> tuple[Path, Path]:
     return base.with_suffix(".log"), base.with_suffix(".json")
 
 
-def _run_step(step: SelftestStep, out: Path, limit: float, print_line: Callable[[str], None]) -> Outcome:
+def _run_step(step: SelftestStep, out: Path, timeout_seconds: float, print_line: Callable[[str], None]) -> Outcome:
     log, result_file = _step_files(step, out)
     result_file.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}
@@ -167,7 +170,7 @@ def _run_step(step: SelftestStep, out: Path, limit: float, print_line: Callable[
             preexec_fn=_die_with_parent,
         )
         try:
-            exit_code: int | None = process.wait(limit)
+            exit_code: int | None = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
@@ -179,7 +182,9 @@ def _run_step(step: SelftestStep, out: Path, limit: float, print_line: Callable[
     for line in lines[-40:]:
         print_line(f"    {line[:240]}")
     if exit_code is None:
-        return Outcome(step.name, STATE_LATE, seconds, f"ended after {limit:.0f} s{f': {note}' * bool(note)}", findings)
+        return Outcome(
+            step.name, STATE_LATE, seconds, f"ended after {timeout_seconds:.0f} s{f': {note}' * bool(note)}", findings
+        )
     if exit_code == UNABLE_EXIT_CODE:
         return Outcome(step.name, STATE_LEFT_OUT, seconds, note, findings)
     if exit_code:
@@ -236,7 +241,7 @@ def _gpu_responds(command: Sequence[str]) -> bool:
         _kill_process_group(process)  # subprocess.run would wait forever for a process that is blocked in the driver
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def format_table(outcomes: Sequence[Outcome]) -> str:
     """Format a Markdown table with one row per step."""
     rows = [
         f"| {outcome.name} | {outcome.state} | {outcome.seconds:.0f} | {escape_cell(outcome.note)} |"

@@ -56,8 +56,8 @@ def run_tool(command: Sequence[str], environment: Mapping[str, str] | None = Non
     return process.wait(), reason
 
 
-def count_kernels(ncu: str) -> tuple[list[dict[str, str]], str]:
-    """Count the kernels of matmul and attention at the timed sizes with ncu.
+def measure_counters(ncu: str) -> tuple[list[dict[str, str]], str]:
+    """Read performance counters of the matmul and attention kernels at the timed sizes with ncu.
 
     Return (counters by launch, reason if there are none).
     """

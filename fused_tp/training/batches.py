@@ -101,9 +101,9 @@ class DistributedBatches:
         check_int("seed", seed, 0)
         if epochs is not None:
             check_int("epochs", epochs, 0)
-        if reserved := sorted(_RESERVED_KEYWORDS & set(loader)):
+        if reserved_keywords := sorted(_RESERVED_KEYWORDS & set(loader)):
             raise TypeError(
-                f"DistributedBatches does not support {reserved[0]!r}: it selects the samples itself. Omit it."
+                f"DistributedBatches does not support {reserved_keywords[0]!r}: it selects the samples itself. Omit it."
             )
         self._is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if self._is_iterable and not hasattr(dataset, "__iter__"):
@@ -120,10 +120,12 @@ class DistributedBatches:
         self.epoch, self.samples = 0, 0
         self._length = None if self._is_iterable else len(dataset)
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._collate, self._loader = collate_fn or default_collate, loader
+        self._collate, self._loader_keywords = collate_fn or default_collate, loader
         self._keeps_state = dataset_state
         self._dataset_state: Any = None
-        self._iterator: object | None = None  # token of the latest __iter__; an older iterator raises when it continues
+        self._iterator_token: object | None = (
+            None  # token of the latest __iter__; an older iterator raises when it continues
+        )
         self._dp_rank, self._dp_size = data_parallel_rank_and_size(mesh, dp_dims)
         self._check_arguments_agree(mesh)
         batch_size, remainder = divmod(global_batch_size, self._dp_size)
@@ -166,11 +168,11 @@ class DistributedBatches:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise the errors that `load_state_dict(state)` would raise, without changing anything."""
-        for name, current in zip(_ORDER_SETTINGS, (self._length, self._shuffle, self._seed), strict=True):
-            if state[name] != current:
+        for name, current_value in zip(_ORDER_SETTINGS, (self._length, self._shuffle, self._seed), strict=True):
+            if state[name] != current_value:
                 raise ValueError(
-                    f"The position was saved with {name}={state[name]}, got {name}={current}: different samples would "
-                    "follow. Pass the dataset and the arguments of the saved run."
+                    f"The position was saved with {name}={state[name]}, got {name}={current_value}: different samples "
+                    "would follow. Pass the dataset and the arguments of the saved run."
                 )
         if self._length is not None:
             self._check_last_batch(self._length - state["samples"])
@@ -183,39 +185,42 @@ class DistributedBatches:
         """
         self.check_state(state)
         self.epoch, self.samples, self._dataset_state = state["epoch"], state["samples"], state["dataset"]
-        self._iterator = None
+        self._iterator_token = None
 
     def __iter__(self) -> Iterator[Any]:
-        token = self._iterator = object()
+        token = self._iterator_token = object()
         while self.epochs is None or self.epoch < self.epochs:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
             for batch, samples, state in self._remaining_batches():
                 self.samples, self._dataset_state = self.samples + samples, state
                 yield batch
-                if self._iterator is not token:
+                if self._iterator_token is not token:
                     raise RuntimeError(
                         "load_state_dict or a newer iteration has moved the position; call iter() again."
                     )
             if not self.samples:
-                raise ValueError(f"dataset yielded fewer than global_batch_size={self.global_batch_size} samples.")
+                raise ValueError(
+                    f"dataset yielded fewer than global_batch_size={self.global_batch_size} samples. Pass a smaller "
+                    "global_batch_size."
+                )
             self.epoch, self.samples, self._dataset_state = self.epoch + 1, 0, None
 
     def _remaining_batches(self) -> Iterator[tuple[Any, int, Any]]:
         """Yield (batch of this rank, number of samples in the global batch, state of the dataset after it)."""
         # A DataLoader draws a seed from its generator. With the global one, a resumed run would draw one number more
         # than an uninterrupted run.
-        loader = {**self._loader, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
+        loader_keywords = {**self._loader_keywords, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
         # That seed is drawn on the default device, where a CPU generator would raise if the default is a GPU.
         cpu = torch.device("cpu")
         if self._is_iterable:
             with cpu:
-                batches = iter(DataLoader(_RankBatches(self), batch_size=None, collate_fn=_identity, **loader))
+                batches = iter(DataLoader(_RankBatches(self), batch_size=None, collate_fn=_identity, **loader_keywords))
             yield from batches
             return
         sizes, indices = self._sample_indices()
         with cpu:
-            batches = iter(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **loader))
+            batches = iter(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **loader_keywords))
         for batch, size in zip(batches, sizes, strict=True):
             yield batch, size, None
 
@@ -224,13 +229,13 @@ class DistributedBatches:
         assert self._length is not None
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
         if self._shuffle:
-            order = torch.randperm(self._length, generator=generator, device="cpu")
+            sample_order = torch.randperm(self._length, generator=generator, device="cpu")
         else:
-            order = torch.arange(self._length, device="cpu")
-        order = order[self.samples :]
+            sample_order = torch.arange(self._length, device="cpu")
+        sample_order = sample_order[self.samples :]
         if self._drop_last:
-            order = order[: len(order) // self.global_batch_size * self.global_batch_size]
-        global_batches = order.split(self.global_batch_size) if len(order) else ()
+            sample_order = sample_order[: len(sample_order) // self.global_batch_size * self.global_batch_size]
+        global_batches = sample_order.split(self.global_batch_size) if len(sample_order) else ()
         return [len(global_batch) for global_batch in global_batches], (
             global_batch.chunk(self._dp_size)[self._dp_rank].tolist() for global_batch in global_batches
         )
@@ -244,33 +249,36 @@ class _RankBatches(IterableDataset[Any]):
 
     def __init__(self, batches: DistributedBatches) -> None:
         self._dataset, self._collate = batches.dataset, batches._collate
-        self._skip, self._keeps_state = batches.samples, batches._keeps_state
+        self._skipped_samples, self._keeps_state = batches.samples, batches._keeps_state
         self._state = batches._dataset_state if self._keeps_state else None
-        self._size, self._drop_last = batches.global_batch_size, batches._drop_last
-        self._rank, self._ranks = batches._dp_rank, batches._dp_size
+        self._global_batch_size, self._drop_last = batches.global_batch_size, batches._drop_last
+        self._dp_rank, self._dp_size = batches._dp_rank, batches._dp_size
 
     def __iter__(self) -> Iterator[tuple[Any, int, Any]]:
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        worker_info = get_worker_info()
+        worker, workers = (0, 1) if worker_info is None else (worker_info.id, worker_info.num_workers)
         # Hide the workers from the dataset: `datasets`, for one, would yield only 1/W of its samples to each worker.
         data_worker._worker_info = None
         if self._state is not None:
             self._dataset.load_state_dict(self._state)
         stream = iter(self._dataset)
         if self._state is None:
-            skipped = sum(1 for _ in islice(stream, self._skip))
-            if skipped < self._skip:
-                raise ValueError(f"dataset yielded only {skipped} samples, but the position is after {self._skip}.")
+            skipped_count = sum(1 for _ in islice(stream, self._skipped_samples))
+            if skipped_count < self._skipped_samples:
+                raise ValueError(
+                    f"dataset yielded only {skipped_count} samples, but the position is after "
+                    f"{self._skipped_samples}. Pass the dataset of the saved run."
+                )
         for number in count():
-            samples = list(islice(stream, self._size))
-            if not samples or (self._drop_last and len(samples) < self._size):
+            samples = list(islice(stream, self._global_batch_size))
+            if not samples or (self._drop_last and len(samples) < self._global_batch_size):
                 return
-            rank_samples, remainder = divmod(len(samples), self._ranks)
+            rank_samples, remainder = divmod(len(samples), self._dp_size)
             if remainder:
-                raise ValueError(_uneven_batch_message(len(samples), self._ranks))
+                raise ValueError(_uneven_batch_message(len(samples), self._dp_size))
             state = self._dataset.state_dict() if self._keeps_state else None
             if number % workers == worker:
-                yield self._collate(samples[rank_samples * self._rank :][:rank_samples]), len(samples), state
+                yield self._collate(samples[rank_samples * self._dp_rank :][:rank_samples]), len(samples), state
 
 
 def _identity(batch: Any) -> Any:
@@ -294,8 +302,8 @@ def data_parallel_rank_and_size(mesh: DeviceMesh | None, dp_dims: Sequence[str] 
     if names is None or mesh.get_coordinate() is None:
         raise ValueError(f"mesh {'must have mesh_dim_names' if names is None else 'does not contain this rank'}.")
     dp_names = [name for name in DP_DIMS if name in names] if dp_dims is None else list(dp_dims)
-    if unknown := [name for name in dp_names if name not in names]:
-        raise ValueError(f"dp_dims must be dims of mesh, which has {names}, got {unknown[0]!r}.")
+    if unknown_dims := [name for name in dp_names if name not in names]:
+        raise ValueError(f"dp_dims must be dims of mesh, which has {names}, got {unknown_dims[0]!r}.")
     rank, size = 0, 1
     for name in names:
         if name in dp_names:

@@ -48,8 +48,8 @@ Build = Callable[[nn.Module, ParallelConfig, DeviceMesh], "nn.Module | Pipeline"
 # norms and rotary angles in fp32.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
 _GRADIENT_NOISE = 1e-4  # rounding error of a gradient that should be 0, relative to the largest gradient
-_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
-_SENDS_NOTHING = {"wait_tensor", "barrier", "recv"}
+_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+_NON_SENDING_OPS = {"wait_tensor", "barrier", "recv"}
 _DROPOUT_CLASSES = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -112,19 +112,23 @@ def check_model(
                     optimizer.step()
                     optimizer.zero_grad()
             with record_outputs(unsharded_model) as recording:
-                expected = _step_unsharded(unsharded_model, microbatches, own_microbatches, recording.outputs)
+                expected_losses = _step_unsharded(unsharded_model, microbatches, own_microbatches, recording.outputs)
             comparison = OutputComparison(recording, RankShards(mesh["tp"], mesh["cp"], *_document_bounds(full_batch)))
             with comparison.recording_outputs(_list_models(parallel)), _CommunicationCounter() as communication_counter:
                 loss = _step_parallel(parallel, microbatches, own_microbatches)
             losses.append(
                 (
-                    sum(expected) / len(microbatches),
+                    sum(expected_losses) / len(microbatches),
                     loss,
-                    sum(expected[i] for i in own_microbatches) / len(own_microbatches),
+                    sum(expected_losses[i] for i in own_microbatches) / len(own_microbatches),
                 )
             )
             if not step:
-                first_step = comparison, _gradient_errors(parallel, unsharded_model), communication_counter.counts
+                first_step = (
+                    comparison,
+                    _compute_gradient_errors(parallel, unsharded_model),
+                    communication_counter.counts,
+                )
     return _make_report(
         config, unsharded_model, recording.outputs, losses, *first_step, tolerance=tolerance or TOLERANCE[dtype]
     )
@@ -237,12 +241,12 @@ def _step_parallel(model: nn.Module | Pipeline, microbatches: list[dict[str, Any
         rank_microbatches = [microbatches[i] for i in own_microbatches]
         rows = len(_find_tokens(rank_microbatches[0]))
 
-        def join(name: str) -> Any:
+        def join_rows(name: str) -> Any:
             value = rank_microbatches[0][name]
             has_rows = isinstance(value, Tensor) and value.ndim and len(value) == rows
             return torch.cat([microbatch[name] for microbatch in rank_microbatches]) if has_rows else value
 
-        return float(model.step({name: join(name) for name in rank_microbatches[0]}))
+        return float(model.step({name: join_rows(name) for name in rank_microbatches[0]}))
     return sum(_forward_backward(model, microbatches[i], i, len(own_microbatches)) for i in own_microbatches) / len(
         own_microbatches
     )
@@ -272,30 +276,36 @@ class _CommunicationCounter(TorchDispatchMode):
         namespace, _, qualified_name = func.name().partition("::")
         name = qualified_name.partition(".")[0].strip("_")
         is_fused_op = namespace == "fused_tp" and name in OPS and OPS[name].key is not None
-        if is_fused_op or (namespace in _COLLECTIVES and name not in _SENDS_NOTHING):
+        if is_fused_op or (namespace in _COLLECTIVE_NAMESPACES and name not in _NON_SENDING_OPS):
             self.counts[name] += 1
         return func(*args, **kwargs or {})
 
 
 @torch.no_grad()
-def _gradient_errors(parallel: nn.Module | Pipeline, unsharded_model: nn.Module) -> dict[str, float]:
+def _compute_gradient_errors(parallel: nn.Module | Pipeline, unsharded_model: nn.Module) -> dict[str, float]:
     """Return the gradient errors of this rank's parameters, by name; a collective call of ranks that share them."""
-    expected = {name: _gradient(p) for name, p in unsharded_model.named_parameters(remove_duplicate=False)}
-    largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
+    expected_gradients = {
+        name: _gradient_or_zeros(p) for name, p in unsharded_model.named_parameters(remove_duplicate=False)
+    }
+    largest_gradient = max(
+        (float(gradient.abs().max()) for gradient in expected_gradients.values() if gradient.numel()), default=0.0
+    )
     errors = {}
     for name, parameter in parallel.named_parameters():
-        gradient = _gradient(parameter)
-        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        expected_gradient = expected.get(name)
+        gradient = _gradient_or_zeros(parameter)
+        full_gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        expected_gradient = expected_gradients.get(name)
         # Packed parameters have another shape.
-        if expected_gradient is not None and expected_gradient.numel() == full.numel():
-            errors[name] = relative_error(full.view_as(expected_gradient), expected_gradient, _GRADIENT_NOISE * largest)
+        if expected_gradient is not None and expected_gradient.numel() == full_gradient.numel():
+            errors[name] = relative_error(
+                full_gradient.view_as(expected_gradient), expected_gradient, _GRADIENT_NOISE * largest_gradient
+            )
         else:
             errors[name] = float("inf")
     return errors
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def _gradient_or_zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -306,49 +316,55 @@ def _make_report(
     losses: list[tuple[float, float, float]],
     comparison: OutputComparison,
     gradients: dict[str, float],
-    communicated: Mapping[Any, int],
+    call_counts: Mapping[Any, int],
     *,
     tolerance: float,
 ) -> CheckReport:
     """Return a report on the findings of all ranks; a collective call."""
     module_errors, not_compared = comparison.differences()
-    rank_findings = {"losses": losses, "errors": module_errors, "skipped": not_compared}
-    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, {**rank_findings, "gradients": gradients, "counts": dict(communicated)})
+    own_findings = {"losses": losses, "errors": module_errors, "skipped": not_compared}
+    findings_of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(findings_of_ranks, {**own_findings, "gradients": gradients, "counts": dict(call_counts)})
     skipped: dict[str, str] = {}
-    for rank in ranks:
-        skipped |= rank["skipped"]
+    for findings in findings_of_ranks:
+        skipped |= findings["skipped"]
     errors = {
-        name: {rank: loss["errors"][name] for rank, loss in enumerate(ranks) if name in loss["errors"]}
+        name: {
+            rank: findings["errors"][name]
+            for rank, findings in enumerate(findings_of_ranks)
+            if name in findings["errors"]
+        }
         for name in outputs
-        if any(name in loss["errors"] for loss in ranks)
+        if any(name in findings["errors"] for findings in findings_of_ranks)
     }
     for name in first_difference({name: max(rank_errors.values()) for name, rank_errors in errors.items()}, tolerance)[
         1
     ]:
-        enclosing_module = next((one for one in enclosing_names(name) if one in errors), "")
+        enclosing_module = next((enclosing for enclosing in enclosing_names(name) if enclosing in errors), "")
         skipped[name] = (
             f"its output differs, but the output of {enclosing_module or 'the model'}, which contains it, is right"
         )
         del errors[name]
-    worst_gradients = _max_by_key(rank["gradients"] for rank in ranks)
-    missing = {name: float("inf") for name, _ in unsharded_model.named_parameters() if name not in worst_gradients}
+    worst_gradients = _max_by_key(findings["gradients"] for findings in findings_of_ranks)
+    missing_gradients = {
+        name: float("inf") for name, _ in unsharded_model.named_parameters() if name not in worst_gradients
+    }
     report = CheckReport(
         layout=f"{config.shown()}, {config.world_size} ranks",
         tolerance=tolerance,
         losses=[
-            (step_losses[0][0], sum(one[1] for one in step_losses) / len(ranks))
-            for step_losses in zip(*(rank["losses"] for rank in ranks), strict=True)
+            (step_losses[0][0], sum(parallel_loss for _, parallel_loss, _ in step_losses) / len(findings_of_ranks))
+            for step_losses in zip(*(findings["losses"] for findings in findings_of_ranks), strict=True)
         ],
         loss_error=max(
             abs(loss - expected_loss) / max(abs(expected_loss), 1e-3) if loss == loss else float("inf")
-            for rank in ranks
-            for _, loss, expected_loss in rank["losses"]
+            for findings in findings_of_ranks
+            for _, loss, expected_loss in findings["losses"]
         ),
         outputs=errors,
         skipped=skipped,
-        gradients=dict(sorted((worst_gradients | missing).items(), key=lambda one: -one[1])),
-        communicated=_max_by_key(rank["counts"] for rank in ranks),
+        gradients=dict(sorted((worst_gradients | missing_gradients).items(), key=lambda item: -item[1])),
+        communicated=_max_by_key(findings["counts"] for findings in findings_of_ranks),
     )
     if report.suspect is not None and isinstance(unsharded_model.get_submodule(report.suspect), _DROPOUT_CLASSES):
         return replace(report, advice=_DROPOUT_ADVICE)
@@ -363,8 +379,8 @@ _DROPOUT_ADVICE = (
 
 def _max_by_key(dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the largest value of each key."""
-    largest: dict[str, Any] = {}
+    maxima: dict[str, Any] = {}
     for values in dicts:
         for name, value in values.items():
-            largest[name] = max(value, largest.get(name, value))
-    return largest
+            maxima[name] = max(value, maxima.get(name, value))
+    return maxima

@@ -57,7 +57,7 @@ class CheckReport:
         """
         if self.first_difference is not None:
             return self.first_difference
-        order = {name: place for place, name in enumerate(self.outputs)}
+        order = {name: position for position, name in enumerate(self.outputs)}
         modules = [name.rpartition(".")[0] for name in self.wrong_gradients]
         return max(modules, key=lambda name: order.get(name, -1), default=None)
 
@@ -71,8 +71,8 @@ class CheckReport:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the report to JSON values; numbers that JSON lacks become strings, such as "Infinity"."""
-        found = {"right": self.right, "suspect": self.suspect, "first_difference": self.first_difference}
-        values: dict[str, Any] = json.loads(json.dumps({**found, **asdict(self)}), parse_constant=str)
+        summary = {"right": self.right, "suspect": self.suspect, "first_difference": self.first_difference}
+        values: dict[str, Any] = json.loads(json.dumps({**summary, **asdict(self)}), parse_constant=str)
         return values
 
     def __str__(self) -> str:
@@ -80,25 +80,27 @@ class CheckReport:
 
     def _lines(self) -> Iterator[str]:
         yield f"layout         {self.layout}; tolerance {self.tolerance:g}"
-        for step, (alone, parallel) in enumerate(self.losses):
-            yield f"loss           step {step}: {alone:.6f} on one process, {parallel:.6f} in parallel"
-        first, wrong = self.first_difference, self.wrong_gradients
-        if first is None:
+        for step, (one_process_loss, parallel_loss) in enumerate(self.losses):
+            yield f"loss           step {step}: {one_process_loss:.6f} on one process, {parallel_loss:.6f} in parallel"
+        first_difference, wrong_gradients = self.first_difference, self.wrong_gradients
+        if first_difference is None:
             yield f"outputs        the outputs of all {len(self.outputs)} modules are right"
         else:
-            differ = {rank: error for rank, error in self.outputs[first].items() if self._differs(error)}
-            ranks = "rank" if len(differ) == 1 else "ranks"
-            yield f"outputs        the first that differs: {first}"
-            yield f"               by {max(differ.values()):.1e}, on {ranks} {', '.join(map(str, differ))}"
-        for name, why in self.skipped.items():
-            yield f"not compared   {name}: {why}"
-        yield f"gradients      {len(wrong)} of {len(self.gradients)} parameters differ"
-        for name, error in list(wrong.items())[:_MAX_LISTED]:
+            rank_errors = {
+                rank: error for rank, error in self.outputs[first_difference].items() if self._differs(error)
+            }
+            ranks = "rank" if len(rank_errors) == 1 else "ranks"
+            yield f"outputs        the first that differs: {first_difference}"
+            yield f"               by {max(rank_errors.values()):.1e}, on {ranks} {', '.join(map(str, rank_errors))}"
+        for name, reason in self.skipped.items():
+            yield f"not compared   {name}: {reason}"
+        yield f"gradients      {len(wrong_gradients)} of {len(self.gradients)} parameters differ"
+        for name, error in list(wrong_gradients.items())[:_MAX_LISTED]:
             yield f"               {error:.1e}  {name}"
-        if len(wrong) > _MAX_LISTED:
-            yield f"               and {len(wrong) - _MAX_LISTED} more"
-        for name, times in self.communicated.items():
-            yield f"communication  {times:4} x {name}"
+        if len(wrong_gradients) > _MAX_LISTED:
+            yield f"               and {len(wrong_gradients) - _MAX_LISTED} more"
+        for name, call_count in self.communicated.items():
+            yield f"communication  {call_count:4} x {name}"
         if self.right:
             yield "RIGHT"
         else:

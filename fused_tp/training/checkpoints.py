@@ -53,9 +53,9 @@ from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.training.batches import DistributedBatches
 
-COMPLETE = "complete.pt"  # written last; a checkpoint without this file is incomplete
+COMPLETE_FILE = "complete.pt"  # written last; a checkpoint without this file is incomplete
 _STEP_FOLDER = re.compile(r"step-(\d+)")
-_NOT_OPTIONS = ("params", "param_names")  # keys of a param group that are not optimizer options
+_NON_OPTION_KEYS = ("params", "param_names")  # keys of a param group that are not optimizer options
 _EXITED_DURING_SAVE = "the run exited during the save; earlier checkpoints are intact."
 _logger = logging.getLogger(__name__)
 
@@ -130,14 +130,14 @@ class CheckpointManager:
         check_int("keep", keep, 1)
         self._modules = _list_modules(model)
         self._optimizer, self._scheduler, self._data, self._extra = optimizer, scheduler, data, extra
-        self._keep, self._async, self._pickles = keep, async_save, pickles
+        self._kept_checkpoints, self._is_async, self._allows_pickles = keep, async_save, pickles
         self._thread: Thread | None = None
         self._write_error: FusedTPError | None = None  # error of the writing thread
         self._is_closed = self._is_exiting = False
         if optimizer is not None:
             self._check_optimizer(optimizer)
         world_group = resolve_group(None)
-        self._rank, self._size = world_group.rank, world_group.size
+        self._rank, self._world_size = world_group.rank, world_group.size
         self._group = None if world_group.process_group is None else dist.new_group(backend="gloo")
         self.folder = Path(folder).absolute()
         try:
@@ -161,27 +161,27 @@ class CheckpointManager:
         self.wait()
         check_int("step", step, 0)
         folder = self._folder_of(step)
-        if (folder / COMPLETE).exists():
+        if (folder / COMPLETE_FILE).exists():
             raise ValueError(
                 f"{folder} is already complete; save each step once. If this run did not save it, another run uses "
                 f"{self.folder}: pass a different folder for each run."
             )
-        if step < (newest := max(self._complete_steps(), default=-1)):
+        if step < (newest_step := max(self._complete_steps(), default=-1)):
             raise ValueError(
-                f"step must be above {newest}, the newest step in {self.folder}, got {step}. Call restore() to resume "
-                "from the newest step, or pass another folder to start a new run."
+                f"step must be above {newest_step}, the newest step in {self.folder}, got {step}. Call restore() to "
+                "resume from the newest step, or pass another folder to start a new run."
             )
         shapes = OriginalShapes(*self._modules)
         model = {
             name: _to_saved_form(value, shapes.parameters_by_name.get(name), shapes)
             for name, value in self._model_state().items()
         }
-        state, other_optimizer_state = self._optimizer_state(shapes)
+        state, other_optimizer_state = self._collect_optimizer_state(shapes)
         tensors = _copy_to_cpu({"model": model, "optimizer": state} if state else {"model": model})
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        rank_state = _RankState(step, _random_state(), copy.deepcopy(other_optimizer_state))
-        common = copy.deepcopy(
+        rank_state = _RankState(step, _capture_random_state(), copy.deepcopy(other_optimizer_state))
+        common_values = copy.deepcopy(
             {
                 "step": step,
                 "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
@@ -189,9 +189,12 @@ class CheckpointManager:
                 "extra": self._extra,
             }
         )
-        if not self._pickles:
-            values = {f"{name!r} of the model": one for name, one in model.items() if not isinstance(one, Tensor)}
-            values |= {"the state of the scheduler": common["scheduler"], "the state of the data": common["data"]}
+        if not self._allows_pickles:
+            values = {f"{name!r} of the model": value for name, value in model.items() if not isinstance(value, Tensor)}
+            values |= {
+                "the state of the scheduler": common_values["scheduler"],
+                "the state of the data": common_values["data"],
+            }
             for description, value in {
                 "extra": self._extra,
                 "the state of the optimizer": other_optimizer_state,
@@ -202,11 +205,13 @@ class CheckpointManager:
                     value,
                     "Or pass pickles=True to CheckpointManager if you trust the folder.",
                 )
-        if not self._async:
-            self._write(folder, tensors, rank_state, common)
+        if not self._is_async:
+            self._write(folder, tensors, rank_state, common_values)
             return self.wait()
         # Not a daemon thread: if the process exits without close(), the interpreter waits for the save to finish.
-        thread = Thread(target=self._write, args=(folder, tensors, rank_state, common), name="fused_tp checkpoint")
+        thread = Thread(
+            target=self._write, args=(folder, tensors, rank_state, common_values), name="fused_tp checkpoint"
+        )
         start_thread(thread)
         self._thread = thread
 
@@ -246,7 +251,9 @@ class CheckpointManager:
         if kind is None:
             self.close()
 
-    def _write(self, folder: Path, tensors: dict[str, Any], rank_state: _RankState, common: dict[str, Any]) -> None:
+    def _write(
+        self, folder: Path, tensors: dict[str, Any], rank_state: _RankState, common_values: dict[str, Any]
+    ) -> None:
         try:
             ranks = self._gather_on_rank_0(rank_state)
             self._run_on_rank_0(lambda: self._remove_unfinished(folder, ranks))
@@ -257,22 +264,24 @@ class CheckpointManager:
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
-            rank_checksums = self._gather_on_rank_0(self._compute_checksums(folder))
-            common["checksums"] = {name: value for one in rank_checksums for name, value in one.items()}
-            self._run_on_rank_0(lambda: self._write_complete(folder, common, ranks))
+            rank_checksums = self._gather_on_rank_0(self._compute_rank_checksums(folder))
+            common_values["checksums"] = {
+                name: value for checksums in rank_checksums for name, value in checksums.items()
+            }
+            self._run_on_rank_0(lambda: self._write_complete(folder, common_values, ranks))
         except BaseException as error:  # torch's CheckpointException is not an Exception
             reason = _EXITED_DURING_SAVE if self._is_exiting else _describe_error(error)
-            message = f"The checkpoint of step {common['step']} was not written to {folder}: {reason}"
+            message = f"The checkpoint of step {common_values['step']} was not written to {folder}: {reason}"
             _logger.error(message)  # also logged, because a program may never call wait() after its last save
             self._write_error = FusedTPError(message)
             self._write_error.__cause__ = error
 
     def _remove_unfinished(self, folder: Path, ranks: list[_RankState]) -> None:
-        if len(steps := {one.step for one in ranks}) > 1:
+        if len(steps := {rank_state.step for rank_state in ranks}) > 1:
             raise ValueError(f"all ranks must save the same step, got {join_words(map(str, sorted(steps)))}.")
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _compute_checksums(self, folder: Path) -> dict[str, int | None]:
+    def _compute_rank_checksums(self, folder: Path) -> dict[str, int | None]:
         """Return the checksums of the files that this rank wrote; None for an unreadable file.
 
         Rank 0 raises for None after the gather. Raising here would leave the peers waiting in the gather.
@@ -280,33 +289,33 @@ class CheckpointManager:
         checksums: dict[str, int | None] = {}
         for path in [*folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]:
             try:
-                checksums[path.name] = _checksum(path)
+                checksums[path.name] = _compute_checksum(path)
             except OSError:
                 checksums[path.name] = None
         return checksums
 
-    def _write_complete(self, folder: Path, common: dict[str, Any], ranks: list[_RankState]) -> None:
+    def _write_complete(self, folder: Path, common_values: dict[str, Any], ranks: list[_RankState]) -> None:
         optimizer = {
             "kind": None if self._optimizer is None else type(self._optimizer).__name__,
-            "groups": [group for one in ranks for group in one.optimizer["groups"]],
-            "values": {name: values for one in ranks for name, values in one.optimizer["values"].items()},
+            "groups": [group for rank_state in ranks for group in rank_state.optimizer["groups"]],
+            "values": {name: values for rank_state in ranks for name, values in rank_state.optimizer["values"].items()},
         }
-        if unreadable := [name for name, value in common["checksums"].items() if value is None]:
-            raise OSError(f"{folder / unreadable[0]} was written but cannot be read.")
-        content = {**common, "random": [one.random for one in ranks], "optimizer": optimizer}
-        with open(folder / f"{COMPLETE}.part", "wb") as file:
+        if unreadable_files := [name for name, value in common_values["checksums"].items() if value is None]:
+            raise OSError(f"{folder / unreadable_files[0]} was written but cannot be read.")
+        content = {**common_values, "random": [rank_state.random_state for rank_state in ranks], "optimizer": optimizer}
+        with open(folder / f"{COMPLETE_FILE}.part", "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(folder / f"{COMPLETE}.part", folder / COMPLETE)
+        os.replace(folder / f"{COMPLETE_FILE}.part", folder / COMPLETE_FILE)
         steps = self._complete_steps()
         for path in self.folder.iterdir():
             step = _parse_step(path)
-            if step is not None and step < steps[-1] and step not in steps[-self._keep :]:
-                # Remove COMPLETE first, so that a partly removed checkpoint does not count as complete. Failing to
+            if step is not None and step < steps[-1] and step not in steps[-self._kept_checkpoints :]:
+                # Remove COMPLETE_FILE first, so that a partly removed checkpoint does not count as complete. Failing to
                 # remove an old checkpoint must not fail this save.
                 with suppress(OSError):
-                    (path / COMPLETE).unlink(missing_ok=True)
+                    (path / COMPLETE_FILE).unlink(missing_ok=True)
                     shutil.rmtree(path)
 
     # -- restoring ----------------------------------------------------------------------------------------------------
@@ -319,25 +328,27 @@ class CheckpointManager:
                 is not visible to all ranks. All ranks raise, before anything is changed.
         """
         self.wait()
-        newest = self._exchange(max(self._complete_steps(), default=None) if self._rank == 0 else None)[0]
-        if newest is None:
+        newest_step = self._exchange(max(self._complete_steps(), default=None) if self._rank == 0 else None)[0]
+        if newest_step is None:
             return None
-        folder = self._folder_of(newest)
-        loading: _LoadedCheckpoint | None = None
+        folder = self._folder_of(newest_step)
+        loaded_checkpoint: _LoadedCheckpoint | None = None
         error_message = ""
         try:
-            loading = self._prepare_loading(folder)
+            loaded_checkpoint = self._prepare_loading(folder)
         except Exception as error:
             error_message = str(error) or type(error).__name__
-        reports = self._gather_on_rank_0((error_message, [] if loading is None else [*loading.model]))
-        self._run_on_rank_0(lambda: _check_reports(folder, reports, loading))
-        assert loading is not None
+        reports = self._gather_on_rank_0(
+            (error_message, [] if loaded_checkpoint is None else [*loaded_checkpoint.model])
+        )
+        self._run_on_rank_0(lambda: _check_reports(folder, reports, loaded_checkpoint))
+        assert loaded_checkpoint is not None
         # torch computes the offsets of DTensor shards on the default device and reads each back: slow if that is a GPU.
         with _suppress_no_group_warning(self._group), torch.device("cpu"):
-            planner_keywords: dict[str, Any] = {} if self._pickles else {"planner": PlainPlanner()}
+            planner_keywords: dict[str, Any] = {} if self._allows_pickles else {"planner": PlainPlanner()}
             reader, is_single_rank = self._make_reader(folder), self._group is None
             dcp.load(
-                loading.load_targets,
+                loaded_checkpoint.load_targets,
                 storage_reader=reader,
                 process_group=self._group,
                 no_dist=is_single_rank,
@@ -345,20 +356,20 @@ class CheckpointManager:
             )
         for module in self._modules:
             rank_state = get_model_state_dict(module)
-            set_model_state_dict(module, {name: loading.model[name] for name in rank_state})
+            set_model_state_dict(module, {name: loaded_checkpoint.model[name] for name in rank_state})
         if self._optimizer is not None:
-            _load_optimizer(self._optimizer, loading.optimizer)
-        common = loading.common
+            _load_optimizer(self._optimizer, loaded_checkpoint.optimizer)
+        common_values = loaded_checkpoint.common_values
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(common["scheduler"])
+            self._scheduler.load_state_dict(common_values["scheduler"])
         if self._data is not None:
-            self._data.load_state_dict(common["data"])
+            self._data.load_state_dict(common_values["data"])
         if self._extra is not None:
             self._extra.clear()
-            self._extra.update(common["extra"])
-        states = common["random"]
-        _set_random_state(states[self._rank] if len(states) == self._size else states[0])
-        return int(newest)
+            self._extra.update(common_values["extra"])
+        states = common_values["random"]
+        _set_random_state(states[self._rank] if len(states) == self._world_size else states[0])
+        return int(newest_step)
 
     def _prepare_loading(self, folder: Path) -> _LoadedCheckpoint:
         """Check the checkpoint and prepare the targets to load it into, without changing model or optimizer.
@@ -366,100 +377,120 @@ class CheckpointManager:
         Raises:
             ValueError: the checkpoint is damaged, or does not match model, optimizer or data.
         """
-        if not (folder / COMPLETE).exists():
+        if not (folder / COMPLETE_FILE).exists():
             raise ValueError(
-                f"{folder / COMPLETE} exists on rank 0 but not on rank {self._rank}. Use a folder that all ranks share."
+                f"{folder / COMPLETE_FILE} exists on rank 0 but not on rank {self._rank}. Use a folder that all ranks "
+                "share."
             )
         try:
-            if self._pickles:
-                common = torch.load(folder / COMPLETE, map_location="cpu", weights_only=False)
+            if self._allows_pickles:
+                common_values = torch.load(folder / COMPLETE_FILE, map_location="cpu", weights_only=False)
             else:
-                common = load_plain(folder / COMPLETE)
+                common_values = load_plain(folder / COMPLETE_FILE)
         except Exception as error:
             if (kind := refused_type(error)) is not None:
                 raise ValueError(
-                    f"{folder / COMPLETE} contains {kind}, and loading such objects can execute code from the file. "
-                    "Pass pickles=True to CheckpointManager if you trust this folder."
+                    f"{folder / COMPLETE_FILE} contains {kind}, and loading such objects can execute code from the "
+                    "file. Pass pickles=True to CheckpointManager if you trust this folder."
                 ) from None
-            raise ValueError(_damaged_message(folder / COMPLETE, _describe_error(error))) from error
-        for name in sorted(common["checksums"])[self._rank :: self._size]:
-            if not (folder / name).exists() or _checksum(folder / name) != common["checksums"][name]:
+            raise ValueError(_damaged_message(folder / COMPLETE_FILE, _describe_error(error))) from error
+        for name in sorted(common_values["checksums"])[self._rank :: self._world_size]:
+            if not (folder / name).exists() or _compute_checksum(folder / name) != common_values["checksums"][name]:
                 raise ValueError(_damaged_message(folder / name, "it is missing, or its checksum differs"))
-        given = {"scheduler": self._scheduler, "data": self._data, "extra": self._extra}
-        if lacks := [name for name, one in given.items() if one is not None and common[name] is None]:
+        managed_objects = {"scheduler": self._scheduler, "data": self._data, "extra": self._extra}
+        if missing_names := [
+            name for name, managed in managed_objects.items() if managed is not None and common_values[name] is None
+        ]:
             raise ValueError(
-                f"{folder} was saved without {join_words(lacks)}; omit it from the CheckpointManager, too."
+                f"{folder} was saved without {join_words(missing_names)}; omit {join_words(missing_names)} from the "
+                "CheckpointManager, too."
             )
         if self._data is not None:
-            self._data.check_state(common["data"])
+            self._data.check_state(common_values["data"])
         metadata = self._make_reader(folder).read_metadata()
         shapes, model = OriginalShapes(*self._modules), self._model_state()
-        seen = {
+        model_targets = {
             name: _to_saved_form(value, shapes.parameters_by_name.get(name), shapes) for name, value in model.items()
         }
-        for name, value in seen.items():
-            saved = getattr(metadata.state_dict_metadata.get(f"model.{name}"), "size", None)
-            if isinstance(value, Tensor) and saved != value.shape:
-                has = "does not contain it" if saved is None else f"contains it with shape {tuple(saved)}"
-                raise ValueError(
-                    f"{name!r} has shape {tuple(value.shape)} in this model, but {folder} {has}. Pass the saved model."
+        for name, value in model_targets.items():
+            saved_shape = getattr(metadata.state_dict_metadata.get(f"model.{name}"), "size", None)
+            if isinstance(value, Tensor) and saved_shape != value.shape:
+                difference = (
+                    "does not contain it" if saved_shape is None else f"contains it with shape {tuple(saved_shape)}"
                 )
-        loading = _LoadedCheckpoint(metadata, common, model, {"model": seen}, {})
+                raise ValueError(
+                    f"{name!r} has shape {tuple(value.shape)} in this model, but {folder} {difference}. Pass the "
+                    "saved model."
+                )
+        loaded_checkpoint = _LoadedCheckpoint(metadata, common_values, model, {"model": model_targets}, {})
         if self._optimizer is not None:
-            self._prepare_optimizer_state(self._optimizer, folder, shapes, loading)
-        return loading
+            self._prepare_optimizer_state(self._optimizer, folder, shapes, loaded_checkpoint)
+        return loaded_checkpoint
 
     def _prepare_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, folder: Path, shapes: OriginalShapes, loading: _LoadedCheckpoint
+        self,
+        optimizer: torch.optim.Optimizer,
+        folder: Path,
+        shapes: OriginalShapes,
+        loaded_checkpoint: _LoadedCheckpoint,
     ) -> None:
-        """Put empty optimizer tensors into `loading.optimizer`, and into `loading.load_targets` for the load."""
-        saved, saved_metadata = loading.common["optimizer"], loading.metadata.state_dict_metadata
-        if saved["kind"] != type(optimizer).__name__:
+        """Put empty optimizer tensors into `optimizer` and `load_targets` of `loaded_checkpoint`.
+
+        torch.distributed.checkpoint then loads the saved values into them.
+        """
+        saved_optimizer, saved_metadata = (
+            loaded_checkpoint.common_values["optimizer"],
+            loaded_checkpoint.metadata.state_dict_metadata,
+        )
+        if saved_optimizer["kind"] != type(optimizer).__name__:
             raise ValueError(
-                f"{folder} contains the state of {saved['kind'] or 'no optimizer'}, got {type(optimizer).__name__}. "
-                "Pass an optimizer of the saved class, or None."
+                f"{folder} contains the state of {saved_optimizer['kind'] or 'no optimizer'}, got "
+                f"{type(optimizer).__name__}. Pass an optimizer of the saved class, or None."
             )
-        options = {name: one for names, one in saved["groups"] for name in names}
-        keys: dict[str, list[str]] = defaultdict(list)
-        for kind, *path in (loading.metadata.planner_data or {}).values():
+        options_by_name = {name: options for names, options in saved_optimizer["groups"] for name in names}
+        tensor_keys_by_name: dict[str, list[str]] = defaultdict(list)
+        for kind, *path in (loaded_checkpoint.metadata.planner_data or {}).values():
             if kind == "optimizer":
-                keys[path[0]].append(path[1])
+                tensor_keys_by_name[path[0]].append(path[1])
         names, index = _names_by_parameter(shapes), 0
         states: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         load_targets: dict[str, dict[str, Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
             options_of_parameter: dict[str, Any] = {}  # options by parameter name
-            first = index
-            for index, parameter in enumerate(group["params"], first):
+            first_index = index
+            for index, parameter in enumerate(group["params"], first_index):
                 parameter_names = names[id(parameter)]
-                name = next((name for name in parameter_names if name in options), None)
+                name = next((name for name in parameter_names if name in options_by_name), None)
                 if name is None:
                     raise ValueError(
                         f"{folder} has no optimizer state of {parameter_names[0]!r}, which is in param group {number}."
                     )
-                options_of_parameter[name] = options[name]
+                options_of_parameter[name] = options_by_name[name]
                 tensors = {
-                    key: _empty_like(parameter, saved_metadata[f"optimizer.{name}.{key}"], shapes) for key in keys[name]
+                    key: _empty_like(parameter, saved_metadata[f"optimizer.{name}.{key}"], shapes)
+                    for key in tensor_keys_by_name[name]
                 }
                 if tensors:
                     load_targets[name] = {
                         key: _to_saved_form(value, parameter, shapes) for key, value in tensors.items()
                     }
-                if state := {**saved["values"].get(name, {}), **tensors}:
+                if state := {**saved_optimizer["values"].get(name, {}), **tensors}:
                     states[index] = state
-            index = first + len(group["params"])
-            shared: dict[str, Any] = next(iter(options_of_parameter.values()), {})
-            if different := [name for name, one in options_of_parameter.items() if repr(one) != repr(shared)]:
+            index = first_index + len(group["params"])
+            shared_options: dict[str, Any] = next(iter(options_of_parameter.values()), {})
+            if different_names := [
+                name for name, options in options_of_parameter.items() if repr(options) != repr(shared_options)
+            ]:
                 raise ValueError(
-                    f"param group {number} contains {next(iter(options_of_parameter))!r} and {different[0]!r}, which "
-                    f"{folder} has in groups with different options, such as lr. Put them into separate groups."
+                    f"param group {number} contains {next(iter(options_of_parameter))!r} and {different_names[0]!r}, "
+                    f"which {folder} has in groups with different options, such as lr. Put them into separate groups."
                 )
             group_options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**group_options, **shared, "params": [*range(first, index)]})
+            groups.append({**group_options, **shared_options, "params": [*range(first_index, index)]})
         if load_targets:
-            loading.load_targets["optimizer"] = load_targets
-        loading.optimizer.update(state=states, param_groups=groups)
+            loaded_checkpoint.load_targets["optimizer"] = load_targets
+        loaded_checkpoint.optimizer.update(state=states, param_groups=groups)
 
     # -- model and optimizer ------------------------------------------------------------------------------------------
 
@@ -477,7 +508,7 @@ class CheckpointManager:
                         "is not in the model. Create the optimizer after parallelize, fully_shard and pipeline."
                     )
 
-    def _optimizer_state(self, shapes: OriginalShapes) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _collect_optimizer_state(self, shapes: OriginalShapes) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Return {parameter name: {key: tensor}}, and the values that are not tensors.
 
         Rejected: torch's get_optimizer_state_dict, which runs an optimizer step if there is no state yet.
@@ -489,13 +520,13 @@ class CheckpointManager:
         for name, parameter in shapes.parameters_by_name.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    _check_sharded(name, key, value, parameter, shapes)
+                    _check_state_shape(name, key, value, parameter, shapes)
                     tensors.setdefault(name, {})[key] = _to_saved_form(value, parameter, shapes)
                 else:
                     values.setdefault(name, {})[key] = value
         names, groups = _names_by_parameter(shapes), []
         for group in self._optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+            options = {key: value for key, value in group.items() if key not in _NON_OPTION_KEYS}
             groups.append(([name for p in group["params"] for name in names[id(p)]], options))
         return tensors, {"groups": groups, "values": values}
 
@@ -505,12 +536,12 @@ class CheckpointManager:
         return self.folder / f"step-{step:08d}"
 
     def _make_reader(self, folder: Path) -> dcp.FileSystemReader:
-        return dcp.FileSystemReader(folder) if self._pickles else PlainReader(folder)
+        return dcp.FileSystemReader(folder) if self._allows_pickles else PlainReader(folder)
 
     def _complete_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in ascending order."""
         step_folders = ((path, _parse_step(path)) for path in self.folder.iterdir())
-        return sorted(step for path, step in step_folders if step is not None and (path / COMPLETE).exists())
+        return sorted(step for path, step in step_folders if step is not None and (path / COMPLETE_FILE).exists())
 
     def _check_folder(self) -> None:
         """Raise ValueError on all ranks if some rank does not see the folder of rank 0."""
@@ -530,8 +561,8 @@ class CheckpointManager:
             probe.unlink(missing_ok=True)
         if blind_ranks:
             raise ValueError(
-                f"rank{'s' if len(blind_ranks) > 1 else ''} {join_words(blind_ranks)} of {self._size} cannot see a "
-                f"file that rank 0 created in its folder; the folder of this rank {self._rank} is {self.folder}. "
+                f"rank{'s' if len(blind_ranks) > 1 else ''} {join_words(blind_ranks)} of {self._world_size} cannot "
+                f"see a file that rank 0 created in its folder; the folder of this rank {self._rank} is {self.folder}. "
                 "Pass the same folder on all ranks, on a shared file system."
             )
 
@@ -542,23 +573,23 @@ class CheckpointManager:
         """Return the values of all ranks on rank 0, and [] on other ranks."""
         if self._group is None:
             return [value]
-        gathered: list[Any] | None = [None] * self._size if self._rank == 0 else None
-        dist.gather_object(value, gathered, dst=0, group=self._group)
-        return gathered or []
+        rank_values: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
+        dist.gather_object(value, rank_values, dst=0, group=self._group)
+        return rank_values or []
 
     def _run_on_rank_0(self, action: Callable[[], None]) -> None:
         """Run `action()` on rank 0. If it raises, rank 0 raises its error, and all other ranks a ValueError."""
-        caught: Exception | None = None
+        action_error: Exception | None = None
         if self._rank == 0:
             try:
                 action()
             except Exception as error:
-                caught = error
-        message = [caught and (str(caught) or type(caught).__name__)]
+                action_error = error
+        message = [action_error and (str(action_error) or type(action_error).__name__)]
         if self._group is not None:
             dist.broadcast_object_list(message, src=0, group=self._group)
-        if caught is not None:
-            raise caught
+        if action_error is not None:
+            raise action_error
         if message[0] is not None:
             raise ValueError(message[0])
 
@@ -579,7 +610,7 @@ class _RankState(NamedTuple):
     """State of one rank apart from tensors."""
 
     step: int
-    random: dict[str, Any]
+    random_state: dict[str, Any]
     optimizer: dict[str, Any]
 
 
@@ -587,19 +618,19 @@ class _LoadedCheckpoint(NamedTuple):
     """Data of a checkpoint that is being loaded."""
 
     metadata: Metadata
-    common: dict[str, Any]  # contents of complete.pt
+    common_values: dict[str, Any]  # contents of complete.pt
     model: dict[str, Any]  # state dict that shares the model's memory
     # Targets for torch.distributed.checkpoint, which share memory with `model` and `optimizer`.
     load_targets: dict[str, Any]
     optimizer: dict[str, Any]  # state dict for optimizer.load_state_dict
 
 
-def _checksum(path: Path) -> int:
+def _compute_checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
     value = 0
     with open(path, "rb") as file:
-        while part := file.read(1 << 24):
-            value = zlib.crc32(part, value)
+        while chunk := file.read(1 << 24):
+            value = zlib.crc32(chunk, value)
     return value
 
 
@@ -625,15 +656,15 @@ def _to_saved_form(value: Any, parameter: nn.Parameter | None, shapes: OriginalS
     return shapes(value, parameter) if is_shaped_like_parameter and parameter is not None else value
 
 
-def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> Tensor:
-    """Allocate optimizer state of `parameter` for the tensor that the metadata `saved` of the checkpoint describes."""
-    dtype = saved.properties.dtype
-    if saved.size == shapes(parameter.detach(), parameter).shape:
+def _empty_like(parameter: nn.Parameter, saved_metadata: Any, shapes: OriginalShapes) -> Tensor:
+    """Allocate optimizer state of `parameter` for the tensor of the checkpoint that `saved_metadata` describes."""
+    dtype = saved_metadata.properties.dtype
+    if saved_metadata.size == shapes(parameter.detach(), parameter).shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(saved.size, dtype=dtype, device="cpu")
+    return torch.zeros(saved_metadata.size, dtype=dtype, device="cpu")
 
 
-def _check_sharded(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
+def _check_state_shape(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
     is_sharded = isinstance(shapes(parameter.detach(), parameter), (DTensor, OriginalShapeTensor))
     if is_sharded and value.numel() > 1 and value.shape != parameter.shape:
         raise ValueError(
@@ -653,14 +684,16 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
                 state[key] = value.to(state[key].device)
 
 
-def _check_reports(folder: Path, reports: list[tuple[str, list[str]]], loading: _LoadedCheckpoint | None) -> None:
+def _check_reports(
+    folder: Path, reports: list[tuple[str, list[str]]], loaded_checkpoint: _LoadedCheckpoint | None
+) -> None:
     """Raise ValueError if a rank cannot restore, or if the checkpoint has a name that no rank's model has."""
     for rank, (error_message, _) in enumerate(reports):
         if error_message:
             raise ValueError(f"rank {rank} cannot restore: {error_message}")
-    assert loading is not None
+    assert loaded_checkpoint is not None
     model_names = {name for _, names in reports for name in names}
-    for kind, *path in (loading.metadata.planner_data or {}).values():
+    for kind, *path in (loaded_checkpoint.metadata.planner_data or {}).values():
         if kind == "model" and path[0] not in model_names:
             raise ValueError(f"{folder} contains {path[0]!r}, which this model does not have. Pass the saved model.")
 
@@ -675,16 +708,16 @@ def _copy_to_cpu(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = OriginalShapeTensor.from_dtensor(value)
     if isinstance(value, OriginalShapeTensor):
-        return value.copy_to_cpu(_cpu_copy)
-    return _cpu_copy(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+        return value.copy_to_cpu(_copy_tensor_to_cpu)
+    return _copy_tensor_to_cpu(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _cpu_copy(t: Tensor) -> Tensor:
-    copied = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
-    return copied.copy_(t.detach(), non_blocking=True)
+def _copy_tensor_to_cpu(t: Tensor) -> Tensor:
+    cpu_tensor = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
+    return cpu_tensor.copy_(t.detach(), non_blocking=True)
 
 
-def _random_state() -> dict[str, Any]:
+def _capture_random_state() -> dict[str, Any]:
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if torch.accelerator.is_available():
         state["device"] = torch.get_device_module().get_rng_state()
@@ -706,8 +739,8 @@ def _parse_step(path: Path) -> int | None:
 
 def _describe_error(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
-        rank, (inner, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_describe_error(inner)}"
+        rank, (first_error, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {_describe_error(first_error)}"
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip()  # drop the C++ stack that torch appends
 
 

@@ -1,6 +1,6 @@
 """Folder of a trained model, which transformers loads without fused_tp: weights in fp32, configuration and tokenizer.
 
-It is written beside its place and renamed, so that a reader finds the old folder, the new one, or none.
+The folder is written under a temporary name and then renamed: a reader finds the old model, the new one, or none.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def check_folder(settings: TrainSettings) -> None:
     if folder is None:
         return
     if pretrained is not None and folder.resolve() == Path(pretrained).resolve():
-        raise ValueError(f"export: the run starts from the model in {folder}; give another folder.")
+        raise ValueError(f"export: the run starts from the model in {folder}; set another folder.")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"export: {folder} is not a folder; give a folder.")
+        raise ValueError(f"export must be a folder, got the file {folder}.")
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK_FILE).exists():
-        raise ValueError(f"export: {folder} has files that no export has written; give another folder.")
+        raise ValueError(f"export: {folder} contains files that no export has written; set another folder.")
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any, settings: TrainSettings, step: int) -> None:
@@ -53,26 +53,26 @@ def write_model(folder: Path, model: Any, tokenizer: Any, settings: TrainSetting
     from safetensors import SafetensorError
 
     folder = folder.resolve()
-    temporary = folder.with_name(f"{folder.name}.writing")
+    temporary_folder = folder.with_name(f"{folder.name}.writing")
     if is_writer := dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
+        temporary_folder.mkdir(parents=True)
     try:
         if isinstance(model, Pipeline):
-            model.save_pretrained(temporary)
+            model.save_pretrained(temporary_folder)
         else:
-            save_pretrained(model, temporary)
+            save_pretrained(model, temporary_folder)
     except SafetensorError as error:  # also raised for a full disk
-        raise OSError(f"the model cannot be written to {temporary}: {error}") from error
+        raise OSError(f"the model cannot be written to {temporary_folder}: {error}") from error
     if not is_writer:
         return
-    tokenizer.save_pretrained(temporary)
-    (temporary / MARK_FILE).write_text(
+    tokenizer.save_pretrained(temporary_folder)
+    (temporary_folder / MARK_FILE).write_text(
         json.dumps({"step": step, "settings": settings.model_dump(mode="json")}, indent=1)
     )
-    previous = folder.with_name(f"{folder.name}.replaced")
-    shutil.rmtree(previous, ignore_errors=True)
+    previous_folder = folder.with_name(f"{folder.name}.replaced")
+    shutil.rmtree(previous_folder, ignore_errors=True)
     if folder.exists():
-        folder.rename(previous)
-    temporary.rename(folder)
-    shutil.rmtree(previous, ignore_errors=True)
+        folder.rename(previous_folder)
+    temporary_folder.rename(folder)
+    shutil.rmtree(previous_folder, ignore_errors=True)

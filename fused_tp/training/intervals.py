@@ -11,7 +11,7 @@ class Intervals:
     """Set of times as ordered intervals that neither overlap nor touch.
 
     Args:
-        given: intervals (start, stop) in any order; they may overlap.
+        intervals: pairs (start, stop) in any order; they may overlap.
 
     Attributes:
         length: total length of all intervals.

@@ -31,7 +31,7 @@ class RunLog:
     def __init__(self, run: TrainingRun, *, writes: bool) -> None:
         self._run, self._writes = run, writes
         self._settings = run.settings
-        self._events: Any = None
+        self._summary_writer: Any = None
         self._machine: Machine | None = None
         if not writes:
             return
@@ -41,12 +41,12 @@ class RunLog:
             self._machine = machine_of_gpu(torch.cuda.get_device_name())
         self._settings.out.mkdir(parents=True, exist_ok=True)
         self._file = self._settings.out / LOG_FILE
-        if run.done == 0:
+        if run.done_steps == 0:
             self._file.unlink(missing_ok=True)
         if self._settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self._settings.out))
+            self._summary_writer = SummaryWriter(str(self._settings.out))
 
     def start(self) -> None:
         """Print the model, the parallel dims and the settings of the run."""
@@ -59,7 +59,11 @@ class RunLog:
             else f"{parameter_count:,.0f} parameters"
         )
         steps = self._settings.steps
-        progress = f"step {run.done} of {steps}" if run.done <= steps else f"step {run.done}, beyond steps={steps}"
+        progress = (
+            f"step {run.done_steps} of {steps}"
+            if run.done_steps <= steps
+            else f"step {run.done_steps}, beyond steps={steps}"
+        )
         self._print(
             f"{shape.name}, {parameters}, {run.config.shown()}, {self._settings.precision}; {progress}, "
             f"{self._settings.global_batch} rows of {self._settings.data.seq} tokens a step"
@@ -69,10 +73,10 @@ class RunLog:
                 "The model has dropout, which draws different random numbers on several ranks: losses differ from "
                 "one process. Set dropout to 0 in model.config to compare them."
             )
-        if run.done >= steps:
+        if run.done_steps >= steps:
             self._print("All steps are done: nothing to train. Increase steps, or change the folder of checkpoints.")
 
-    def step(self, step: TrainingStep) -> None:
+    def log_step(self, step: TrainingStep) -> None:
         """Log a step."""
         if not self._writes:
             return
@@ -85,9 +89,9 @@ class RunLog:
         self._record(
             "step", asdict(step) | {"tokens_per_second": tokens_per_second, "tflops_per_rank": tflops, "mfu": mfu}
         )
-        if self._events is not None:
+        if self._summary_writer is not None:
             for name in ("loss", "norm", "learning_rate", "seconds", "waited"):
-                self._events.add_scalar(name, getattr(step, name), step.number)
+                self._summary_writer.add_scalar(name, getattr(step, name), step.number)
         if step.number % self._settings.log_every == 0 or step.number == self._settings.steps:
             self._print(
                 f"step {step.number}: loss {step.loss:.4f}, norm {step.norm:.3f}, lr {step.learning_rate:.2e}, "
@@ -97,15 +101,15 @@ class RunLog:
                 f"{step.memory / 2**30:.2f} GiB" + (", skipped: gradients overflowed" if step.skipped else "")
             )
 
-    def evaluation(self, number: int, loss: float | None, sample: str | None) -> None:
+    def log_evaluation(self, number: int, loss: float | None, sample: str | None) -> None:
         """Log the evaluation loss and the sample after step `number`."""
         if not self._writes:
             return
         if loss is not None:
             self._record("evaluation", {"number": number, "loss": loss})
             self._print(f"step {number}: evaluation loss {loss:.4f}")
-            if self._events is not None:
-                self._events.add_scalar("evaluation loss", loss, number)
+            if self._summary_writer is not None:
+                self._summary_writer.add_scalar("evaluation loss", loss, number)
         if sample is not None:
             self._record("sample", {"number": number, "text": sample})
             self._print(f"step {number}: sample {sample!r}")
@@ -116,8 +120,8 @@ class RunLog:
             return
         if (folder := self._settings.export) is not None:
             self._print(f"The model is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r}).")
-        if self._events is not None:
-            self._events.close()
+        if self._summary_writer is not None:
+            self._summary_writer.close()
         try:
             draw_report(self._settings.out)
         except ModuleNotFoundError as error:

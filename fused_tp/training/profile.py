@@ -43,7 +43,7 @@ class StepProfiler:
         self, settings: TrainSettings, modules: Iterable[nn.Module], mesh: DeviceMesh, done_steps: int = 0
     ) -> None:
         assert settings.profile is not None
-        self._first_step, self._last_step = done_steps + settings.profile.first, done_steps + settings.profile.last
+        self._first_step, self._last_step = done_steps + settings.profile.first, done_steps + settings.profile.last_step
         self._folder, self._total_steps = settings.out / "traces", settings.steps
         if self._last_step > settings.steps and dist.get_rank() == 0:
             _logger.warning(

@@ -27,7 +27,7 @@ from fused_tp.parallelizing.grad_sync import no_sync
 from fused_tp.parallelizing.mesh import make_mesh
 from fused_tp.pipelining.pipeline import Pipeline, count_targets, takes_target_count
 from fused_tp.planning.build import build
-from fused_tp.planning.model_count import count_config, count_model, make_on_meta
+from fused_tp.planning.model_count import count_config, count_model, make_meta_model
 from fused_tp.training.batches import DistributedBatches
 from fused_tp.training.checkpoints import CheckpointManager
 from fused_tp.training.export import check_folder, write_model
@@ -36,7 +36,7 @@ from fused_tp.training.settings import OptimizerSettings, TrainSettings
 from fused_tp.training.text import Bytes, PackedText, load_text
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TARGET_COUNT = "num_items_in_batch"
+_TARGET_COUNT_KEY = "num_items_in_batch"
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class LossScale:
         """True if gradients may have overflowed because of the scale, so that a lower scale may help."""
         return self._is_used and self.value > 1
 
-    def update(self, finite: bool) -> None:
+    def update(self, is_finite: bool) -> None:
         if not self._is_used:
             return
-        good_steps = self._state["good_steps"] + 1 if finite else 0
-        if not finite:
+        good_steps = self._state["good_steps"] + 1 if is_finite else 0
+        if not is_finite:
             self._state["loss_scale"] = max(1.0, self.value / 2)
         elif good_steps == self.PATIENCE:
             self._state["loss_scale"], good_steps = self.value * 2, 0
@@ -107,7 +107,7 @@ class TrainingRun:
     if there is one.
 
     Attributes:
-        done: number of steps taken.
+        done_steps: number of steps taken.
         config: the ParallelConfig.
         shape: the ModelShape.
         has_dropout: True if the model has dropout.
@@ -154,9 +154,9 @@ class TrainingRun:
         self.batches = DistributedBatches(
             self.rows, self.mesh, settings.global_batch, shuffle=True, seed=settings.seed, epochs=None
         )
-        self._state: dict[str, Any] = {"shape": self.shape.summary()}
+        self._extra_state: dict[str, Any] = {"shape": self.shape.summary()}
         self.checkpoints: CheckpointManager | None = None
-        self.done = 0
+        self.done_steps = 0
         if settings.checkpoints is not None:
             self.checkpoints = CheckpointManager(
                 settings.checkpoints.folder,
@@ -164,31 +164,33 @@ class TrainingRun:
                 self.optimizer,
                 self.scheduler,
                 self.batches,
-                extra=self._state,
+                extra=self._extra_state,
                 keep=settings.checkpoints.keep,
             )
             self._restore(self.checkpoints)
-        self._scale = LossScale(self._state, settings.precision == "fp16")
+        self._loss_scale = LossScale(self._extra_state, settings.precision == "fp16")
         self._profiler: StepProfiler | None = None
         if settings.profile is not None:
             profiled_modules = self.model.stages.values() if isinstance(self.model, Pipeline) else [self.model]
-            self._profiler = StepProfiler(settings, profiled_modules, self.mesh, done_steps=self.done)
+            self._profiler = StepProfiler(settings, profiled_modules, self.mesh, done_steps=self.done_steps)
 
     def _restore(self, checkpoints: CheckpointManager) -> None:
         """Resume from the newest checkpoint; the current optimizer settings override the saved ones."""
-        options = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
-        own_shape = self._state["shape"]
-        self.done = checkpoints.restore() or 0
+        current_options = [
+            {name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups
+        ]
+        own_shape = self._extra_state["shape"]
+        self.done_steps = checkpoints.restore() or 0
         # restore() compares parameter shapes, which are equal for other numbers of heads and for untied weights.
-        for name, value in self._state.setdefault("shape", own_shape).items():
+        for name, value in self._extra_state.setdefault("shape", own_shape).items():
             if name != "name" and value != own_shape.get(name, value):
                 raise ValueError(
-                    f"{checkpoints.folder} has a model with {name}={value}, got {name}={own_shape[name]}. Train the "
-                    "model that was saved, or use another folder for checkpoints."
+                    f"{checkpoints.folder} contains a model with {name}={value}, got {name}={own_shape[name]}. Train "
+                    "the model that was saved, or use another folder for checkpoints."
                 )
-        self.scheduler.base_lrs = [group_options["initial_lr"] for group_options in options]
-        rate_share = learning_rate_share(self.settings.optimizer, self.done, self.settings.steps)
-        for group, group_options in zip(self.optimizer.param_groups, options, strict=True):
+        self.scheduler.base_lrs = [group_options["initial_lr"] for group_options in current_options]
+        rate_share = learning_rate_share(self.settings.optimizer, self.done_steps, self.settings.steps)
+        for group, group_options in zip(self.optimizer.param_groups, current_options, strict=True):
             group.update(group_options, lr=group_options["initial_lr"] * rate_share)
 
     def __enter__(self) -> TrainingRun:
@@ -203,10 +205,10 @@ class TrainingRun:
     def steps(self) -> Iterator[TrainingStep]:
         """Train until `settings.steps` steps are done; yield each step after it ran and its checkpoint was started."""
         checkpoint_settings = self.settings.checkpoints
-        if self.done >= self.settings.steps:
+        if self.done_steps >= self.settings.steps:
             return
         for batch in self.batches:
-            with nullcontext() if self._profiler is None else self._profiler.step(self.done + 1):
+            with nullcontext() if self._profiler is None else self._profiler.step(self.done_steps + 1):
                 step = self._step(batch)
             if checkpoint_settings is not None and (
                 step.number % checkpoint_settings.every == 0 or step.number == self.settings.steps
@@ -214,62 +216,65 @@ class TrainingRun:
                 assert self.checkpoints is not None
                 self.checkpoints.save(step.number)
             yield step
-            if self.done >= self.settings.steps:
+            if self.done_steps >= self.settings.steps:
                 return
 
     def _step(self, batch: dict[str, Tensor]) -> TrainingStep:
         waited_seconds, started = tracing.waited_seconds(), time.perf_counter()
         learning_rate = self.optimizer.param_groups[0]["lr"]
         loss = self._forward_backward(batch)
-        norm = self._clip()
+        norm = self._clip_gradients()
         skipped = not math.isfinite(norm)
-        if skipped and not self._scale.can_decrease:
+        if skipped and not self._loss_scale.can_decrease:
             raise FloatingPointError(
-                f"the gradients of step {self.done + 1} are not finite (loss {loss}, norm {norm}), and fp16 overflow "
-                "is not the cause; lower the learning rate, or check the rows of this step. The model was not changed."
+                f"the gradients of step {self.done_steps + 1} are not finite (loss {loss}, norm {norm}), and fp16 "
+                "overflow is not the cause; lower the learning rate, or check the rows of this step. The model was not "
+                "changed."
             )
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        self._scale.update(not skipped)
-        self.done += 1
+        self._loss_scale.update(not skipped)
+        self.done_steps += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         waited_seconds = tracing.waited_seconds() - waited_seconds
         seconds, memory, mean_waited = self._reduce_statistics(
-            time.perf_counter() - started, memory_peak(self.device), waited_seconds
+            time.perf_counter() - started, peak_memory_bytes(self.device), waited_seconds
         )
         tokens = self.settings.global_batch * self.settings.data.seq
-        return TrainingStep(self.done, loss, norm, learning_rate, tokens, seconds, mean_waited, skipped, int(memory))
+        return TrainingStep(
+            self.done_steps, loss, norm, learning_rate, tokens, seconds, mean_waited, skipped, int(memory)
+        )
 
     def _forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """Run forward and backward, and return the loss. Gradients are reduced over ranks, times the loss scale."""
         batch = self._move_to_device(batch)
-        targets = self._count_targets(batch)
+        target_count = self._count_targets(batch)
         # Data parallel ranks average gradients, so dividing by targets / ranks divides the sum by all targets.
-        batch[_TARGET_COUNT] = targets / self.config.data_parallel / self._scale.value
+        batch[_TARGET_COUNT_KEY] = target_count / self.config.data_parallel / self._loss_scale.value
         with self._autocast():
             total_loss = self.model.step(batch) if isinstance(self.model, Pipeline) else self._accumulate(batch)
-        return self._mean_over_ranks(total_loss) / self._scale.value
+        return self._mean_over_ranks(total_loss) / self._loss_scale.value
 
     def _accumulate(self, batch: dict[str, Tensor]) -> Tensor:
-        count = batch.pop(_TARGET_COUNT)
+        target_count = batch.pop(_TARGET_COUNT_KEY)
         microbatches = [t.chunk(self.config.microbatches) for t in batch.values()]
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        needs_no_sync = self.config.world_size == self.config.tp
+        gradients_need_no_sync = self.config.world_size == self.config.tp
         for index, values in enumerate(zip(*microbatches, strict=True), 1):
             is_last = index == self.config.microbatches
-            with nullcontext() if is_last or needs_no_sync else no_sync(self.model):
+            with nullcontext() if is_last or gradients_need_no_sync else no_sync(self.model):
                 arguments = dict(zip(batch, values, strict=True))
-                loss = self.model(**arguments, use_cache=False, num_items_in_batch=count).loss
+                loss = self.model(**arguments, use_cache=False, num_items_in_batch=target_count).loss
                 loss.backward()
             total_loss += loss.detach().double()
         return total_loss
 
-    def _clip(self) -> float:
+    def _clip_gradients(self) -> float:
         """Divide gradients by the loss scale, clip them, and return their norm before clipping."""
-        scale, clip = self._scale.value, self.settings.optimizer.clip
+        scale, clip = self._loss_scale.value, self.settings.optimizer.clip
         if isinstance(self.model, Pipeline):
             norm = self.model.clip_grad_norm_(clip * scale)
         else:
@@ -281,7 +286,7 @@ class TrainingRun:
     def export(self) -> None:
         """Write the model and its tokenizer to `settings.export`, if there is one. All ranks must call it."""
         if self.settings.export is not None:
-            write_model(self.settings.export, self.model, self.tokenizer, self.settings, self.done)
+            write_model(self.settings.export, self.model, self.tokenizer, self.settings, self.done_steps)
 
     # -- evaluation, samples ------------------------------------------------------------------------------------------
 
@@ -293,11 +298,11 @@ class TrainingRun:
         """
         if self.evaluation_rows is None:
             return None
-        total_loss, count = 0.0, 0
+        total_loss, total_targets = 0.0, 0
         for batch in DistributedBatches(self.evaluation_rows, self.mesh, self.settings.global_batch):
             arguments = self._move_to_device(batch)
-            targets = self._count_targets(arguments)
-            arguments[_TARGET_COUNT] = targets / self.config.data_parallel
+            target_count = self._count_targets(arguments)
+            arguments[_TARGET_COUNT_KEY] = target_count / self.config.data_parallel
             with self._autocast():
                 if isinstance(self.model, Pipeline):
                     loss = self.model.eval(arguments)
@@ -305,8 +310,11 @@ class TrainingRun:
                     self.model.eval()
                     loss = self.model(**arguments, use_cache=False).loss
                     self.model.train()
-            total_loss, count = total_loss + self._mean_over_ranks(loss) * int(targets), count + int(targets)
-        return total_loss / count
+            total_loss, total_targets = (
+                total_loss + self._mean_over_ranks(loss) * int(target_count),
+                total_targets + int(target_count),
+            )
+        return total_loss / total_targets
 
     @torch.no_grad()
     def sample(self) -> str | None:
@@ -317,7 +325,7 @@ class TrainingRun:
         generator = torch.Generator().manual_seed(self.settings.seed)
         tokens = list(self.tokenizer.encode(sample_settings.prompt))
         for _ in range(sample_settings.tokens):
-            logits = self._next_logits(tokens[-self.settings.data.seq :]).double().cpu()
+            logits = self._compute_next_logits(tokens[-self.settings.data.seq :]).double().cpu()
             if sample_settings.temperature == 0:
                 tokens.append(int(logits.argmax()))
             else:
@@ -325,16 +333,16 @@ class TrainingRun:
                 tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return str(self.tokenizer.decode(tokens))
 
-    def _next_logits(self, tokens: list[int]) -> Tensor:
+    def _compute_next_logits(self, tokens: list[int]) -> Tensor:
         """Return the logits [vocab] of the next token, equal on all ranks.
 
         Uses no KV cache, because pipelines do not support it.
         """
         position = len(tokens) - 1
         length_multiple = 2 * self.config.cp * self.config.tp
-        padded = tokens + [0] * (-len(tokens) % length_multiple)
+        padded_tokens = tokens + [0] * (-len(tokens) % length_multiple)
         rows = self.config.microbatches if self.config.pp > 1 else 1
-        input_ids = torch.tensor(padded, dtype=torch.int64, device=self.device).expand(rows, -1)
+        input_ids = torch.tensor(padded_tokens, dtype=torch.int64, device=self.device).expand(rows, -1)
         with self._autocast():
             if not isinstance(self.model, Pipeline):
                 self.model.eval()
@@ -355,31 +363,31 @@ class TrainingRun:
 
     def _move_to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Move the batch to the device. With context parallelism, join the rows of each microbatch."""
-        placed = {name: t.to(self.device) for name, t in batch.items()}
+        device_batch = {name: t.to(self.device) for name, t in batch.items()}
         if self.config.cp == 1:
-            return placed
-        return {name: t.reshape(self.config.microbatches, -1) for name, t in placed.items()}
+            return device_batch
+        return {name: t.reshape(self.config.microbatches, -1) for name, t in device_batch.items()}
 
     def _count_targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of targets over all data parallel ranks, an int64 scalar."""
-        targets = count_targets(batch)
+        target_count = count_targets(batch)
         for name in ("dp_replicate", "dp_shard", "ep"):
             if name in self.config.mesh_sizes and self.mesh[name].size() > 1:
-                dist.all_reduce(targets, group=self.mesh[name].get_group())
-        return targets
+                dist.all_reduce(target_count, group=self.mesh[name].get_group())
+        return target_count
 
     def _mean_over_ranks(self, loss: Tensor) -> float:
         """Return the mean loss over all ranks; ranks that share a batch have equal losses."""
-        mean = loss.detach().double().reshape(()).clone()
-        dist.all_reduce(mean)
-        return float(mean) / self.config.world_size
+        loss_sum = loss.detach().double().reshape(()).clone()
+        dist.all_reduce(loss_sum)
+        return float(loss_sum) / self.config.world_size
 
-    def _reduce_statistics(self, seconds: float, memory: int, waited: float) -> tuple[float, float, float]:
-        most = torch.tensor([seconds, float(memory)], dtype=torch.float64, device=self.device)
-        mean = torch.tensor(waited, dtype=torch.float64, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        dist.all_reduce(mean)
-        return float(most[0]), float(most[1]), float(mean) / self.config.world_size
+    def _reduce_statistics(self, seconds: float, memory: int, waited_seconds: float) -> tuple[float, float, float]:
+        maxima = torch.tensor([seconds, float(memory)], dtype=torch.float64, device=self.device)
+        waited_sum = torch.tensor(waited_seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        dist.all_reduce(waited_sum)
+        return float(maxima[0]), float(maxima[1]), float(waited_sum) / self.config.world_size
 
     def _autocast(self) -> Any:
         dtype = self._autocast_dtype
@@ -390,23 +398,24 @@ class TrainingRun:
         data = self.settings.data
         rows: Any = load_text(data.path, self.tokenizer, data.seq)
         _check_vocabulary("data.path", rows, vocab)
-        held_out: Any = None
+        evaluation_rows: Any = None
         if data.evaluation is not None:
-            held_out = load_text(data.evaluation, self.tokenizer, data.seq)
-            _check_vocabulary("data.evaluation", held_out, vocab)
+            evaluation_rows = load_text(data.evaluation, self.tokenizer, data.seq)
+            _check_vocabulary("data.evaluation", evaluation_rows, vocab)
         elif data.evaluation_rows:
-            kept = len(rows) - data.evaluation_rows
-            if kept < self.settings.global_batch:
+            training_rows = len(rows) - data.evaluation_rows
+            if training_rows < self.settings.global_batch:
                 raise ValueError(
-                    f"{data.path} has {len(rows)} rows, and evaluation_rows={data.evaluation_rows} leaves {kept} for "
-                    f"training; at least global_batch={self.settings.global_batch} are needed."
+                    f"{data.path} has {len(rows)} rows, and evaluation_rows={data.evaluation_rows} leaves "
+                    f"{training_rows} for training; training needs at least global_batch="
+                    f"{self.settings.global_batch}. Use more text, or reduce evaluation_rows."
                 )
-            rows, held_out = Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
-        if held_out is not None and len(held_out) < self.settings.global_batch:
+            rows, evaluation_rows = Subset(rows, range(training_rows)), Subset(rows, range(training_rows, len(rows)))
+        if evaluation_rows is not None and len(evaluation_rows) < self.settings.global_batch:
             raise ValueError(
-                f"evaluation needs at least global_batch={self.settings.global_batch} rows, got {len(held_out)}."
+                f"evaluation needs at least global_batch={self.settings.global_batch} rows, got {len(evaluation_rows)}."
             )
-        return rows, held_out
+        return rows, evaluation_rows
 
 
 def make_config(settings: TrainSettings) -> Any:
@@ -418,13 +427,13 @@ def make_config(settings: TrainSettings) -> Any:
     """
     from transformers import AutoConfig
 
-    wanted = settings.model
-    with _raise_as_value_error("the configuration of the model", wanted.config):
-        if wanted.pretrained is not None:
-            return AutoConfig.from_pretrained(wanted.pretrained, **wanted.config)
-        _check_config_keys(str(wanted.type), wanted.config)
-        given = {"vocab_size": 256} if settings.data.tokenizer == "bytes" else {}
-        return AutoConfig.for_model(str(wanted.type), **given | wanted.config)
+    model_settings = settings.model
+    with _raise_as_value_error("the configuration of the model", model_settings.config):
+        if model_settings.pretrained is not None:
+            return AutoConfig.from_pretrained(model_settings.pretrained, **model_settings.config)
+        _check_config_keys(str(model_settings.type), model_settings.config)
+        default_sizes = {"vocab_size": 256} if settings.data.tokenizer == "bytes" else {}
+        return AutoConfig.for_model(str(model_settings.type), **default_sizes | model_settings.config)
 
 
 def make_model(settings: TrainSettings) -> Any:
@@ -445,7 +454,7 @@ def make_model(settings: TrainSettings) -> Any:
 
 @contextmanager
 def _raise_as_value_error(description: str, settings: dict[str, Any]) -> Iterator[None]:
-    """Re-raise errors of transformers as ValueError. The message has the type of an unexpected error."""
+    """Re-raise errors of transformers as ValueError. The message names the type of an unexpected error."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -464,24 +473,30 @@ def _check_config_keys(model_type: str, config: dict[str, Any]) -> None:
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
-        similar = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1)
-        hint = f"did you mean {similar[0]!r}?" if similar else "transformers.CONFIG_MAPPING lists all model types."
+        similar_types = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1)
+        hint = (
+            f"did you mean {similar_types[0]!r}?"
+            if similar_types
+            else "transformers.CONFIG_MAPPING lists all model types."
+        )
         raise ValueError(f"model.type {model_type!r} is not a model type of transformers; {hint}")
     config_class = CONFIG_MAPPING[model_type]
-    names = {*config_class().to_dict(), *getattr(config_class, "attribute_map", {})}
-    if unknown := sorted(set(config) - names):
-        raise ValueError(f"model.config has {unknown[0]!r}, which is not a key of the configuration of {model_type}.")
+    known_keys = {*config_class().to_dict(), *getattr(config_class, "attribute_map", {})}
+    if unknown_keys := sorted(set(config) - known_keys):
+        raise ValueError(
+            f"model.config has {unknown_keys[0]!r}, which is not a key of the configuration of {model_type}."
+        )
 
 
 def _check_positions(model: Any, seq: int) -> None:
     """Raise ValueError if rows are longer than the model's table of positions; rotary embeddings have no limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     embedding_names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
     names = [name.rpartition(".")[2] for name in (*embedding_names, *dict(model.named_buffers()))]
-    if limit is not None and seq > limit and any("position" in name or name == "wpe" for name in names):
+    if max_positions is not None and seq > max_positions and any("position" in name or name == "wpe" for name in names):
         raise ValueError(
-            f"data.seq must be at most {limit}, the number of positions of the model, got {seq}. Use shorter rows, or "
-            "a model with more positions (max_position_embeddings or n_positions)."
+            f"data.seq must be at most {max_positions}, the number of positions of the model, got {seq}. Use shorter "
+            "rows, or a model with more positions (max_position_embeddings or n_positions)."
         )
 
 
@@ -492,10 +507,10 @@ def _has_dropout(model: Any) -> bool:
 
 def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW:
     """Create AdamW over the parameters of a module or a Pipeline; 1-D parameters have no weight decay."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable_parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable_parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable_parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -516,7 +531,7 @@ def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> f
     return settings.final_share + (1 - settings.final_share) * decayed_share
 
 
-def memory_peak(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank in bytes: of the GPU, or on a CPU of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
@@ -556,6 +571,6 @@ def check_sizes(settings: TrainSettings, ranks: int) -> None:
     check_folder(settings)
     config = make_config(settings)
     with _raise_as_value_error("the model", settings.model.config):
-        model = make_on_meta(config)
+        model = make_meta_model(config)
     shape = count_model(model)
     settings.parallel_config(ranks).check(shape, seq=settings.data.seq, global_batch=settings.global_batch)

@@ -92,7 +92,7 @@ class ProfileSettings(_SettingsPart):
     steps: PositiveInt = 3
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         return self.first + self.steps - 1
 
 
@@ -109,8 +109,8 @@ class TrainSettings(_SettingsPart):
         log_every: number of steps between two printed lines.
         machine: a name of `fused_tp.planning.hardware.MACHINES`, or a file of `fused-tp plan --measure`, with the peak
             FLOP/s that MFU refers to. None: by the name of the GPU.
-        export: folder in which the model is written after the last step, for `from_pretrained` of transformers alone;
-            see `fused_tp.training.export`. None: it is not written.
+        export: folder to which the model is written after the last step, so that `from_pretrained` of transformers can
+            load it without fused_tp; see `fused_tp.training.export`. None: no export.
         profile: steps to record for `fused-tp report`; None: no profile.
         out: folder of train.jsonl, report.png, the traces of `profile` and, with `tensorboard`, its event files.
     """
@@ -137,9 +137,9 @@ class TrainSettings(_SettingsPart):
 
     @model_validator(mode="after")
     def _check_profiled_steps(self) -> TrainSettings:
-        if self.profile is not None and self.profile.last > self.steps:
+        if self.profile is not None and self.profile.last_step > self.steps:
             raise ValueError(
-                f"profile records steps {self.profile.first} to {self.profile.last}, but the run ends with step "
+                f"profile records steps {self.profile.first} to {self.profile.last_step}, but the run ends with step "
                 f"{self.steps}; reduce profile.steps or profile.first"
             )
         return self
@@ -167,17 +167,17 @@ class TrainSettings(_SettingsPart):
         Raises:
             ValueError: a key is unknown or a value is invalid; the message names it.
         """
-        return cls.of(apply_changes(read_mapping(Path(path)), changes))
+        return cls.from_mapping(apply_changes(read_mapping(Path(path)), changes))
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> TrainSettings:
+    def from_mapping(cls, mapping: dict[str, Any]) -> TrainSettings:
         """Create settings from a mapping. Raises ValueError for an unknown key or an invalid value."""
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(mapping)
         except ValidationError as error:
             raise ValueError("; ".join(_error_text(one).rstrip(".") for one in error.errors()) + ".") from None
 
-    def least_ranks(self) -> int:
+    def minimum_ranks(self) -> int:
         """Return the minimum number of ranks: the product of the sizes in `parallel`."""
         return _make_parallel_config(self.parallel).world_size
 
@@ -187,13 +187,13 @@ class TrainSettings(_SettingsPart):
         Raises:
             ValueError: `parallel` does not support that number of ranks.
         """
-        given = dict(self.parallel)
-        return _make_parallel_config({"world_size": ranks} | given)
+        parallel_keys = dict(self.parallel)
+        return _make_parallel_config({"world_size": ranks} | parallel_keys)
 
 
-def _make_parallel_config(given: dict[str, Any]) -> ParallelConfig:
+def _make_parallel_config(parallel_keys: dict[str, Any]) -> ParallelConfig:
     try:
-        return ParallelConfig.from_dict(given)
+        return ParallelConfig.from_dict(parallel_keys)
     except TypeError as error:
         raise ValueError(f"parallel: {error}") from error
 
@@ -216,7 +216,7 @@ def apply_changes(settings: dict[str, Any], changes: Sequence[str]) -> dict[str,
         for parent in parents:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise ValueError(f"{change!r}: {parent!r} is not a mapping.")
+                raise ValueError(f"{change!r} sets a key of {parent!r}, which is not a mapping; set {parent!r} itself.")
         try:
             section[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:

@@ -36,14 +36,14 @@ class Bytes:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the same tokenizer as one of transformers, for `AutoTokenizer`."""
+        """Write an equivalent tokenizer of transformers, which `AutoTokenizer` can load."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        # The characters by which byte level tokenizers name bytes: printable ones themselves, others from 256 on.
-        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-        others = iter(range(256, 512))
-        vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+        # Byte-level tokenizers map printable bytes to their own characters, and other bytes to characters from 256 on.
+        printable_bytes = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        other_characters = iter(range(256, 512))
+        vocabulary = {chr(byte if byte in printable_bytes else next(other_characters)): byte for byte in range(256)}
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -106,22 +106,22 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
         ValueError: there is no text, its format is not supported, or it is shorter than one row.
     """
     if path is not None and not path.exists():
-        raise ValueError(f"{path} does not exist.")
+        raise ValueError(f"{path} does not exist; pass an existing file or folder of text.")
     if path is not None and path.suffix == ".npy":
-        return PackedText(_mapped_tokens(path), np.zeros(1, np.int64), seq)
-    parts, lengths = [], []
-    for document in _language_reference() if path is None else _read_documents(path):
+        return PackedText(_map_tokens(path), np.zeros(1, np.int64), seq)
+    token_arrays, lengths = [], []
+    for document in _load_language_reference() if path is None else _read_documents(path):
         ids = tokenizer.encode(document) if isinstance(document, str) else document
         if len(ids):
-            parts.append(np.asarray(ids, np.int32))
+            token_arrays.append(np.asarray(ids, np.int32))
             lengths.append(len(ids))
-    if not parts:
+    if not token_arrays:
         raise ValueError(f"{path} has no text; use a text file, or a folder of {', '.join(TEXT_SUFFIXES)} files.")
     starts = np.cumsum([0, *lengths[:-1]])
-    return PackedText(np.concatenate(parts), starts, seq)
+    return PackedText(np.concatenate(token_arrays), starts, seq)
 
 
-def _language_reference() -> Iterable[str]:
+def _load_language_reference() -> Iterable[str]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -129,35 +129,35 @@ def _language_reference() -> Iterable[str]:
     return topics.values()
 
 
-def _mapped_tokens(path: Path) -> np.ndarray[Any, Any]:
+def _map_tokens(path: Path) -> np.ndarray[Any, Any]:
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
-        why = str(error).rstrip(".")
-        raise ValueError(f"{path} is not a readable .npy file ({why}). It must be a 1-D integer array.") from error
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{path} is not a readable .npy file ({reason}). It must be a 1-D integer array.") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(f"{path} must be a 1-D integer array, got {tokens.dtype} of shape {tokens.shape}.")
     return tokens
 
 
-def _saved_rows(path: Path) -> Iterator[str | list[int]]:
+def _read_dataset_rows(path: Path) -> Iterator[str | list[int]]:
     from datasets import DatasetDict, load_from_disk
 
     try:
-        found = load_from_disk(str(path))
+        dataset = load_from_disk(str(path))
     except (OSError, ValueError, KeyError, IndexError) as error:  # IndexError: a dataset without rows
         raise ValueError(f"The dataset {path} has no rows or is not readable ({error!r}); save it again.") from error
-    if isinstance(found, DatasetDict) and "train" not in found:
-        raise ValueError(f"The dataset {path} has the splits {[*found]}, not 'train'; pass the folder of one split.")
-    table = found["train"] if isinstance(found, DatasetDict) else found
+    if isinstance(dataset, DatasetDict) and "train" not in dataset:
+        raise ValueError(f"The dataset {path} has the splits {[*dataset]}, not 'train'; pass the folder of one split.")
+    table = dataset["train"] if isinstance(dataset, DatasetDict) else dataset
     column = "input_ids" if "input_ids" in table.column_names else "text"
     if column not in table.column_names:
         raise ValueError(f"The dataset {path} needs a column 'text' or 'input_ids', got {table.column_names}.")
     for number, row in enumerate(table[column]):
         if not (isinstance(row, str) if column == "text" else _are_tokens(row)):
-            needed = "a string" if column == "text" else "a list of integers from 0"
+            requirement = "a string" if column == "text" else "a list of integers from 0"
             raise ValueError(
-                f"{column} of row {number} of the dataset {path} must be {needed}, got {reprlib.repr(row)}."
+                f"{column} of row {number} of the dataset {path} must be {requirement}, got {reprlib.repr(row)}."
             )
         yield row
 
@@ -175,7 +175,7 @@ def _parse_text(line: bytes) -> str:
 
 def _read_documents(path: Path) -> Iterator[str | list[int]]:
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-        yield from _saved_rows(path)
+        yield from _read_dataset_rows(path)
         return
     files: Iterable[Path] = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in files:
@@ -186,7 +186,7 @@ def _read_documents(path: Path) -> Iterator[str | list[int]]:
                         if line.strip():
                             yield _parse_text(line)
                     except (ValueError, KeyError, TypeError) as error:
-                        needed = 'it must be a JSON object in UTF-8 whose "text" is a string'
-                        raise ValueError(f"Line {number} of {file} is {reprlib.repr(line)}; {needed}.") from error
+                        requirement = 'it must be a JSON object in UTF-8 whose "text" is a string'
+                        raise ValueError(f"Line {number} of {file} is {reprlib.repr(line)}; {requirement}.") from error
         elif file.is_file() and (path.is_file() or file.suffix in TEXT_SUFFIXES):
             yield file.read_text(errors="replace")

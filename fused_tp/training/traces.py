@@ -60,7 +60,7 @@ class RankTrace:
     Attributes:
         groups: groups of the rank, by torch's group names.
         steps: number of steps that the trace covers; 1 if it has no step ranges.
-        exposed: communication that is not overlapped by compute.
+        exposed_communication: communication that is not overlapped by compute.
         seconds_by_module: time that is not exposed communication, by module, or by op outside of modules.
     """
 
@@ -71,7 +71,7 @@ class RankTrace:
     seconds: float
     compute: Intervals
     communication: list[Communication]
-    exposed: Intervals
+    exposed_communication: Intervals
     seconds_by_module: Mapping[str, float]
 
 
@@ -141,21 +141,29 @@ def _read_trace(file: Path) -> RankTrace:
         raise ValueError(f"{file} has no events; record at least one step, on a CPU or a GPU.")
     start, stop = covered_events[0].start, max(event.stop for event in covered_events)
     if device_events:
-        compute, communication, work = _split_gpu_events(events, groups)
+        compute, communication, work_ranges = _split_gpu_events(events, groups)
     else:
-        compute, communication, work = _split_cpu_events(
+        compute, communication, work_ranges = _split_cpu_events(
             [e for e in events if start <= e.start and e.stop <= stop], groups
         )
-        work.append(_WorkRange(start, stop, OUTSIDE_MODULES))
-    exposed = Intervals(span[:2] for span in communication).without(compute)
+        work_ranges.append(_WorkRange(start, stop, OUTSIDE_MODULES))
+    exposed_communication = Intervals(span[:2] for span in communication).without(compute)
     seconds_by_module: dict[str, float] = defaultdict(float)
-    for span in work:
-        busy_seconds = span.stop - span.start - exposed.covered_length(span.start, span.stop)
+    for span in work_ranges:
+        busy_seconds = span.stop - span.start - exposed_communication.covered_length(span.start, span.stop)
         seconds_by_module[span.label] += busy_seconds
         seconds_by_module[span.enclosing_label] -= busy_seconds
     step_count, world_size = len({step.name for step in steps}) or 1, int(info.get("world_size", 1))
     return RankTrace(
-        int(rank), world_size, groups, step_count, stop - start, compute, communication, exposed, seconds_by_module
+        int(rank),
+        world_size,
+        groups,
+        step_count,
+        stop - start,
+        compute,
+        communication,
+        exposed_communication,
+        seconds_by_module,
     )
 
 
@@ -181,40 +189,40 @@ _SplitEvents = tuple[Intervals, list[Communication], list[_WorkRange]]
 
 def _split_gpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _SplitEvents:
     """Split kernels and copies into compute and communication, attributed to the op and module that launched them."""
-    computing, communication, work = list[tuple[float, float]](), list[Communication](), list[_WorkRange]()
+    compute_spans, communication, work_ranges = list[tuple[float, float]](), list[Communication](), list[_WorkRange]()
     cpu_events = (event for event in events if event.category not in _GPU_CATEGORIES)
-    launches = {
+    op_and_module_of_launch = {
         event.args.get("correlation"): (op, module.label) for event, op, module in _attribute_events(cpu_events)
     }
     for event in events:
         if event.category not in _GPU_CATEGORIES:
             continue
-        op, module = launches.get(event.args.get("correlation", -1), (None, event.name))
+        op, module = op_and_module_of_launch.get(event.args.get("correlation", -1), (None, event.name))
         if "Collective name" not in event.args and not _COMMUNICATION_NAME.search(event.name):
-            computing.append((event.start, event.stop))
-            start = work[-1].stop if work else event.start
-            work.append(_WorkRange(min(start, event.stop), max(start, event.stop), module))
+            compute_spans.append((event.start, event.stop))
+            start = work_ranges[-1].stop if work_ranges else event.start
+            work_ranges.append(_WorkRange(min(start, event.stop), max(start, event.stop), module))
             continue
         name = str(event.args.get("Collective name") or event.name.removeprefix("void ").split("(")[0])
         default_group = TraceGroup(str(event.args.get("Process Group Description") or ""))
         group = groups.get(str(event.args.get("Process Group Name")), default_group)
         is_message = op is None and "SendRecv" in event.name and "all_to_all" not in name
         communication.append(Communication(event.start, event.stop, _op_name(op) if op else name, group, is_message))
-    return Intervals(computing), communication, work
+    return Intervals(compute_spans), communication, work_ranges
 
 
 def _split_cpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _SplitEvents:
     """Split events of the computing thread and of gloo's threads into compute and communication, including waits."""
-    busiest = Counter(event.thread for event in events if not event.name.startswith("gloo:")).most_common(1)
-    main_thread = busiest[0][0] if busiest else None
+    busiest_threads = Counter(event.thread for event in events if not event.name.startswith("gloo:")).most_common(1)
+    main_thread = busiest_threads[0][0] if busiest_threads else None
     groups_by_ranks = {group.ranks: group for group in groups.values() if len(group.ranks) > 1}
     # Gloo's ranges do not name their group.
     only_group = groups_by_ranks.popitem()[1] if len(groups_by_ranks) == 1 else TraceGroup()
     thread_events = (
         event._replace(thread=main_thread) if event.name.startswith("gloo:") else event for event in events
     )
-    computing, waits = list[tuple[float, float]](), list[tuple[float, float]]()
-    communication, work = list[Communication](), list[_WorkRange]()
+    compute_spans, wait_spans = list[tuple[float, float]](), list[tuple[float, float]]()
+    communication, work_ranges = list[Communication](), list[_WorkRange]()
     # By start of an op; the last "waited" range inside an op has its total.
     waited_ops: dict[float, tuple[_Event, float, TraceGroup]] = {}
     gloo_op_starts: set[float] = set()  # starts of ops whose communication appears in gloo's ranges
@@ -226,27 +234,27 @@ def _split_cpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]
             communication.append(Communication(*span, _op_name(op) if op else name, only_group, is_message))
             gloo_op_starts |= {op.start} if op else set()
             continue
-        work.append(module)
+        work_ranges.append(module)
         wait_match = _WAIT_NAME.fullmatch(event.name)
         if wait_match and wait_match["seconds"]:
             if op is not None:
                 waited_ops[op.start] = op, float(wait_match["seconds"]), groups.get(wait_match[2], TraceGroup())
         elif wait_match:
-            waits.append(span)
+            wait_spans.append(span)
             if wait_match[3]:
                 communication.append(Communication(*span, "exchange", groups.get(wait_match[3], TraceGroup())))
         elif op is event or (event.category != "user_annotation" and _COMPUTE_NAME.match(event.name)):
-            computing.append(span)
+            compute_spans.append(span)
     # The trace has only the length of a wait in native code, not its start: assume that it ends with the op.
     for op, seconds, group in (waited_ops[start] for start in waited_ops.keys() - gloo_op_starts):
         wait_start = max(op.start, op.stop - seconds)
-        waits.append((wait_start, op.stop))
+        wait_spans.append((wait_start, op.stop))
         communication.append(Communication(wait_start, op.stop, _op_name(op), group))
-    return Intervals(computing).without(Intervals(waits)), communication, work
+    return Intervals(compute_spans).without(Intervals(wait_spans)), communication, work_ranges
 
 
 def _attribute_events(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | None, _WorkRange]]:
-    """Yield (event, op, work): `op` is the outermost op of fused_tp around it, `work.label` its module.
+    """Yield (event, op, work): `op` is the outermost op of fused_tp around `event`, and `work.label` is its module.
 
     The module is the innermost range named by the program, FSDP or `with_stack`. In backward it is the module whose
     forward created the autograd node; outside modules, the op itself. Ranges of a thread are nested, except gloo's.

@@ -179,7 +179,7 @@ def test_doctor_names_what_was_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "wrong": {"fused_kernel: all_gather_matmul in bfloat16": "on rank 3 2.00% of the result are wrong"},
     }
     (tmp_path / "autotune-2.json").write_text(json.dumps(kept))
-    good, bad = doctor._autotuned_schedules()
+    good, bad = doctor._examine_autotuned_schedules()
     assert good.name == "NVIDIA H100" and good.value.startswith("1 choices for ranks [8]")
     assert bad.status == doctor.PROBLEM and "fused_kernel" in bad.name and "autotune-2.json" in bad.advice
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.gpu_ranks import random_normal, set_all_flags
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
-from fused_tp.selftest.kernel_calls import DIRECT, RINGS, SUMS, RankCall, error_of, make_call, matmul64, prepared
+from fused_tp.selftest.kernel_calls import DIRECT, RINGS, SUMS, RankCall, error_of, make_call, make_workspace, matmul64
 from fused_tp.selftest.kernels import CASES, GROUPS
 from fused_tp.selftest.kernels import check as check_case
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace
@@ -55,7 +55,7 @@ def test_cases_of_the_selftest(group: str) -> None:
 
 def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
     good, bad = (make_call(rank, op, (300, 520, 200), torch.bfloat16, seed) for seed in (1, 2))
-    workspace = prepared(rank, op, [good, bad], timeout_seconds=0.5)
+    workspace = make_workspace(rank, op, [good, bad], timeout_seconds=0.5)
     results = good.launch(workspace)
     rank.barrier()
     check(good, results, "the call before")
@@ -91,7 +91,7 @@ def captured(rank: LocalRank, op: str) -> None:
     """Capture one call in a graph and replay it with changed inputs, between eager calls."""
     shape = (300, 520, 200)
     calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed in range(0, 50, 5)]  # a ring's share one mask
-    workspace = prepared(rank, op, calls[:2])
+    workspace = make_workspace(rank, op, calls[:2])
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     with rank.in_turn(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -169,7 +169,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> None:
     """A rank with all flags set runs alone, as in the benchmarks; its peers' terms are zeros."""
     call = make_call(rank, op, shape, torch.bfloat16, 1)
-    workspace = prepared(rank, op, [call])
+    workspace = make_workspace(rank, op, [call])
     if rank.rank == 0:
         set_all_flags(workspace)
         for _ in range(5):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fused_tp.backends.registry import SCHEDULES
-from fused_tp.cli.tune import CHECKED
+from fused_tp.cli.tune import CHECKED_SIZES
 from fused_tp.core.group import resolve_group
 from fused_tp.ops.verify import verify
 from tests.distributed import test_copy_engine_schedule as engine_checks
@@ -141,7 +141,7 @@ def verified(group: Any, folder: str, dtype: torch.dtype) -> Any:
     if not torch.cuda.is_available():
         return "there is no GPU"
     with mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder):
-        found = [*verify(group, device, dtype, CHECKED, calls=20)]
+        found = [*verify(group, device, dtype, CHECKED_SIZES, calls=20)]
     return {f"{verdict.op} on {verdict.schedule}": verdict.problem for verdict in found if verdict.problem}
 
 

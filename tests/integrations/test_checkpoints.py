@@ -28,7 +28,7 @@ import fused_tp
 from fused_tp import CheckpointManager, DistributedBatches
 from fused_tp.nn.sharding import as_dtensors, packed_dims
 from fused_tp.pipelining import Pipeline
-from fused_tp.training.checkpoints import _checksum, _describe_error
+from fused_tp.training.checkpoints import _compute_checksum, _describe_error
 from tests.integrations.models import make, make_tokens, mesh_of
 from tests.workers import REPOSITORY, error_of, run_fresh, run_ranks
 
@@ -548,7 +548,7 @@ def test_restoring_runs_no_code_of_the_files(tmp_path: Path, where: str) -> None
             metadata.planner_data["mine"] = evil
             (step / ".metadata").write_bytes(pickle.dumps(metadata))
         common = torch.load(step / "complete.pt", weights_only=False)
-        common["checksums"][".metadata"] = _checksum(step / ".metadata")
+        common["checksums"][".metadata"] = _compute_checksum(step / ".metadata")
         if where == "complete.pt":
             common["extra"] = evil
         torch.save(common, step / "complete.pt")

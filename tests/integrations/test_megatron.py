@@ -544,7 +544,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
     with parallel(tp=2):
         config = TransformerConfig(**CONFIG, tensor_model_parallel_size=2)
         mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=nn.Linear, linear_fc2=nn.Linear))
-        refused("got Linear. Create it by a local spec", layer_spec, config, mlp)
+        refused("got Linear. Create base by a local spec", layer_spec, config, mlp)
         column = {"config": config, "init_method": nn.init.zeros_}
         refused(
             "defer_embedding_wgrad_compute", FusedColumnParallelLinear, 4, 4, **column, embedding_activation_buffer=[]

@@ -240,5 +240,5 @@ def test_refusals(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "qkv has shape", library.ring_flash_attn_qkvpacked_func, row, group=group)
     llama3, prepare = library.llama3_flash_attn_varlen_func, library.llama3_flash_attn_prepare_cu_seqlens
     refuses(TypeError, "of fused_tp, got", llama3, t, t, t, bounds, bounds, 12, 12, 1, slice(0, 12))
-    refuses(ValueError, "25 tokens cannot be shared evenly by 2 ranks", prepare, torch.tensor([0, 25]), True, 0, 2)
-    refuses(ValueError, "of 2 ranks the last is 1", prepare, torch.tensor([0, 24]), True, 2, 2)
+    refuses(ValueError, "must be a multiple of world_size=2, got 25", prepare, torch.tensor([0, 25]), True, 0, 2)
+    refuses(ValueError, "rank must be below world_size=2, got 2", prepare, torch.tensor([0, 24]), True, 2, 2)

@@ -56,7 +56,7 @@ def train(group: dist.ProcessGroup, runs: list[tuple[dict[str, Any], int | None]
     """Losses, norms, evaluation loss and sample of each run, which may stop after a step."""
     found = []
     for given, stop in runs:
-        with TrainingRun(TrainSettings.of(given)) as run:
+        with TrainingRun(TrainSettings.from_mapping(given)) as run:
             steps = []
             for step in run.steps():
                 steps.append(step)
@@ -100,14 +100,16 @@ def precisions(group: dist.ProcessGroup, settings: dict[str, Any]) -> list[list[
     found = []
     for precision in ("fp32", "bf16", "fp16"):
         for parallel in ({"tp": 2}, {"pp": 2, "microbatches": 2}):
-            with TrainingRun(TrainSettings.of({**settings, "precision": precision, "parallel": parallel})) as run:
+            with TrainingRun(
+                TrainSettings.from_mapping({**settings, "precision": precision, "parallel": parallel})
+            ) as run:
                 if precision == "fp16":
-                    run._state["loss_scale"] = 2.0**40  # overflows at first
+                    run._extra_state["loss_scale"] = 2.0**40  # overflows at first
                 steps = [*run.steps()]
                 skipped = [step.skipped for step in steps]
                 assert any(skipped) == (precision == "fp16"), skipped
                 if precision == "fp16":
-                    assert run._state["loss_scale"] == 2.0 ** (40 - sum(skipped))
+                    assert run._extra_state["loss_scale"] == 2.0 ** (40 - sum(skipped))
                     found.append([steps[0].loss])
                 else:
                     found.append([step.loss for step in steps])
@@ -143,7 +145,7 @@ def test_precisions(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    said = str(error_of(TrainSettings.of, settings_of(tmp_path, **change)))
+    said = str(error_of(TrainSettings.from_mapping, settings_of(tmp_path, **change)))
     assert says in said and not said.endswith("..")
 
 
@@ -166,7 +168,7 @@ def refusals(group: dist.ProcessGroup, folder: Path) -> list[str]:
         {"model": {"type": "llama", "config": {**SIZES, "hidden_act": "foo"}}},
         {"model": {"type": "llama", "config": {**SIZES, "num_attention_heads": 0}}},
     ]
-    return [str(error_of(TrainingRun, TrainSettings.of(settings_of(folder, **change)))) for change in changes]
+    return [str(error_of(TrainingRun, TrainSettings.from_mapping(settings_of(folder, **change)))) for change in changes]
 
 
 def test_runs_that_cannot_be(tmp_path: Path) -> None:
@@ -183,24 +185,27 @@ def test_runs_that_cannot_be(tmp_path: Path) -> None:
 
 def goes_on_as_others(group: dist.ProcessGroup, given: dict[str, Any]) -> list[str]:
     """Errors of runs that resume with another model, whose parameters have the same shapes."""
-    with TrainingRun(TrainSettings.of(given)) as run:
+    with TrainingRun(TrainSettings.from_mapping(given)) as run:
         list(run.steps())
     sizes = given["model"]["config"]
     others = {"tie_word_embeddings": True}, {"num_attention_heads": 8, "num_key_value_heads": 4}
     models = [{"type": "llama", "config": {**sizes, **other}} for other in others]
-    return [str(error_of(TrainingRun, TrainSettings.of({**given, "steps": 2, "model": model}))) for model in models]
+    return [
+        str(error_of(TrainingRun, TrainSettings.from_mapping({**given, "steps": 2, "model": model})))
+        for model in models
+    ]
 
 
 def test_another_model_of_the_same_shapes_does_not_go_on(tmp_path: Path) -> None:
     given = settings_of(tmp_path, steps=1, checkpoints={"folder": str(tmp_path / "saved"), "every": 1})
     ((tied, heads),) = run_fresh(1, goes_on_as_others, given)
-    assert "has a model with tied=False, got tied=True" in tied
-    assert "has a model with heads=4, got heads=8" in heads
+    assert "contains a model with tied=False, got tied=True" in tied
+    assert "contains a model with heads=4, got heads=8" in heads
 
 
 def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int, int, list[float]]:
     """Error of a run that cannot save, first and last step of the next run, and rates of one with other settings."""
-    settings = TrainSettings.of(given)
+    settings = TrainSettings.from_mapping(given)
     with TrainingRun(settings) as run:
         steps = run.steps()
         next(steps), next(steps)
@@ -213,10 +218,10 @@ def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with TrainingRun(settings) as run:
-        first, last = run.done, [step.number for step in run.steps()][-1]
+        first, last = run.done_steps, [step.number for step in run.steps()][-1]
     optimizer = {"learning_rate": 1e-4, "warmup": 2, "decay": "constant"}
     changes = {"steps": 8, "optimizer": optimizer, "profile": {"first": 2, "steps": 1}}  # counts its own steps
-    with TrainingRun(TrainSettings.of({**given, **changes})) as run:
+    with TrainingRun(TrainSettings.from_mapping({**given, **changes})) as run:
         return said, first, last, [step.learning_rate for step in run.steps()]
 
 
@@ -306,20 +311,24 @@ def test_loss_scales_of_other_precisions() -> None:
 
 def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
     """Write the log of a run, and return the error of a run with gradients that are not finite."""
-    settings = TrainSettings.of(given)
+    settings = TrainSettings.from_mapping(given)
     with TrainingRun(settings) as run:
         log = RunLog(run, writes=True)
         log.start()
         for step in run.steps():
-            log.step(step)
-        log.evaluation(run.done, run.evaluate(), None)
+            log.log_step(step)
+        log.log_evaluation(run.done_steps, run.evaluate(), None)
         log.close()
-    with TrainingRun(TrainSettings.of({**given, "optimizer": {"learning_rate": 1e30}})) as run:
+    with TrainingRun(TrainSettings.from_mapping({**given, "optimizer": {"learning_rate": 1e30}})) as run:
         return str(error_of(list, run.steps()))
 
 
 def first_lines(group: dist.ProcessGroup, given: dict[str, Any], capture: Path) -> str:
-    with open(capture, "w") as file, contextlib.redirect_stdout(file), TrainingRun(TrainSettings.of(given)) as run:
+    with (
+        open(capture, "w") as file,
+        contextlib.redirect_stdout(file),
+        TrainingRun(TrainSettings.from_mapping(given)) as run,
+    ):
         RunLog(run, writes=True).start()
     return capture.read_text()
 
@@ -367,12 +376,14 @@ def exported(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> list[Any]:
     """Export after two steps, twice; return the logits of LOAD's text in each parallel model."""
     found = []
     for given in runs:
-        with TrainingRun(TrainSettings.of(given)) as run:
+        with TrainingRun(TrainSettings.from_mapping(given)) as run:
             assert len([*run.steps()]) == 2
             run.export()
             run.export()
             tokens = list("1 and 1é".encode())
-            found.append(torch.stack([run._next_logits(tokens[: end + 1]).detach() for end in range(len(tokens))]))
+            found.append(
+                torch.stack([run._compute_next_logits(tokens[: end + 1]).detach() for end in range(len(tokens))])
+            )
     return found
 
 
@@ -404,14 +415,16 @@ def test_train_exports_also_when_all_steps_are_done(tmp_path: Path, capfd: pytes
 
 def test_export_takes_no_folder_in_use(tmp_path: Path) -> None:
     def refusal(folder: Path, **changes: Any) -> str:
-        return str(error_of(check_folder, TrainSettings.of(settings_of(tmp_path, export=str(folder), **changes))))
+        return str(
+            error_of(check_folder, TrainSettings.from_mapping(settings_of(tmp_path, export=str(folder), **changes)))
+        )
 
-    assert "has files that no export has written" in refusal(tmp_path)
+    assert "contains files that no export has written" in refusal(tmp_path)
     assert "is not a folder" in refusal(tmp_path / "text" / "0.txt")
     assert "the run starts from the model in" in refusal(tmp_path / "new", model={"pretrained": str(tmp_path / "new")})
-    check_folder(TrainSettings.of(settings_of(tmp_path, export=str(tmp_path / "new"))))
+    check_folder(TrainSettings.from_mapping(settings_of(tmp_path, export=str(tmp_path / "new"))))
     (tmp_path / "fused_tp.json").touch()
-    check_folder(TrainSettings.of(settings_of(tmp_path, export=str(tmp_path))))
+    check_folder(TrainSettings.from_mapping(settings_of(tmp_path, export=str(tmp_path))))
 
 
 PROFILED: list[dict[str, Any]] = [
@@ -425,7 +438,7 @@ PROFILED: list[dict[str, Any]] = [
 def profiled(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> None:
     """Profile all runs; in the one over tensor parallel ranks, rank 1 is slow in an MLP."""
     for given in runs:
-        with TrainingRun(TrainSettings.of(given)) as run:
+        with TrainingRun(TrainSettings.from_mapping(given)) as run:
             if run.config.tp == 2 and group.rank() == 1:
                 run.model.model.layers[2].mlp.register_forward_hook(lambda *_: time.sleep(0.05))
             assert len([*run.steps()]) == 6
@@ -469,4 +482,6 @@ def test_profile_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_profile_of_steps_that_do_not_come(tmp_path: Path) -> None:
     given = settings_of(tmp_path, profile={"first": 6, "steps": 2})
-    assert "profile records steps 6 to 7, but the run ends with step 6" in str(error_of(TrainSettings.of, given))
+    assert "profile records steps 6 to 7, but the run ends with step 6" in str(
+        error_of(TrainSettings.from_mapping, given)
+    )

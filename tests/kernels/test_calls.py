@@ -27,7 +27,7 @@ from fused_tp.selftest.kernel_calls import (
     gather_call,
     ring_call,
     sum_call,
-    workspace_kind,
+    workspace_class_of,
 )
 from fused_tp.triton_kernels.comm.signals import Workspace
 from fused_tp.triton_kernels.gemm.tiles import GemmConfig, Launch
@@ -62,10 +62,10 @@ def made(group: Any, asked: Asked, seed: int) -> RankCall:
 
 def workspaces(group: Any, asked: list[Asked], calls: list[RankCall]) -> list[Any]:
     """Workspace of each call; calls of the same kind share one."""
-    kinds = [workspace_kind(op) for op, *_ in asked]
+    kinds = [workspace_class_of(op) for op, *_ in asked]
     found = {}
     for kind in dict.fromkeys(kinds):
-        nbytes = max(call.nbytes for call, own in zip(calls, kinds, strict=True) if own is kind)
+        nbytes = max(call.workspace_nbytes for call, own in zip(calls, kinds, strict=True) if own is kind)
         sizes: list[Any] = [None] * group.size()
         dist.all_gather_object(sizes, nbytes, group=group)
         found[kind] = kind(*allocate_cpu(resolve_group(group), max(sizes)), timeout_seconds=30.0)
@@ -91,7 +91,7 @@ def in_a_row(group: Any, asked: list[Asked], late_rank: int, first_call: int = 0
         assert int(workspace.state[0]) == first[workspace] + sum(other is workspace for other in used)
     for one, call, tensors in zip(asked, calls, results, strict=True):
         check(call, tensors, str(one))
-        assert not call.everywhere or all(same_everywhere(group, tensor) for tensor in tensors), one
+        assert not call.is_replicated or all(same_everywhere(group, tensor) for tensor in tensors), one
 
 
 SHAPES: list[tuple[tuple[int, int, int], torch.dtype, int]] = [

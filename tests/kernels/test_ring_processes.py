@@ -90,7 +90,7 @@ def ring_calls(group: Any, timeout_seconds: float) -> tuple[list[Any], Any]:
 
     rank = SimpleNamespace(rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), sms=5)
     calls = [ring_call(rank, "ring", (21 + seed % 3, 2, 8), torch.float32, seed) for seed in range(5)]
-    buffer, handle = allocate_cpu(resolve_group(group), max(call.nbytes for call in calls))
+    buffer, handle = allocate_cpu(resolve_group(group), max(call.workspace_nbytes for call in calls))
     return calls, ring_keys.RingWorkspace(buffer, handle, timeout_seconds=timeout_seconds)
 
 

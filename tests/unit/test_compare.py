@@ -13,7 +13,7 @@ pytest.importorskip("pydantic")
 
 from fused_tp.cli.compare import SMALL_LLAMA, add_arguments, make_jobs, parse_ways
 from fused_tp.cli.compare_report import Comparison
-from fused_tp.cli.compare_result import Result
+from fused_tp.cli.compare_result import VariantResult
 from fused_tp.cli.main import main
 
 
@@ -72,13 +72,13 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "run it without torchrun" in capsys.readouterr().err
 
 
-def results(off: float) -> list[list[Result]]:
+def results(off: float) -> list[list[VariantResult]]:
     losses = [5.0 - 0.1 * step for step in range(12)]
     near = [loss + off for loss in losses]
     first = [9.0, 9.0]  # steps that are not timed
-    alone = Result("one process", 1, 1, 1024, first + [0.9] * 10, [0.0] * 12, losses, 2**30)
-    fused = Result("tp2", 2, 1, 1024, first + [0.5] * 10, [0.02] * 12, near, 2**29)
-    plain = Result("tp2, plain collectives", 2, 1, 1024, first + [0.6] * 10, [0.12] * 12, near, None)
+    alone = VariantResult("one process", 1, 1, 1024, first + [0.9] * 10, [0.0] * 12, losses, 2**30)
+    fused = VariantResult("tp2", 2, 1, 1024, first + [0.5] * 10, [0.02] * 12, near, 2**29)
+    plain = VariantResult("tp2, plain collectives", 2, 1, 1024, first + [0.6] * 10, [0.12] * 12, near, None)
     return [[alone], [fused, plain]]
 
 

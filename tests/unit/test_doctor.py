@@ -40,7 +40,7 @@ def test_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_processes_share_memory() -> None:
-    core, _ = doctor.native_core()
+    core, _ = doctor.import_native_core()
     if core is None:
         pytest.skip("the native core is not built")
     assert doctor._try_shared_memory(core)
@@ -84,13 +84,13 @@ BAD_SETTINGS = {
 def test_settings(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for value, advice in BAD_SETTINGS[name].items():
         monkeypatch.setenv(name, value)
-        found = {one.name: one for one in doctor._settings()}[name]
+        found = {one.name: one for one in doctor._examine_settings()}[name]
         assert found.status == (doctor.PROBLEM if advice else doctor.OK) and advice in found.advice
 
 
 def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown() -> dict[str, str]:
-        return {one.name: one.value for one in doctor._schedules(None) if one.name.endswith("cpu")}
+        return {one.name: one.value for one in doctor._examine_schedules(None) if one.name.endswith("cpu")}
 
     by_table = shown()
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "hierarchical")
@@ -119,23 +119,23 @@ def test_a_table_that_cannot_be_followed(
 ) -> None:
     (tmp_path / "table.json").write_text(table)
     monkeypatch.setenv("FUSED_TP_TABLE", str(tmp_path / "table.json"))
-    assert all(one.status == doctor.PROBLEM and said in one.advice for one in doctor._schedules(None))
+    assert all(one.status == doctor.PROBLEM and said in one.advice for one in doctor._examine_schedules(None))
 
 
 def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
     monkeypatch.setenv("CUDA_PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert doctor._cuda_compiler().value == f"none in {nvcc}, as CUDA_PATH says"
+    assert doctor._examine_cuda_compiler().value == f"none in {nvcc}, as CUDA_PATH says"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\necho Build cuda_11.8\n")
     nvcc.chmod(0o755)
-    found = doctor._cuda_compiler()
+    found = doctor._examine_cuda_compiler()
     assert (found.status, found.value) == (doctor.NOTE, "Build cuda_11.8") and "12.0 or later" in found.advice
     monkeypatch.delenv("CUDA_PATH")
     monkeypatch.setenv("PATH", os.devnull)
     monkeypatch.setattr(doctor, "TOOLKIT_NVCC", str(nvcc))
-    assert doctor._cuda_compiler().value == "Build cuda_11.8"
+    assert doctor._examine_cuda_compiler().value == "Build cuda_11.8"
 
 
 # -- machines with GPUs ------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_torchrun_takes_the_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     [command] = dry_run(capsys, "--per-node", "2", "--bind", "cores", "-m", "json.tool", "--indent", "2")
     monkeypatch.setattr(os, "environ", {"PET_RDZV_ID": "of the operator"})
-    arguments = launch_node._parser().parse_args(command[len(NODE) :])
+    arguments = launch_node._make_parser().parse_args(command[len(NODE) :])
     assert arguments.rdzv_id == "of the operator"  # Kubernetes
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
     nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -291,9 +291,9 @@ def test_shares_of_cores(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{cpu % 2}\n")
         (folder / "core_id").write_text(f"{cpu // 2 % 2}\n")
-    cpus = launch_node.in_order_of_cores(set(range(8)))
+    cpus = launch_node.sort_by_core(set(range(8)))
     assert cpus == [0, 4, 2, 6, 1, 5, 3, 7]
     assert [launch_node.share_of(rank, 4, cpus) for rank in range(4)] == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
     shares = [launch_node.share_of(rank, 3, cpus) for rank in range(3)]
     assert sorted(map(len, shares)) == [2, 3, 3] and set.union(*shares) == set(range(8))
-    assert launch_node.in_order_of_cores({9, 8}) == [8, 9]  # a machine without a topology of cores
+    assert launch_node.sort_by_core({9, 8}) == [8, 9]  # a machine without a topology of cores

@@ -17,7 +17,7 @@ from fused_tp.cli.plan import measure_this_machine
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
 from fused_tp.planning.hardware import MACHINES, Machine
-from fused_tp.planning.measure import LARGE_SIZES, LAYER_COUNT, SMALL_SIZES, LlamaSizes, machine_of
+from fused_tp.planning.measure import LARGE_SIZES, LAYER_COUNT, SMALL_SIZES, LlamaSizes, machine_from_timings
 from fused_tp.training.run import TrainingRun
 from fused_tp.training.settings import TrainSettings
 from tests.workers import run_fresh
@@ -45,7 +45,7 @@ SECONDS = {
 
 def machine(ranks: int) -> Machine:
     like = replace(MACHINES["h100"], peak_flops={"fp32": 1.0}, matmul_flops={"fp32": 1.0}, overlaps=False)
-    return machine_of(SECONDS, LARGE_SIZES["cpu"], ranks, like)
+    return machine_from_timings(SECONDS, LARGE_SIZES["cpu"], ranks, like)
 
 
 def layers(machine: Machine, sizes: LlamaSizes, **spread: int) -> float:
@@ -57,7 +57,7 @@ def layers(machine: Machine, sizes: LlamaSizes, **spread: int) -> float:
         seq=sizes.seq,
         global_batch=sizes.rows,
         precision="fp32",
-    ).layer
+    ).mean_layer_times
     return LAYER_COUNT * (forward + backward).total
 
 
@@ -80,7 +80,7 @@ def fastest_step(group: dist.ProcessGroup, settings: dict[str, Any]) -> float:
     """CPU seconds of the fastest step, which other programs change little."""
     torch.set_num_threads(1)
     seconds = []
-    with TrainingRun(TrainSettings.of(settings)) as run:
+    with TrainingRun(TrainSettings.from_mapping(settings)) as run:
         started = time.process_time()
         for _ in run.steps():
             seconds.append(time.process_time() - started)

@@ -150,9 +150,9 @@ def test_what_a_model_allows() -> None:
     one = decoder("one", layers=2, hidden=64, heads=8, kv_heads=1, intermediate=128, vocab=100)
     ParallelConfig(tp=8).check(one)  # a single key/value head is replicated
     for config, how, says in (
-        (ParallelConfig(tp=8), {}, "tp=8 does not divide its 4 key/value heads; 1, 2 and 4 do"),
-        (ParallelConfig(ep=4), {}, "ep=4 does not divide its 6 experts; 1, 2, 3 and 6 do"),
-        (ParallelConfig(pp=16, microbatches=16), {}, "16 stages of its 8 layers"),
+        (ParallelConfig(tp=8), {}, "tp=8 does not divide the 4 key/value heads; 1, 2 and 4 do"),
+        (ParallelConfig(ep=4), {}, "ep=4 does not divide the 6 experts; 1, 2, 3 and 6 do"),
+        (ParallelConfig(pp=16, microbatches=16), {}, "16 stages, got 8 layers"),
         (ParallelConfig(dp_shard=3, microbatches=2), {"global_batch": 8}, "cannot be split into 2 microbatches"),
         (ParallelConfig(cp=4, ulysses_size=4, tp=2), {}, "ulysses_size=4 does not divide the heads"),
     ):

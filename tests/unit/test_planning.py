@@ -117,9 +117,9 @@ def check_count(kind: str) -> ModelShape:
     """Check that every parameter of a model type with its default config is counted once; return its shape."""
     from transformers import CONFIG_MAPPING
 
-    from fused_tp.planning.model_count import count_model, make_on_meta
+    from fused_tp.planning.model_count import count_model, make_meta_model
 
-    model = make_on_meta(CONFIG_MAPPING[kind]())
+    model = make_meta_model(CONFIG_MAPPING[kind]())
     wanted = sum(parameter.numel() for parameter in model.parameters())
     shape = count_model(model)
     assert shape.parameters == wanted, kind
@@ -169,10 +169,10 @@ def test_a_counted_llama_costs_what_formulas_say() -> None:
         num_key_value_heads=4,
     )  # fmt: skip
     counted = find_shape(config)
-    assert counted.kinds[0].blocks == known.kinds[0].blocks and counted.attention == known.attention
+    assert counted.layer_kinds[0].blocks == known.layer_kinds[0].blocks and counted.attention == known.attention
     assert counted.flops(1, 512) == known.flops(1, 512)
     assert counted.parameters == known.parameters + 7 * 256  # norms
-    assert counted.output == known.output and counted.kinds[0].tensors == known.kinds[0].tensors
+    assert counted.output == known.output and counted.layer_kinds[0].tensor_count == known.layer_kinds[0].tensor_count
 
 
 def test_layers_of_several_kinds() -> None:
@@ -180,10 +180,14 @@ def test_layers_of_several_kinds() -> None:
     gpt_oss, llama4, moe = find_shape("gpt_oss"), find_shape("llama4"), find_shape("deepseek_v3")
     assert {one.window for one in gpt_oss.attention} == {128, None}
     assert gpt_oss.experts == (128,) and gpt_oss.active_parameters / 1e9 == pytest.approx(5.7, rel=0.01)
-    assert {layer.experts for layer in llama4.kinds} == {16}
-    dense, sparse = moe.kinds
-    assert moe.stages(1) == [(3, 58)] and not dense.experts and (sparse.experts, sparse.experts_per_token) == (256, 8)
-    assert moe.stages(2) == [(3, 28), (0, 30)]
+    assert {layer.experts for layer in llama4.layer_kinds} == {16}
+    dense, sparse = moe.layer_kinds
+    assert (
+        moe.layer_counts_of_stages(1) == [(3, 58)]
+        and not dense.experts
+        and (sparse.experts, sparse.experts_per_token) == (256, 8)
+    )
+    assert moe.layer_counts_of_stages(2) == [(3, 28), (0, 30)]
     assert moe.active_parameters / 1e9 == pytest.approx(37.5, rel=0.01)
 
     def of_rank(**sizes: int) -> CostModel:
@@ -200,7 +204,7 @@ def test_layers_of_several_kinds() -> None:
 def test_shared_layers_cost_memory_once_and_operations_each_time() -> None:
     pytest.importorskip("transformers")
     shape = find_shape("zamba2")
-    first, again = (kind for kind in shape.kinds if kind.attention)
+    first, again = (kind for kind in shape.layer_kinds if kind.attention)
     assert first.parameters > again.parameters and first.blocks == again.blocks
     assert shape.flops(1, 1) > 6 * shape.parameters
     assert any("Zamba2MambaMixer (in 54 of 54 layers) and Conv1d" in note for note in shape.notes)
@@ -424,7 +428,7 @@ def test_command_writes_the_best_plan_that_another_library_expresses(
     assert main(arguments) == 2 and "add --write FILE" in capsys.readouterr().err
     alone = recommend("llama-3-8b", 8, seq=4096, global_batch=32, words="megatron", top=2)
     assert len(alone) == 2
-    assert "it must be one of" in str(error_of(recommend, "llama-3-8b", 8, seq=64, global_batch=8, words="latin"))
+    assert "words must be one of" in str(error_of(recommend, "llama-3-8b", 8, seq=64, global_batch=8, words="latin"))
 
 
 def test_speed_is_a_range_where_one_is_published(capsys: pytest.CaptureFixture[str]) -> None:

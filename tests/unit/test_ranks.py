@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from fused_tp.cli.ranks import start_method
+from fused_tp.cli.ranks import choose_start_method
 
 SLEEP = """
 import time
@@ -26,7 +26,7 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long path of the temporary folder would make the name of a fork server's socket too long."""
     for folder, device, method in [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]:
         monkeypatch.setattr(tempfile, "gettempdir", lambda folder=folder: "/" + "x" * folder)
-        assert start_method(device) == method
+        assert choose_start_method(device) == method
 
 
 def test_a_command_that_is_ended_leaves_no_folder() -> None:

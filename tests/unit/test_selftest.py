@@ -31,7 +31,7 @@ from fused_tp.selftest.steps import (
     UNABLE_EXIT_CODE,
     Outcome,
     SelftestStep,
-    affordable,
+    choose_affordable,
     run_steps,
 )
 
@@ -106,7 +106,7 @@ def test_an_interruption_keeps_what_was_found(
 ) -> None:
     monkeypatch.setattr(selftest, "_find_gpus", lambda: selftest.Gpus("", 90, 1, "H100"))
     chosen = [step("first", FINDS), step("hangs", WRITES_AND_HANGS), step("never", "")]
-    monkeypatch.setattr(selftest, "steps", lambda *_: chosen)
+    monkeypatch.setattr(selftest, "make_steps", lambda *_: chosen)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in background jobs
 
     def interrupt() -> None:
@@ -184,9 +184,9 @@ def test_notes_of_steps(tmp_path: Path) -> None:
     ]
     notes = [one.note for one in outcomes]
     assert notes[:2] == ["exit code 1: 5 of 7 | right", "exit code 9: right  the last"]
-    assert notes[2:4] == ["5 of 7 | right", "ended after 2 s: 5 of 7 | right"] and "it did not run" in notes[4]
+    assert notes[2:4] == ["5 of 7 | right", "ended after 2 s: 5 of 7 | right"] and "the step did not run" in notes[4]
     seconds = f"{outcomes[0].seconds:.0f}"
-    assert f"| wrong | wrong | {seconds} | exit code 1: 5 of 7 \\| right |" in step_module.table(outcomes)
+    assert f"| wrong | wrong | {seconds} | exit code 1: 5 of 7 \\| right |" in step_module.format_table(outcomes)
 
 
 def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda.nccl, "version", broken)
     (tmp_path / "selftest.json").write_text('{"steps": [1]}')
     reads = f"print(open({str(tmp_path / 'selftest.json')!r}).read())"
-    monkeypatch.setattr(selftest, "steps", lambda *_: [step("reads", reads, gpu=False), step("on the GPU", "")])
+    monkeypatch.setattr(selftest, "make_steps", lambda *_: [step("reads", reads, gpu=False), step("on the GPU", "")])
     assert main(["selftest", "--out", str(tmp_path)]) == 2
     report = json.loads((tmp_path / "selftest.json").read_text())
     assert '"steps": []' in (tmp_path / "reads.log").read_text()
@@ -210,11 +210,13 @@ def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatc
 
 def test_no_step_runs_before_one_that_is_worth_more() -> None:
     for gpus in (1, 8):
-        steps = selftest.steps(90, None, gpus, Path("out"))
-        ranks = [one.rank for one in steps]
+        steps = selftest.make_steps(90, None, gpus, Path("out"))
+        ranks = [one.priority for one in steps]
         assert ranks == sorted(ranks)
         # All mandatory steps fit into the default time.
-        assert sum(one.least for one in steps if one.rank < 8) < 60 * selftest.DEFAULT_MINUTES - 60 * (gpus > 1)
+        assert sum(one.min_seconds for one in steps if one.priority < 8) < 60 * selftest.DEFAULT_MINUTES - 60 * (
+            gpus > 1
+        )
 
 
 def body(monkeypatch: pytest.MonkeyPatch, result: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -267,7 +269,7 @@ def test_an_archive_that_is_broken_or_of_another_triton_costs_nothing_else(
     from fused_tp.triton_kernels import archive
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel_cache, "compile_for", lambda *_: kernel_cache.Compiled(5, 0, [], 1.0))
+    monkeypatch.setattr(kernel_cache, "compile_for", lambda *_: kernel_cache.CompileResult(5, 0, [], 1.0))
     good, content = tmp_path / "good.tar.xz", os.urandom(9999)
     with tarfile.open(good, "w:xz") as tar:
         for name, text in (("KEY/__grp__k.json", b'["k.cubin"]'), ("KEY/k.cubin", content)):
@@ -321,7 +323,7 @@ def test_a_gpu_that_does_not_answer_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_most_valuable_steps_fit_first(tmp_path: Path) -> None:
     steps = [step("c", "", least=15, rank=3), step("a", "", least=10, rank=1), step("b", "", least=50, rank=2)]
-    assert affordable(steps, 30) == {"a", "c"}
+    assert choose_affordable(steps, 30) == {"a", "c"}
     outcomes, _ = run(steps, tmp_path, 30)
     assert {one.name: one.state for one in outcomes} == {"a": STATE_RIGHT, "b": STATE_LEFT_OUT, "c": STATE_RIGHT}
     # A step that takes all the time leaves none for the next.
@@ -344,7 +346,7 @@ def test_exit_status(
 ) -> None:
     obstacle = "no GPU" if gpu is None else ""
     monkeypatch.setattr(selftest, "_find_gpus", lambda: selftest.Gpus(obstacle, 90, 1, "H100"))
-    monkeypatch.setattr(selftest, "steps", lambda *_: [step("only", code, gpu=gpu is not False)])
+    monkeypatch.setattr(selftest, "make_steps", lambda *_: [step("only", code, gpu=gpu is not False)])
     (tmp_path / "of the user").write_text("kept")
     assert main(["selftest", "--out", str(tmp_path)]) == status
     assert (tmp_path / "of the user").read_text() == "kept"
@@ -459,7 +461,7 @@ def test_kernels_that_are_timed_or_wait_for_copies_are_compiled_ahead() -> None:
 
     copied = next(case for case in kernels.CASES if case.op == "copied")
     assert copied.is_compiled_ahead
-    with kernel_cache.recorded(90) as launches:
+    with kernel_cache.record_launches(90) as launches:
         kernels.launch_only(kernels.keep_first_shape(copied))
         assert [key for key in launches.keys if "all_gather_gemm_kernel" in key]
         before = len(launches.keys)
@@ -491,7 +493,7 @@ if sys.argv[2] == "unpack":
     assert archive.unpack(Path(sys.argv[1]), archive.cache_folder()) > 3
     assert archive.unpack(Path(sys.argv[1]), archive.cache_folder()) == 0
 compiled = []
-with kernel_cache.recorded(90, 0, 1) as launches:
+with kernel_cache.record_launches(90, 0, 1) as launches:
     for case in few:
         kernels.launch_only(case)
         launches.compile()
