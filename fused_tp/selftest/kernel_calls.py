@@ -421,7 +421,9 @@ def make_workspace(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_
     if op in NATIVE:
         return _make_collectives(rank, calls)
     if op in COPIED:
-        return prepare_copied_gather(rank, [call.launch for call in sorted(calls, key=lambda call: -call.workspace_nbytes)])
+        return prepare_copied_gather(
+            rank, [call.launch for call in sorted(calls, key=lambda call: -call.workspace_nbytes)]
+        )
     nbytes = max(max(rank.exchange(call.workspace_nbytes)) for call in calls)
     return prepare_workspace(
         rank, nbytes, warm_up, timeout_seconds=timeout_seconds, workspace_class=workspace_class_of(op)
