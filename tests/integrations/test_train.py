@@ -303,7 +303,7 @@ def test_loss_scales_of_other_precisions() -> None:
     state: dict[str, Any] = {}
     assert LossScale(state, is_used=False).value == 1
     scale = LossScale(state, is_used=True)
-    scale.update(finite=False)
+    scale.update(is_finite=False)
     state["shape"] = {}
     assert scale.value == 2.0**15 and LossScale(state, is_used=True).value == 2.0**15
     assert LossScale(state, is_used=False).value == 1 and [*state] == ["shape"]

@@ -28,7 +28,7 @@ def test_ways_become_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ways('--tp 2 --pp 2 --fsdp 4 --parallel {"tp":2,"cp":2}')
     assert asked["pp2"] == {"pp": 2, "microbatches": 4} and asked["tp2 x cp2"] == {"tp": 2, "cp": 2}
     found = [
-        (job.ranks, [(v.name, v.plain, v.threads) for v in job.settings])
+        (job.ranks, [(v.name, v.uses_plain_collectives, v.threads) for v in job.settings])
         for job in make_jobs(SMALL_LLAMA, asked, "cpu")
     ]
     assert found == [

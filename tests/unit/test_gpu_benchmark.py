@@ -380,7 +380,7 @@ def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
 
 def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for moment, (said, expected) in enumerate((("", {}), ("580.1, 1980 MHz, [N/A], 3201 MHz, [N/A]", CLOCKS))):
-        monkeypatch.setattr(gpu_timing, "output_of", lambda *command, said=said: said.splitlines())
+        monkeypatch.setattr(gpu_timing, "read_program_output", lambda *command, said=said: said.splitlines())
         assert gpu_timing.query_nvidia_smi(0, moment) == expected
 
 

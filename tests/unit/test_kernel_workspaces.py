@@ -131,7 +131,7 @@ def test_a_workspace_may_be_made_while_the_watch_looks_at_the_others() -> None:
 
     # Simulates the calling thread, which may run at any time.
     first.expired_wait = lambda: workspaces._slot("gather", 1, "op") and None
-    assert workspaces._expired() is None
+    assert workspaces._expired_wait() is None
 
 
 def test_a_failure_while_growing_makes_the_group_unusable() -> None:

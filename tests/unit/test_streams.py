@@ -181,9 +181,9 @@ def test_each_stream_of_four_ranks_has_a_queue_of_its_own(
 
         main = streams.own_streams(rank, torch.device("cuda", 0), 1)
         engine, kernels = CopyEngine(rank), FusedKernel(rank, None).workspaces
-        kinds = {*kernels._kinds, "device", "overlapped gather"}
+        kinds = {*kernels._constructors, "device", "overlapped gather"}
         assert kinds == {"sum", "gather", "ring", "device", "overlapped gather"}, "a kind that this does not know"
-        kernels._kinds = {kind: make_ring if kind == "ring" else make for kind in kinds}
+        kernels._constructors = {kind: make_ring if kind == "ring" else make for kind in kinds}
         for kind in sorted(kinds):
             kernels.reserve(kind, 1 << 20, "op")
         for length in (100, 1 << 16):  # the second length makes the workspace grow
