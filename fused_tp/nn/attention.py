@@ -177,7 +177,7 @@ class ParallelAttention(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
         check_bool(qk_norm=qk_norm, causal=causal, sinks=sinks)
-        check_layout(cp_layout, documents=True)
+        check_layout(cp_layout, has_documents=True)
         checked_window(window)
         world_size = check_mesh(mesh).size()
         check_head_sharding(num_heads, num_kv_heads, world_size)

@@ -74,10 +74,10 @@ def check_device(name: str, t: Tensor, like_name: str, like: Tensor) -> None:
         raise ValueError(f"{name} is on {t.device}, but {like_name} is on {like.device}; move one of them.")
 
 
-def check_shape(name: str, t: Tensor, shape: Sequence[int], why: str) -> None:
-    """Check that `t` has exactly `shape`; `why` explains the shape in the error."""
+def check_shape(name: str, t: Tensor, shape: Sequence[int], reason: str) -> None:
+    """Check that `t` has exactly `shape`; `reason` explains the shape in the error."""
     if tuple(t.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {tuple(shape)}, {why}.")
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {tuple(shape)}, {reason}.")
 
 
 def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "") -> None:
@@ -201,22 +201,22 @@ def to_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
     if bias is None:
         return list(weight), [], [False] * len(weight)
     if not isinstance(bias, (list, tuple)) or len(bias) != len(weight):
-        given = f"a list of {len(bias)}" if isinstance(bias, (list, tuple)) else type(bias).__name__
+        bias_text = f"a list of {len(bias)}" if isinstance(bias, (list, tuple)) else type(bias).__name__
         raise ValueError(
-            f"bias is {given}, but weight is a list of {len(weight)}; pass a bias or None for each weight."
+            f"bias is {bias_text}, but weight is a list of {len(weight)}; pass a bias or None for each weight."
         )
     return list(weight), [b for b in bias if b is not None], [b is not None for b in bias]
 
 
 def spread_biases(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
     """Undo `to_lists`: return a list with a bias or None for each weight."""
-    spread: list[Tensor | None] = [None] * len(has_bias)
+    bias_per_weight: list[Tensor | None] = [None] * len(has_bias)
     if biases:
-        remaining = iter(biases)
+        remaining_biases = iter(biases)
         for index, is_present in enumerate(has_bias):
             if is_present:
-                spread[index] = next(remaining)
-    return spread
+                bias_per_weight[index] = next(remaining_biases)
+    return bias_per_weight
 
 
 def bias_grads(

@@ -64,7 +64,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     d_shard: Tensor
     x: Tensor
     weight: Tensor
@@ -104,7 +104,7 @@ def _backward(s: SavedForBackward[_Args], d_shard: Tensor) -> dict[str, Any]:
 # -- backward: dx is an all_gather_matmul of dy; dW and db use the gathered dy ----------------------------------------
 
 
-def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
+def _gather_grads(schedule: Schedule, g: _BackwardArgs) -> list[Tensor]:
     """Return [dx, gathered dy], omitting those not needed."""
     size = g.x.shape[g.scatter_dim]
     if not g.needs_x:
@@ -115,17 +115,17 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     return grads if gathered is None else [*grads, gathered]
 
 
-def _grads_key(g: _Args | _Grads) -> ScheduleKey:
+def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:
     return ScheduleKey.from_shard("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
 
 
-def _grads_fake(g: _Grads) -> list[Tensor]:
+def _grads_fake(g: _BackwardArgs) -> list[Tensor]:
     shapes = [(g.x.shape, g.needs_x), ((*g.x.shape[:-1], g.weight.shape[0]), g.needs_d_output)]
     return [g.x.new_empty(shape) for shape, needed in shapes if needed]
 
 
-MATMUL_REDUCE_SCATTER_BACKWARD: Op[_Grads] = Op(
-    "matmul_reduce_scatter_backward", _Grads, "Tensor[]", _gather_grads, _grads_fake, key=_grads_key
+MATMUL_REDUCE_SCATTER_BACKWARD: Op[_BackwardArgs] = Op(
+    "matmul_reduce_scatter_backward", _BackwardArgs, "Tensor[]", _gather_grads, _grads_fake, key=_grads_key
 )
 
 

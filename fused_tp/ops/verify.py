@@ -49,7 +49,7 @@ LATE_CYCLES = 20_000_000  # GPU cycles
 CONCURRENT_ELEMENTS = 1 << 18
 EPS = 1e-6
 HEAD_DIM = 64
-_STARTED = "a check of it was started and did not come back; delete this line to check it again"
+_STARTED = "a check of this op was started and never finished; delete this line to check it again"
 
 TensorsByRank = list[list[Tensor]]
 

@@ -188,7 +188,7 @@ def test_what_ended_the_program_is_not_tried_again(how: type[BaseException], kep
         kinds = {"plain": Plain, "ends": Ends, "right": Quick}
         for outcome in fresh_ranks(2, found, str(tmp_path), "matmul_all_reduce", kinds, "60"):
             problems = outcome.unwrap()
-            assert "did not come back" in problems["ends"] and problems["right"] == ""
+            assert "never finished" in problems["ends"] and problems["right"] == ""
 
 
 def chosen(group: Any, folder: str) -> str:

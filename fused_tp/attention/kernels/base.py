@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.spec import ScoreFunction
 from fused_tp.core.availability import AVAILABLE, Availability
 
 
@@ -55,7 +55,7 @@ class StepRows(NamedTuple):
     row_sums: Tensor
 
     def select(self, rows: slice, keys: slice) -> StepRows:
-        """Views of the query rows `rows` and the key rows `keys`."""
+        """Return views of the query rows `rows` and the key rows `keys`."""
         q, out, grad_out = (x[:, rows] for x in (self.q, self.out, self.grad_out))
         return StepRows(
             q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], grad_out, self.row_sums[..., rows]
@@ -71,7 +71,7 @@ class GradientSums(NamedTuple):
     d_slopes: Tensor | None
 
     def select(self, rows: slice, keys: slice) -> GradientSums:
-        """Views of the query rows `rows` and the key rows `keys`."""
+        """Return views of the query rows `rows` and the key rows `keys`."""
         return GradientSums(self.dq[:, rows], self.dk[:, keys], self.dv[:, keys], self.d_slopes)
 
 
@@ -104,13 +104,23 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def forward(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
+        self,
+        step: Step,
+        score_function: ScoreFunction,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
     ) -> None:
-        """Add the attention of q to the keys k with values v to `state`. With `fresh`, `state` is uninitialized memory,
-        and is overwritten."""
+        """Add the attention of q to the keys k with values v to `state`.
+
+        With `fresh`, `state` is uninitialized memory, and is overwritten.
+        """
 
     def forward_single_step(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor
+        self, step: Step, score_function: ScoreFunction, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Return (out, lse), like `SoftmaxState.result`, for a call that consists of `step` only.
 
@@ -119,7 +129,7 @@ class AttentionKernel(ABC):
         return None
 
     @abstractmethod
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`.
 
         With p = exp(score - lse), p' = p after dropout, and dcap = the derivative of the softcap:
