@@ -21,8 +21,8 @@ Guaranteed:
 - the same result for the same arguments;
 - the busiest rank has no more work than the busiest rank of zigzag over the packed stream.
 
-Not guaranteed is how close each rank's work is to the mean: tests measure deviations within 1% for Zipf and uniform
-lengths. If a single token costs as much as a rank's share, the deviation is necessarily large.
+The deviation of a rank's work from the mean is not bounded. Tests measure at most 1% for Zipf and uniform lengths. If a
+single token costs as much as a rank's share, the deviation is necessarily large.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RowRanges
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport
 from fused_tp.core.pending import accumulate_dtype
 
-_ALIGNMENT_BYTES = 64  # bytes: a cache line, and the widest vector register
-_KEYS_READABLE_STAGE = 1  # stage
+_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
+_KEYS_READABLE_STAGE = 1  # first row of the table of stages above
 _NUM_SLOTS = 2
 _MAX_CACHED_LAYOUTS = 32  # maximum number of cached layouts per plan and rank
 

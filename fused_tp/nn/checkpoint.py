@@ -54,28 +54,28 @@ def gather_tensors(
     Args:
         keep_result: return the tensors on this rank; False: take part in gathering, and return {}.
     """
-    packed, dtensors = packed_dims(module), as_dtensors(module)
-    full: dict[str, Any] = {}
-    gathered: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
+    packed_dim_by_id, dtensors = packed_dims(module), as_dtensors(module)
+    full_tensors: dict[str, Any] = {}
+    gathered_by_id: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
     _wait_for_all_ranks(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
             if keep_result:
-                full[name] = tensor
+                full_tensors[name] = tensor
             continue
-        if id(tensor) not in gathered:
+        if id(tensor) not in gathered_by_id:
             dtensor = dtensors.get(id(tensor), tensor)
             full_tensor = dtensor.full_tensor() if isinstance(dtensor, DTensor) else dtensor
-            if id(tensor) in packed:
-                full_tensor = full_tensor.flatten(packed[id(tensor)], packed[id(tensor)] + 1)
+            if id(tensor) in packed_dim_by_id:
+                full_tensor = full_tensor.flatten(packed_dim_by_id[id(tensor)], packed_dim_by_id[id(tensor)] + 1)
             if not keep_result:
-                gathered[id(tensor)] = full_tensor.new_empty(0)
+                gathered_by_id[id(tensor)] = full_tensor.new_empty(0)
                 continue
             # full_tensor of a replicated parameter shares the parameter's memory.
-            gathered[id(tensor)] = full_tensor.detach().to(device or full_tensor.device, copy=True)
+            gathered_by_id[id(tensor)] = full_tensor.detach().to(device or full_tensor.device, copy=True)
         if keep_result:
-            full[name] = gathered[id(tensor)]
-    return full
+            full_tensors[name] = gathered_by_id[id(tensor)]
+    return full_tensors
 
 
 def _wait_for_all_ranks(tensors: Iterable[Any]) -> None:
@@ -145,8 +145,8 @@ class OriginalShapes:
         """Return the parameter with the longest name that `path` contains, because one name may end in another."""
         for length in range(len(path), 0, -1):
             for start in range(len(path) - length + 1):
-                if (found := self.parameters_by_name.get(".".join(path[start : start + length]))) is not None:
-                    return found
+                if (parameter := self.parameters_by_name.get(".".join(path[start : start + length]))) is not None:
+                    return parameter
         return None
 
     def __call__(self, value: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -83,27 +83,29 @@ class _DenseStorage:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def reserve(self, k: Tensor, v: Tensor, length: int, needed: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values with space for `needed` tokens; the first `length` tokens are kept."""
-        if self.max_length is not None and needed > self.max_length:
+    def reserve(self, k: Tensor, v: Tensor, length: int, needed_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values with space for `needed_tokens` tokens; the first `length` tokens are kept."""
+        if self.max_length is not None and needed_tokens > self.max_length:
             raise ValueError(
-                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence, but {needed} are "
-                "needed. Increase max_length, or omit it to let the cache grow."
+                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence, but {needed_tokens} "
+                "are needed. Increase max_length, or omit it to let the cache grow."
             )
-        used_rows, needed_rows = self.count_rows(length), self.count_rows(needed)
+        used_rows, needed_rows = self.count_rows(length), self.count_rows(needed_tokens)
         rows = max(needed_rows, 2 * used_rows, 16) if self.max_length is None else self.count_rows(self.max_length)
-        for name, new in (("keys", k), ("values", v)):
+        for name, new_tensor in (("keys", k), ("values", v)):
             stored: Tensor | None = getattr(self, name)
             if stored is not None:
-                held_format, new_format = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (stored, new))
-                if held_format != new_format and length > 0:
+                stored_format, new_format = (
+                    (x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (stored, new_tensor)
+                )
+                if stored_format != new_format and length > 0:
                     raise ValueError(
                         f"the {self.owner} holds {name} with (batch, kv_heads, head_dim, dtype, device) = "
-                        f"{held_format}, but got {new_format}. Call reset() before another batch."
+                        f"{stored_format}, but got {new_format}. Call reset() before another batch."
                     )
-                if held_format == new_format and needed_rows <= stored.shape[1]:
+                if stored_format == new_format and needed_rows <= stored.shape[1]:
                     continue
-            larger = new.new_empty((new.shape[0], rows, *new.shape[2:]))
+            larger = new_tensor.new_empty((new_tensor.shape[0], rows, *new_tensor.shape[2:]))
             if stored is not None and length > 0:
                 larger[:, :used_rows] = stored[:, :used_rows]
             setattr(self, name, larger)
@@ -168,25 +170,26 @@ class ContextCache(ABC):
                 autograd is recording.
         """
         k, v = _check_new_kv(k, v)
-        batch, new = k.shape[:2]
+        batch, num_new = k.shape[:2]
         added_lengths = _as_list(new_lengths)
         if added_lengths is None:
-            added_lengths = [new] * batch
-        elif len(added_lengths) != batch or not all(0 <= n <= new for n in added_lengths):
+            added_lengths = [num_new] * batch
+        elif len(added_lengths) != batch or not all(0 <= n <= num_new for n in added_lengths):
             raise ValueError(
-                f"new_lengths must be {batch} numbers from 0 to {new}, the number of new tokens, got {added_lengths}."
+                f"new_lengths must be {batch} numbers from 0 to {num_new}, the number of new tokens, got "
+                f"{added_lengths}."
             )
         old_lengths = self._current_lengths(batch)
         total_lengths = [length + n for length, n in zip(old_lengths, added_lengths, strict=True)]
         self._reserve(k, v, total_lengths)
-        count = self._layout.count
+        count_rows = self._layout.count
         for seqs, (first, last) in equal_length_runs(
             list(zip(old_lengths, total_lengths, strict=True)), self.writes_one_sequence
         ):
-            start, stop = count(first), count(last)
+            start, stop = count_rows(first), count_rows(last)
             if start < stop:
                 # The new tokens are the last ones of the sequence.
-                local_indices = torch.from_numpy(self._layout.indices(start, stop) - (last - new)).to(k.device)
+                local_indices = torch.from_numpy(self._layout.indices(start, stop) - (last - num_new)).to(k.device)
                 rows = torch.arange(start, stop, device=k.device)
                 self._write(seqs, rows, k[seqs].index_select(1, local_indices), v[seqs].index_select(1, local_indices))
         self._set_sequence_lengths(total_lengths)
@@ -332,7 +335,7 @@ class ContextKVCache(ContextCache):
 
     def crop(self, length: int) -> None:
         """Keep only the first `length` tokens of each sequence."""
-        check_int("length", length, 0, ": how many tokens of a sequence are kept")
+        check_int("length", length, 0, ", the number of tokens that are kept")
         self._token_counts = [min(count, length) for count in self._token_counts]
 
     def reorder(self, sequences: Tensor) -> None:
@@ -341,12 +344,14 @@ class ContextKVCache(ContextCache):
         storage = self._storage
         if storage.keys is None or storage.values is None:
             raise ValueError("the cache is empty, so reorder has no sequences. Call append first.")
-        order = sequences.tolist()
-        if not all(0 <= sequence < len(self._token_counts) for sequence in order):
-            raise ValueError(f"sequences must be numbers from 0 to {len(self._token_counts) - 1}, got {order}.")
+        sequence_indices = sequences.tolist()
+        if not all(0 <= sequence < len(self._token_counts) for sequence in sequence_indices):
+            raise ValueError(
+                f"sequences must be numbers from 0 to {len(self._token_counts) - 1}, got {sequence_indices}."
+            )
         sequences = sequences.to(storage.keys.device)
         storage.keys, storage.values = storage.keys[sequences], storage.values[sequences]
-        self._token_counts = [self._token_counts[sequence] for sequence in order]
+        self._token_counts = [self._token_counts[sequence] for sequence in sequence_indices]
 
     def _sequence_lengths(self) -> list[int]:
         return self._token_counts
@@ -358,9 +363,9 @@ class ContextKVCache(ContextCache):
         self._storage.reserve(k, v, self.length, max(lengths))
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        for held, new in ((self._storage.keys, k), (self._storage.values, v)):
-            assert held is not None  # allocated by _reserve
-            held[seqs].index_copy_(1, rows, new)
+        for stored, new_rows in ((self._storage.keys, k), (self._storage.values, v)):
+            assert stored is not None  # allocated by _reserve
+            stored[seqs].index_copy_(1, rows, new_rows)
 
     def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return *_require_filled(self._storage.keys, self._storage.values), None
@@ -434,7 +439,7 @@ class PagedContextKVCache:
     def crop(self, sequence: int, length: int) -> None:
         """Keep only the first `length` tokens of a sequence."""
         self._check_allocated(sequence)
-        check_int("length", length, 0, ": how many tokens of a sequence are kept")
+        check_int("length", length, 0, ", the number of tokens that are kept")
         self._length_of[sequence] = min(self._length_of[sequence], length)
         pages, num_kept = self._pages_of[sequence], self._num_pages(self._length_of[sequence])
         for page in pages[num_kept:]:
@@ -474,23 +479,23 @@ class PagedContextKVCache:
             sequence: self._num_pages(length) - len(self._pages_of[sequence])
             for sequence, length in zip(sequences, lengths, strict=True)
         }
-        missing = sum(max(0, n) for n in pages_to_add.values())
-        if missing > len(self._free_page_heap):
+        num_missing = sum(max(0, num_pages) for num_pages in pages_to_add.values())
+        if num_missing > len(self._free_page_heap):
             raise ValueError(
-                f"{missing} more pages of {self.page_size} tokens are needed, but only {len(self._free_page_heap)} of "
-                f"the {self.pages} pages of the cache are free. Call free() for finished sequences, or increase pages."
+                f"{num_missing} more pages of {self.page_size} tokens are needed, but only {len(self._free_page_heap)} "
+                f"of the {self.pages} pages of the cache are free. Call free() for finished sequences, or increase pages."
             )
         for name, x in (("keys", k), ("values", v)):
-            pool = getattr(self, f"_{name}")
-            if pool is None:
+            page_pool = getattr(self, f"_{name}")
+            if page_pool is None:
                 setattr(self, f"_{name}", x.new_empty((self.pages, self.page_size, *x.shape[2:])))
-            elif (*pool.shape[2:], pool.dtype, pool.device) != (*x.shape[2:], x.dtype, x.device):
+            elif (*page_pool.shape[2:], page_pool.dtype, page_pool.device) != (*x.shape[2:], x.dtype, x.device):
                 raise ValueError(
-                    f"{name} must have (kv_heads, head_dim) = {tuple(pool.shape[2:])}, {pool.dtype} and {pool.device}, "
-                    f"as the pages of the cache, got {tuple(x.shape[2:])}, {x.dtype} and {x.device}."
+                    f"{name} must have (kv_heads, head_dim) = {tuple(page_pool.shape[2:])}, {page_pool.dtype} and "
+                    f"{page_pool.device}, as the pages of the cache, got {tuple(x.shape[2:])}, {x.dtype} and {x.device}."
                 )
-        for sequence, n in pages_to_add.items():
-            self._pages_of[sequence] += [heapq.heappop(self._free_page_heap) for _ in range(n)]
+        for sequence, num_pages in pages_to_add.items():
+            self._pages_of[sequence] += [heapq.heappop(self._free_page_heap) for _ in range(num_pages)]
 
 
 class _PagedBatch(ContextCache):
@@ -515,20 +520,20 @@ class _PagedBatch(ContextCache):
         pages = _to_int64_cpu(self._pool._pages_of[self._sequences[seqs.start]]).to(rows.device)
         size = self._pool.page_size
         pool_rows = pages[rows // size] * size + rows % size
-        for pool, new in ((self._pool._keys, k), (self._pool._values, v)):
-            assert pool is not None
-            pool.flatten(0, 1).index_copy_(0, pool_rows, new[0])
+        for page_pool, new_rows in ((self._pool._keys, k), (self._pool._values, v)):
+            assert page_pool is not None
+            page_pool.flatten(0, 1).index_copy_(0, pool_rows, new_rows[0])
 
     def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         keys, values = _require_filled(self._pool._keys, self._pool._values)
-        pages = [self._pool._pages_of[sequence] for sequence in self._sequences]
-        max_pages = max(map(len, pages))
+        pages_by_sequence = [self._pool._pages_of[sequence] for sequence in self._sequences]
+        max_pages = max(map(len, pages_by_sequence))
         page_table = torch.tensor(
-            [sequence_pages + [0] * (max_pages - len(sequence_pages)) for sequence_pages in pages],
+            [sequence_pages + [0] * (max_pages - len(sequence_pages)) for sequence_pages in pages_by_sequence],
             dtype=torch.int32,
             device="cpu",
         )
-        return keys, values, page_table.view(len(pages), max_pages)
+        return keys, values, page_table.view(len(pages_by_sequence), max_pages)
 
 
 def _to_int64_cpu(numbers: Iterable[int]) -> Tensor:

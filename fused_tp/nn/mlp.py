@@ -18,7 +18,7 @@ from fused_tp.nn.linear import (
     check_nothing_dropped,
     check_positive,
     column_outputs,
-    linear_of,
+    require_linear,
 )
 from fused_tp.nn.norm import replicate_own_parameters
 from fused_tp.nn.sharding import Memo, check_mesh
@@ -115,7 +115,7 @@ class ParallelMLP(nn.Module):
         Example:
             >>> block.mlp = ParallelMLP.from_module(block.mlp, mesh=mesh["tp"])
         """
-        names = _find_names(module)
+        names = _find_layer_names(module)
         check_nothing_dropped(module, cls.__name__, {*filter(None, names), *_ACTIVATION_NAMES})
         if activation is None:
             candidates = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
@@ -136,8 +136,8 @@ class ParallelMLP(nn.Module):
         options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         for column in names[:2]:
             if column is not None:
-                mlp.add_module(column, ColumnParallelLinear.from_linear(linear_of(module, column), **options))
-        mlp.add_module(names[2], RowParallelLinear.from_linear(linear_of(module, names[2]), **options))
+                mlp.add_module(column, ColumnParallelLinear.from_linear(require_linear(module, column), **options))
+        mlp.add_module(names[2], RowParallelLinear.from_linear(require_linear(module, names[2]), **options))
         return mlp.train(module.training)
 
     def forward(self, x: Tensor, *, seq_len: int | None = None) -> Tensor:
@@ -155,7 +155,7 @@ class ParallelMLP(nn.Module):
         return down(self.activation(gate) * up)
 
 
-def _find_names(module: nn.Module) -> tuple[str | None, str, str]:
+def _find_layer_names(module: nn.Module) -> tuple[str | None, str, str]:
     for names in _LAYER_NAMES:
         if all(hasattr(module, name) for name in names if name is not None):
             return names

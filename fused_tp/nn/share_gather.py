@@ -58,9 +58,9 @@ class SharedGather:
         cached_x, cached_state, outputs = self.cached_outputs or (None, None, {})
         if cached_x is not x or cached_state != state or index not in outputs:
             outputs = dict(enumerate(column_forward(self.layers, x, *sizes)))
-            previous = _last_group.group()
-            if previous is not None:
-                previous.cached_outputs = None
+            previous_group = _last_group.group()
+            if previous_group is not None:
+                previous_group.cached_outputs = None
             _last_group.group = weakref.ref(self)
         output = outputs.pop(index)
         self.cached_outputs = (x, state, outputs) if outputs else None
@@ -91,7 +91,7 @@ def share_gather(layers: Sequence[Any]) -> None:
     """
     group = SharedGather(layers)
     for index, layer in enumerate(layers):
-        layer._shared = (group, index)
+        layer._shared_gather = (group, index)
 
 
 def _modes(x: Tensor, *sizes: int | None) -> tuple[Any, ...]:
@@ -123,14 +123,14 @@ _trace_answers = _TraceAnswers()
 
 
 def _note_stored(ctx: Any) -> None:
-    fake = ctx.get_local("x").as_fake()
-    _trace_answers.stored_input = (weakref.ref(fake), fake._version)
+    fake_x = ctx.get_local("x").as_fake()
+    _trace_answers.stored_input = (weakref.ref(fake_x), fake_x._version)
 
 
 def _ask_if_unchanged(ctx: Any) -> None:
-    fake = ctx.get_local("x").as_fake()
+    fake_x = ctx.get_local("x").as_fake()
     stored = _trace_answers.stored_input
-    _trace_answers.answer = stored is not None and stored[0]() is fake and stored[1] == fake._version
+    _trace_answers.answer = stored is not None and stored[0]() is fake_x and stored[1] == fake_x._version
 
 
 def _ask_if_attachable(ctx: Any) -> None:

@@ -353,7 +353,7 @@ def test_caches_refuse_what_does_not_fit() -> None:
     refuses(ValueError, said, cache.append_sharded, K, K, seq_len=9)
     said = r"sequences must be numbers from 0 to 1, got \[2\]"
     refuses(ValueError, said, cache.reorder, torch.tensor([2]))
-    refuses(ValueError, "length is -1; it must be at least 0: how many tokens of a sequence are kept", cache.crop, -1)
+    refuses(ValueError, "length is -1; it must be at least 0, the number of tokens that are kept", cache.crop, -1)
     for wrong in (K.tolist(), None):
         refuses(TypeError, "k must be a Tensor", cache.append, wrong, K)
         refuses(TypeError, "q must be a Tensor", cache.attend, wrong)
