@@ -378,7 +378,7 @@ class _Halving:
             for piece in candidates:
                 cut = self.documents.best_cut(piece, tokens, taker.work, self.work_tolerance)
                 error = self.relative_error(
-                    cut.relative_error, taker.full_work - tokens * piece.full_work / piece.tokens
+                    cut.work_error, taker.full_work - tokens * piece.full_work / piece.tokens
                 )
                 if error < smallest_error:
                     best_cut, cut_piece, smallest_error = cut, piece, error

@@ -550,7 +550,8 @@ def _check_disjoint(name: str, group: GroupLike, mesh: DeviceMesh) -> None:
     if len(shared_ranks) > 1:
         raise ValueError(
             f"{name} shares the ranks {shared_ranks} with the tensor parallel mesh, whose ranks hold different heads. "
-            "Tokens can be sharded only over ranks that hold the same heads. Pass a group of another dim of the same mesh."
+            "Tokens can be sharded only over ranks that hold the same heads. Use another dim of the same mesh for the "
+            "tokens."
         )
 
 

@@ -483,7 +483,8 @@ class PagedContextKVCache:
         if num_missing > len(self._free_page_heap):
             raise ValueError(
                 f"{num_missing} more pages of {self.page_size} tokens are needed, but only {len(self._free_page_heap)} "
-                f"of the {self.pages} pages of the cache are free. Call free() for finished sequences, or increase pages."
+                f"of the {self.pages} pages of the cache are free. Call free() for finished sequences, or increase "
+                "pages."
             )
         for name, x in (("keys", k), ("values", v)):
             page_pool = getattr(self, f"_{name}")
@@ -492,7 +493,8 @@ class PagedContextKVCache:
             elif (*page_pool.shape[2:], page_pool.dtype, page_pool.device) != (*x.shape[2:], x.dtype, x.device):
                 raise ValueError(
                     f"{name} must have (kv_heads, head_dim) = {tuple(page_pool.shape[2:])}, {page_pool.dtype} and "
-                    f"{page_pool.device}, as the pages of the cache, got {tuple(x.shape[2:])}, {x.dtype} and {x.device}."
+                    f"{page_pool.device}, like the pages of the cache, got {tuple(x.shape[2:])}, {x.dtype} and "
+                    f"{x.device}."
                 )
         for sequence, num_pages in pages_to_add.items():
             self._pages_of[sequence] += [heapq.heappop(self._free_page_heap) for _ in range(num_pages)]

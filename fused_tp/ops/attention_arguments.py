@@ -204,8 +204,8 @@ def annotate_mismatch(op: str, rank: int, description: str) -> Iterator[None]:
     except RankMismatchError as error:
         raise RankMismatchError(
             f"{str(error).rstrip('.')}. The last number of a {op} is a checksum of its arguments; on rank {rank} the "
-            f"arguments are {description}. Pass the same arguments on all ranks. If ranks hold different numbers of tokens, "
-            "pass seq_len, the length of the full sequence."
+            f"arguments are {description}. Pass the same arguments on all ranks. If ranks hold different numbers of "
+            "tokens, pass seq_len, the length of the full sequence."
         ) from error
 
 
