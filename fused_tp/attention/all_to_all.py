@@ -82,9 +82,9 @@ class TensorShare:
 
     def exclusive_heads(self, rank: int) -> range:
         """The heads that only `rank` receives. They are contiguous, because each rank's heads are a range."""
-        others = {head for other, heads in enumerate(self.heads) if other != rank for head in heads}
-        exclusive = [head for head in self.heads[rank] if head not in others]
-        return range(exclusive[0], exclusive[-1] + 1) if exclusive else range(0)
+        other_heads = {head for other, heads in enumerate(self.heads) if other != rank for head in heads}
+        unshared_heads = [head for head in self.heads[rank] if head not in other_heads]
+        return range(unshared_heads[0], unshared_heads[-1] + 1) if unshared_heads else range(0)
 
 
 @lru_cache(maxsize=64)
@@ -296,15 +296,15 @@ class MessageAllToAll(AllToAll):
                 for index, block in enumerate(send_layout.blocks(send_buffer, peer)):
                     direction.pack_block(index, peer, block)
             pending = self._transport.all_to_all(direction.op, send_buffer, send_layout.sizes, recv_layout.sizes)
-            received: Tensor | None = None
+            received_buffer: Tensor | None = None
             for source in direction.read_order:
                 if source == rank:
                     for index, x in enumerate(inputs):
                         direction.put_block_from_input(index, rank, x)
                     continue
-                if received is None:
-                    received = pending.wait()
-                for index, block in enumerate(recv_layout.blocks(received, source)):
+                if received_buffer is None:
+                    received_buffer = pending.wait()
+                for index, block in enumerate(recv_layout.blocks(received_buffer, source)):
                     direction.put_block(index, source, block)
         return direction.results()
 
@@ -430,10 +430,10 @@ class DeviceAllToAll(AllToAll):
                 for row_ranges, part in zip(share.row_ranges, x.split(list(share.rows), 1), strict=True):
                     _copy_rows(x_in_sequence_order, row_ranges, part)
             return self._device.heads_to_sequence(x).to(dtype)
-        gathered = self._device.sequence_to_heads(x)
+        gathered_x = self._device.sequence_to_heads(x)
         if is_in_rank_order:
-            return gathered
+            return gathered_x
         direction = SwapDirection(True, swap, [x])
-        for source, part in enumerate(gathered.split(list(share.rows), 1)):
+        for source, part in enumerate(gathered_x.split(list(share.rows), 1)):
             direction.put_block(0, source, part)
         return direction.results()[0]

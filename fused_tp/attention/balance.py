@@ -114,18 +114,24 @@ class Documents:
         pieces = []
         first, count = 0, len(self.bounds) - 1
         while first < count:
-            start, causal, full = self.bounds[first], self.causal_work_before[first], self.full_work_before[first]
+            start, causal_before, full_before = (
+                self.bounds[first],
+                self.causal_work_before[first],
+                self.full_work_before[first],
+            )
             last_candidate = min(
                 bisect_right(self.bounds, start + max_tokens),
-                bisect_right(self.causal_work_before, causal + max_work),
+                bisect_right(self.causal_work_before, causal_before + max_work),
             )
             last = max(last_candidate - 1, first + 1)
             stop = self.bounds[last]
             if stop > start:
                 document = first if last == first + 1 else -1
-                work = self.causal_work_before[last] - causal
+                work = self.causal_work_before[last] - causal_before
                 pieces.append(
-                    Piece(work, stop - start, self.full_work_before[last] - full, start, stop, stop, stop, document)
+                    Piece(
+                        work, stop - start, self.full_work_before[last] - full_before, start, stop, stop, stop, document
+                    )
                 )
             first = last
         return pieces
@@ -154,13 +160,17 @@ class Documents:
         best = self._best_cut_of_ends_or_middle(piece, tokens, work, allowed_error)
         if best.work_error > allowed_error and piece.hole_stop < piece.stop:
             runs = [self.make_piece(r.start, r.stop, r.stop, r.stop, piece.document) for r in piece.ranges]
-            for run, other in (runs, runs[::-1]):
+            for run, other_run in (runs, runs[::-1]):
                 if tokens <= run.tokens:
-                    cut = self._best_cut_of_ends_or_middle(run, tokens, work, allowed_error)._replace(kept_run=other)
+                    cut = self._best_cut_of_ends_or_middle(run, tokens, work, allowed_error)._replace(
+                        kept_run=other_run
+                    )
                     best = min(best, cut, key=lambda cut: cut.work_error)
-                if tokens >= other.tokens:
-                    cut = self._best_cut_of_ends_or_middle(run, tokens - other.tokens, work - other.work, allowed_error)
-                    best = min(best, cut._replace(moved_run=other), key=lambda cut: cut.work_error)
+                if tokens >= other_run.tokens:
+                    cut = self._best_cut_of_ends_or_middle(
+                        run, tokens - other_run.tokens, work - other_run.work, allowed_error
+                    )
+                    best = min(best, cut._replace(moved_run=other_run), key=lambda cut: cut.work_error)
         return best
 
     def _best_cut_of_ends_or_middle(self, piece: Piece, tokens: int, work: float, allowed_error: float) -> PieceCut:
@@ -174,23 +184,25 @@ class Documents:
         self, piece: Piece, outside_tokens: int, work: float, taker_gets_outside: bool
     ) -> list[PieceCut]:
         if piece.document < 0:
-            all_head = self.work_before(piece.start + outside_tokens)[0] - self.work_before(piece.start)[0]
-            return [PieceCut(abs(all_head - work), piece, outside_tokens, outside_tokens, taker_gets_outside)]
+            all_head_work = self.work_before(piece.start + outside_tokens)[0] - self.work_before(piece.start)[0]
+            return [PieceCut(abs(all_head_work - work), piece, outside_tokens, outside_tokens, taker_gets_outside)]
         has_no_hole = piece.hole_stop == piece.stop
         left_tokens = piece.tokens if has_no_hole else piece.hole_start - piece.start
         right_tokens = piece.tokens if has_no_hole else piece.stop - piece.hole_stop
         min_head_tokens, max_head_tokens = max(0, outside_tokens - right_tokens), min(outside_tokens, left_tokens)
         # Replacing a token of the tail by one of the head lowers the work of the outside by the length of the inside.
-        all_tail = outside_tokens * (piece.stop - self.bounds[piece.document]) - triangle_number(outside_tokens - 1)
+        all_tail_work = outside_tokens * (piece.stop - self.bounds[piece.document]) - triangle_number(
+            outside_tokens - 1
+        )
         inside_tokens = piece.stop - piece.start - outside_tokens
         best_head_tokens = (
-            min(max(round((all_tail - work) / inside_tokens), min_head_tokens), max_head_tokens)
+            min(max(round((all_tail_work - work) / inside_tokens), min_head_tokens), max_head_tokens)
             if inside_tokens
             else max_head_tokens
         )
         return [
             PieceCut(
-                abs(all_tail - head_tokens * inside_tokens - work),
+                abs(all_tail_work - head_tokens * inside_tokens - work),
                 piece,
                 outside_tokens,
                 head_tokens,
@@ -203,12 +215,14 @@ class Documents:
         """Apply `cut`: return the pieces of the taker and the pieces of the giver."""
         piece = cut.piece
         start, stop = piece.start + cut.head_tokens, piece.stop - (cut.outside_tokens - cut.head_tokens)
-        outside = self.make_piece(piece.start, start, stop, piece.stop, piece.document)
+        outside_piece = self.make_piece(piece.start, start, stop, piece.stop, piece.document)
         if piece.hole_stop == piece.stop:
-            inside = self.make_piece(start, stop, stop, stop, piece.document)
+            inside_piece = self.make_piece(start, stop, stop, stop, piece.document)
         else:
-            inside = self.make_piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
-        taker_piece, giver_piece = (outside, inside) if cut.taker_gets_outside else (inside, outside)
+            inside_piece = self.make_piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
+        taker_piece, giver_piece = (
+            (outside_piece, inside_piece) if cut.taker_gets_outside else (inside_piece, outside_piece)
+        )
         return [taker_piece, *([cut.moved_run] if cut.moved_run else [])], [
             giver_piece,
             *([cut.kept_run] if cut.kept_run else []),
@@ -253,7 +267,7 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
     size, num_longer = divmod(cu_seqlens[-1], world_size)
     sizes = [size + (rank < num_longer) for rank in range(world_size)]
     pieces_by_rank: list[list[Piece]] = [[] for _ in sizes]
-    levels = (world_size - 1).bit_length()
+    num_levels = (world_size - 1).bit_length()
     pending_halves = [(documents.pieces(world_size), 0, world_size)]
     while pending_halves:
         pieces, first, ranks = pending_halves.pop()
@@ -262,12 +276,12 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
             continue
         num_first = ranks // 2
         first_pieces, second_pieces = _halve_pieces(
-            documents, pieces, num_first, ranks - num_first, sum(sizes[first : first + num_first]), levels
+            documents, pieces, num_first, ranks - num_first, sum(sizes[first : first + num_first]), num_levels
         )
         pending_halves += [(first_pieces, first, num_first), (second_pieces, first + num_first, ranks - num_first)]
-    balanced = [merge_ranges([r for piece in pieces for r in piece.ranges]) for pieces in pieces_by_rank]
-    zigzag = sorted(zigzag_ranges(cu_seqlens[-1], world_size), key=lambda ranges: -sum(map(len, ranges)))
-    return min(balanced, zigzag, key=lambda ranges: max(map(documents.work, ranges)))
+    balanced_by_rank = [merge_ranges([r for piece in pieces for r in piece.ranges]) for pieces in pieces_by_rank]
+    zigzag_by_rank = sorted(zigzag_ranges(cu_seqlens[-1], world_size), key=lambda ranges: -sum(map(len, ranges)))
+    return min(balanced_by_rank, zigzag_by_rank, key=lambda ranges: max(map(documents.work, ranges)))
 
 
 class _Side:
@@ -297,30 +311,36 @@ class _Halving:
     """One trial distribution of `pieces` to two sides: `num_first` ranks with `first_tokens` tokens, and the others."""
 
     def __init__(
-        self, documents: Documents, pieces: list[Piece], num_first: int, num_second: int, first_tokens: int, levels: int
+        self,
+        documents: Documents,
+        pieces: list[Piece],
+        num_first: int,
+        num_second: int,
+        first_tokens: int,
+        num_levels: int,
     ) -> None:
         self.documents, self.pieces = documents, pieces
-        self.share = share = num_first / (num_first + num_second)
+        self.first_share = first_share = num_first / (num_first + num_second)
         self.all_tokens = sum(piece.tokens for piece in pieces)
         self.all_work = sum(piece.work for piece in pieces)
         all_full_work = sum(piece.full_work for piece in pieces)
-        self.first_side = _Side(first_tokens, share * self.all_work, share * all_full_work)
+        self.first_side = _Side(first_tokens, first_share * self.all_work, first_share * all_full_work)
         self.second_side = _Side(
-            self.all_tokens - first_tokens, (1 - share) * self.all_work, (1 - share) * all_full_work
+            self.all_tokens - first_tokens, (1 - first_share) * self.all_work, (1 - first_share) * all_full_work
         )
-        self.work_tolerance = share * self.all_work * _CAUSAL_TOLERANCE / levels or 1.0
-        self.full_work_tolerance = share * all_full_work * _FULL_TOLERANCE / levels or 1.0
+        self.work_tolerance = first_share * self.all_work * _CAUSAL_TOLERANCE / num_levels or 1.0
+        self.full_work_tolerance = first_share * all_full_work * _FULL_TOLERANCE / num_levels or 1.0
 
     def relative_error(self, work: float, full_work: float) -> float:
         """Return the larger of the deviations `work` and `full_work`, as a multiple of its allowed maximum."""
         return max(abs(work) / self.work_tolerance, abs(full_work) / self.full_work_tolerance)
 
     def distribute(self, num_cut: int) -> float:
-        """Distribute the pieces, cutting the `num_cut` most expensive ones. Return the deviation of the work."""
+        """Distribute the pieces, cutting the `num_cut` most expensive ones. Return the `relative_error` of the work."""
         for piece in self.pieces[1:num_cut]:
-            tokens = round(self.share * piece.tokens)
+            tokens = round(self.first_share * piece.tokens)
             first_pieces, second_pieces = self.documents.apply_cut(
-                self.documents.best_cut(piece, tokens, self.share * piece.work, 0.0)
+                self.documents.best_cut(piece, tokens, self.first_share * piece.work, 0.0)
             )
             self.first_side.add(*first_pieces)
             self.second_side.add(*second_pieces)
@@ -336,21 +356,21 @@ class _Halving:
         If the piece `later_cut_piece` is to be cut afterwards, only those tokens of a piece count that exceed its work
         times the tokens per work of `later_cut_piece`, so that `later_cut_piece` can be cut evenly.
         """
-        share = self.share
+        first_share = self.first_share
         per_work, per_token = 1 / self.all_work, 1 / self.all_tokens
         expected_tokens = later_cut_piece.tokens / later_cut_piece.work * per_token if later_cut_piece else 0.0
-        lean = (1 - 2 * share) / 2
+        lean = (1 - 2 * first_share) / 2
         work = tokens = 0.0
         for piece in pieces:
             w, t = piece.work * per_work, piece.tokens * per_token - piece.work * expected_tokens
             if work * w + tokens * t + lean * (w * w + t * t) <= 0:
                 self.first_side.add(piece)
-                work += (1 - share) * w
-                tokens += (1 - share) * t
+                work += (1 - first_share) * w
+                tokens += (1 - first_share) * t
             else:
                 self.second_side.add(piece)
-                work -= share * w
-                tokens -= share * t
+                work -= first_share * w
+                tokens -= first_share * t
 
     def balance_tokens(self, preferred_piece: Piece | None) -> None:
         """Move, swap or cut pieces until both sides have exactly their tokens and nearly their shares of the work."""
@@ -365,9 +385,9 @@ class _Halving:
             tokens = taker.tokens
             large_pieces = [piece for piece in giver.pieces if piece.tokens >= tokens]
             if not large_pieces:
-                largest = max(giver.pieces, key=lambda piece: piece.tokens)
-                giver.remove(largest)
-                taker.add(largest)
+                largest_piece = max(giver.pieces, key=lambda piece: piece.tokens)
+                giver.remove(largest_piece)
+                taker.add(largest_piece)
                 continue
             step = max(1, len(large_pieces) // _MAX_CUT_CANDIDATES)
             candidates = large_pieces[::step]
@@ -377,9 +397,7 @@ class _Halving:
             cut_piece, smallest_error = large_pieces[0], float("inf")
             for piece in candidates:
                 cut = self.documents.best_cut(piece, tokens, taker.work, self.work_tolerance)
-                error = self.relative_error(
-                    cut.work_error, taker.full_work - tokens * piece.full_work / piece.tokens
-                )
+                error = self.relative_error(cut.work_error, taker.full_work - tokens * piece.full_work / piece.tokens)
                 if error < smallest_error:
                     best_cut, cut_piece, smallest_error = cut, piece, error
                 if smallest_error <= 1:
@@ -424,7 +442,7 @@ class _Halving:
 
 
 def _halve_pieces(
-    documents: Documents, pieces: list[Piece], num_first: int, num_second: int, first_tokens: int, levels: int
+    documents: Documents, pieces: list[Piece], num_first: int, num_second: int, first_tokens: int, num_levels: int
 ) -> tuple[list[Piece], list[Piece]]:
     """Split `pieces` between two sets of ranks, of `num_first` and `num_second` ranks.
 
@@ -436,7 +454,7 @@ def _halve_pieces(
     # A piece that exceeds the smaller side's share of the work must be cut. A piece of one token cannot be cut.
     num_cut = int(pieces[0].work * (num_first + num_second) > num_first * sum(piece.work for piece in pieces))
     max_cuts = sum(piece.tokens > 1 for piece in pieces)
-    best_halving = _Halving(documents, pieces, num_first, num_second, first_tokens, levels)
+    best_halving = _Halving(documents, pieces, num_first, num_second, first_tokens, num_levels)
     smallest_error = best_halving.distribute(num_cut)
     # If only the work without a mask deviates, cut at most two pieces.
     while (
@@ -445,7 +463,7 @@ def _halve_pieces(
         and (num_cut < 2 or abs(best_halving.first_side.work) > best_halving.work_tolerance)
     ):
         num_cut = min(max(1, 2 * num_cut), max_cuts)
-        halving = _Halving(documents, pieces, num_first, num_second, first_tokens, levels)
+        halving = _Halving(documents, pieces, num_first, num_second, first_tokens, num_levels)
         error = halving.distribute(num_cut)
         if error <= 1 or error < smallest_error / 2:
             best_halving, smallest_error = halving, error

@@ -102,10 +102,10 @@ def merge_partial_outputs(partials: Tensor, sinks: Tensor | None) -> tuple[Tenso
     weight_sum = weights.sum(0)
     if sinks is not None:
         weight_sum = weight_sum + torch.exp(sinks.to(weight_sum.dtype) - base)
-    merged = (weights.unsqueeze(-1) * out).sum(0) / weight_sum.clamp_min(torch.finfo(weight_sum.dtype).tiny).unsqueeze(
-        -1
-    )
-    return merged, (base + weight_sum.log()).transpose(1, 2)
+    merged_out = (weights.unsqueeze(-1) * out).sum(0) / weight_sum.clamp_min(
+        torch.finfo(weight_sum.dtype).tiny
+    ).unsqueeze(-1)
+    return merged_out, (base + weight_sum.log()).transpose(1, 2)
 
 
 def equal_length_runs(lengths: Sequence[_T], split_runs: bool = False) -> Iterator[tuple[slice, _T]]:
@@ -255,8 +255,8 @@ def uses_decode_kernel(query: KernelQuery, num_queries: int) -> bool:
 
     It is used by default on GPUs, and on any device if FUSED_TP_ATTENTION=triton.
     """
-    forced = forced_kernel()
-    is_requested = forced == "triton" or (forced is None and query.device.type == "cuda")
+    forced_name = forced_kernel()
+    is_requested = forced_name == "triton" or (forced_name is None and query.device.type == "cuda")
     return 0 < num_queries <= MAX_DECODE_QUERIES and is_requested and bool(triton_availability(query))
 
 

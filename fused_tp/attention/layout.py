@@ -46,8 +46,8 @@ class TokenRanges:
     @cached_property
     def indices(self) -> Int64s:
         """Global positions of this rank's tokens, ascending."""
-        parts = [np.arange(r.start, r.stop, dtype=np.int64) for r in self.ranges]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        range_indices = [np.arange(r.start, r.stop, dtype=np.int64) for r in self.ranges]
+        return np.concatenate(range_indices) if range_indices else np.empty(0, dtype=np.int64)
 
     @cached_property
     def breaks(self) -> Int64s:

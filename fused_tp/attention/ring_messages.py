@@ -237,10 +237,10 @@ class AllGatherRing(RingSchedule):
         rows = max(tokens.length for tokens in call.plan.keys)
         own_kv = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
         own_kv = pad(own_kv, (0, 0, 0, 0, 0, 0, 0, rows - own_kv.shape[0])).contiguous()
-        gathered = self._transport.all_gather("ring_attention K/V", own_kv)
+        pending_kv = self._transport.all_gather("ring_attention K/V", own_kv)
 
         def finish() -> Tensor:
-            return gathered.wait().unflatten(0, (call.plan.world_size, rows))
+            return pending_kv.wait().unflatten(0, (call.plan.world_size, rows))
 
         return PendingCall(finish)
 

@@ -198,8 +198,8 @@ class RingPlan:
     def shared_rows(self, source: int) -> RowRanges:
         """Rows of the keys of `source` that any other rank reads."""
         if source not in self._shared_rows:
-            others = (self.needed_rows(rank, source).ranges for rank in range(self.world_size) if rank != source)
-            self._shared_rows[source] = RowRanges(merge_ranges(itertools.chain.from_iterable(others)))
+            read_ranges = (self.needed_rows(rank, source).ranges for rank in range(self.world_size) if rank != source)
+            self._shared_rows[source] = RowRanges(merge_ranges(itertools.chain.from_iterable(read_ranges)))
         return self._shared_rows[source]
 
     def _extent(self, rank: int, source: int) -> tuple[range, RowRanges]:
@@ -251,9 +251,9 @@ class RankPlan:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The steps after step 0, split into chunks. Every rank has the same number of chunks."""
-        longest = max(tokens.length for tokens in self.plan.keys)
-        size = max(_MIN_CHUNK_ROWS, -(-longest // _MAX_CHUNKS))
-        return self._split_steps(max(1, -(-longest // size)), size)
+        max_rows = max(tokens.length for tokens in self.plan.keys)
+        chunk_rows = max(_MIN_CHUNK_ROWS, -(-max_rows // _MAX_CHUNKS))
+        return self._split_steps(max(1, -(-max_rows // chunk_rows)), chunk_rows)
 
     def _split_steps(self, chunks_per_step: int, chunk_rows: int) -> tuple[Chunk, ...]:
         """Split the steps after step 0 into `chunks_per_step` chunks each, of up to `chunk_rows` rows."""
@@ -277,10 +277,10 @@ class RankPlan:
 
     def _read_range(self, reader: int, source: int) -> range:
         """Range from the first to the last key of `source` that rank `reader` reads, as indices in its view."""
-        needed, view = self.plan.needed_rows(reader, source).ranges, self._view_rows(reader, source)
-        if not needed or view is None:
-            return range(needed[0].start, needed[-1].stop) if needed else range(0)
-        return range(compact_index(view, needed[0].start), compact_index(view, needed[-1].stop))
+        needed_ranges, view = self.plan.needed_rows(reader, source).ranges, self._view_rows(reader, source)
+        if not needed_ranges or view is None:
+            return range(needed_ranges[0].start, needed_ranges[-1].stop) if needed_ranges else range(0)
+        return range(compact_index(view, needed_ranges[0].start), compact_index(view, needed_ranges[-1].stop))
 
     def _view_rows(self, reader: int, source: int) -> RowRanges | None:
         """Rows of the keys of `source` that rank `reader` can access; None: all rows."""
@@ -350,12 +350,12 @@ def _compute_extent(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges
     ends = np.asarray([end for r in queries.ranges for end in (r.start, r.stop - 1)], dtype=np.int64)
     _, starts, stops = mask.visible_intervals(ends)
     first, last = keys.count_before(starts[0::2]), keys.count_before(stops[1::2])
-    nonempty = np.flatnonzero(last > first)
-    if not len(nonempty):
+    nonempty_ranges = np.flatnonzero(last > first)
+    if not len(nonempty_ranges):
         return range(0), RowRanges(())
-    first_range, last_range = int(nonempty[0]), int(nonempty[-1])
+    first_range, last_range = int(nonempty_ranges[0]), int(nonempty_ranges[-1])
     rows = range(int(queries.breaks[first_range]), int(queries.breaks[last_range]) + len(queries.ranges[last_range]))
-    first, last = first[nonempty], np.maximum.accumulate(last[nonempty])
+    first, last = first[nonempty_ranges], np.maximum.accumulate(last[nonempty_ranges])
     # Keep only the widest holes, which limits the number of ranges if there are many short documents.
     holes = first[1:] - last[:-1]
     widest_holes = np.argsort(-holes, kind="stable")[: _MAX_RANGES - 1]

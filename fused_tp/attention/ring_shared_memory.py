@@ -108,24 +108,24 @@ class SharedMemoryRing(SteppedRing):
             yield exchange
 
 
-def _workspace_layouts(rank_plan: RankPlan, k: Tensor, v: Tensor, slots: int) -> tuple[_WorkspaceLayout, ...]:
+def _workspace_layouts(rank_plan: RankPlan, k: Tensor, v: Tensor, max_slots: int) -> tuple[_WorkspaceLayout, ...]:
     """Return the layouts of all ranks, cached in `rank_plan`.
 
     The cache key omits the numbers of rows of k and v: they differ between ranks, and the plan determines them.
     """
-    layouts, key = rank_plan.layouts, (k.dtype, k.shape[0], k.shape[2:], v.shape[2:], slots)
+    layouts, key = rank_plan.layouts, (k.dtype, k.shape[0], k.shape[2:], v.shape[2:], max_slots)
     if key not in layouts:
         if len(layouts) >= _MAX_CACHED_LAYOUTS:
             layouts.clear()
         ranks = range(rank_plan.plan.world_size)
         layouts[key] = tuple(
-            _make_layout(rank_plan.plan.rank_plan(rank, rank_plan.kv_view), k, v, slots) for rank in ranks
+            _make_layout(rank_plan.plan.rank_plan(rank, rank_plan.kv_view), k, v, max_slots) for rank in ranks
         )
     result: tuple[_WorkspaceLayout, ...] = layouts[key]
     return result
 
 
-def _make_layout(rank_plan: RankPlan, k: Tensor, v: Tensor, slots: int) -> _WorkspaceLayout:
+def _make_layout(rank_plan: RankPlan, k: Tensor, v: Tensor, max_slots: int) -> _WorkspaceLayout:
     """Compute the layout of one rank. `k` and `v` may be any rank's tensors: their numbers of rows are not read."""
     end = 0
 
@@ -138,7 +138,7 @@ def _make_layout(rank_plan: RankPlan, k: Tensor, v: Tensor, slots: int) -> _Work
     rows, wide_dtype = rank_plan.plan.shared_rows(rank_plan.rank), accumulate_dtype(k.dtype)
     kv_regions = add_region(k, rows.length, k.dtype), add_region(v, rows.length, v.dtype)
     max_rows = max((len(chunk.recv_rows) for chunk in rank_plan.chunks), default=0)
-    num_slots = min(slots, len(rank_plan.chunks))
+    num_slots = min(max_slots, len(rank_plan.chunks))
     gradient_regions = tuple(
         (add_region(k, max_rows, wide_dtype), add_region(v, max_rows, wide_dtype)) for _ in range(num_slots)
     )

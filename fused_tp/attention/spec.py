@@ -82,8 +82,8 @@ class AttentionMask:
     @property
     def is_single_tile(self) -> bool:
         """True if the mask is a rectangle or a lower triangle, which any flash attention supports."""
-        unlimited = self.window == (UNLIMITED, UNLIMITED)
-        return unlimited and not self._has_documents and (not self.causal or self.seq_len == self.seq_len_kv)
+        is_unlimited = self.window == (UNLIMITED, UNLIMITED)
+        return is_unlimited and not self._has_documents and (not self.causal or self.seq_len == self.seq_len_kv)
 
     @property
     def _has_documents(self) -> bool:
@@ -288,9 +288,9 @@ def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int
         return ()
     bounds = tuple(cu_seqlens.tolist())
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or sorted(bounds) != list(bounds):
-        shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
+        shown_bounds = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
         raise ValueError(
-            f"{name} is ({shown}); it must begin with 0, must not decrease, and must end with {seq_len}, the number of "
-            "tokens on all ranks. If there is padding after the last document, add it as one more document."
+            f"{name} is ({shown_bounds}); it must begin with 0, must not decrease, and must end with {seq_len}, the "
+            "number of tokens on all ranks. If there is padding after the last document, add it as one more document."
         )
     return bounds

@@ -535,7 +535,7 @@ class ParallelAttention(nn.Module):
         elif mask.ndim == 3:
             mask = mask[:, None]
         full_shape = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
-        if any(given not in (1, expected) for given, expected in zip(mask.shape, full_shape, strict=True)):
+        if any(size not in (1, expected) for size, expected in zip(mask.shape, full_shape, strict=True)):
             raise ValueError(
                 f"attention_mask must broadcast to [batch, heads, seq, kv_len] = {full_shape}, got {tuple(mask.shape)}."
             )

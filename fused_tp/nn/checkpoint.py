@@ -120,8 +120,8 @@ def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
         parameter = shapes.find_parameter(path) if isinstance(value, Tensor) else None
         return value if parameter is None or value.shape != parameter.shape else shapes(value, parameter)
 
-    converted: dict[str, Any] = convert((), state_dict)
-    return converted
+    converted_state: dict[str, Any] = convert((), state_dict)
+    return converted_state
 
 
 class OriginalShapes:

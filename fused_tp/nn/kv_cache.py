@@ -223,13 +223,13 @@ class ContextCache(ABC):
         self._reserve(k, v, total_lengths)
         keys_and_values = torch.cat([k, v], -1).transpose(0, 1)
         description = f"layout={layout!r}, seq_len={seq_len}"
-        tokens, received = scatter_new_tokens(
+        tokens, received_rows = scatter_new_tokens(
             group, self.block, tokens_by_rank(seq_len, group.size, layout), old_lengths[0], keys_and_values, description
         )
         rows = torch.from_numpy(self._layout.rows(tokens)).to(k.device)
-        received = received.transpose(0, 1)
+        received_rows = received_rows.transpose(0, 1)
         for seqs, _ in equal_length_runs(old_lengths, self.writes_one_sequence):
-            self._write(seqs, rows, received[seqs, ..., : k.shape[-1]], received[seqs, ..., k.shape[-1] :])
+            self._write(seqs, rows, received_rows[seqs, ..., : k.shape[-1]], received_rows[seqs, ..., k.shape[-1] :])
         self._set_sequence_lengths(total_lengths)
 
     @overload

@@ -510,11 +510,12 @@ def check_nothing_dropped(module: nn.Module, class_to_build: str, converted_name
     The layer of class `class_to_build`, which is built from `module`, would drop them.
     """
     module_class_name = type(module).__name__
-    dropped = [name for name, _ in module.named_parameters(recurse=False) if name not in converted_names]
-    if dropped:
-        names = ", ".join(dropped)
+    dropped_names = [name for name, _ in module.named_parameters(recurse=False) if name not in converted_names]
+    if dropped_names:
+        name_list = ", ".join(dropped_names)
         raise ValueError(
-            f"{module_class_name} has the parameters {names}, which {class_to_build} does not support and would drop."
+            f"{module_class_name} has the parameters {name_list}, which {class_to_build} does not support and would "
+            "drop."
         )
     for name, child in module.named_children():
         is_identity = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)

@@ -134,9 +134,11 @@ class ParallelMLP(nn.Module):
         mlp._layer_names = names
         options: dict[str, Any] = {"mesh": mesh, "memo": memo}
         options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
-        for column in names[:2]:
-            if column is not None:
-                mlp.add_module(column, ColumnParallelLinear.from_linear(require_linear(module, column), **options))
+        for column_name in names[:2]:
+            if column_name is not None:
+                mlp.add_module(
+                    column_name, ColumnParallelLinear.from_linear(require_linear(module, column_name), **options)
+                )
         mlp.add_module(names[2], RowParallelLinear.from_linear(require_linear(module, names[2]), **options))
         return mlp.train(module.training)
 
@@ -159,10 +161,10 @@ def _find_layer_names(module: nn.Module) -> tuple[str | None, str, str]:
     for names in _LAYER_NAMES:
         if all(hasattr(module, name) for name in names if name is not None):
             return names
-    supported = "; ".join("/".join(name for name in names if name) for names in _LAYER_NAMES)
+    supported_names = "; ".join("/".join(name for name in names if name) for names in _LAYER_NAMES)
     raise ValueError(
-        f"{type(module).__name__} has no set of layers that ParallelMLP supports ({supported}). Convert its linear "
-        "layers one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
+        f"{type(module).__name__} has no set of layers that ParallelMLP supports ({supported_names}). Convert its "
+        "linear layers one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
     )
 
 

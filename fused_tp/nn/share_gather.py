@@ -97,8 +97,8 @@ def share_gather(layers: Sequence[Any]) -> None:
 def _modes(x: Tensor, *sizes: int | None) -> tuple[Any, ...]:
     """Return the autograd and autocast modes and the `sizes`, on which outputs depend."""
     device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), autocast, x.requires_grad, *sizes
+    autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return torch.is_grad_enabled(), autocast_dtype, x.requires_grad, *sizes
 
 
 # ---- under torch.compile -----------------------------------------------------------------------------------------
@@ -129,8 +129,10 @@ def _note_stored(ctx: Any) -> None:
 
 def _ask_if_unchanged(ctx: Any) -> None:
     fake_x = ctx.get_local("x").as_fake()
-    stored = _trace_answers.stored_input
-    _trace_answers.answer = stored is not None and stored[0]() is fake_x and stored[1] == fake_x._version
+    stored_input = _trace_answers.stored_input
+    _trace_answers.answer = (
+        stored_input is not None and stored_input[0]() is fake_x and stored_input[1] == fake_x._version
+    )
 
 
 def _ask_if_attachable(ctx: Any) -> None:
@@ -147,11 +149,11 @@ def _output_while_tracing(group: SharedGather, index: int, x: Tensor, *sizes: in
     from torch._dynamo.comptime import comptime
 
     state = _modes(x, *sizes)
-    cached = getattr(x, _CACHE_ATTRIBUTE, None)
-    if cached is not None and cached[0] is group and cached[1] == state and index in cached[2]:
+    cached_entry = getattr(x, _CACHE_ATTRIBUTE, None)
+    if cached_entry is not None and cached_entry[0] is group and cached_entry[1] == state and index in cached_entry[2]:
         comptime(_ask_if_unchanged)
         if _last_answer():
-            return cached[2].pop(index)
+            return cached_entry[2].pop(index)
     comptime(_ask_if_attachable)
     if not _last_answer():
         return column_forward([group.layers[index]], x, *sizes)[0]

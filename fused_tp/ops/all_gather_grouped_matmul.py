@@ -62,7 +62,7 @@ def all_gather_grouped_matmul(
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
-        chosen, order = experts.view(-1).sort(stable=True)  # experts [tokens, 2]: those of each token
+        chosen, order = experts.view(-1).sort(stable=True)  # experts [tokens, 2]: two per token
         offsets = torch.bincount(chosen, minlength=8).cumsum(0).int()
         rows = all_gather_grouped_matmul(x_shard, w_gate_up, order // 2, offsets, group=mesh["tp"])
 

@@ -161,8 +161,8 @@ def _prepare(a: _Args) -> _Args:
 def _forward(schedule: Schedule, a: _Args) -> list[Tensor]:
     biases = spread_biases(a.biases, a.has_bias)
     call = GatherMatmul(a.x_shard, a.weights, biases, a.gather_dim, a.gather_size, a.return_gathered)
-    outputs, gathered = schedule.all_gather_matmul(call)
-    return outputs if gathered is None else [*outputs, gathered]
+    outputs, gathered_x = schedule.all_gather_matmul(call)
+    return outputs if gathered_x is None else [*outputs, gathered_x]
 
 
 def _fake(a: _Args) -> list[Tensor]:

@@ -176,12 +176,12 @@ def checked_score_arguments(arguments: A, q: Tensor) -> A:
     scale = arguments.scale
     if scale is not None:
         scale = checked_number("scale", scale, isfinite, "finite", "a float or None")
-    checked: A = arguments._replace(
+    result: A = arguments._replace(
         window=list(checked_window(arguments.window)),
         scale=float(q.shape[3]) ** -0.5 if scale is None else scale,
         softcap=checked_softcap(arguments.softcap),
     )
-    return checked
+    return result
 
 
 def describe_call(arguments: AttentionArguments, mask: AttentionMask, **flags: bool) -> str:

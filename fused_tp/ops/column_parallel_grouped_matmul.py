@@ -68,7 +68,7 @@ class _BackwardArgs(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    group_identity(a.group)  # raises if it is not a group
+    group_identity(a.group)  # raises if a.group is not a group
     return _Args(*checked_grouped("x", a.x, a.weight, *a.routing), a.routing, a.group)
 
 

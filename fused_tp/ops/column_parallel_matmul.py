@@ -84,7 +84,7 @@ class _BackwardArgs(NamedTuple):
 
 def _prepare(a: _Args) -> _Args:
     x, weights, biases = checked_linears("x", *a[:4])
-    group_identity(a.group)  # raises if it is not a group
+    group_identity(a.group)  # raises if a.group is not a group
     return _Args(x, weights, biases, a.has_bias, a.group)
 
 

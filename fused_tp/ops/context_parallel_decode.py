@@ -253,8 +253,8 @@ def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; it must be [{expected_dims}]; q has batch {shape[0]}."
         )
-    checked: Tensor = value
-    return checked
+    tensor: Tensor = value
+    return tensor
 
 
 def _key(a: DecodeArguments) -> ScheduleKey:
@@ -333,11 +333,11 @@ def _gather_partial_outputs(
     """
     checksums = [partial_output.new_full((1,), value) for value in (checksum(description), tokens)]
     message = torch.cat([*checksums, partial_output.reshape(-1)]).unsqueeze(0)
-    gathered = schedule.all_gather(message, gather_dim=0, gather_size=None).wait()
+    gathered_messages = schedule.all_gather(message, gather_dim=0, gather_size=None).wait()
     if (
         partial_output.device.type == "cpu" or settings.check_ranks()
     ):  # on a GPU, reading the checksums synchronizes the host
-        description_checksums, token_checksums = gathered[:, :NUM_CHECKSUMS].T.tolist()
+        description_checksums, token_checksums = gathered_messages[:, :NUM_CHECKSUMS].T.tolist()
         difference = "call context_parallel_decode with different lengths or keywords"
         check_equal_checksums(
             description_checksums, difference, f"; rank {rank} passed {description}. Pass the same on all ranks."
@@ -348,7 +348,7 @@ def _gather_partial_outputs(
             ". All ranks must sample the same tokens: call torch.manual_seed(seed) with the same seed on all ranks "
             "before generate().",
         )
-    return gathered[:, NUM_CHECKSUMS:].view(len(gathered), *partial_output.shape)
+    return gathered_messages[:, NUM_CHECKSUMS:].view(len(gathered_messages), *partial_output.shape)
 
 
 def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> DecodeArguments:

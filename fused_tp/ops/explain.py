@@ -100,7 +100,7 @@ def explain(
         dim: dim that `all_gather` and `reduce_scatter` gather or scatter; None is 0.
 
     Raises:
-        ValueError: there is no such op, or the shapes do not fit it.
+        ValueError: `op` is not the name of an op that communicates, or the shapes do not fit the op.
         TypeError: a shape is not a sequence of ints.
 
     Example:
@@ -122,10 +122,10 @@ def explain(
         if not is_measured(name, key, resolved_group):
             return decision
         if (choice := saved_choice(name, key, resolved_group)) is None:
-            measurer = (
+            autotune_clause = (
                 "FUSED_TP_AUTOTUNE measures" if settings.autotune() else "the autotuner (FUSED_TP_AUTOTUNE) measures"
             )
-            return replace(decision, reason=f"{decision.reason}, until {measurer} the first such call")
+            return replace(decision, reason=f"{decision.reason}, until {autotune_clause} the first such call")
         schedule_name = choice["schedule"]
         transport = SCHEDULES[schedule_name].transport or backend_for_device(resolved_group, resolved_device.type)
         return Decision(schedule_name, transport, f"measured here: {describe_choice(choice)}{caveat_of(schedule_name)}")
@@ -208,12 +208,12 @@ def explain_hypothetical(
         reason = ""
         if (forced_name := forced_schedule()) is not None:
             spec = SCHEDULES[forced_name]
-            if supported := spec.supports(key.op, key.dtype):
-                if not (available := group_availability(spec)):
-                    raise ValueError(f"Schedule {forced_name!r} does not support this group: {available.reason}.")
+            if op_availability := spec.supports(key.op, key.dtype):
+                if not (availability := group_availability(spec)):
+                    raise ValueError(f"Schedule {forced_name!r} does not support this group: {availability.reason}.")
                 forced_reason = f"FUSED_TP_SCHEDULE={forced_name} forces it{caveat_of(forced_name)}"
                 return Decision(forced_name, spec.transport or message_backend, forced_reason)
-            reason = f"FUSED_TP_SCHEDULE={forced_name}, but {supported.reason}; "
+            reason = f"FUSED_TP_SCHEDULE={forced_name}, but {op_availability.reason}; "
 
         def schedule_availability(spec: ScheduleSpec) -> Availability:
             return spec.supports(key.op, key.dtype) and group_availability(spec)

@@ -111,8 +111,8 @@ def _gather_grads(schedule: Schedule, g: _BackwardArgs) -> list[Tensor]:
         d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
         return [g.d_shard.clone() if d_output is g.d_shard else d_output]
     call = GatherMatmul(g.d_shard, [g.weight.t()], [None], g.scatter_dim, size, g.needs_d_output)
-    grads, gathered = schedule.all_gather_matmul(call)
-    return grads if gathered is None else [*grads, gathered]
+    grads, gathered_d_output = schedule.all_gather_matmul(call)
+    return grads if gathered_d_output is None else [*grads, gathered_d_output]
 
 
 def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:

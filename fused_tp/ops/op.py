@@ -93,11 +93,11 @@ class SavedForBackward(Generic[A]):
     @contextmanager
     def restrict_needs(self, to_weights: bool) -> Iterator[None]:
         """Context manager that restricts `needs` to weights or, if not `to_weights`, to all other arguments."""
-        masked = [
+        restricted_needs = [
             need if (name in _WEIGHTS) == to_weights else [False] * len(need) if isinstance(need, list) else False
             for name, need in zip(self.all_needs._fields, self.all_needs, strict=True)
         ]
-        self.needs = type(self.all_needs)(*masked)
+        self.needs = type(self.all_needs)(*restricted_needs)
         try:
             yield
         finally:
@@ -241,9 +241,9 @@ class Op(Generic[A]):
             return self._call_without_plan(values, key)
         schedule, repeatable_forward, changed_args, group_name = plan
         if changed_args:
-            args = replaced = list(args)
+            args = new_args = list(args)
             for index, value in changed_args:
-                replaced[index] = value
+                new_args[index] = value
         # `repeatable_forward` begins with a torch op, which handles conjugate and negative bits: no check here.
         if repeatable_forward is not None and not needs_grad:
             repeated_result = repeatable_forward(*args)
@@ -366,12 +366,12 @@ class Op(Generic[A]):
             value = values[index]
             for t in value if type(value) is list else (value,):
                 if getattr(t, "main_grad", None) is not None:
-                    redirected = (
+                    redirected_value = (
                         [redirect_to_main_grad(weight) for weight in value]
                         if type(value) is list
                         else redirect_to_main_grad(value)
                     )
-                    values = (*values[:index], redirected, *values[index + 1 :])
+                    values = (*values[:index], redirected_value, *values[index + 1 :])
                     break
         return values
 
@@ -400,14 +400,14 @@ class Op(Generic[A]):
         from fused_tp.backends.autotune import is_measured, tuned_schedule
         from fused_tp.backends.registry import select_schedule
 
-        selected = select_schedule(key, group)
+        selected_schedule = select_schedule(key, group)
         if is_measured(self.name, key, group):
 
             def run(schedule: Schedule) -> Any:
                 return self.forward(schedule, args)
 
-            return tuned_schedule(self.name, key, group, run) or selected
-        return selected
+            return tuned_schedule(self.name, key, group, run) or selected_schedule
+        return selected_schedule
 
     def _run_dispatched(self, *values: Any) -> Any:
         """Run the op when torch's dispatcher calls it."""
@@ -588,8 +588,8 @@ def _schema_types(arguments: Any) -> dict[str, str]:
     types: dict[str, str] = {}
     for name, annotation in arguments.__annotations__.items():
         type_name = getattr(annotation, "__forward_arg__", annotation)
-        if (nested := _nested_type(arguments, name)) is not None:
-            types |= _schema_types(nested)
+        if (nested_type := _nested_type(arguments, name)) is not None:
+            types |= _schema_types(nested_type)
             continue
         optional_suffix = "?" if type_name.endswith(" | None") else ""
         type_name = type_name.removesuffix(" | None")
@@ -611,17 +611,17 @@ def _make_packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
 
     Without nested NamedTuples it is `tuple.__new__`, a C function, because the generated constructor is slower.
     """
-    nested = [
+    nested_types = [
         (index, nested_type)
         for index, name in enumerate(arguments._fields)
         if (nested_type := _nested_type(arguments, name)) is not None
     ]
-    if not nested:
+    if not nested_types:
         return partial(tuple.__new__, arguments)
 
     def pack(values: Sequence[Any]) -> Any:
         parts = list(values)
-        for index, nested_type in nested:
+        for index, nested_type in nested_types:
             stop = index + len(nested_type._fields)
             parts[index:stop] = [tuple.__new__(nested_type, parts[index:stop])]
         return tuple.__new__(arguments, parts)

@@ -60,17 +60,17 @@ class Example(NamedTuple):
     Attributes:
         op: name of the op.
         run: maps (*inputs, group=group) to the results of this rank.
-        reference: maps the inputs of all ranks to the results of all ranks; differentiable.
+        compute_reference: maps the inputs of all ranks to the results of all ranks; differentiable.
         shapes: shapes of the inputs of each rank.
-        replicated: indices of the inputs that are equal on all ranks.
+        replicated_indices: indices of the inputs that are equal on all ranks.
         has_one_result: True if the result and its gradient are equal on all ranks.
     """
 
     op: str
     run: Callable[..., Any]
-    reference: Callable[[TensorsByRank], TensorsByRank]
+    compute_reference: Callable[[TensorsByRank], TensorsByRank]
     shapes: Sequence[Sequence[tuple[int, ...]]]
-    replicated: frozenset[int] = frozenset()
+    replicated_indices: frozenset[int] = frozenset()
     has_one_result: bool = False
 
 
@@ -276,7 +276,7 @@ def _to_list(results: Any) -> list[Tensor]:
 
 
 def _make_inputs(
-    example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int
+    example: Example, rank: int, world_size: int, device: torch.device, dtype: torch.dtype, seed: int
 ) -> _InputSet:
     """Generate the inputs and output gradients of `rank`, and compute their float64 reference."""
 
@@ -284,37 +284,37 @@ def _make_inputs(
         stream_seed = 0
         for part in (seed, *stream):
             stream_seed = 1009 * stream_seed + part
-        seeded = torch.Generator().manual_seed(stream_seed)
-        return torch.randn(shape, generator=seeded, dtype=torch.float32, device="cpu").to(device, dtype)
+        rng = torch.Generator().manual_seed(stream_seed)
+        return torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu").to(device, dtype)
 
     inputs = [
-        [draw(shape, 1, 0 if i in example.replicated else peer, i) for i, shape in enumerate(shapes)]
+        [draw(shape, 1, 0 if i in example.replicated_indices else peer, i) for i, shape in enumerate(shapes)]
         for peer, shapes in enumerate(example.shapes)
     ]
     fp64_inputs: TensorsByRank = []
     for peer_tensors in inputs:
-        replicated_inputs = {i: fp64_inputs[0][i] for i in example.replicated} if fp64_inputs else {}
+        replicated_inputs = {i: fp64_inputs[0][i] for i in example.replicated_indices} if fp64_inputs else {}
         fp64_inputs.append(
             [
                 replicated_inputs[i] if i in replicated_inputs else x.double().requires_grad_()
                 for i, x in enumerate(peer_tensors)
             ]
         )
-    results = example.reference(fp64_inputs)
+    results = example.compute_reference(fp64_inputs)
     grads = [
         [draw(t.shape, 2, 0 if example.has_one_result else peer, i) for i, t in enumerate(peer_tensors)]
         for peer, peer_tensors in enumerate(results)
     ]
-    counted_ranks = range(1) if example.has_one_result else range(world)  # a replicated result counts once
+    counted_ranks = range(1) if example.has_one_result else range(world_size)  # a replicated result counts once
     terms = [(t * g.double()).sum() for peer in counted_ranks for t, g in zip(results[peer], grads[peer], strict=True)]
     expected = [*(t.detach() for t in results[rank]), *torch.autograd.grad(torch.stack(terms).sum(), fp64_inputs[rank])]
     return _InputSet(inputs[rank], grads[rank], [t.to(dtype) for t in expected])
 
 
-def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
+def make_examples(world_size: int, m: int, k: int, n: int) -> list[Example]:
     """Return the examples of all verified ops for one size; `m`, `k`, `n` are as in `verify`."""
-    max_rows = -(-m // world)
-    rows = [min(max_rows, max(0, m - rank * max_rows)) for rank in range(world)]
+    max_rows = -(-m // world_size)
+    rows = [min(max_rows, max(0, m - rank * max_rows)) for rank in range(world_size)]
 
     def reference_gather(ranks: TensorsByRank) -> TensorsByRank:
         x = torch.cat([x for x, *_ in ranks])
@@ -327,12 +327,12 @@ def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
         return [[part] for part in reference_sum(ranks).split(rows)]
 
     def reference_reduce(ranks: TensorsByRank) -> TensorsByRank:
-        return [[reference_sum(ranks)]] * world
+        return [[reference_sum(ranks)]] * world_size
 
     def reference_norm(ranks: TensorsByRank) -> TensorsByRank:
         residual = reference_sum(ranks) + ranks[0][2]
         scale = (residual.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        return [[residual * scale * ranks[0][3], residual]] * world
+        return [[residual * scale * ranks[0][3], residual]] * world_size
 
     def reference_attention(ranks: TensorsByRank) -> TensorsByRank:
         q, keys, values = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(*ranks, strict=True))
@@ -342,11 +342,11 @@ def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
     gather = partial(all_gather_matmul, gather_size=m)
     norm = partial(matmul_all_reduce_rms_norm, eps=EPS)
     attend = partial(ring_attention, causal=True, layout="contiguous")
-    shard_shapes, column_shapes = [[(num_rows, k), (n, k)] for num_rows in rows], [[(m, k), (n, k)]] * world
-    normed_shapes = [[(m, k), (n, k), (m, n), (n,)]] * world
+    shard_shapes, column_shapes = [[(num_rows, k), (n, k)] for num_rows in rows], [[(m, k), (n, k)]] * world_size
+    normed_shapes = [[(m, k), (n, k), (m, n), (n,)]] * world_size
     qkv_shapes = [
         [(1, max_rows, max(1, n // HEAD_DIM), HEAD_DIM)] * 3
-    ] * world  # equal shards: uneven ones need the layout
+    ] * world_size  # equal shards: uneven ones need the layout
     gather_rows = partial(collectives.all_gather, dim=0, gather_size=m)
     scatter_rows = partial(collectives.reduce_scatter, dim=0)
     return [
@@ -357,7 +357,7 @@ def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
             "matmul_all_reduce_rms_norm", norm, reference_norm, normed_shapes, frozenset({2, 3}), has_one_result=True
         ),
         Example("all_gather", gather_rows, reference_gather, [[(num_rows, k)] for num_rows in rows]),
-        Example("reduce_scatter", scatter_rows, reference_scatter, [[(m, n)]] * world),
-        Example("all_reduce", collectives.all_reduce, reference_reduce, [[(m, n)]] * world, has_one_result=True),
+        Example("reduce_scatter", scatter_rows, reference_scatter, [[(m, n)]] * world_size),
+        Example("all_reduce", collectives.all_reduce, reference_reduce, [[(m, n)]] * world_size, has_one_result=True),
         Example("ring_attention", attend, reference_attention, qkv_shapes),
     ]

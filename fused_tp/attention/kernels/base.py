@@ -63,7 +63,7 @@ class StepRows(NamedTuple):
 
 
 class GradientSums(NamedTuple):
-    """Gradients to accumulate in, in fp32 (fp64 for fp64), shaped like q, k, v and the ALiBi slopes."""
+    """Tensors that accumulate gradients in fp32 (fp64 for fp64), shaped like q, k, v and the ALiBi slopes."""
 
     dq: Tensor
     dk: Tensor
@@ -86,7 +86,7 @@ class AttentionKernel(ABC):
 
     Attributes:
         name: value of FUSED_TP_ATTENTION that selects this kernel.
-        reason: why this kernel is chosen, for `explain`.
+        reason: the reason for choosing this kernel, for `explain`.
         devices: device types on which `explain` reports why this kernel was not chosen.
     """
 

@@ -72,9 +72,9 @@ class NativeCpu(AttentionKernel):
         (AMX).
         """
         head_dim = max(query.head_dim, query.v_head_dim)
-        fastest = dispatch.choose_attention_kernel(query.dtype, head_dim, query.is_backward)
-        if fastest is not None:
-            return "" if fastest == self.name else "torch's kernels are faster here by the dispatch table"
+        fastest_kernel = dispatch.choose_attention_kernel(query.dtype, head_dim, query.is_backward)
+        if fastest_kernel is not None:
+            return "" if fastest_kernel == self.name else "torch's kernels are faster here by the dispatch table"
         has_tiles: bool = query.dtype == torch.bfloat16 and _core.has_matrix_tiles()
         return "torch's kernels use this CPU's matrix tiles (AMX)" if has_tiles else ""
 

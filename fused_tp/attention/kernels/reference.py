@@ -112,13 +112,16 @@ class ReferenceKernel(AttentionKernel):
             block_scores = _block_scores(step, score_function, tile, q, k, state.weighted.dtype)
             new_max = torch.maximum(max_score, block_scores.scores.amax(-1))
             shift = new_max.masked_fill(new_max == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
-            rescale, probabilities = torch.exp(max_score - shift), torch.exp(block_scores.scores - shift.unsqueeze(-1))
-            total.mul_(rescale).add_(probabilities.sum(-1))
+            rescale_factor, probabilities = (
+                torch.exp(max_score - shift),
+                torch.exp(block_scores.scores - shift.unsqueeze(-1)),
+            )
+            total.mul_(rescale_factor).add_(probabilities.sum(-1))
             max_score.copy_(new_max)
-            weighted = (
+            weighted_values = (
                 probabilities if block_scores.dropout_factor is None else probabilities * block_scores.dropout_factor
             ) @ _keys_by_kv_head(v[:, tile.keys], probabilities.dtype)
-            rows.weighted.mul_(_merge_heads(rescale.unsqueeze(-1))).add_(_merge_heads(weighted))
+            rows.weighted.mul_(_merge_heads(rescale_factor.unsqueeze(-1))).add_(_merge_heads(weighted_values))
 
     def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
         q, k, v, _, lse, grad_out, row_sums = saved

@@ -79,9 +79,9 @@ def _choose_kernel(query: KernelQuery, forced_name: str | None, table: str | Non
     if forced_name is not None:
         # In the backward, lse may have a gradient on some ranks only. A forced kernel that does not support this
         # gradient must not raise on those ranks only: they use another kernel (below).
-        available = KERNELS[forced_name].available(replace(query, has_grad_lse=False))
-        if not available:
-            raise ValueError(f"FUSED_TP_ATTENTION={forced_name} does not support this call: {available.reason}.")
+        availability = KERNELS[forced_name].available(replace(query, has_grad_lse=False))
+        if not availability:
+            raise ValueError(f"FUSED_TP_ATTENTION={forced_name} does not support this call: {availability.reason}.")
         if KERNELS[forced_name].available(query):
             return KERNELS[forced_name], f"FUSED_TP_ATTENTION={forced_name} forces it"
     notes = ""

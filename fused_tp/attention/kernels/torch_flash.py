@@ -45,10 +45,10 @@ _cached_tiles: WeakKeyDictionary[Step, tuple[ReferenceTile, ...]] = WeakKeyDicti
 
 def step_tiles(step: Step) -> tuple[ReferenceTile, ...]:
     """Disjoint tiles that together cover all seen keys of a step; cached."""
-    cached = _cached_tiles.get(step)
-    if cached is None:
-        cached = _cached_tiles[step] = tuple(_make_tiles(step))
-    return cached
+    tiles = _cached_tiles.get(step)
+    if tiles is None:
+        tiles = _cached_tiles[step] = tuple(_make_tiles(step))
+    return tiles
 
 
 def _make_tiles(step: Step) -> Iterator[ReferenceTile]:
@@ -176,9 +176,9 @@ class TorchFlash(AttentionKernel):
         """
         sums = sums._replace(d_slopes=None)
         for tile in step_tiles(step):
-            tile_saved, totals = saved.select(tile.rows, tile.keys), sums.select(tile.rows, tile.keys)
+            tile_saved, tile_sums = saved.select(tile.rows, tile.keys), sums.select(tile.rows, tile.keys)
             if tile.mask is TileMask.MASKED:
-                REFERENCE_KERNEL.backward(_tile_step(step, tile), score_function, tile_saved, totals)
+                REFERENCE_KERNEL.backward(_tile_step(step, tile), score_function, tile_saved, tile_sums)
                 continue
             reverse = _token_reversal(tile)
             grad_out, q, k, v, out = (
@@ -189,7 +189,7 @@ class TorchFlash(AttentionKernel):
             grads = self._run_backward(
                 grad_out, q, k, v, out, lse, tile.mask is not TileMask.FULL, score_function.scale
             )
-            for total, term in zip(totals[:3], grads, strict=True):
+            for total, term in zip(tile_sums[:3], grads, strict=True):
                 total += reverse(term[..., : total.shape[-1]].transpose(1, 2))
 
     def _to_kernel_layout(self, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
