@@ -491,7 +491,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     mask = AttentionMask(20, 20, causal=True)
     x, step = inputs(mask, torch.float32), one_step(mask)
     made: list[weakref.ref[Tensor]] = []
-    step._on_devices[x.q.device] = Forgetful()
+    step._device_vectors[x.q.device] = Forgetful()
     vars(step)["native_vectors"] = Replaced()
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
