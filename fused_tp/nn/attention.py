@@ -472,7 +472,7 @@ class ParallelAttention(nn.Module):
                 has_cp_group
                 and context_cache is not None
                 and group_identity(context_cache.group) != group_identity(self.cp_group),
-                "the cache is sharded over another group than cp_group. Create it with this cp_group.",
+                "the cache is sharded over another group than cp_group. Create the cache with this cp_group.",
             ),
             (
                 context_cache is not None and mask is not None,
@@ -485,7 +485,7 @@ class ParallelAttention(nn.Module):
             ),
             (
                 context_cache is None and call.new_lengths is not None,
-                "new_lengths is for a ContextKVCache only. Without one, pass an attention_mask.",
+                "new_lengths is for a ContextKVCache only. Without such a cache, pass an attention_mask.",
             ),
             (
                 call.sharded_chunk and (context_cache is None or not has_cp_group),
@@ -665,7 +665,8 @@ def _from_projections(
         weight = getattr(norm, "weight", None)
         if norm is not None and (weight is None or tuple(weight.shape) != (head_dim,)):
             raise ValueError(
-                f"q_norm and k_norm of {class_name} must have a weight of shape [head_dim] = [{head_dim}]."
+                f"q_norm and k_norm of {class_name} must have a weight of shape [head_dim] = [{head_dim}], got "
+                f"{None if weight is None else tuple(weight.shape)}."
             )
     if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{class_name} has only one of q_norm and k_norm; ParallelAttention supports both or none.")

@@ -167,7 +167,7 @@ def check_integer_ids(ids: Tensor) -> None:
         ids_type = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"ids must be a Tensor of dtype int64 or int32, got {ids_type}.")
     if ids.layout is not torch.strided or ids.is_nested:
-        raise TypeError(f"ids must be a dense tensor, got a {'nested' if ids.is_nested else ids.layout} one.")
+        raise TypeError(f"ids must be a dense tensor, got a {'nested' if ids.is_nested else ids.layout} tensor.")
 
 
 def check_ids_in_range(ids: Tensor, num_embeddings: int) -> None:

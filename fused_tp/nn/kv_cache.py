@@ -216,7 +216,7 @@ class ContextCache(ABC):
         old_lengths = self._current_lengths(k.shape[0])
         if len(set(old_lengths)) != 1:
             raise ValueError(
-                f"append_sharded needs sequences of equal length, but those of the cache have {old_lengths} tokens. "
+                f"append_sharded needs sequences of equal length, but the cached sequences have {old_lengths} tokens. "
                 "Use append."
             )
         total_lengths = [old_lengths[0] + seq_len] * len(old_lengths)

@@ -458,8 +458,8 @@ def check_parts(name: str, parameter: Tensor, shard: PartsShard, ranks: int) -> 
     """Raise ValueError if the sharded dim cannot be divided into `shard.parts` blocks, each over `ranks` ranks."""
     if shard.parts > 1 and parameter.shape[shard.dim] % (shard.parts * ranks):
         raise ValueError(
-            f"dim {shard.dim} of {name} {tuple(parameter.shape)} has {shard.parts} blocks, each of which is to be "
-            f"sharded over {ranks} ranks, so its size must be a multiple of {shard.parts} x {ranks}, got "
+            f"dim {shard.dim} of {name} {tuple(parameter.shape)} has {shard.parts} blocks, each sharded over {ranks} "
+            f"ranks. The size of the dim must be a multiple of {shard.parts} x {ranks}, got "
             f"{parameter.shape[shard.dim]}."
         )
 
@@ -473,7 +473,7 @@ def check_floating(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}.")
     if x.is_nested:
-        raise TypeError("x must not be a nested tensor. Pad it, or pack its rows into one.")
+        raise TypeError("x must not be a nested tensor. Pad x, or pack its rows into one dense tensor.")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
 
@@ -498,8 +498,8 @@ def require_linear(module: nn.Module, name: str) -> nn.Linear:
     linear = getattr(module, name)
     if not isinstance(linear, nn.Linear):
         raise TypeError(
-            f"{type(module).__name__}.{name} must be an nn.Linear, got {type(linear).__name__}. Convert it to an "
-            "nn.Linear first, with a weight [out, in]."
+            f"{type(module).__name__}.{name} must be an nn.Linear, got {type(linear).__name__}. Convert the layer "
+            "to an nn.Linear first, with a weight [out, in]."
         )
     return linear
 

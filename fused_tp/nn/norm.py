@@ -44,8 +44,8 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
     check_mesh(mesh)
     if next(module.children(), None) is not None:
         raise ValueError(
-            f"{type(module).__name__} has submodules, which sequence_parallel_ does not support. Call it on each "
-            "submodule that has parameters."
+            f"{type(module).__name__} has submodules, which sequence_parallel_ does not support. Call "
+            "sequence_parallel_ on each submodule that has parameters."
         )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):

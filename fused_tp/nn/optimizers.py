@@ -180,9 +180,8 @@ def _refuse_sharing_of_shards(optimizer: Optimizer, shardings: Mapping[int, Shar
         if len(shared_ranks) > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} sends updated parameters between global ranks "
-                f"{join_words(map(str, shared_ranks))}, which hold different shards with parameters='plain'. Pass it "
-                "the data parallel ranks only: "
-                "process_group=mesh['dp'].get_group()."
+                f"{join_words(map(str, shared_ranks))}, which hold different shards with parameters='plain'. Pass "
+                "the group of the data parallel ranks: process_group=mesh['dp'].get_group()."
             )
 
 
@@ -248,8 +247,8 @@ def _try_shards(name: str, optimizer: Optimizer, group: Mapping[str, Any], param
     except Exception as error:
         if _step_records[optimizer].steps == 1:
             _log.warning(
-                "A trial step of %s on shards of a matrix failed (%s: %s). If its update of an element depends on "
-                "other elements of the tensor, it is wrong for parameters='plain'.",
+                "A trial step of %s on shards of a matrix failed (%s: %s). If the optimizer's update of an "
+                "element depends on other elements of the tensor, the update is wrong for parameters='plain'.",
                 name,
                 type(error).__name__,
                 error,

@@ -147,10 +147,9 @@ def shard_parameter(
     if tied_parameter is not None:
         if not isinstance(tied_parameter, DTensor) or tied_parameter.placements != placements_on(mesh, placement):
             raise ValueError(
-                f"this weight is tied to one with placements {getattr(tied_parameter, 'placements', None)}, but "
-                f"{(placement,)} "
-                "is requested here. Tied weights must have equal placements: an embedding sharded by vocabulary needs "
-                "a column-parallel output layer. Change the styles, or untie the weights."
+                f"this weight is tied to a weight with placements {getattr(tied_parameter, 'placements', None)}, but "
+                f"{(placement,)} is requested here. Tied weights must have equal placements: an embedding sharded by "
+                "vocabulary needs a column-parallel output layer. Change the styles, or untie the weights."
             )
         return tied_parameter
     if parameter.is_meta:

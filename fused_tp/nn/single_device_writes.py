@@ -114,5 +114,5 @@ def _check_not_partial(func: Any, tensor: DTensor) -> None:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(
             f"{func} does not support a DTensor with placements {tensor.placements}, whose ranks hold partial sums. "
-            "Redistribute it first."
+            "Redistribute the tensor first."
         )

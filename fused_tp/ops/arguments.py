@@ -46,9 +46,13 @@ def _check_memory(name: str, t: Tensor, is_plain: bool) -> None:
         raise TypeError(f"{name} is quantized; pass {name}.dequantize().")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         if not torch._C._are_functorch_transforms_active():
-            raise TypeError(f"{name} was created in a torch.func transform that has exited; return it from there.")
+            raise TypeError(
+                f"{name} was created in a torch.func transform that has exited; return {name} from the transform."
+            )
     elif is_plain and not t.is_meta and t.numel() and not (t.data_ptr() or t._is_zerotensor()):
-        raise ValueError(f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed. Allocate it again.")
+        raise ValueError(
+            f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed. Allocate a new tensor."
+        )
 
 
 def check_tensor(name: str, t: Any, *, min_dims: int = 1) -> None:

@@ -259,7 +259,9 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, suffix: str = "", *, compares_
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k{suffix} has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
     if q.shape[2] % k.shape[2] != 0:
-        raise ValueError(f"k{suffix} has {k.shape[2]} heads; the {q.shape[2]} heads of q must be a multiple of them.")
+        raise ValueError(
+            f"q has {q.shape[2]} heads; their number must be a multiple of the {k.shape[2]} heads of k{suffix}."
+        )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"v{suffix} has shape {tuple(v.shape)}, but k{suffix} {tuple(k.shape)}; only head_dim may differ."

@@ -132,7 +132,9 @@ def _resolve_mesh_dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int 
     ulysses_index = None if ulysses_dim is None else _resolve_dim("ulysses_dim", ulysses_dim, mesh)
     ring_index = None if ring_dim is None else _resolve_dim("ring_dim", ring_dim, mesh)
     if ulysses_index is not None and ulysses_index == ring_index:
-        raise ValueError(f"ulysses_dim={ulysses_dim!r} and ring_dim={ring_dim!r} are the same dim of mesh.")
+        raise ValueError(
+            f"ulysses_dim={ulysses_dim!r} and ring_dim={ring_dim!r} are the same dim of mesh; pass two dims."
+        )
     if mesh.ndim == 1:
         return (None, 0) if ulysses_index is None else (0, None)
     if ulysses_index is None:

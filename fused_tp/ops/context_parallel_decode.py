@@ -193,8 +193,8 @@ def decode(args: DecodeArguments, *, is_unsharded: bool = False) -> tuple[Tensor
         for name, x in zip(_DIFFERENTIABLE_NAMES, (*args[:3], args.alibi_slopes, args.sinks), strict=True):
             if getattr(x, "requires_grad", False):
                 raise ValueError(
-                    f"{name} requires a gradient, but context_parallel_decode does not support backward. Call it under "
-                    "torch.no_grad(), and use ring_attention for training."
+                    f"{name} requires a gradient, but context_parallel_decode does not support backward. Call the op "
+                    "under torch.no_grad(), and use ring_attention for training."
                 )
     if getattr(args.q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
         _check_capture(args.cache_seqlens, args.page_table)
@@ -304,7 +304,8 @@ def _cache_rows(
             seq = rows_per_sequence.index(max(rows_per_sequence))
             raise ValueError(
                 f"sequence {seq} has {lengths[seq]} tokens, {rows_per_sequence[seq]} of them on rank {layout.rank} of "
-                f"{layout.world_size}, but k_cache_shard has a capacity of {k.shape[1]}; increase it."
+                f"{layout.world_size}, but k_cache_shard has a capacity of {k.shape[1]}; increase "
+                "the capacity."
             )
         return DenseRows(k), DenseRows(v)
     pages = page_table.tolist()

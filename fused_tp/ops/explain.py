@@ -372,7 +372,7 @@ def dispatch_keys(
     if dim is not None:
         ops_with_dim = [name for name, (_, parameters) in explained_ops().items() if "dim" in parameters]
         if op not in ops_with_dim:
-            raise ValueError(f"dim={dim!r} is supported for {', '.join(ops_with_dim)}, not for {op}; omit it.")
+            raise ValueError(f"dim={dim!r} is supported for {', '.join(ops_with_dim)}, not for {op}; omit dim.")
         tensors.append(normalize_dim("dim", dim, names[0], tensors[0]))
     check_tensor(names[0], tensors[0], min_dims=2 if "scatter" in op or op.startswith("all_gather_") else 1)
     if "grouped" in op:

@@ -111,7 +111,7 @@ def _masked_tile(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
 def plain_scores_availability(query: KernelQuery) -> Availability:
     """Available if torch's flash kernels support the scores of `query`, and the gradient of its log-sum-exp."""
     if not query.has_plain_scores:
-        return unavailable("torch's kernels do not support softcap, ALiBi and dropout by position")
+        return unavailable("torch's kernels do not support softcap, ALiBi, or dropout that depends on positions")
     if not query.has_positive_scale:
         return unavailable("torch's kernels mask scores before scaling them, so scale must be above 0")
     return (
