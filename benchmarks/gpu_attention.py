@@ -225,7 +225,7 @@ def _ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Callable[
             for t in range(ranks):
                 source = call.plan.source_rank(rank, t)
                 state.attend(t, k[source], v[source], dk[source], dv[source])
-            dq.append(state.result([dk[rank], dv[rank]]).dq)
+            dq.append(state.finalize([dk[rank], dv[rank]]).dq)
         return [join(dq), *(join([x.to(DTYPE) for x in parts]) for parts in (dk, dv))]
 
     return gradients
@@ -237,7 +237,7 @@ def _run_steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tenso
     for t in range(len(k)):
         source = call.plan.source_rank(call.rank, t)
         state.attend(t, k[source], v[source])
-    return state.result()
+    return state.finalize()
 
 
 def _join_shards(like: Tensor, token_indices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
 from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
-from fused_tp.attention.softmax import SoftmaxState, row_sums
+from fused_tp.attention.softmax import SoftmaxState, compute_row_sums
 from fused_tp.attention.spec import AttentionMask, Dropout, ScoreFunction
 from fused_tp.core.pending import accumulate_dtype
 from tests.reference import seeded
@@ -172,7 +172,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Gradients over one step per element of `keys` (default: one step over all keys), accumulated onto `start`."""
     wide = accumulate_dtype(x.q.dtype)
-    sums = row_sums(x.grad_out, out, None) if sums is None else sums
+    sums = compute_row_sums(x.grad_out, out, None) if sums is None else sums
     found = Gradients(*(torch.full(t.shape, start, dtype=wide) for t in (x.q, x.k, x.v, x.q[0, 0, :, 0])))
     queries, all_keys = everything(mask)
     for tokens in keys or [all_keys]:

@@ -357,13 +357,13 @@ class _Halving:
         times the tokens per work of `later_cut_piece`, so that `later_cut_piece` can be cut evenly.
         """
         first_share = self.first_share
-        per_work, per_token = 1 / self.all_work, 1 / self.all_tokens
-        expected_tokens = later_cut_piece.tokens / later_cut_piece.work * per_token if later_cut_piece else 0.0
-        lean = (1 - 2 * first_share) / 2
+        work_scale, token_scale = 1 / self.all_work, 1 / self.all_tokens
+        tokens_per_work = later_cut_piece.tokens / later_cut_piece.work * token_scale if later_cut_piece else 0.0
+        share_bias = (1 - 2 * first_share) / 2
         work = tokens = 0.0
         for piece in pieces:
-            w, t = piece.work * per_work, piece.tokens * per_token - piece.work * expected_tokens
-            if work * w + tokens * t + lean * (w * w + t * t) <= 0:
+            w, t = piece.work * work_scale, piece.tokens * token_scale - piece.work * tokens_per_work
+            if work * w + tokens * t + share_bias * (w * w + t * t) <= 0:
                 self.first_side.add(piece)
                 work += (1 - first_share) * w
                 tokens += (1 - first_share) * t

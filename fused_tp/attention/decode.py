@@ -216,7 +216,7 @@ def _attend_many_queries(
             v[:, keys_seen],
             state.rows(step.q_start, step.q_stop),
         )
-    out, lse = state.result(result.dtype)
+    out, lse = state.finalize(result.dtype)
     result[..., :-1] = out
     result[..., -1] = lse.transpose(1, 2)
 

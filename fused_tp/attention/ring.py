@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
 from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RingPlan, RowRanges, restrict_to_keys
-from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
+from fused_tp.attention.softmax import SoftmaxState, compute_row_sums, compute_sink_gradient
 from fused_tp.attention.spec import ScoreFunction
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.core.tracing import span
@@ -88,7 +88,7 @@ class AttentionGradients(NamedTuple):
 
 
 class RingForward:
-    """Forward of one call: a running softmax over the keys of the steps so far. Only `result` rounds."""
+    """Forward of one call: a running softmax over the keys of the steps so far. Only `finalize` rounds."""
 
     def __init__(self, call: RingCall, q: Tensor, v: Tensor) -> None:
         self._call, self._q = call, q
@@ -110,20 +110,20 @@ class RingForward:
         with span("ring_attention step", t):
             call.kernel.forward(step, call.score_function, q, k, v, state, fresh=fresh)
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def finalize(self) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, Dv], lse [B, H, S])."""
         if self._fresh:
             self._state.clear()
-        return self._state.result(self._q.dtype, self._call.score_function.sinks)
+        return self._state.finalize(self._q.dtype, self._call.score_function.sinks)
 
 
 class RingBackward:
-    """Backward of one call: running sums of dq and of the gradient of the slopes. Only `result` rounds dq."""
+    """Backward of one call: running sums of dq and of the gradient of the slopes. Only `finalize` rounds dq."""
 
     def __init__(self, call: RingCall, saved: RingSaved) -> None:
         self._call, self._saved = call, saved
         # A query that sees no key has lse = -inf, and its gradient is 0 even if its lse has a gradient.
-        sums = row_sums(saved.grad_out, saved.out, saved.grad_lse)
+        sums = compute_row_sums(saved.grad_out, saved.out, saved.grad_lse)
         self._row_sums = sums.masked_fill_(saved.lse == -torch.inf, 0.0)
         self._dq = fp32_accumulator(saved.q)
         slopes = call.score_function.alibi_slopes
@@ -145,13 +145,13 @@ class RingBackward:
             sums = GradientSums(self._dq, dk, dv, self._d_slopes)
             call.kernel.backward(step, call.score_function, step_rows.select(rows, keys), sums.select(rows, keys))
 
-    def result(self, own_gradients: list[Tensor]) -> AttentionGradients:
+    def finalize(self, own_gradients: list[Tensor]) -> AttentionGradients:
         """Return the gradients, where `own_gradients` is [dk, dv] of this rank's keys, summed over all steps.
 
         Empties `own_gradients` and frees the sum of dq: each sum is freed once it is rounded, to lower peak memory.
         """
         saved, sinks = self._saved, self._call.score_function.sinks
-        d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._row_sums)
+        d_sinks = None if sinks is None else compute_sink_gradient(sinks, saved.lse, self._row_sums)
         dq = self._dq.to(saved.q.dtype)
         del self._dq
         kv_dtype = saved.kv_grad_dtype or saved.k.dtype
@@ -211,7 +211,7 @@ class SteppedRing(RingSchedule):
             for index, chunk in enumerate(chunks):
                 state.attend(chunk.t, *exchange.receive_keys(index), chunk.recv_rows.start)
         del exchange  # frees its buffers before the result is allocated
-        return state.result()
+        return state.finalize()
 
     def backward(self, call: RingCall, saved: RingSaved) -> AttentionGradients:
         k, v, chunks = saved.k, saved.v, call.rank_plan.chunks
@@ -232,7 +232,7 @@ class SteppedRing(RingSchedule):
             if chunks:
                 exchange.finish_gradients(own_gradients)
         del exchange
-        return state.result(own_gradients)
+        return state.finalize(own_gradients)
 
     @abstractmethod
     def _exchange_scope(

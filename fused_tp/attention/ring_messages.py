@@ -190,7 +190,7 @@ class AllGatherRing(RingSchedule):
                 state = RingForward(call.select_heads(heads), q[:, :, heads], v[:, :, kv_heads])
                 for t in range(call.plan.world_size):
                     state.attend(t, *_source_kv(call, gathered_kv, t, k))
-                results.append(state.result())
+                results.append(state.finalize())
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
@@ -230,7 +230,7 @@ class AllGatherRing(RingSchedule):
         own_gradients = self._transport.reduce_scatter(
             "ring_attention dK/dV", sums.flatten(0, 1), [rows] * call.plan.world_size
         ).wait()
-        return state.result([x[:, : k.shape[1]] for x in _split_kv(own_gradients, k)])
+        return state.finalize([x[:, : k.shape[1]] for x in _split_kv(own_gradients, k)])
 
     def _start_gather(self, call: RingCall, k: Tensor, v: Tensor, kv_heads: slice) -> Pending[Tensor]:
         """Start gathering the concatenated K and V of all ranks: [W, rows of the longest shard, B, heads, D + Dv]."""

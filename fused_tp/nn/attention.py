@@ -23,7 +23,7 @@ from fused_tp.nn.linear import (
     RowParallelLinear,
     check_nothing_dropped,
     check_positive,
-    column_outputs,
+    compute_column_outputs,
     require_linear,
 )
 from fused_tp.nn.local_attention import attention_with_mask, local_attention
@@ -316,7 +316,7 @@ class ParallelAttention(nn.Module):
         gather_size = self._cp_length(seq_len) if is_sharded else seq_len
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))
-            for y in column_outputs([self.q_proj, self.k_proj, self.v_proj], x, gather_size)
+            for y in compute_column_outputs([self.q_proj, self.k_proj, self.v_proj], x, gather_size)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -414,8 +414,8 @@ class PagedContextKVCache:
         # that all raise together when no page is left. If only one rank raised, the other ranks would wait for it.
         self._rank0_layout = BlockCyclicLayout(group_identity(group)[1], 0, block)
         self._free_page_heap = list(range(pages))  # a heap, so that a sequence gets adjacent pages if possible
-        self._pages_of: dict[int, list[int]] = {}
-        self._length_of: dict[int, int] = {}
+        self._pages_by_sequence: dict[int, list[int]] = {}
+        self._length_by_sequence: dict[int, int] = {}
         self._next_sequence = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -428,20 +428,20 @@ class PagedContextKVCache:
     def allocate(self) -> int:
         """Create a sequence without tokens, and return its number."""
         sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
-        self._pages_of[sequence], self._length_of[sequence] = [], 0
+        self._pages_by_sequence[sequence], self._length_by_sequence[sequence] = [], 0
         return sequence
 
     def free(self, sequence: int) -> None:
         """Remove a sequence and return its pages to the pool."""
         self.crop(sequence, 0)
-        del self._pages_of[sequence], self._length_of[sequence]
+        del self._pages_by_sequence[sequence], self._length_by_sequence[sequence]
 
     def crop(self, sequence: int, length: int) -> None:
         """Keep only the first `length` tokens of a sequence."""
         self._check_allocated(sequence)
         check_int("length", length, 0, ", the number of tokens that are kept")
-        self._length_of[sequence] = min(self._length_of[sequence], length)
-        pages, num_kept = self._pages_of[sequence], self._num_pages(self._length_of[sequence])
+        self._length_by_sequence[sequence] = min(self._length_by_sequence[sequence], length)
+        pages, num_kept = self._pages_by_sequence[sequence], self._num_pages(self._length_by_sequence[sequence])
         for page in pages[num_kept:]:
             heapq.heappush(self._free_page_heap, page)
         del pages[num_kept:]
@@ -449,7 +449,7 @@ class PagedContextKVCache:
     def length_of(self, sequence: int) -> int:
         """Number of tokens of a sequence over all ranks."""
         self._check_allocated(sequence)
-        return self._length_of[sequence]
+        return self._length_by_sequence[sequence]
 
     def batch(self, sequences: Sequence[int]) -> ContextCache:
         """Return the cache for a forward pass over `sequences`, in this order."""
@@ -466,7 +466,7 @@ class PagedContextKVCache:
         return _PagedBatch(self, list(sequences))
 
     def _check_allocated(self, sequence: int) -> None:
-        if sequence not in self._pages_of:
+        if sequence not in self._pages_by_sequence:
             raise ValueError(
                 f"sequence {sequence} was never allocated in this cache, or has been freed. Use allocate()."
             )
@@ -476,7 +476,7 @@ class PagedContextKVCache:
 
     def _reserve(self, k: Tensor, v: Tensor, sequences: list[int], lengths: list[int]) -> None:
         pages_to_add = {
-            sequence: self._num_pages(length) - len(self._pages_of[sequence])
+            sequence: self._num_pages(length) - len(self._pages_by_sequence[sequence])
             for sequence, length in zip(sequences, lengths, strict=True)
         }
         num_missing = sum(max(0, num_pages) for num_pages in pages_to_add.values())
@@ -497,7 +497,7 @@ class PagedContextKVCache:
                     f"{x.device}."
                 )
         for sequence, num_pages in pages_to_add.items():
-            self._pages_of[sequence] += [heapq.heappop(self._free_page_heap) for _ in range(num_pages)]
+            self._pages_by_sequence[sequence] += [heapq.heappop(self._free_page_heap) for _ in range(num_pages)]
 
 
 class _PagedBatch(ContextCache):
@@ -513,13 +513,13 @@ class _PagedBatch(ContextCache):
         return [self._pool.length_of(sequence) for sequence in self._sequences]
 
     def _set_sequence_lengths(self, lengths: list[int]) -> None:
-        self._pool._length_of.update(zip(self._sequences, lengths, strict=True))
+        self._pool._length_by_sequence.update(zip(self._sequences, lengths, strict=True))
 
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
         self._pool._reserve(k, v, self._sequences, lengths)
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        pages = _to_int64_cpu(self._pool._pages_of[self._sequences[seqs.start]]).to(rows.device)
+        pages = _to_int64_cpu(self._pool._pages_by_sequence[self._sequences[seqs.start]]).to(rows.device)
         size = self._pool.page_size
         pool_rows = pages[rows // size] * size + rows % size
         for page_pool, new_rows in ((self._pool._keys, k), (self._pool._values, v)):
@@ -528,7 +528,7 @@ class _PagedBatch(ContextCache):
 
     def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         keys, values = _require_filled(self._pool._keys, self._pool._values)
-        pages_by_sequence = [self._pool._pages_of[sequence] for sequence in self._sequences]
+        pages_by_sequence = [self._pool._pages_by_sequence[sequence] for sequence in self._sequences]
         max_pages = max(map(len, pages_by_sequence))
         page_table = torch.tensor(
             [sequence_pages + [0] * (max_pages - len(sequence_pages)) for sequence_pages in pages_by_sequence],

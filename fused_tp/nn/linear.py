@@ -425,7 +425,7 @@ class MultiQueryLinear(ColumnParallelLinear):
         return local_rows(self.weight), None if self.bias is None else local_rows(self.bias)
 
 
-def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
+def compute_column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
     """Return the outputs of projections of the same x, by one op if all are plain column-parallel layers.
 
     If a layer has hooks, or is wrapped or replaced (adapters, fully_shard), the layers are called one by one.

@@ -17,7 +17,7 @@ from fused_tp.nn.linear import (
     RowParallelLinear,
     check_nothing_dropped,
     check_positive,
-    column_outputs,
+    compute_column_outputs,
     require_linear,
 )
 from fused_tp.nn.norm import replicate_own_parameters
@@ -151,9 +151,9 @@ class ParallelMLP(nn.Module):
         gate_name, up_name, down_name = self._layer_names
         down = cast(nn.Module, getattr(self, down_name))
         if gate_name is None:
-            (up,) = column_outputs([getattr(self, up_name)], x, seq_len)
+            (up,) = compute_column_outputs([getattr(self, up_name)], x, seq_len)
             return down(self.activation(up))
-        gate, up = column_outputs([getattr(self, gate_name), getattr(self, up_name)], x, seq_len)
+        gate, up = compute_column_outputs([getattr(self, gate_name), getattr(self, up_name)], x, seq_len)
         return down(self.activation(gate) * up)
 
 

@@ -262,19 +262,19 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
                 "not support. Call plain_parameters_ before fully_shard, and distribute experts over tensor parallel "
                 "ranks only."
             )
-    plain_by_id = {key: _make_plain_parameter(parameter) for key, (_, parameter) in dtensors.items()}
-    names_of_replaced = WeakIdKeyDictionary({parameter: name for name, parameter in dtensors.values()})
+    plain_parameter_by_id = {key: _make_plain_parameter(parameter) for key, (_, parameter) in dtensors.items()}
+    replaced_parameter_names = WeakIdKeyDictionary({parameter: name for name, parameter in dtensors.values()})
     for child in module.modules():
         dtensor: Any
         for key, dtensor in child._parameters.items():
             if isinstance(dtensor, DTensor):
-                child._parameters[key] = plain_by_id[id(dtensor)]
+                child._parameters[key] = plain_parameter_by_id[id(dtensor)]
                 vars(child).setdefault(PLAIN_SHARDINGS, {})[key] = ShardedLayout(
                     dtensor.device_mesh, dtensor.placements[0], dtensor.shape
                 )
                 patched_child: Any = child
                 patched_child.apply = partial(_apply_to_dtensors, child)
-    record_replaced_parameters(names_of_replaced, module)
+    record_replaced_parameters(replaced_parameter_names, module)
     watch_model(module, [*dict.fromkeys(parameter.device_mesh for _, parameter in dtensors.values())])
     return module
 

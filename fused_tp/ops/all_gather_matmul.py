@@ -173,17 +173,17 @@ def _fake(a: _Args) -> list[Tensor]:
 
 def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     a, needs = s.args, s.needs
-    used_outputs = [i for i, d in enumerate(grads[: len(a.weights)]) if d is not None]
+    used_indices = [i for i, d in enumerate(grads[: len(a.weights)]) if d is not None]
     d_gathered = grads[-1] if a.return_gathered else None
-    needs_x = needs.x_shard and (bool(used_outputs) or d_gathered is not None)
+    needs_x = needs.x_shard and (bool(used_indices) or d_gathered is not None)
     result: dict[str, Any] = {"biases": bias_grads(grads, a.has_bias, needs.biases)}
-    needs_weight = [needs.weights[i] for i in used_outputs]
+    needs_weight = [needs.weights[i] for i in used_indices]
     if needs_x or any(needs_weight):
         d_x, *d_weights = ALL_GATHER_MATMUL_BACKWARD(
-            [grads[i] for i in used_outputs],
+            [grads[i] for i in used_indices],
             d_gathered if needs_x else None,
             a.x_shard,
-            [a.weights[i] for i in used_outputs],
+            [a.weights[i] for i in used_indices],
             needs_weight,
             needs_x,
             a.gather_dim,
@@ -193,7 +193,7 @@ def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[st
         result["x_shard"] = d_x if needs_x else None
         remaining_d_weights = iter(d_weights)
         result["weights"] = [
-            next(remaining_d_weights) if i in used_outputs and needed else None
+            next(remaining_d_weights) if i in used_indices and needed else None
             for i, needed in enumerate(needs.weights)
         ]
     return result

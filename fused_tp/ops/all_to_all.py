@@ -50,8 +50,8 @@ class HeadShares:
         first, stop = rank * self.heads_per_rank, (rank + 1) * self.heads_per_rank
         if role == "q":
             return range(first, stop)
-        per_kv_head = self.num_heads // self.num_kv_heads
-        return range(first // per_kv_head, (stop - 1) // per_kv_head + 1)
+        heads_per_kv_head = self.num_heads // self.num_kv_heads
+        return range(first // heads_per_kv_head, (stop - 1) // heads_per_kv_head + 1)
 
     def head_sharded_dtype(self, role: str, dtype: torch.dtype) -> torch.dtype:
         """Dtype of a tensor sharded by heads, given the dtype of the same queries (`role` "q") or keys ("k") sharded by

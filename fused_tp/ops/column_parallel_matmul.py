@@ -90,13 +90,13 @@ def _prepare(a: _Args) -> _Args:
 
 def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     a, needs = s.args, s.needs
-    used_outputs = [i for i, d in enumerate(grads) if d is not None]
-    needs_x = needs.x and bool(used_outputs)
+    used_indices = [i for i, d in enumerate(grads) if d is not None]
+    needs_x = needs.x and bool(used_indices)
     d_x, *d_weights = COLUMN_PARALLEL_MATMUL_BACKWARD(
-        [grads[i] for i in used_outputs],
+        [grads[i] for i in used_indices],
         a.x,
-        [a.weights[i] for i in used_outputs],
-        [needs.weights[i] for i in used_outputs],
+        [a.weights[i] for i in used_indices],
+        [needs.weights[i] for i in used_indices],
         needs_x,
         a.group,
     )
@@ -104,7 +104,7 @@ def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[st
     return {
         "x": d_x if needs_x else None,
         "weights": [
-            next(remaining_d_weights) if i in used_outputs and needed else None
+            next(remaining_d_weights) if i in used_indices and needed else None
             for i, needed in enumerate(needs.weights)
         ],
         "biases": bias_grads(grads, a.has_bias, needs.biases),

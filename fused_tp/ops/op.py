@@ -47,11 +47,11 @@ AnyGroup: TypeAlias = Any
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 # Module-level bindings of functions and settings that every call reads, to save attribute lookups.
 _SCHEDULE_KEY, _SHM_KEY, _TABLE_KEY = settings.ROUTING_KEYS
-_raw_setting, _NVTX_SETTING_KEY = settings.RAW_ENVIRON.get, tracing.NVTX_KEY
+_get_raw_setting, _NVTX_SETTING_KEY = settings.RAW_ENVIRON.get, tracing.NVTX_KEY
 _in_dispatch_mode = torch._C._len_torch_dispatch_stack
 _in_autocast = torch._C._is_any_autocast_enabled
 _in_functorch = torch._C._are_functorch_transforms_active
-_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 # Results of the checks, reused by all calls of one shape: the schedule, its repeatable forward
 # (`Schedule.make_repeatable`), the arguments that `prepare` changes, as (index, new value), and the group's name.
@@ -193,7 +193,7 @@ class Op(Generic[A]):
             or _in_autocast()
             or _profiler._is_profiler_enabled
             or tracing.HAS_NVTX_TOOL
-            or _raw_setting(_NVTX_SETTING_KEY)
+            or _get_raw_setting(_NVTX_SETTING_KEY)
             or forward_ad._current_level >= 0
             or _in_functorch()
             or (group := cached_group(values[-1])) is None
@@ -201,8 +201,8 @@ class Op(Generic[A]):
             return self._call_without_plan(values)
         args: Sequence[Any] = values[:-1]
         # The key is built as nested tuples, because appending to a list would take a quarter of this function's time.
-        key: tuple[Any, ...] = _raw_setting(_SCHEDULE_KEY), _raw_setting(_SHM_KEY), _raw_setting(_TABLE_KEY)
-        grad_mode, needs_grad = _grad_enabled(), False
+        key: tuple[Any, ...] = _get_raw_setting(_SCHEDULE_KEY), _get_raw_setting(_SHM_KEY), _get_raw_setting(_TABLE_KEY)
+        grad_mode, needs_grad = _is_grad_enabled(), False
         for value in args:
             value_type = type(value)
             if value_type is Tensor or value_type is Parameter:

@@ -214,7 +214,7 @@ def _select_ring(schedule: Schedule, a: _Args | _BackwardArgs) -> RingSchedule:
 # bytes per token and step, and every batch of documents needs another plan.
 _call_cache: dict[Any, tuple[RingCall, str]] = {}
 _MAX_CACHED_CALLS = 16
-_raw_setting = settings.RAW_ENVIRON.get
+_get_raw_setting = settings.RAW_ENVIRON.get
 _ATTENTION_KEY, _TABLE_KEY, _NARROW_GRADIENTS_KEY = (
     settings.forced_attention.key,
     settings.table_path.key,
@@ -233,9 +233,9 @@ def _prepare_call(
         *(
             type(a),
             has_grad_lse,
-            _raw_setting(_ATTENTION_KEY),
-            _raw_setting(_TABLE_KEY),
-            _raw_setting(_NARROW_GRADIENTS_KEY),
+            _get_raw_setting(_ATTENTION_KEY),
+            _get_raw_setting(_TABLE_KEY),
+            _get_raw_setting(_NARROW_GRADIENTS_KEY),
         ),
         *(slopes is None, sinks is None, seed is None, causal, *window, *other_arguments),
         bounds is not None and tuple(bounds.tolist()),

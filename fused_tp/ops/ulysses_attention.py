@@ -178,12 +178,16 @@ def head_sharded_attention(
 
 def _repeat_key_heads(x: Tensor, head_shares: HeadShares, rank: int) -> Tensor:
     """Repeat the key heads of `rank` if needed, so that each is read by the same number of the rank's query heads."""
-    own_heads, per_kv_head = head_shares.heads_of_rank("q", rank), head_shares.num_heads // head_shares.num_kv_heads
-    repeats, remainder = len(own_heads), per_kv_head
+    own_heads, heads_per_kv_head = (
+        head_shares.heads_of_rank("q", rank),
+        head_shares.num_heads // head_shares.num_kv_heads,
+    )
+    repeats, remainder = len(own_heads), heads_per_kv_head
     while remainder:  # greatest common divisor; math.gcd does not support symbolic sizes
         repeats, remainder = remainder, repeats % remainder
     key_heads = [
-        head // per_kv_head - own_heads.start // per_kv_head for head in range(own_heads.start, own_heads.stop, repeats)
+        head // heads_per_kv_head - own_heads.start // heads_per_kv_head
+        for head in range(own_heads.start, own_heads.stop, repeats)
     ]
     if key_heads == list(range(x.shape[2])):
         return x

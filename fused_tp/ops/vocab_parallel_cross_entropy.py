@@ -26,7 +26,7 @@ from fused_tp.ops.arguments import (
 from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 _REDUCTIONS = ("mean", "sum", "none")
-_NUM_STATISTICS = 4  # numbers per token that ranks exchange; see `_local_stats`
+_NUM_STATISTICS = 4  # numbers per token that ranks exchange; see `_compute_local_stats`
 
 
 def vocab_parallel_cross_entropy(
@@ -145,7 +145,7 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
                 f"target holds {target[is_invalid][0].item()}; class indices are 0 to {vocab_size - 1}, "
                 f"or ignore_index={ignore_index}."
             )
-    stats = _local_stats(
+    stats = _compute_local_stats(
         logits_shard, target, shard_range(vocab_size, resolved_group.size, resolved_group.rank), label_smoothing != 0.0
     )
     is_checked = resolved_group.size > 1 and (
@@ -182,7 +182,9 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     return losses.view(target.shape), log_sum_exp.view(target.shape)
 
 
-def _local_stats(logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, int], needs_logit_sum: bool) -> Tensor:
+def _compute_local_stats(
+    logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, int], needs_logit_sum: bool
+) -> Tensor:
     """Return [tokens + 1, 4] for this rank's shard; the last row is reserved for checksums.
 
     Columns: maximum, sum of exp(logit - maximum), the target's logit (0 if it is on another rank), and, if
@@ -198,7 +200,7 @@ def _local_stats(logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, i
     stats[:, 0] = logits.amax(-1)
     shift = torch.where(stats[:, 0].isinf(), torch.zeros_like(stats[:, 0]), stats[:, 0])
     stats[:, 1] = torch.exp(logits - shift[:, None]).sum(-1)
-    local_index, is_local = _local_target(target, vocab_range)
+    local_index, is_local = _find_local_targets(target, vocab_range)
     stats[:, 2] = torch.where(is_local, logits.gather(-1, local_index[:, None])[:, 0], 0.0)
     if needs_logit_sum:
         stats[:, 3] = logits.sum(-1)
@@ -207,7 +209,7 @@ def _local_stats(logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, i
     return rows
 
 
-def _local_target(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _find_local_targets(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return (indices of the targets in the vocabulary shard `vocab_range`, mask of targets in it); else index 0."""
     flat_target = target.reshape(-1)
     is_local = (flat_target >= vocab_range[0]) & (flat_target < vocab_range[1])
@@ -240,7 +242,7 @@ def _backward(s: SavedForBackward[_Args], d_losses: Tensor, _: Tensor) -> dict[s
         d_logits = d_logits - a.label_smoothing / a.vocab_size
     d_logits = d_logits * d_rows
     if logits_shard.shape[-1] > 0:
-        local_index, is_local = _local_target(
+        local_index, is_local = _find_local_targets(
             target, shard_range(a.vocab_size, resolved_group.size, resolved_group.rank)
         )
         d_target = torch.where(is_local.view(target.shape)[..., None], (a.label_smoothing - 1.0) * d_rows, 0.0)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
-from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
+from fused_tp.attention.softmax import SoftmaxState, compute_row_sums, compute_sink_gradient
 from fused_tp.attention.spec import AttentionMask, Dropout, ScoreFunction
 from tests.attention_reference import dense, dense_attention
 from tests.kernels.ranks import interpreted_ranks
@@ -140,7 +140,7 @@ def run(c: Case, config: Any, lse: Tensor | None = None) -> dict[str, Tensor]:
     flash, own = kernels(), terms(c.scores)
     out, found = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=config)
     lse = found if lse is None else lse
-    sums = row_sums(c.grad_out, c.out.to(c.q.dtype), None)
+    sums = compute_row_sums(c.grad_out, c.out.to(c.q.dtype), None)
     results = {name: torch.zeros(x.shape) for name, x in (("q", c.q), ("k", c.k), ("v", c.v))}
     d_slopes = None if c.scores.alibi_slopes is None else torch.zeros(c.q.shape[2])
     flash.flash_backward(
@@ -150,7 +150,7 @@ def run(c: Case, config: Any, lse: Tensor | None = None) -> dict[str, Tensor]:
     if d_slopes is not None:
         results["slopes"] = d_slopes
     if c.sinks is not None:
-        results["sinks"] = sink_gradient(c.sinks, lse, sums)
+        results["sinks"] = compute_sink_gradient(c.sinks, lse, sums)
     return {"out": out, "lse": found, **results}
 
 
@@ -273,8 +273,8 @@ def states(_group: dist.ProcessGroup) -> None:
     other = SoftmaxState.empty(c.q, 16)
     fold(other, slice(0, 16))
     other = SoftmaxState(other.weighted * 0.3, other.highest - torch.tensor(0.3).log(), other.total * 0.3)
-    out, lse = fold(other, slice(16, 37)).result(torch.float32)
-    torch.testing.assert_close((out, lse), whole.result(torch.float32), rtol=2e-6, atol=2e-6)
+    out, lse = fold(other, slice(16, 37)).finalize(torch.float32)
+    torch.testing.assert_close((out, lse), whole.finalize(torch.float32), rtol=2e-6, atol=2e-6)
 
 
 def leaks(_group: dist.ProcessGroup) -> None:
@@ -332,9 +332,9 @@ def strides(_group: dist.ProcessGroup) -> None:
     highest, total = (x[..., 1:-1] for x in log)
     flash, own = kernels(), terms(c.scores)
     flash.flash_forward(q, k, v, c.step, own, (weighted, highest, total), fresh=True, config=tile())
-    out, _ = SoftmaxState(weighted.clone(), highest, total).result(torch.float32)
+    out, _ = SoftmaxState(weighted.clone(), highest, total).finalize(torch.float32)
     torch.testing.assert_close(out, first["out"], rtol=1e-6, atol=1e-6)
-    sums = row_sums(c.grad_out, c.out.float(), None)
+    sums = compute_row_sums(c.grad_out, c.out.float(), None)
     for x in (dq, dk, dv):
         x.zero_()
     flash.flash_backward(

@@ -90,7 +90,7 @@ def check(
     """Compare forward and backward with fp64, in a step for each of `keys`, or in one step."""
     dtype = x.q.dtype
     out, lse, grads = whole_reference(mask, scores, x)
-    got, got_lse = forward(kernel, mask, scores, x, keys=keys).result(dtype)
+    got, got_lse = forward(kernel, mask, scores, x, keys=keys).finalize(dtype)
     # Rounded: probabilities, then the result. The error of a score, a sum over the head dim, is a relative one of exp.
     terms = mask.seq_len_kv + 16 * x.q.shape[-1]
     assert_within_dtype_error(got, out, dtype, reduced_over=terms, roundings=3, name="out")
@@ -246,7 +246,7 @@ def test_cuda_flash() -> None:
         x = inputs(mask, torch.bfloat16, batch=2, heads=4, dim=20, v_dim=12)
         on_gpu = Inputs(*(t.cuda() for t in x))
         kernel = select_kernel(on_gpu.q, on_gpu.v, PLAIN)
-        out, _ = forward(kernel, mask, PLAIN, on_gpu).result(torch.bfloat16)
+        out, _ = forward(kernel, mask, PLAIN, on_gpu).finalize(torch.bfloat16)
         torch.testing.assert_close(out.cpu().double(), whole_reference(mask, PLAIN, x)[0], atol=0.02, rtol=0.02)
 
 
@@ -310,7 +310,7 @@ def test_large_scores_neither_overflow_nor_lose_digits(isa: str) -> None:
     x.q.mul_(30)
     x.k.mul_(torch.linspace(0.1, 10, 300)[:, None, None])  # the highest score grows from block to block
     out, lse, _ = whole_reference(mask, ScoreFunction(0.2), x)
-    got, got_lse = forward(NativeCpu(isa), mask, ScoreFunction(0.2), x).result(torch.float32)
+    got, got_lse = forward(NativeCpu(isa), mask, ScoreFunction(0.2), x).finalize(torch.float32)
     assert lse.max() > 500
     # Scores reach some thousands; their rounding errors are errors of exponents.
     torch.testing.assert_close(got.double(), out, rtol=0, atol=4e-3)
@@ -342,7 +342,7 @@ def test_long_sequences_on_any_number_of_threads(name: str, dtype: torch.dtype, 
         with threads(count):
             state = forward(kernel, mask, scores, x)
             sums = [t.clone() for t in (state.weighted, state.highest, state.total)]
-            found.append([*backward(kernel, mask, scores, x, *state.result(dtype), start=3.0), *sums])
+            found.append([*backward(kernel, mask, scores, x, *state.finalize(dtype), start=3.0), *sums])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     if dtype == torch.float64:
@@ -365,7 +365,7 @@ def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) ->
     def run(x: Inputs) -> tuple[SoftmaxState, Gradients]:
         state = forward(provider, mask, scores, x)
         kept = SoftmaxState(state.weighted.clone(), state.highest, state.total)
-        return kept, backward(provider, mask, scores, x, *state.result(torch.float32))
+        return kept, backward(provider, mask, scores, x, *state.finalize(torch.float32))
 
     before, grads_before = run(inputs(mask, dtype))
     for token in (0, 70, 149, 209):
@@ -427,17 +427,17 @@ def test_scores_of_minus_infinity_count_nothing(isa: str) -> None:
     short = AttentionMask(50, 10)
     y = Inputs(x.q, x.k[:, :10], x.v[:, :10], x.grad_out)
     wanted = forward(NativeCpu(isa), short, ScoreFunction(0.3), y)
-    for a, b in zip(state.result(torch.float32), wanted.result(torch.float32), strict=True):
+    for a, b in zip(state.finalize(torch.float32), wanted.finalize(torch.float32), strict=True):
         torch.testing.assert_close(a, b)
     x.k[..., 0] = -torch.inf
-    out, lse = forward(NativeCpu(isa), mask, ScoreFunction(0.3), x).result(torch.float32)
+    out, lse = forward(NativeCpu(isa), mask, ScoreFunction(0.3), x).finalize(torch.float32)
     assert not out.any() and (lse == -torch.inf).all()
     # 50 queries do not fill a block: its padding must not be multiplied by infinity.
     mask = AttentionMask(50, 64)
     x = inputs(mask, torch.float32)
     x.q[..., 0], x.k[..., 0] = -1.0, 0.0
     x.k[:, 3, :, 0] = torch.inf
-    out, lse = forward(NativeCpu(isa), mask, ScoreFunction(0.3), x).result(torch.float32)
+    out, lse = forward(NativeCpu(isa), mask, ScoreFunction(0.3), x).finalize(torch.float32)
     made = backward(NativeCpu(isa), mask, ScoreFunction(0.3), x, out, lse)
     assert made.dk.isfinite().all() and made.dv.isfinite().all()
     assert not made.dk[:, 3].any() and not made.dv[:, 3].any()
@@ -498,7 +498,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     state, scores = SoftmaxState.empty(x.q, 16), ScoreFunction(0.2, alibi_slopes=torch.ones(x.q.shape[2]))
     NativeCpu().forward(step, scores, x.q, x.k, x.v, state)
     made.clear()
-    lse = state.result(torch.float32)[1]
+    lse = state.finalize(torch.float32)[1]
     sums = GradientSums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
     NativeCpu().backward(step, scores, StepRows(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
 

@@ -122,7 +122,7 @@ class AttentionKernel(ABC):
     def forward_single_step(
         self, step: Step, score_function: ScoreFunction, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return (out, lse), like `SoftmaxState.result`, for a call that consists of `step` only.
+        """Return (out, lse), like `SoftmaxState.finalize`, for a call that consists of `step` only.
 
         Return None if this kernel has no faster path than `forward` with a state.
         """

@@ -110,19 +110,21 @@ class NativeCpu(AttentionKernel):
         wide_dtype = accumulate_dtype(q.dtype)
         lse, row_sums = saved.lse.to(wide_dtype), saved.row_sums.to(wide_dtype)
         slopes, vectors = _accumulation_slopes(score_function, q.dtype), _step_vectors(step, score_function)
-        slope_terms = None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide_dtype)
+        slope_gradients = (
+            None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide_dtype)
+        )
         _core.attention_backward(
             _make_problem(score_function, slopes, vectors, q, saved.k, saved.v),
             (grad_out.data_ptr(), *grad_out.stride()[:3]),
             _address_and_strides(lse),
             _address_and_strides(row_sums),
             *((x.data_ptr(), *x.stride()[:3]) for x in (sums.dq, sums.dk, sums.dv)),
-            0 if slope_terms is None else slope_terms.data_ptr(),
+            0 if slope_gradients is None else slope_gradients.data_ptr(),
             torch.get_num_threads(),
             self.isa,
         )
-        if sums.d_slopes is not None and slope_terms is not None:
-            sums.d_slopes.add_(slope_terms)
+        if sums.d_slopes is not None and slope_gradients is not None:
+            sums.d_slopes.add_(slope_gradients)
 
 
 # Addresses of a step's int32 vectors (0 for a vector that is not needed), and the tensors that own this memory. The

@@ -109,7 +109,7 @@ class ReferenceKernel(AttentionKernel):
         for tile in self._tiles(step, q):
             rows = state.rows(tile.q_start, tile.q_stop)
             max_score, total = (_split_heads(x, k) for x in (rows.highest, rows.total))
-            block_scores = _block_scores(step, score_function, tile, q, k, state.weighted.dtype)
+            block_scores = _compute_block_scores(step, score_function, tile, q, k, state.weighted.dtype)
             new_max = torch.maximum(max_score, block_scores.scores.amax(-1))
             shift = new_max.masked_fill(new_max == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
             rescale_factor, probabilities = (
@@ -128,7 +128,7 @@ class ReferenceKernel(AttentionKernel):
         dq, dk, dv, d_slopes = sums
         for tile in self._tiles(step, q):
             rows, keys = tile.rows, tile.keys
-            block_scores = _block_scores(step, score_function, tile, q, k, dq.dtype)
+            block_scores = _compute_block_scores(step, score_function, tile, q, k, dq.dtype)
             finite_lse = lse[..., rows].masked_fill(lse[..., rows] == -torch.inf, 0.0)
             probabilities = torch.exp(block_scores.scores - _split_heads(finite_lse, k).unsqueeze(-1))
             kept_probabilities = (
@@ -154,7 +154,7 @@ class ReferenceKernel(AttentionKernel):
         return full_or_masked_tiles(step, max(16, _MAX_BLOCK_SCORES // (q.shape[0] * q.shape[2] * keys)), keys)
 
 
-def _block_scores(
+def _compute_block_scores(
     step: Step, score_function: ScoreFunction, tile: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
 ) -> _BlockScores:
     vectors = step.vectors_on(q.device)

@@ -55,14 +55,14 @@ def _make_tiles(step: Step) -> Iterator[ReferenceTile]:
     if step.is_full:
         yield ReferenceTile(TileMask.FULL, 0, step.num_rows, 0, step.num_keys)
         return
-    first_uncovered = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
+    first_uncovered_row = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
     for start, stop in _regular_runs(step):
         if stop - start < _MIN_TILE_ROWS:
             continue
-        yield from _masked_tile(step, first_uncovered, start)
+        yield from _masked_tile(step, first_uncovered_row, start)
         yield from _band_tiles(step, start, stop)
-        first_uncovered = stop
-    yield from _masked_tile(step, first_uncovered, step.num_rows)
+        first_uncovered_row = stop
+    yield from _masked_tile(step, first_uncovered_row, step.num_rows)
 
 
 def _regular_runs(step: Step) -> Iterator[tuple[int, int]]:
