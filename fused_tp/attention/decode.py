@@ -48,7 +48,8 @@ class CacheCall:
     """Parameters that all sequences of a call share.
 
     Attributes:
-        limits: (left, right), the numbers of keys that a query sees before and after its position; -1: no limit.
+        visible_window: (left, right), the numbers of keys that a query sees before and after its position; -1: no
+            limit. For a causal call, right is 0.
         is_paged: True if rows can be read for only one sequence at a time.
     """
 

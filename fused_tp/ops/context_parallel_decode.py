@@ -82,7 +82,7 @@ class DecodeArguments(NamedTuple):
 
     @property
     def visible_window(self) -> tuple[int, int]:
-        """(left, right), the numbers of keys that a query sees before and after its position; -1: no limit."""
+        """Return `window` as (left, right), with right = 0 if `causal`; -1: no limit."""
         left, right = self.window
         return left, 0 if self.causal else right
 
