@@ -1,8 +1,8 @@
 """All-to-all between sharding by sequence and sharding by heads, for Ulysses attention.
 
 Each rank starts with some tokens of all heads, [B, S_r, H, D], and receives all tokens of some heads, [B, S, H_r, D],
-in the order of the sequence; the reverse direction undoes it. If there are fewer key heads than ranks, a key head is
-sent to several ranks; the reverse direction then sums these copies in fp32, in the order of the ranks.
+in the order of the sequence. The reverse direction restores the token shards. If there are fewer key heads than ranks,
+a key head is sent to several ranks; the reverse direction then sums these copies in fp32, in the order of the ranks.
 (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.)
 """
 
@@ -222,7 +222,7 @@ class SwapDirection:
             out[:, global_rows].copy_(block[:, local_rows])
 
     def put_block_from_input(self, index: int, source: int, source_input: Tensor) -> None:
-        """Cut this rank's block out of `source_input`, the full input tensor of rank `source`, and `put_block` it."""
+        """Write this rank's block of `source_input`, the input of rank `source`, into the result, or add it."""
         share, rank = self.shares[index], self.swap.rank
         if self.to_heads:
             self.put_block(index, source, _select_heads(source_input, share.heads[rank]))

@@ -332,7 +332,7 @@ class _Halving:
         self.full_work_tolerance = first_share * all_full_work * _FULL_TOLERANCE / num_levels or 1.0
 
     def relative_error(self, work: float, full_work: float) -> float:
-        """Return the larger of the deviations `work` and `full_work`, as a multiple of its allowed maximum."""
+        """Return the larger ratio of a deviation, `work` or `full_work`, to its tolerance."""
         return max(abs(work) / self.work_tolerance, abs(full_work) / self.full_work_tolerance)
 
     def distribute(self, num_cut: int) -> float:

@@ -98,7 +98,7 @@ def scatter_new_tokens(
 
 
 def _check_same_keywords(group: Group, keywords_text: str, rows: Tensor) -> None:
-    """Raise RankMismatchError unless `keywords_text` is equal on all ranks: rows would go to the wrong tokens."""
+    """Raise RankMismatchError if `keywords_text` differs between ranks, which would store rows for wrong tokens."""
     if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
         return
     own_checksum = torch.full((1, 1), checksum(keywords_text), dtype=torch.float32, device=rows.device)

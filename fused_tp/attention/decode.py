@@ -174,7 +174,7 @@ def _attend_few_queries(
 def visible_rows(
     layout: BlockCyclicLayout, visible_window: tuple[int, int], position: int, length: int
 ) -> tuple[int, int]:
-    """Return the rows [start, stop) of this rank that a query sees, at `position` in a sequence of `length` tokens."""
+    """Return this rank's rows [start, stop) that the query at `position` sees, in a sequence of `length` tokens."""
     left, right = visible_window
     count = layout.count
     stop = count(max(0, length if right < 0 else min(length, position + right + 1)))

@@ -90,7 +90,7 @@ def check_layout(layout: object, *, has_documents: bool = False) -> None:
 
 
 def local_length(seq_len: int, world_size: int, rank: int, layout: str) -> int:
-    """Number of tokens that `rank` holds. It does not depend on the documents, even if they decide which tokens."""
+    """Number of tokens that `rank` holds. Documents do not change it: they decide only which tokens `rank` holds."""
     if layout != "zigzag":
         return _chunk_length(seq_len, world_size, rank)
     chunks = 2 * world_size
@@ -198,7 +198,7 @@ class BlockCyclicLayout:
     block: int
 
     def count(self, length: int) -> int:
-        """Number of tokens below index `length` that this rank holds. If it holds token `length`, also its row."""
+        """Number of tokens below index `length` that this rank holds: the row of token `length`, if it is here."""
         rounds, remainder = divmod(length, self.block * self.world_size)
         return rounds * self.block + min(max(remainder - self.rank * self.block, 0), self.block)
 

@@ -278,7 +278,7 @@ class LocalRing(SteppedRing):
 
 
 def fp32_accumulator(x: Tensor) -> Tensor:
-    """Zeros in fp32 (fp64 for fp64), shaped like `x` and contiguous, to accumulate in."""
+    """Return zeros in fp32 (fp64 for fp64), contiguous and shaped like `x`, for accumulation."""
     return x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
 
 

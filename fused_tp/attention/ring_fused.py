@@ -82,7 +82,7 @@ class FusedRing(RingSchedule):
 
 
 def fused_ring_available(query: KernelQuery) -> Availability:
-    """Available if this rank can run a forward of schedule `fused_kernel` as one launch; otherwise it uses messages."""
+    """Available if this rank can run a forward of schedule `fused_kernel` as one launch; else it uses messages."""
     forced_name = forced_kernel()
     if forced_name not in (None, TRITON_KERNEL.name):
         return unavailable(f"FUSED_TP_ATTENTION={forced_name} selects other kernels")

@@ -97,7 +97,7 @@ class Step:
 
     @cached_property
     def native_vectors(self) -> dict[bool, Any]:
-        """Addresses that the native kernels read, and the tensors that own this memory; see `kernels.native`."""
+        """Cache of the addresses that the native kernels read, and of the tensors there; see `kernels.native`."""
         return {}
 
     @cached_property

@@ -50,7 +50,7 @@ class RotaryEmbedding:
         theta: the base of the frequencies theta ** (-2 i / head_dim), in radians per token.
 
     Raises:
-        ValueError: an odd head_dim or a theta that is not positive.
+        ValueError: head_dim is odd, or theta is not positive.
 
     Example:
         >>> attention = ParallelAttention(512, 8, rope=RotaryEmbedding(64), causal=True, mesh=mesh)

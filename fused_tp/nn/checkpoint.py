@@ -49,7 +49,7 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
 def gather_tensors(
     tensors: Mapping[str, Any], module: nn.Module, *, keep_result: bool, device: str | None
 ) -> dict[str, Any]:
-    """Gather some entries of a state dict of `module`, which must be its parameters and not copies.
+    """Gather `tensors`, entries of a state dict of `module` that are its parameters themselves, not copies.
 
     Args:
         keep_result: return the tensors on this rank; False: take part in gathering, and return {}.

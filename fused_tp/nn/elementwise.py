@@ -39,7 +39,7 @@ def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, An
     Args:
         options: options of the parameter group.
         like: a parameter that determines the number of dims and the device.
-        dim: the dim along which it is sharded.
+        dim: the dim along which the parameter is sharded.
 
     Raises:
         Exception: any error of the optimizer in the trial.
@@ -62,8 +62,8 @@ def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, An
 def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:
     """True if `optimizer` updates a DTensor with the placements of `parameter` differently from a full tensor.
 
-    A collective call over its mesh. For optimizers that are not of torch or transformers it returns False without a
-    trial, because they may run their own communication.
+    A collective call over the mesh of `parameter`. Returns False without a trial for optimizers that are not from torch
+    or transformers, because they may run their own communication.
 
     Raises:
         Exception: any error of the optimizer in the trial.

@@ -88,7 +88,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
         Raises:
             TypeError: `embedding` is not an nn.Embedding, or its weight is a DTensor.
-            ValueError: it uses max_norm, scale_grad_by_freq or sparse, which are not supported.
+            ValueError: `embedding` uses max_norm, scale_grad_by_freq or sparse, which are not supported.
 
         Example:
             >>> model.embed = VocabParallelEmbedding.from_embedding(model.embed, mesh=mesh["tp"])
@@ -146,7 +146,7 @@ def sharded_lookup(
     mesh: DeviceMesh,
     scatter_dim: int | None = None,
 ) -> Tensor:
-    """Look up ids [...] -> [..., dim] in the table of which `weight` is this rank's shard of rows.
+    """Look up ids [...] -> [..., dim] in a table whose rows are sharded; `weight` is this rank's shard.
 
     If `scatter_dim` is given, return only this rank's shard of the result along that dim.
     """
@@ -173,8 +173,8 @@ def check_integer_ids(ids: Tensor) -> None:
 def check_ids_in_range(ids: Tensor, num_embeddings: int) -> None:
     """Raise IndexError for ids outside the table.
 
-    On a GPU or under torch.compile it is a device assertion, because reading ids would block the CPU, or break the
-    graph.
+    On a GPU or under torch.compile, a device assertion fails instead, because reading ids would block the CPU, or break
+    the graph.
     """
     if ids.is_meta or ids.numel() == 0:
         return

@@ -34,7 +34,7 @@ class KVCache:
     """One attention layer's keys and values on this rank, [batch, length, kv_heads / W, head_dim].
 
     Args:
-        max_length: allocate memory for this many tokens at the first append, which is never reallocated. None: grow by
+        max_length: allocate memory for this many tokens at the first append, and never reallocate. None: grow by
             doubling, so that an append takes constant time per token on average.
 
     Raises:
@@ -247,7 +247,7 @@ class ContextCache(ABC):
 
         Args:
             q: queries [batch, new, heads, head_dim] of the tokens that were appended last.
-            tokens: checksum of the new tokens below 2**24, which the ranks compare; 0 if it is unknown.
+            tokens: checksum, below 2**24, of the ids of the new tokens, which the ranks compare; 0 if it is unknown.
             keywords: those of `context_parallel_decode`: causal, scale, window, softcap, alibi_slopes, sinks,
                 return_lse.
         """
@@ -306,7 +306,7 @@ class ContextKVCache(ContextCache):
     Args:
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         block: number of consecutive tokens on one rank; see `context_parallel_decode`.
-        max_length: allocate memory for sequences of this many tokens at the first append, which is never reallocated.
+        max_length: allocate memory for sequences of this many tokens at the first append, and never reallocate.
             None: grow by doubling.
 
     Raises:

@@ -323,7 +323,7 @@ def column_matmul(
     With `gather_dim`, x is sharded along that dim. A sequence of weights shares one gather, and one sum of dX.
 
     Args:
-        bias: None, a Tensor, or for a sequence of weights one of these for each.
+        bias: None or a Tensor; for a sequence of weights, a sequence with None or a Tensor for each.
         gather_size: length of the gathered dim; needed if the ranks' shards differ in length.
     """
     if gather_dim is None:

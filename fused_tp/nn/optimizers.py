@@ -84,7 +84,7 @@ class _StepRecord:
 
 
 def watch_model(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
-    """Check the optimizers and gradient scalers of `model` from now on. `meshes`: the 1-D meshes that share it."""
+    """Check the optimizers and gradient scalers of `model` from now on. `meshes`: the 1-D meshes that share `model`."""
     setattr(model, _MESHES_ATTRIBUTE, tuple(meshes))
     if not hasattr(model, _STEPS_ATTRIBUTE):
         setattr(model, _STEPS_ATTRIBUTE, [])

@@ -54,8 +54,7 @@ class HeadShares:
         return range(first // heads_per_kv_head, (stop - 1) // heads_per_kv_head + 1)
 
     def head_sharded_dtype(self, role: str, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of a tensor sharded by heads, given the dtype of the same queries (`role` "q") or keys ("k") sharded by
-        tokens.
+        """Return the dtype of queries (`role` "q") or keys ("k") of dtype `dtype` after they are sharded by heads.
 
         Key heads that are sent to several ranks are fp32, so that their gradients are summed in fp32.
         """
@@ -86,7 +85,8 @@ class HeadsExchange(NamedTuple):
         heads, kv_heads: total number of heads of each kind.
         columns: elements per token of q, k and v together. Dispatch uses it for all exchanges of a call, so that they
             select the same schedule.
-        has_slopes, has_sinks, return_lse: True if the call has these arguments; compared between ranks.
+        has_slopes, has_sinks, return_lse: True if the call passes alibi_slopes, sinks, or return_lse=True; compared
+            between ranks.
         parts, first_part, stride: the layout has `parts` shards; rank i holds shard first_part + i * stride.
     """
 

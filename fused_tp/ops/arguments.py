@@ -35,7 +35,7 @@ def check_local(name: str, t: Any) -> None:
 def _check_memory(name: str, t: Tensor, is_plain: bool) -> None:
     """Check that `t` is stored in dense memory, which native code and peers read.
 
-    The memory address is checked only if `is_plain`: if `t` is not of a subclass of Tensor.
+    The memory address is checked only with `is_plain`, for tensors that are not of a subclass of Tensor.
     """
     if t.layout is not torch.strided or t.is_nested:
         kind_name = "nested" if t.is_nested else str(t.layout).removeprefix("torch.").removeprefix("_")
@@ -112,7 +112,7 @@ def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def checked_linear(x_name: str, x: Any, weight: Any, bias: Any, *, min_dims: int = 1) -> tuple[Any, Any, Any]:
-    """Cast `x`, `weight` and `bias` to autocast's dtype and check that they fit each other."""
+    """Cast `x`, `weight` and `bias` to autocast's dtype and check that their shapes, dtypes and devices match."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(dtype, x, weight, bias)

@@ -86,7 +86,7 @@ def explain(
     group: GroupLike = None,
     dim: int | None = None,
 ) -> Explanation:
-    """Explain which schedule `op` would use for tensors of `shapes` on every rank, and why. Print the result.
+    """Explain which schedule `op` would use for tensors of `shapes` on every rank, and why; print the returned object.
 
     Args:
         op: name of an op that communicates, as in `fused_tp.<op>`.
@@ -349,7 +349,7 @@ def dispatch_keys(
 ) -> tuple[ScheduleKey | None, ...]:
     """Return the dispatch keys of forward and backward of `op` for tensors of `shapes` on each rank.
 
-    Raises the errors of `explain`.
+    Raises the same errors as `explain`.
     """
     if op == "context_parallel_attention":
         raise ValueError(

@@ -496,7 +496,7 @@ class Op(Generic[A]):
     def run_half(
         self, ctx: Any, half: Callable[..., dict[str, Any]], saved: SavedForBackward[A], grads: Sequence[Any]
     ) -> dict[str, Any]:
-        """Run `half(saved, *grads)` in a profiler range. Under a dispatch mode, which would trace the range, omit it.
+        """Run `half(saved, *grads)` in a profiler range. Under a dispatch mode, which would trace it, omit the range.
 
         Args:
             half: `backward`, `grad_input` or `grad_weight`.
@@ -648,7 +648,7 @@ def _materialize(value: Any) -> Any:
 
 
 def _detach_views(result: Any) -> Any:
-    """Return results that are views as tensors that autograd does not treat as views.
+    """Return `result` with views replaced by tensors in the same memory that autograd does not treat as views.
 
     Callers may write to results in place, which autograd rejects for some views. The schedule decides which results are
     views of a buffer.

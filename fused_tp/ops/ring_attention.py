@@ -261,7 +261,7 @@ def _prepare_call(
 
 
 def _make_call(ring: RingSchedule, group: Group, a: _Args | _BackwardArgs, has_grad_lse: bool) -> tuple[RingCall, str]:
-    """Return a call without the tensors of its scores, and its description."""
+    """Return a call without the tensors of its score function, and the description of the call."""
     q, k, v, arguments, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
     kernel: AttentionKernel = TRITON_KERNEL
     if ring.name != "fused_kernel":
@@ -321,7 +321,7 @@ def _backward(s: SavedForBackward[_Args], grad_out: Tensor | None, grad_lse: Ten
 
 
 def _compute_grads(schedule: Schedule, g: _BackwardArgs) -> list[Tensor]:
-    """Return dq, dk, dv and, if given, the gradients of slopes and sinks."""
+    """Return dq, dk, dv, and the gradients of alibi_slopes and sinks if the call has them."""
     ring, call, description = _prepare_call(schedule, g, has_grad_lse=g.grad_lse is not None)
     grad_out = g.out.new_zeros(g.out.shape) if g.grad_out is None else g.grad_out
     q, k, v, grad_out = _to_kernel_inputs(g.q, g.k, g.v, grad_out)

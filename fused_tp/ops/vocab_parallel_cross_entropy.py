@@ -210,7 +210,10 @@ def _compute_local_stats(
 
 
 def _find_local_targets(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return (indices of the targets in the vocabulary shard `vocab_range`, mask of targets in it); else index 0."""
+    """Return (index of each target in the vocabulary shard `vocab_range`, True for targets in the shard).
+
+    The index of a target that is not in the shard is 0.
+    """
     flat_target = target.reshape(-1)
     is_local = (flat_target >= vocab_range[0]) & (flat_target < vocab_range[1])
     return torch.where(is_local, flat_target - vocab_range[0], 0), is_local

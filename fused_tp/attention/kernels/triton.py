@@ -18,7 +18,7 @@ from fused_tp.core.availability import AVAILABLE, Availability, has_triton, unav
 
 
 def triton_availability(query: KernelQuery) -> Availability:
-    """Available if `TritonFlash` supports calls like `query`, with any scores, also if lse has a gradient."""
+    """Available if `TritonFlash` supports calls like `query`. All scores and a gradient of lse are supported."""
     if not has_triton():
         return unavailable("Triton is not installed")
     device = None if query.device.type == "cuda" and not torch.cuda.is_available() else query.device
