@@ -191,7 +191,7 @@ class ParallelAttention(nn.Module):
         for rope_module in rope.modules() if isinstance(rope, nn.Module) else ():
             replicate_own_parameters(
                 rope_module, mesh, None, sums_gradients=lambda: True
-            )  # sums: each rank's gradient is of its heads only
+            )  # each rank's gradient has the terms of its heads only
         self.rope = rope
         self.causal = causal
         self.scale = scale

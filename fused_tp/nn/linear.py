@@ -66,7 +66,7 @@ class _ParallelLinear(nn.Linear):
 
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]  # nn.Linear declares Parameter, but allows None
-    _weight_placement: Shard | Replicate  # of [out, in]
+    _weight_placement: Shard | Replicate  # of the weight [out, in]
     _bias_placement: Shard | Replicate
 
     def __init__(
@@ -92,7 +92,7 @@ class _ParallelLinear(nn.Linear):
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
-        self._is_transposed = False  # the weight is stored [in, out]
+        self._is_transposed = False  # True if the weight is stored as [in, out]
         self._packed_parameter_dims: dict[str, int] = {}  # see `packed_dims`
         shape = (out_features, in_features)
         self.weight = empty_parameter(shape, mesh, self._weight_placement, device=device, dtype=dtype)

@@ -63,7 +63,7 @@ _SAMPLE_ELEMENTS = 61  # number of elements of each tensor that are compared
 # Name of the exchange before a step and in a forward pass, and the two kinds of messages in it. Both use the same
 # exchange, so that ranks notice if some are at a step and others at a forward pass.
 STEP_EXCHANGE_NAME, STEP_MOMENT, FORWARD_MOMENT = "parts and steps", "step", "forward"
-_NORM_TOLERANCE = 1e-3  # of the norm of all gradients, larger than the effect of rounding
+_NORM_TOLERANCE = 1e-3  # relative to the norm of all gradients; larger than rounding errors
 
 _watched_models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _replaced_parameters: Any = (
@@ -173,7 +173,7 @@ def _check_step(optimizer: Optimizer, record: _StepRecord) -> None:
 
 def _refuse_sharing_of_shards(optimizer: Optimizer, shardings: Mapping[int, ShardedLayout]) -> None:
     """Raise ValueError if the optimizer would send a rank's shards to ranks that hold other shards."""
-    group = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
+    group = getattr(optimizer, "process_group", None)  # an attribute of ZeroRedundancyOptimizer
     if isinstance(group, ProcessGroup) and shardings:
         mesh = next(iter(shardings.values())).mesh
         shared_ranks = sorted(set(mesh.mesh.flatten().tolist()) & set(get_process_group_ranks(group)))

@@ -80,7 +80,7 @@ def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ..
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
     """Return the DTensor of global `shape` with this rank's shard `local`, without communication."""
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # strides of a contiguous tensor
     placements = placements_on(mesh, placement)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

@@ -40,7 +40,7 @@ class SharedGather:
         parameters = [
             parameter for layer in self.layers for parameter in (layer.weight, layer.bias) if parameter is not None
         ]
-        # A DTensor and its local tensor have separate version counters: a write through one does not move the other's.
+        # A DTensor and its local tensor have separate version counters: a write through one does not advance both.
         tensors = [
             x,
             *parameters,

@@ -51,7 +51,7 @@ def _draw(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         func(full_tensor, *other_args, **(kwargs or {}))
         _write_local_shard(
             target, full_tensor, equalize=func is not torch.ops.aten.bernoulli_.float
-        )  # dropout calls it, too
+        )  # dropout also calls bernoulli_
     return target
 
 

@@ -60,7 +60,7 @@ def enable_flop_counting(op: Any) -> None:
 
 def enable_collective_counting(ops: dict[str, Any]) -> None:
     """Make CommDebugMode, if it has been imported, count the collectives of `ops`."""
-    if (debug_module := sys.modules.get(_DEBUG_MODULE)) is None:  # do not import it here: that takes seconds
+    if (debug_module := sys.modules.get(_DEBUG_MODULE)) is None:  # importing it here would take seconds
         return
     for op in ops.values():
         if op.name not in _counted_ops:

@@ -150,7 +150,7 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     )
     is_checked = resolved_group.size > 1 and (
         target.device.type == "cpu" or settings.check_ranks()
-    )  # on a GPU it synchronizes
+    )  # on a GPU, the checksum of the targets synchronizes the host
     if is_checked:
         description = str(a)
         checksums = checksum(description), checksum(target.cpu().contiguous().numpy())

@@ -69,8 +69,8 @@ def _regular_runs(step: Step) -> Iterator[tuple[int, int]]:
     """Yield maximal runs [start, stop) of rows in which both interval ends advance by a constant 0 or 1 per row."""
     advances = np.stack([np.diff(step.starts), np.diff(step.stops)])
     is_regular = ((advances == 0) | (advances == 1)).all(0)
-    # slopes[:, i] is the difference of rows i and i + 1. After an irregular difference i a run begins at row i + 1. If
-    # differences i and i + 1 are unequal but i is regular, row i + 1 still belongs to the run before; the next run
+    # advances[:, i] is the difference of rows i and i + 1. After an irregular difference i, a run begins at row i + 1.
+    # If differences i and i + 1 are unequal but i is regular, row i + 1 still belongs to the run before; the next run
     # begins at row i + 2.
     is_changed = (advances[:, 1:] != advances[:, :-1]).any(0) & is_regular[:-1]
     begins = np.union1d(np.flatnonzero(~is_regular) + 1, np.flatnonzero(is_changed) + 2)
@@ -281,7 +281,7 @@ class TorchCudaFlash(TorchFlash):
                 v,
                 out,
                 lse.contiguous(),
-                None,  # cumulative lengths of packed sequences: not packed
+                None,  # no cumulative lengths: the sequences are not packed
                 None,
                 q.shape[2],
                 k.shape[2],
