@@ -163,9 +163,9 @@ class FusedLayers(UnshardedLayers):
         return tuple(self._layers[name](x) for name in names)
 
     def norm_weight(self, index: int) -> Tensor:
-        from fused_tp.nn.norm import reduce_grad
+        from fused_tp.nn.norm import with_reduced_grad
 
-        return reduce_grad(self.norms[index], self._mesh)
+        return with_reduced_grad(self.norms[index], self._mesh)
 
 
 class TransformerBlock:

@@ -26,7 +26,7 @@ from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.ring import LocalRing, RingBackward, RingCall, RingForward, RingSaved, fp32_accumulator
 from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import ring_plan
-from fused_tp.attention.spec import AttentionMask, Scores
+from fused_tp.attention.spec import AttentionMask, ScoreFunction
 
 from .case import FUSED_TP, SPEEDUP, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import KernelRanks, random_normal
@@ -225,7 +225,7 @@ def _make_ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Call
             for t in range(ranks):
                 source = call.plan.source_rank(rank, t)
                 state.attend(t, k[source], v[source], dk[source], dv[source])
-            dq.append(state.result([dk[rank], dv[rank]]).dq)
+            dq.append(state.finalize([dk[rank], dv[rank]]).dq)
         return [join(dq), *(join([x.to(DTYPE) for x in shards]) for shards in (dk, dv))]
 
     return compute_gradients
@@ -237,7 +237,7 @@ def _run_steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tenso
     for t in range(len(k)):
         source = call.plan.source_rank(call.rank, t)
         ring_state.attend(t, k[source], v[source])
-    return ring_state.result()
+    return ring_state.finalize()
 
 
 def _join_shards(like: Tensor, token_indices: Sequence[Tensor], shards: Sequence[Tensor]) -> Tensor:
@@ -262,7 +262,7 @@ def _shard_inputs(inputs: AttentionInputs, ranks: int) -> tuple[list[RingCall], 
 def _make_ring_call(inputs: AttentionInputs, ranks: int, rank: int, causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
     plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, TokenLayout("zigzag"))
-    return RingCall(plan.rank_plan(rank), TRITON_KERNEL, Scores(head_dim**-0.5))
+    return RingCall(plan.rank_plan(rank), TRITON_KERNEL, ScoreFunction(head_dim**-0.5))
 
 
 class RingRanks:
@@ -290,7 +290,7 @@ class RingRanks:
     def _launch(self, rank: int, number: int, workspace: Any) -> Tensor:
         from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 
-        plan, scores = self.calls[rank].plan, self.calls[rank].scores
+        plan, scores = self.calls[rank].plan, self.calls[rank].score_function
         shards = self.q[rank], self.k[rank], self.v[rank]
         chunks, layout = kv_chunks(plan, rank), self.layouts[rank]
         out: Tensor = ring_forward(

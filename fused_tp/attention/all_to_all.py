@@ -1,8 +1,8 @@
 """All-to-all between sharding by sequence and sharding by heads, for Ulysses attention.
 
 Each rank starts with some tokens of all heads, [B, S_r, H, D], and receives all tokens of some heads, [B, S, H_r, D],
-in the order of the sequence; the reverse direction undoes it. If there are fewer key heads than ranks, a key head is
-sent to several ranks; the reverse direction then sums these copies in fp32, in the order of the ranks.
+in the order of the sequence. The reverse direction restores the token shards. If there are fewer key heads than ranks,
+a key head is sent to several ranks; the reverse direction then sums these copies in fp32, in the order of the ranks.
 (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.)
 """
 
@@ -82,9 +82,9 @@ class TensorShare:
 
     def exclusive_heads(self, rank: int) -> range:
         """The heads that only `rank` receives. They are contiguous, because each rank's heads are a range."""
-        others = {head for other, heads in enumerate(self.heads) if other != rank for head in heads}
-        exclusive = [head for head in self.heads[rank] if head not in others]
-        return range(exclusive[0], exclusive[-1] + 1) if exclusive else range(0)
+        other_heads = {head for other, heads in enumerate(self.heads) if other != rank for head in heads}
+        unshared_heads = [head for head in self.heads[rank] if head not in other_heads]
+        return range(unshared_heads[0], unshared_heads[-1] + 1) if unshared_heads else range(0)
 
 
 @lru_cache(maxsize=64)
@@ -172,7 +172,7 @@ class SwapDirection:
         swap = self.swap
         return list(range(swap.world_size)) if any(self._is_summed) else [swap.rank, *swap.peers]
 
-    def shape(self, index: int, rank: int) -> Shape:
+    def input_shape(self, index: int, rank: int) -> Shape:
         """Shape of input tensor number `index` on `rank`."""
         share = self.shares[index]
         return self._tensor_shape(
@@ -203,45 +203,45 @@ class SwapDirection:
             out[:, :, own_heads.stop :].copy_(x[:, :, own_heads.stop :])
             return
         # No peer reads this rank's own rows, but copying them too is faster than many small copies around them.
-        global_rows = [there for peer in swap.peers for _, there in _local_and_global_rows(share.row_ranges[peer])]
-        for there in [slice(None)] if len(global_rows) > _MAX_RANGES else global_rows:
-            out[:, there].copy_(x[:, there])
+        peer_rows = [rows for peer in swap.peers for _, rows in _local_and_global_rows(share.row_ranges[peer])]
+        for rows in [slice(None)] if len(peer_rows) > _MAX_RANGES else peer_rows:
+            out[:, rows].copy_(x[:, rows])
 
-    def put_block(self, index: int, source: int, part: Tensor) -> None:
-        """Write `part`, the block that rank `source` sends to this rank, into the result, or add it to a sum."""
+    def put_block(self, index: int, source: int, block: Tensor) -> None:
+        """Write `block`, which rank `source` sends to this rank, into the result, or add it to a sum."""
         out, share = self._results[index], self.shares[index]
         if not self.to_heads:
             out = _select_heads(out, share.heads[source])
-            out.add_(part) if self._is_summed[index] else out.copy_(part)
+            out.add_(block) if self._is_summed[index] else out.copy_(block)
             return
         row_ranges = share.row_ranges[source]
         if len(row_ranges) > _MAX_RANGES:
-            out.index_copy_(1, _range_indices(row_ranges, out.device), part.to(out.dtype))
+            out.index_copy_(1, _range_indices(row_ranges, out.device), block.to(out.dtype))
             return
-        for here, there in _local_and_global_rows(row_ranges):
-            out[:, there].copy_(part[:, here])
+        for local_rows, global_rows in _local_and_global_rows(row_ranges):
+            out[:, global_rows].copy_(block[:, local_rows])
 
-    def put_block_of(self, index: int, source: int, whole: Tensor) -> None:
-        """Write this rank's block of `whole`, the full input tensor of rank `source`, into the result, or add it."""
+    def put_block_from_input(self, index: int, source: int, source_input: Tensor) -> None:
+        """Write this rank's block of `source_input`, the input of rank `source`, into the result, or add it."""
         share, rank = self.shares[index], self.swap.rank
         if self.to_heads:
-            self.put_block(index, source, _select_heads(whole, share.heads[rank]))
+            self.put_block(index, source, _select_heads(source_input, share.heads[rank]))
         else:
             out = _select_heads(self._results[index], share.heads[source])
-            _copy_rows(whole, share.row_ranges[rank], out, add=self._is_summed[index])
+            _copy_rows(source_input, share.row_ranges[rank], out, add=self._is_summed[index])
 
     def results(self) -> list[Tensor]:
         return [out.to(dtype) for out, dtype in zip(self._results, self.swap.dtypes, strict=True)]
 
 
-def _copy_rows(whole: Tensor, ranges: Ranges, out: Tensor, *, add: bool = False) -> None:
-    """Copy the rows of `whole` at positions `ranges` to `out`; with `add`, add them to `out`."""
+def _copy_rows(source: Tensor, ranges: Ranges, out: Tensor, *, add: bool = False) -> None:
+    """Copy the rows of `source` at positions `ranges` to `out`; with `add`, add them to `out`."""
     if len(ranges) > _MAX_RANGES:
-        rows = whole.index_select(1, _range_indices(ranges, whole.device))
+        rows = source.index_select(1, _range_indices(ranges, source.device))
         out.add_(rows) if add else out.copy_(rows)
         return
-    for here, there in _local_and_global_rows(ranges):
-        out[:, here].add_(whole[:, there]) if add else out[:, here].copy_(whole[:, there])
+    for local_rows, global_rows in _local_and_global_rows(ranges):
+        out[:, local_rows].add_(source[:, global_rows]) if add else out[:, local_rows].copy_(source[:, global_rows])
 
 
 def _local_and_global_rows(ranges: Ranges) -> Iterator[tuple[slice, slice]]:
@@ -289,23 +289,23 @@ class MessageAllToAll(AllToAll):
         direction, rank = SwapDirection(to_heads, swap, inputs), swap.rank
         self.check(direction.op, swap, inputs)
         with self._transport.abort_scope(direction.op):
-            send = _PacketLayout(direction, lambda index, peer: direction.block_shape(index, rank, peer))
-            recv = _PacketLayout(direction, lambda index, peer: direction.block_shape(index, peer, rank))
-            flat = torch.empty(sum(send.sizes), dtype=torch.uint8, device=inputs[0].device)
+            send_layout = _PacketLayout(direction, lambda index, peer: direction.block_shape(index, rank, peer))
+            recv_layout = _PacketLayout(direction, lambda index, peer: direction.block_shape(index, peer, rank))
+            send_buffer = torch.empty(sum(send_layout.sizes), dtype=torch.uint8, device=inputs[0].device)
             for peer in swap.peers:
-                for index, part in enumerate(send.blocks(flat, peer)):
-                    direction.pack_block(index, peer, part)
-            pending = self._transport.all_to_all(direction.op, flat, send.sizes, recv.sizes)
-            received: Tensor | None = None
+                for index, block in enumerate(send_layout.blocks(send_buffer, peer)):
+                    direction.pack_block(index, peer, block)
+            pending = self._transport.all_to_all(direction.op, send_buffer, send_layout.sizes, recv_layout.sizes)
+            received_buffer: Tensor | None = None
             for source in direction.read_order:
                 if source == rank:
                     for index, x in enumerate(inputs):
-                        direction.put_block_of(index, rank, x)
+                        direction.put_block_from_input(index, rank, x)
                     continue
-                if received is None:
-                    received = pending.wait()
-                for index, part in enumerate(recv.blocks(received, source)):
-                    direction.put_block(index, source, part)
+                if received_buffer is None:
+                    received_buffer = pending.wait()
+                for index, block in enumerate(recv_layout.blocks(received_buffer, source)):
+                    direction.put_block(index, source, block)
         return direction.results()
 
     def check(self, op: str, swap: Swap, inputs: Sequence[Tensor]) -> None:
@@ -369,7 +369,7 @@ class SharedMemoryAllToAll(AllToAll):
             """Yield (shape, dtype, offset) of each tensor in the shared memory of rank `owner`."""
             offset = 0
             for index, x in enumerate(inputs):
-                shape = direction.shape(index, owner)
+                shape = direction.input_shape(index, owner)
                 yield shape, x.dtype, offset
                 offset += _aligned_bytes(shape, x.dtype, _MEMORY_ALIGNMENT_BYTES)
 
@@ -382,7 +382,9 @@ class SharedMemoryAllToAll(AllToAll):
                 if source != rank:
                     workspace.wait(source, _INPUTS_READABLE_STAGE)
                 for index, (x, region) in enumerate(zip(inputs, regions(source), strict=True)):
-                    direction.put_block_of(index, source, x if source == rank else workspace.buffer(source, *region))
+                    direction.put_block_from_input(
+                        index, source, x if source == rank else workspace.buffer(source, *region)
+                    )
         return direction.results()
 
 
@@ -400,12 +402,14 @@ class DeviceAllToAll(AllToAll):
         self._messages = messages
 
     def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
-        uneven = [i for i, share in enumerate(swap.shares) if not share.is_even]
+        uneven_indices = [i for i, share in enumerate(swap.shares) if not share.is_even]
         results: dict[int, Tensor] = {}
         with self._abort_scope(swap.op):
-            if uneven:
-                uneven_results = self._messages.run(to_heads, swap.subset(uneven), [inputs[i] for i in uneven])
-                results.update(zip(uneven, uneven_results, strict=True))
+            if uneven_indices:
+                uneven_results = self._messages.run(
+                    to_heads, swap.subset(uneven_indices), [inputs[i] for i in uneven_indices]
+                )
+                results.update(zip(uneven_indices, uneven_results, strict=True))
             else:
                 direction_name = "heads" if to_heads else "sequence"
                 self._messages.check(f"{swap.op} to {direction_name}", swap, inputs)
@@ -422,14 +426,14 @@ class DeviceAllToAll(AllToAll):
         )
         if not to_heads:
             if not is_in_rank_order:
-                unordered, x = x, x.new_empty(x.shape)
+                x_in_sequence_order, x = x, x.new_empty(x.shape)
                 for row_ranges, part in zip(share.row_ranges, x.split(list(share.rows), 1), strict=True):
-                    _copy_rows(unordered, row_ranges, part)
+                    _copy_rows(x_in_sequence_order, row_ranges, part)
             return self._device.heads_to_sequence(x).to(dtype)
-        gathered = self._device.sequence_to_heads(x)
+        gathered_x = self._device.sequence_to_heads(x)
         if is_in_rank_order:
-            return gathered
+            return gathered_x
         direction = SwapDirection(True, swap, [x])
-        for source, part in enumerate(gathered.split(list(share.rows), 1)):
+        for source, part in enumerate(gathered_x.split(list(share.rows), 1)):
             direction.put_block(0, source, part)
         return direction.results()[0]

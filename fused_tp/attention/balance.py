@@ -21,8 +21,8 @@ Guaranteed:
 - the same result for the same arguments;
 - the busiest rank has no more work than the busiest rank of zigzag over the packed stream.
 
-Not guaranteed is how close each rank's work is to the mean: tests measure deviations within 1% for Zipf and uniform
-lengths. If a single token costs as much as a rank's share, the deviation is necessarily large.
+The deviation of a rank's work from the mean is not bounded. Tests measure at most 1% for Zipf and uniform lengths. If a
+single token costs as much as a rank's share, the deviation is necessarily large.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class PieceCut(NamedTuple):
     """Split of a piece between two sides, the taker and the giver.
 
     One side gets `outside_tokens` tokens from the two ends of the piece, `head_tokens` of them from its start. The
-    other side gets the inside. `taker_gets_outside` is True if the taker gets the outside. If the piece has a hole, the
-    split may be of one of its two runs. The other run is then moved to the taker (`moved_run`) or left with the giver
-    (`kept_run`).
+    other side gets the inside. `taker_gets_outside` is True if the taker gets the outside. `work_error` is the absolute
+    deviation of the taker's work from its target. Of a piece with a hole, `piece` may be one of the two runs. The other
+    run is then moved to the taker (`moved_run`) or left with the giver (`kept_run`).
     """
 
-    relative_error: float
-    make_piece: Piece
+    work_error: float
+    piece: Piece
     outside_tokens: int
     head_tokens: int
     taker_gets_outside: bool
@@ -109,23 +109,29 @@ class Documents:
 
     def pieces(self, world_size: int) -> list[Piece]:
         """Return the pieces of all non-empty documents. Small neighboring documents form one piece."""
-        most_tokens = self.bounds[-1] / world_size * _BUNDLE_FRACTION
-        most_work = self.causal_work_before[-1] / world_size * _BUNDLE_FRACTION
+        max_tokens = self.bounds[-1] / world_size * _BUNDLE_FRACTION
+        max_work = self.causal_work_before[-1] / world_size * _BUNDLE_FRACTION
         pieces = []
         first, count = 0, len(self.bounds) - 1
         while first < count:
-            start, causal, full = self.bounds[first], self.causal_work_before[first], self.full_work_before[first]
+            start, causal_before, full_before = (
+                self.bounds[first],
+                self.causal_work_before[first],
+                self.full_work_before[first],
+            )
             last_candidate = min(
-                bisect_right(self.bounds, start + most_tokens),
-                bisect_right(self.causal_work_before, causal + most_work),
+                bisect_right(self.bounds, start + max_tokens),
+                bisect_right(self.causal_work_before, causal_before + max_work),
             )
             last = max(last_candidate - 1, first + 1)
             stop = self.bounds[last]
             if stop > start:
                 document = first if last == first + 1 else -1
-                work = self.causal_work_before[last] - causal
+                work = self.causal_work_before[last] - causal_before
                 pieces.append(
-                    Piece(work, stop - start, self.full_work_before[last] - full, start, stop, stop, stop, document)
+                    Piece(
+                        work, stop - start, self.full_work_before[last] - full_before, start, stop, stop, stop, document
+                    )
                 )
             first = last
         return pieces
@@ -141,63 +147,86 @@ class Documents:
         work = full_work = 0
         for run in (range(start, hole_start), range(hole_stop, stop)):
             if run:
-                (causal, whole), (causal_before, full_before) = self.work_before(run.stop), self.work_before(run.start)
-                work, full_work = work + causal - causal_before, full_work + whole - full_before
+                (causal, full), (causal_before, full_before) = self.work_before(run.stop), self.work_before(run.start)
+                work, full_work = work + causal - causal_before, full_work + full - full_before
         tokens = hole_start - start + stop - hole_stop
         return Piece(work, tokens, full_work, start, hole_start, hole_stop, stop, document)
 
-    def best_cut(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
+    def best_cut(self, piece: Piece, tokens: int, work: float, allowed_error: float) -> PieceCut:
         """Find the cut that moves exactly `tokens` tokens and approximately `work` from `piece` to the taker.
 
-        Among cuts whose work deviates by at most `allowed`, prefer those that create few runs of tokens.
+        Among cuts whose work deviates by at most `allowed_error`, prefer those that create few runs of tokens.
         """
-        best = self._best_cut_of_ends_or_middle(piece, tokens, work, allowed)
-        if best.relative_error > allowed and piece.hole_stop < piece.stop:
+        best = self._best_cut_of_ends_or_middle(piece, tokens, work, allowed_error)
+        if best.work_error > allowed_error and piece.hole_stop < piece.stop:
             runs = [self.make_piece(r.start, r.stop, r.stop, r.stop, piece.document) for r in piece.ranges]
-            for run, other in (runs, runs[::-1]):
+            for run, other_run in (runs, runs[::-1]):
                 if tokens <= run.tokens:
-                    cut = self._best_cut_of_ends_or_middle(run, tokens, work, allowed)._replace(kept_run=other)
-                    best = min(best, cut, key=lambda cut: cut.relative_error)
-                if tokens >= other.tokens:
-                    cut = self._best_cut_of_ends_or_middle(run, tokens - other.tokens, work - other.work, allowed)
-                    best = min(best, cut._replace(moved_run=other), key=lambda cut: cut.relative_error)
+                    cut = self._best_cut_of_ends_or_middle(run, tokens, work, allowed_error)._replace(
+                        kept_run=other_run
+                    )
+                    best = min(best, cut, key=lambda cut: cut.work_error)
+                if tokens >= other_run.tokens:
+                    cut = self._best_cut_of_ends_or_middle(
+                        run, tokens - other_run.tokens, work - other_run.work, allowed_error
+                    )
+                    best = min(best, cut._replace(moved_run=other_run), key=lambda cut: cut.work_error)
         return best
 
-    def _best_cut_of_ends_or_middle(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
+    def _best_cut_of_ends_or_middle(self, piece: Piece, tokens: int, work: float, allowed_error: float) -> PieceCut:
         cuts = [
             *self._candidate_cuts(piece, tokens, work, True),
             *self._candidate_cuts(piece, piece.tokens - tokens, piece.work - work, False),
         ]
-        return min(cuts, key=lambda cut: (max(cut.relative_error, allowed), not cut.is_one_sided, cut.relative_error))
+        return min(cuts, key=lambda cut: (max(cut.work_error, allowed_error), not cut.is_one_sided, cut.work_error))
 
-    def _candidate_cuts(self, piece: Piece, outside: int, work: float, gets_outside: bool) -> list[PieceCut]:
+    def _candidate_cuts(
+        self, piece: Piece, outside_tokens: int, work: float, taker_gets_outside: bool
+    ) -> list[PieceCut]:
         if piece.document < 0:
-            all_head = self.work_before(piece.start + outside)[0] - self.work_before(piece.start)[0]
-            return [PieceCut(abs(all_head - work), piece, outside, outside, gets_outside)]
-        whole = piece.hole_stop == piece.stop
-        left = piece.tokens if whole else piece.hole_start - piece.start
-        right = piece.tokens if whole else piece.stop - piece.hole_stop
-        least, most = max(0, outside - right), min(outside, left)
+            all_head_work = self.work_before(piece.start + outside_tokens)[0] - self.work_before(piece.start)[0]
+            return [PieceCut(abs(all_head_work - work), piece, outside_tokens, outside_tokens, taker_gets_outside)]
+        has_no_hole = piece.hole_stop == piece.stop
+        left_tokens = piece.tokens if has_no_hole else piece.hole_start - piece.start
+        right_tokens = piece.tokens if has_no_hole else piece.stop - piece.hole_stop
+        min_head_tokens, max_head_tokens = max(0, outside_tokens - right_tokens), min(outside_tokens, left_tokens)
         # Replacing a token of the tail by one of the head lowers the work of the outside by the length of the inside.
-        all_tail = outside * (piece.stop - self.bounds[piece.document]) - triangle_number(outside - 1)
-        inside = piece.stop - piece.start - outside
-        best = min(max(round((all_tail - work) / inside), least), most) if inside else most
+        all_tail_work = outside_tokens * (piece.stop - self.bounds[piece.document]) - triangle_number(
+            outside_tokens - 1
+        )
+        inside_tokens = piece.stop - piece.start - outside_tokens
+        best_head_tokens = (
+            min(max(round((all_tail_work - work) / inside_tokens), min_head_tokens), max_head_tokens)
+            if inside_tokens
+            else max_head_tokens
+        )
         return [
-            PieceCut(abs(all_tail - head * inside - work), piece, outside, head, gets_outside)
-            for head in dict.fromkeys((least, most, best))
+            PieceCut(
+                abs(all_tail_work - head_tokens * inside_tokens - work),
+                piece,
+                outside_tokens,
+                head_tokens,
+                taker_gets_outside,
+            )
+            for head_tokens in dict.fromkeys((min_head_tokens, max_head_tokens, best_head_tokens))
         ]
 
     def apply_cut(self, cut: PieceCut) -> tuple[list[Piece], list[Piece]]:
         """Apply `cut`: return the pieces of the taker and the pieces of the giver."""
-        piece = cut.make_piece
+        piece = cut.piece
         start, stop = piece.start + cut.head_tokens, piece.stop - (cut.outside_tokens - cut.head_tokens)
-        outside = self.make_piece(piece.start, start, stop, piece.stop, piece.document)
+        outside_piece = self.make_piece(piece.start, start, stop, piece.stop, piece.document)
         if piece.hole_stop == piece.stop:
-            inside = self.make_piece(start, stop, stop, stop, piece.document)
+            inside_piece = self.make_piece(start, stop, stop, stop, piece.document)
         else:
-            inside = self.make_piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
-        gets, left = (outside, inside) if cut.taker_gets_outside else (inside, outside)
-        return [gets, *([cut.moved_run] if cut.moved_run else [])], [left, *([cut.kept_run] if cut.kept_run else [])]
+            inside_piece = self.make_piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
+        taker_piece, giver_piece = (
+            (outside_piece, inside_piece) if cut.taker_gets_outside else (inside_piece, outside_piece)
+        )
+        return [taker_piece, *([cut.moved_run] if cut.moved_run else [])], [
+            giver_piece,
+            *([cut.kept_run] if cut.kept_run else []),
+        ]
 
 
 def merge_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
@@ -213,9 +242,9 @@ def merge_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
 
 def chunk_range(seq_len: int, chunks: int, index: int) -> range:
     """Tokens of chunk `index`, sized like torch.tensor_split: the first seq_len % chunks chunks have one more token."""
-    size, longer = seq_len // chunks, seq_len % chunks  # not divmod: torch.compile does not trace it
-    start = index * size + min(index, longer)
-    return range(start, start + size + (1 if index < longer else 0))
+    size, num_longer = seq_len // chunks, seq_len % chunks  # not divmod: torch.compile does not trace it
+    start = index * size + min(index, num_longer)
+    return range(start, start + size + (1 if index < num_longer else 0))
 
 
 def zigzag_ranges(seq_len: int, world_size: int) -> list[tuple[range, ...]]:
@@ -238,7 +267,7 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
     size, num_longer = divmod(cu_seqlens[-1], world_size)
     sizes = [size + (rank < num_longer) for rank in range(world_size)]
     pieces_by_rank: list[list[Piece]] = [[] for _ in sizes]
-    levels = (world_size - 1).bit_length()
+    num_levels = (world_size - 1).bit_length()
     pending_halves = [(documents.pieces(world_size), 0, world_size)]
     while pending_halves:
         pieces, first, ranks = pending_halves.pop()
@@ -247,12 +276,12 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
             continue
         num_first = ranks // 2
         first_pieces, second_pieces = _halve_pieces(
-            documents, pieces, num_first, ranks - num_first, sum(sizes[first : first + num_first]), levels
+            documents, pieces, num_first, ranks - num_first, sum(sizes[first : first + num_first]), num_levels
         )
         pending_halves += [(first_pieces, first, num_first), (second_pieces, first + num_first, ranks - num_first)]
-    balanced = [merge_ranges([r for piece in pieces for r in piece.ranges]) for pieces in pieces_by_rank]
-    zigzag = sorted(zigzag_ranges(cu_seqlens[-1], world_size), key=lambda ranges: -sum(map(len, ranges)))
-    return min(balanced, zigzag, key=lambda ranges: max(map(documents.work, ranges)))
+    balanced_by_rank = [merge_ranges([r for piece in pieces for r in piece.ranges]) for pieces in pieces_by_rank]
+    zigzag_by_rank = sorted(zigzag_ranges(cu_seqlens[-1], world_size), key=lambda ranges: -sum(map(len, ranges)))
+    return min(balanced_by_rank, zigzag_by_rank, key=lambda ranges: max(map(documents.work, ranges)))
 
 
 class _Side:
@@ -279,33 +308,39 @@ class _Side:
 
 
 class _Halving:
-    """One trial distribution of `pieces` to two sides: `few` ranks with `tokens` tokens, and `many` ranks."""
+    """One trial distribution of `pieces` to two sides: `num_first` ranks with `first_tokens` tokens, and the others."""
 
     def __init__(
-        self, documents: Documents, pieces: list[Piece], num_first: int, num_second: int, first_tokens: int, levels: int
+        self,
+        documents: Documents,
+        pieces: list[Piece],
+        num_first: int,
+        num_second: int,
+        first_tokens: int,
+        num_levels: int,
     ) -> None:
         self.documents, self.pieces = documents, pieces
-        self.share = share = num_first / (num_first + num_second)
+        self.first_share = first_share = num_first / (num_first + num_second)
         self.all_tokens = sum(piece.tokens for piece in pieces)
         self.all_work = sum(piece.work for piece in pieces)
         all_full_work = sum(piece.full_work for piece in pieces)
-        self.first_side = _Side(first_tokens, share * self.all_work, share * all_full_work)
+        self.first_side = _Side(first_tokens, first_share * self.all_work, first_share * all_full_work)
         self.second_side = _Side(
-            self.all_tokens - first_tokens, (1 - share) * self.all_work, (1 - share) * all_full_work
+            self.all_tokens - first_tokens, (1 - first_share) * self.all_work, (1 - first_share) * all_full_work
         )
-        self.work_tolerance = share * self.all_work * _CAUSAL_TOLERANCE / levels or 1.0
-        self.full_work_tolerance = share * all_full_work * _FULL_TOLERANCE / levels or 1.0
+        self.work_tolerance = first_share * self.all_work * _CAUSAL_TOLERANCE / num_levels or 1.0
+        self.full_work_tolerance = first_share * all_full_work * _FULL_TOLERANCE / num_levels or 1.0
 
     def relative_error(self, work: float, full_work: float) -> float:
-        """Return the larger of the deviations `work` and `full_work`, as a multiple of its allowed maximum."""
+        """Return the larger ratio of a deviation, `work` or `full_work`, to its tolerance."""
         return max(abs(work) / self.work_tolerance, abs(full_work) / self.full_work_tolerance)
 
     def distribute(self, num_cut: int) -> float:
-        """Distribute the pieces, cutting the `num_cut` most expensive ones. Return the deviation of the work."""
+        """Distribute the pieces, cutting the `num_cut` most expensive ones. Return the `relative_error` of the work."""
         for piece in self.pieces[1:num_cut]:
-            tokens = round(self.share * piece.tokens)
+            tokens = round(self.first_share * piece.tokens)
             first_pieces, second_pieces = self.documents.apply_cut(
-                self.documents.best_cut(piece, tokens, self.share * piece.work, 0.0)
+                self.documents.best_cut(piece, tokens, self.first_share * piece.work, 0.0)
             )
             self.first_side.add(*first_pieces)
             self.second_side.add(*second_pieces)
@@ -315,29 +350,29 @@ class _Halving:
         self.balance_tokens(self.pieces[0] if num_cut else None)
         return self.relative_error(self.first_side.work, self.first_side.full_work)
 
-    def assign_uncut(self, pieces: list[Piece], cut_later: Piece | None) -> None:
+    def assign_uncut(self, pieces: list[Piece], later_cut_piece: Piece | None) -> None:
         """Assign each of `pieces`, uncut, to the side where it brings the sums closer to the shares.
 
-        If the piece `cut_later` is to be cut afterwards, a piece counts only its tokens in excess of its work times the
-        tokens per work of `cut_later`, so that `cut_later` can be cut evenly.
+        If the piece `later_cut_piece` is to be cut afterwards, only those tokens of a piece count that exceed its work
+        times the tokens per work of `later_cut_piece`, so that `later_cut_piece` can be cut evenly.
         """
-        share = self.share
-        per_work, per_token = 1 / self.all_work, 1 / self.all_tokens
-        expected_tokens = cut_later.tokens / cut_later.work * per_token if cut_later else 0.0
-        lean = (1 - 2 * share) / 2
+        first_share = self.first_share
+        work_scale, token_scale = 1 / self.all_work, 1 / self.all_tokens
+        tokens_per_work = later_cut_piece.tokens / later_cut_piece.work * token_scale if later_cut_piece else 0.0
+        share_bias = (1 - 2 * first_share) / 2
         work = tokens = 0.0
         for piece in pieces:
-            w, t = piece.work * per_work, piece.tokens * per_token - piece.work * expected_tokens
-            if work * w + tokens * t + lean * (w * w + t * t) <= 0:
+            w, t = piece.work * work_scale, piece.tokens * token_scale - piece.work * tokens_per_work
+            if work * w + tokens * t + share_bias * (w * w + t * t) <= 0:
                 self.first_side.add(piece)
-                work += (1 - share) * w
-                tokens += (1 - share) * t
+                work += (1 - first_share) * w
+                tokens += (1 - first_share) * t
             else:
                 self.second_side.add(piece)
-                work -= share * w
-                tokens -= share * t
+                work -= first_share * w
+                tokens -= first_share * t
 
-    def balance_tokens(self, preferred: Piece | None) -> None:
+    def balance_tokens(self, preferred_piece: Piece | None) -> None:
         """Move, swap or cut pieces until both sides have exactly their tokens and nearly their shares of the work."""
         while self.first_side.tokens:
             giver, taker = (
@@ -345,35 +380,33 @@ class _Halving:
                 if self.first_side.tokens > 0
                 else (self.first_side, self.second_side)
             )
-            if preferred is None and self.move_or_swap(giver, taker):
+            if preferred_piece is None and self.move_or_swap(giver, taker):
                 return
             tokens = taker.tokens
-            large_enough = [piece for piece in giver.pieces if piece.tokens >= tokens]
-            if not large_enough:
-                largest = max(giver.pieces, key=lambda piece: piece.tokens)
-                giver.remove(largest)
-                taker.add(largest)
+            large_pieces = [piece for piece in giver.pieces if piece.tokens >= tokens]
+            if not large_pieces:
+                largest_piece = max(giver.pieces, key=lambda piece: piece.tokens)
+                giver.remove(largest_piece)
+                taker.add(largest_piece)
                 continue
-            step = max(1, len(large_enough) // _MAX_CUT_CANDIDATES)
-            candidates = large_enough[::step]
-            if preferred in large_enough:
-                candidates.insert(0, preferred)
-            smallest_cut: PieceCut | None = None
-            cut_piece, smallest_error = large_enough[0], float("inf")
+            step = max(1, len(large_pieces) // _MAX_CUT_CANDIDATES)
+            candidates = large_pieces[::step]
+            if preferred_piece in large_pieces:
+                candidates.insert(0, preferred_piece)
+            best_cut: PieceCut | None = None
+            cut_piece, smallest_error = large_pieces[0], float("inf")
             for piece in candidates:
                 cut = self.documents.best_cut(piece, tokens, taker.work, self.work_tolerance)
-                error = self.relative_error(
-                    cut.relative_error, taker.full_work - tokens * piece.full_work / piece.tokens
-                )
+                error = self.relative_error(cut.work_error, taker.full_work - tokens * piece.full_work / piece.tokens)
                 if error < smallest_error:
-                    smallest_cut, cut_piece, smallest_error = cut, piece, error
+                    best_cut, cut_piece, smallest_error = cut, piece, error
                 if smallest_error <= 1:
                     break
-            assert smallest_cut is not None
+            assert best_cut is not None
             giver.remove(cut_piece)
-            taken, kept = self.documents.apply_cut(smallest_cut)
-            taker.add(*taken)
-            giver.add(*kept)
+            taker_pieces, giver_pieces = self.documents.apply_cut(best_cut)
+            taker.add(*taker_pieces)
+            giver.add(*giver_pieces)
 
     def move_or_swap(self, giver: _Side, taker: _Side) -> bool:
         """Move one uncut piece to `taker`, or swap two.
@@ -381,34 +414,35 @@ class _Halving:
         Return True if one move or swap meets both token counts within the allowed error; else change nothing.
         """
         missing_tokens = taker.tokens
-        by_tokens = {piece.tokens: piece for piece in taker.pieces}
+        piece_by_tokens = {piece.tokens: piece for piece in taker.pieces}
         best_move: tuple[Piece, Piece | None] | None = None
         smallest_error = 1.0
         for piece in giver.pieces:
-            returned = by_tokens.get(piece.tokens - missing_tokens)
-            if returned is not None:
+            returned_piece = piece_by_tokens.get(piece.tokens - missing_tokens)
+            if returned_piece is not None:
                 error = self.relative_error(
-                    taker.work - piece.work + returned.work, taker.full_work - piece.full_work + returned.full_work
+                    taker.work - piece.work + returned_piece.work,
+                    taker.full_work - piece.full_work + returned_piece.full_work,
                 )
             elif piece.tokens == missing_tokens:
                 error = self.relative_error(taker.work - piece.work, taker.full_work - piece.full_work)
             else:
                 continue
             if error <= smallest_error:
-                best_move, smallest_error = (piece, returned), error
+                best_move, smallest_error = (piece, returned_piece), error
         if best_move is None:
             return False
-        piece, returned = best_move
+        piece, returned_piece = best_move
         giver.remove(piece)
         taker.add(piece)
-        if returned is not None:
-            taker.remove(returned)
-            giver.add(returned)
+        if returned_piece is not None:
+            taker.remove(returned_piece)
+            giver.add(returned_piece)
         return True
 
 
 def _halve_pieces(
-    documents: Documents, pieces: list[Piece], num_first: int, num_second: int, first_tokens: int, levels: int
+    documents: Documents, pieces: list[Piece], num_first: int, num_second: int, first_tokens: int, num_levels: int
 ) -> tuple[list[Piece], list[Piece]]:
     """Split `pieces` between two sets of ranks, of `num_first` and `num_second` ranks.
 
@@ -420,15 +454,17 @@ def _halve_pieces(
     # A piece that exceeds the smaller side's share of the work must be cut. A piece of one token cannot be cut.
     num_cut = int(pieces[0].work * (num_first + num_second) > num_first * sum(piece.work for piece in pieces))
     max_cuts = sum(piece.tokens > 1 for piece in pieces)
-    best = _Halving(documents, pieces, num_first, num_second, first_tokens, levels)
-    smallest_error = best.distribute(num_cut)
+    best_halving = _Halving(documents, pieces, num_first, num_second, first_tokens, num_levels)
+    smallest_error = best_halving.distribute(num_cut)
     # If only the work without a mask deviates, cut at most two pieces.
     while (
-        smallest_error > 1 and num_cut < max_cuts and (num_cut < 2 or abs(best.first_side.work) > best.work_tolerance)
+        smallest_error > 1
+        and num_cut < max_cuts
+        and (num_cut < 2 or abs(best_halving.first_side.work) > best_halving.work_tolerance)
     ):
         num_cut = min(max(1, 2 * num_cut), max_cuts)
-        halving = _Halving(documents, pieces, num_first, num_second, first_tokens, levels)
+        halving = _Halving(documents, pieces, num_first, num_second, first_tokens, num_levels)
         error = halving.distribute(num_cut)
         if error <= 1 or error < smallest_error / 2:
-            best, smallest_error = halving, error
-    return best.first_side.pieces, best.second_side.pieces
+            best_halving, smallest_error = halving, error
+    return best_halving.first_side.pieces, best_halving.second_side.pieces

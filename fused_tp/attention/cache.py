@@ -41,8 +41,9 @@ class DenseRows:
 
 
 class PagedRows:
-    """Rows stored as [pages, page_size, heads, dim]: row i of a sequence is row i % page_size of page
-    `pages_of[seq][i // page_size]`.
+    """Rows stored as [pages, page_size, heads, dim].
+
+    Row i of a sequence is row i % page_size of page `page_table[seq][i // page_size]`.
 
     `read_blocks` reads one sequence at a time. It yields a view if the pages are contiguous, else a copy.
     """
@@ -51,12 +52,12 @@ class PagedRows:
         self._cache, self._page_table = cache, page_table
 
     def read_blocks(self, seqs: slice, start: int, stop: int, max_rows: int) -> Iterator[tuple[int, Tensor]]:
-        page_size, pages_of = self._cache.shape[1], self._page_table[seqs.start]
+        page_size, sequence_pages = self._cache.shape[1], self._page_table[seqs.start]
         row = start
         while row < stop:
             first_page = row // page_size
             end = min(stop, (first_page + max(1, max_rows // page_size)) * page_size)
-            pages = pages_of[first_page : -(-end // page_size)]
+            pages = sequence_pages[first_page : -(-end // page_size)]
             if all(page == pages[0] + i for i, page in enumerate(pages)):
                 block = self._cache[pages[0] : pages[0] + len(pages)]
             else:
@@ -66,16 +67,16 @@ class PagedRows:
 
 
 def scatter_new_tokens(
-    group: Group, block: int, tokens: tuple[TokenRanges, ...], num_cached: int, rows: Tensor, keywords: str
+    group: Group, block: int, tokens: tuple[TokenRanges, ...], num_cached: int, rows: Tensor, keywords_text: str
 ) -> tuple[Int64s, Tensor]:
     """Send `rows` [n, ...] of this rank's new tokens to the ranks that store them, in one all-to-all.
 
     `tokens` are the new tokens of each rank, counted from `num_cached`, the number of tokens already in the cache.
-    `keywords` is a text of the arguments that determine `tokens`, for the check that they are equal on all ranks.
+    `keywords_text` is a text of the arguments that determine `tokens`, for the check that they are equal on all ranks.
     Returns the cache indices of the tokens that arrived, in any order, and their rows.
 
     Raises:
-        RankMismatchError: ranks differ in `keywords`, `num_cached` or `block`. Always checked on CPU; checked on other
+        RankMismatchError: ranks differ in `keywords_text`, `num_cached` or `block`. Always checked on CPU; on other
             devices only with FUSED_TP_CHECK=1.
     """
     layout = BlockCyclicLayout(group.size, group.rank, block)
@@ -90,23 +91,25 @@ def scatter_new_tokens(
     sorted_rows = rows[torch.from_numpy(order).to(rows.device)]
     # Code that may raise on one rank only must run before this first exchange: after it, the peers of a rank that has
     # raised would wait for that rank in the second exchange.
-    _check_same_keywords(group, f"{keywords}, {num_cached} cached tokens and block={block}", rows)
+    _check_same_keywords(group, f"{keywords_text}, {num_cached} cached tokens and block={block}", rows)
     return received_indices, _all_to_all_rows(
         group, sorted_rows, send_counts, receive_counts, sum(map(len, token_indices))
     )
 
 
-def _check_same_keywords(group: Group, keywords: str, rows: Tensor) -> None:
-    """Raise unless `keywords` is the same on all ranks. If it is not, ranks would assign rows to the wrong tokens."""
+def _check_same_keywords(group: Group, keywords_text: str, rows: Tensor) -> None:
+    """Raise RankMismatchError if `keywords_text` differs between ranks, which would store rows for wrong tokens."""
     if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
         return
-    own_checksum = torch.full((1, 1), checksum(keywords), dtype=torch.float32, device=rows.device)
+    own_checksum = torch.full((1, 1), checksum(keywords_text), dtype=torch.float32, device=rows.device)
     schedule = select_schedule(
         ScheduleKey("all_gather", own_checksum.dtype, own_checksum.device, group.size, None, 1), group
     )
     checksums = schedule.all_gather(own_checksum, gather_dim=0, gather_size=None).wait().flatten().tolist()
     difference = "append to the same cache with different keywords"
-    check_equal_checksums(checksums, difference, f"; rank {group.rank} passed {keywords}. Pass the same on all ranks.")
+    check_equal_checksums(
+        checksums, difference, f"; rank {group.rank} passed {keywords_text}. Pass the same on all ranks."
+    )
 
 
 def _all_to_all_rows(

@@ -30,7 +30,7 @@ from fused_tp.attention.kernels.triton import to_kernel_terms, triton_availabili
 from fused_tp.attention.layout import BlockCyclicLayout, TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import AttentionMask, Scores
+from fused_tp.attention.spec import AttentionMask, ScoreFunction
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core.pending import accumulate_dtype
 
@@ -48,13 +48,14 @@ class CacheCall:
     """Parameters that all sequences of a call share.
 
     Attributes:
-        limits: (left, right), the numbers of keys that a query sees before and after its position; -1: no limit.
+        visible_window: (left, right), the numbers of keys that a query sees before and after its position; -1: no
+            limit. For a causal call, right is 0.
         is_paged: True if rows can be read for only one sequence at a time.
     """
 
     layout: BlockCyclicLayout
-    scores: Scores
-    limits: tuple[int, int]
+    score_function: ScoreFunction
+    visible_window: tuple[int, int]
     kernel: AttentionKernel
     is_paged: bool
 
@@ -69,17 +70,17 @@ def attend_to_cache(
 ) -> Tensor:
     """Attend to this rank's keys; return [batch, new, heads, v_head_dim + 1] in fp32 (fp64 for fp64): out, then lse.
 
-    `q` [batch, new, heads, head_dim] are the last tokens of sequences of lengths `lengths`. If a sequence has fewer
-    tokens than `new`, its first queries are padding and see no keys.
+    `q` [batch, new, heads, head_dim] holds the queries of the last tokens of sequences of lengths `lengths`. If a
+    sequence has fewer than `new` tokens, its first queries are padding and see no keys.
     """
     result = q.new_empty((*q.shape[:3], v_head_dim + 1), dtype=accumulate_dtype(q.dtype))
-    new, decoding = q.shape[1], q.shape[1] <= MAX_DECODE_QUERIES
-    for seqs, length in equal_length_runs(lengths, decoding or call.is_paged):
-        num_padding = max(0, new - length)
+    num_new, is_decoding = q.shape[1], q.shape[1] <= MAX_DECODE_QUERIES
+    for seqs, length in equal_length_runs(lengths, is_decoding or call.is_paged):
+        num_padding = max(0, num_new - length)
         _fill_empty(result[seqs, :num_padding])
-        if num_padding == new:
+        if num_padding == num_new:
             continue
-        if decoding:
+        if is_decoding:
             _attend_few_queries(
                 call, q[seqs.start, num_padding:], length, keys, values, seqs, result[seqs.start, num_padding:]
             )
@@ -102,10 +103,10 @@ def merge_partial_outputs(partials: Tensor, sinks: Tensor | None) -> tuple[Tenso
     weight_sum = weights.sum(0)
     if sinks is not None:
         weight_sum = weight_sum + torch.exp(sinks.to(weight_sum.dtype) - base)
-    merged = (weights.unsqueeze(-1) * out).sum(0) / weight_sum.clamp_min(torch.finfo(weight_sum.dtype).tiny).unsqueeze(
-        -1
-    )
-    return merged, (base + weight_sum.log()).transpose(1, 2)
+    merged_out = (weights.unsqueeze(-1) * out).sum(0) / weight_sum.clamp_min(
+        torch.finfo(weight_sum.dtype).tiny
+    ).unsqueeze(-1)
+    return merged_out, (base + weight_sum.log()).transpose(1, 2)
 
 
 def equal_length_runs(lengths: Sequence[_T], split_runs: bool = False) -> Iterator[tuple[slice, _T]]:
@@ -129,40 +130,40 @@ def _fill_empty(result: Tensor) -> None:
 def _attend_few_queries(
     call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seq: slice, result: Tensor
 ) -> None:
-    """Attend with few queries of one sequence: q [new, heads, head_dim] -> found [new, heads, dim + 1].
+    """Attend with few queries of one sequence: q [new, heads, head_dim] -> result [new, heads, dim + 1].
 
     One matmul computes all queries of a key head, so each key is read once.
     """
-    intervals = [visible_rows(call.layout, call.limits, length - len(q) + i, length) for i in range(len(q))]
+    intervals = [visible_rows(call.layout, call.visible_window, length - len(q) + i, length) for i in range(len(q))]
     start, stop = min(first for first, _ in intervals), max(last for _, last in intervals)
     if start >= stop:
         _fill_empty(result)
         return
     dtype, max_rows = result.dtype, stop - start
     if call.is_paged or dtype != q.dtype:
-        _, first = next(keys.read_blocks(seq, start, stop, 1))
-        row_bytes = first.shape[2] * max(q.shape[2], result.shape[2]) * dtype.itemsize
+        _, first_block = next(keys.read_blocks(seq, start, stop, 1))
+        row_bytes = first_block.shape[2] * max(q.shape[2], result.shape[2]) * dtype.itemsize
         max_rows = max(64, _MAX_CONVERTED_BYTES // row_bytes)
     scores: Tensor | None = None
-    for at, k in keys.read_blocks(seq, start, stop, max_rows):
+    for row, k in keys.read_blocks(seq, start, stop, max_rows):
         k = k[0].to(dtype).permute(1, 2, 0)
         if scores is None:
-            by_head = q.to(dtype).unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, G, new, head_dim]
-            queries = (by_head * call.scores.scale).flatten(1, 2)
+            q_by_head = q.to(dtype).unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, G, new, head_dim]
+            queries = (q_by_head * call.score_function.scale).flatten(1, 2)
             if k.shape[2] == stop - start:
                 scores = queries @ k
                 break
             scores = queries.new_empty((*queries.shape[:2], stop - start))
-        torch.matmul(queries, k, out=scores[..., at - start : at - start + k.shape[2]])
+        torch.matmul(queries, k, out=scores[..., row - start : row - start + k.shape[2]])
     assert scores is not None
-    by_query = scores.unflatten(1, (-1, len(q)))  # [kv_heads, G, new, keys]
-    _transform_scores(call, by_query, length, start, stop, intervals)
+    scores_by_query = scores.unflatten(1, (-1, len(q)))  # [kv_heads, G, new, keys]
+    _transform_scores(call, scores_by_query, length, start, stop, intervals)
     max_score = scores.amax(-1, keepdim=True)
     probabilities = scores.sub_(max_score.masked_fill(max_score == -torch.inf, 0.0)).exp_()
     exp_sum = probabilities.sum(-1, keepdim=True)
     out: Tensor | None = None
-    for at, v in values.read_blocks(seq, start, stop, max_rows):
-        block_out = probabilities[..., at - start : at - start + v.shape[1]] @ v[0].to(dtype).transpose(0, 1)
+    for row, v in values.read_blocks(seq, start, stop, max_rows):
+        block_out = probabilities[..., row - start : row - start + v.shape[1]] @ v[0].to(dtype).transpose(0, 1)
         out = block_out if out is None else out.add_(block_out)
     assert out is not None
     out /= exp_sum.clamp_min(torch.finfo(dtype).tiny)
@@ -170,9 +171,11 @@ def _attend_few_queries(
     result.copy_(out_and_lse.permute(2, 0, 1, 3).flatten(1, 2))
 
 
-def visible_rows(layout: BlockCyclicLayout, limits: tuple[int, int], position: int, length: int) -> tuple[int, int]:
-    """Return the rows [start, stop) of this rank that a query sees, at `position` in a sequence of `length` tokens."""
-    left, right = limits
+def visible_rows(
+    layout: BlockCyclicLayout, visible_window: tuple[int, int], position: int, length: int
+) -> tuple[int, int]:
+    """Return this rank's rows [start, stop) that the query at `position` sees, in a sequence of `length` tokens."""
+    left, right = visible_window
     count = layout.count
     stop = count(max(0, length if right < 0 else min(length, position + right + 1)))
     return (0 if left < 0 else min(stop, count(max(0, position - left)))), stop
@@ -182,13 +185,13 @@ def _transform_scores(
     call: CacheCall, scores: Tensor, length: int, start: int, stop: int, intervals: Sequence[tuple[int, int]]
 ) -> None:
     """Apply softcap, ALiBi and the mask (-inf) in place to `scores` [kv_heads, G, new, stop - start]."""
-    definition, new = call.scores, scores.shape[2]
-    if definition.softcap:
-        scores.div_(definition.softcap).tanh_().mul_(definition.softcap)
-    if definition.alibi_slopes is not None:
-        positions = torch.arange(length - new, length, device=scores.device).unsqueeze(-1)
+    score_function, num_new = call.score_function, scores.shape[2]
+    if score_function.softcap:
+        scores.div_(score_function.softcap).tanh_().mul_(score_function.softcap)
+    if score_function.alibi_slopes is not None:
+        positions = torch.arange(length - num_new, length, device=scores.device).unsqueeze(-1)
         key_indices = torch.from_numpy(call.layout.indices(start, stop)).to(scores.device)
-        slopes = definition.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
+        slopes = score_function.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
         scores -= slopes[:, :, None, None] * (positions - key_indices).abs()
     for i, (first, last) in enumerate(intervals):
         if first > start:
@@ -200,16 +203,21 @@ def _transform_scores(
 def _attend_many_queries(
     call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seqs: slice, result: Tensor
 ) -> None:
-    """Attend with many queries, in steps: q [seqs, new, heads, head_dim] -> found [seqs, new, heads, dim + 1]."""
+    """Attend with many queries, in steps: q [seqs, new, heads, head_dim] -> result [seqs, new, heads, dim + 1]."""
     state = SoftmaxState.empty(q, result.shape[3] - 1)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    for first, last, step in _prefill_steps(call.layout, call.limits, q.shape[1], length):
+    for first, last, step in _prefill_steps(call.layout, call.visible_window, q.shape[1], length):
         (_, k), (_, v) = (next(x.read_blocks(seqs, first, last, sys.maxsize)) for x in (keys, values))
         rows, keys_seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
         call.kernel.forward(
-            step, call.scores, q[:, rows], k[:, keys_seen], v[:, keys_seen], state.rows(step.q_start, step.q_stop)
+            step,
+            call.score_function,
+            q[:, rows],
+            k[:, keys_seen],
+            v[:, keys_seen],
+            state.rows(step.q_start, step.q_stop),
         )
-    out, lse = state.result(result.dtype)
+    out, lse = state.finalize(result.dtype)
     result[..., :-1] = out
     result[..., -1] = lse.transpose(1, 2)
 
@@ -217,23 +225,24 @@ def _attend_many_queries(
 # The layers of a model share an entry. Few are kept: an entry holds an interval of keys for each query.
 @lru_cache(maxsize=8)
 def _prefill_steps(
-    layout: BlockCyclicLayout, limits: tuple[int, int], new: int, length: int
+    layout: BlockCyclicLayout, visible_window: tuple[int, int], num_new: int, length: int
 ) -> tuple[tuple[int, int, Step], ...]:
-    """Return (first, last, step) for each step of `new` tokens at the end of a sequence; a step reads this rank's rows
-    [first, last).
+    """Return (first, last, step) for each step of the last `num_new` tokens of a sequence.
+
+    A step reads this rank's rows [first, last).
 
     No step has both rows before the new tokens and rows of the new tokens: without a window, all queries see all rows
     before the new tokens, so those steps need no mask.
     """
-    mask = AttentionMask(new, length, window=limits)
-    left, right = limits
-    start = layout.count(max(0, length - new - left)) if left >= 0 else 0
-    first_new_row = max(start, layout.count(max(0, length - new + 1))) if right >= 0 else start
+    mask = AttentionMask(num_new, length, window=visible_window)
+    left, right = visible_window
+    start = layout.count(max(0, length - num_new - left)) if left >= 0 else 0
+    first_new_row = max(start, layout.count(max(0, length - num_new + 1))) if right >= 0 else start
     stop = layout.count(length)
     bounds = [*range(start, first_new_row, _MAX_STEP_ROWS), *range(first_new_row, stop, _MAX_STEP_ROWS), stop]
     steps = []
     for first, last in itertools.pairwise(bounds):
-        step = make_step(mask, TokenRanges((range(new),)), layout.tokens(first, last))
+        step = make_step(mask, TokenRanges((range(num_new),)), layout.tokens(first, last))
         if not step.is_empty:
             steps.append((first, last, step))
     return tuple(steps)
@@ -242,12 +251,14 @@ def _prefill_steps(
 # -- with a Triton kernel ---------------------------------------------------------------------------------------------
 
 
-def uses_decode_kernel(query: KernelQuery, new: int) -> bool:
-    """True if `attend_with_kernel` is to compute `new` queries: by default on GPUs, and on any device if
-    FUSED_TP_ATTENTION=triton."""
-    forced = forced_kernel()
-    wanted = forced == "triton" or (forced is None and query.device.type == "cuda")
-    return 0 < new <= MAX_DECODE_QUERIES and wanted and bool(triton_availability(query))
+def uses_decode_kernel(query: KernelQuery, num_queries: int) -> bool:
+    """True if `attend_with_kernel` is to compute `num_queries` queries per sequence.
+
+    It is used by default on GPUs, and on any device if FUSED_TP_ATTENTION=triton.
+    """
+    forced_name = forced_kernel()
+    is_requested = forced_name == "triton" or (forced_name is None and query.device.type == "cuda")
+    return 0 < num_queries <= MAX_DECODE_QUERIES and is_requested and bool(triton_availability(query))
 
 
 def attend_with_kernel(
@@ -259,15 +270,15 @@ def attend_with_kernel(
     """
     layout, k_indices = call.layout, None
     starts, stops, positions, max_visible = _visible_row_tables(
-        layout, call.limits, q.shape[1], tuple(lengths), q.device
+        layout, call.visible_window, q.shape[1], tuple(lengths), q.device
     )
-    if call.scores.alibi_slopes is not None:
+    if call.score_function.alibi_slopes is not None:
         k_indices = _row_token_indices(layout, max(map(layout.count, lengths)), q.device)
     if page_table is not None:
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
     from fused_tp.triton_kernels.attention.decode import flash_decode
 
-    for table in (starts, k_indices):  # stops and places are views of the memory of starts
+    for table in (starts, k_indices):  # stops and positions are views of the memory of starts
         if table is None or not table.is_cuda:
             continue
         # The lru_cache may evict a table while kernels of this stream still read it: its memory must not be reused yet.
@@ -283,7 +294,7 @@ def attend_with_kernel(
         starts,
         stops,
         max_visible,
-        to_kernel_terms(call.scores),
+        to_kernel_terms(call.score_function),
         pages=page_table,
         places=positions,
         k_indices=k_indices,
@@ -307,17 +318,21 @@ def _table_on_device(device: torch.device, table: np.ndarray[Any, Any]) -> Tenso
 
 @lru_cache(maxsize=4)  # the layers of a model share an entry
 def _visible_row_tables(
-    layout: BlockCyclicLayout, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
+    layout: BlockCyclicLayout,
+    visible_window: tuple[int, int],
+    num_new: int,
+    lengths: tuple[int, ...],
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return (starts, stops, places, most).
+    """Return (starts, stops, positions, max_visible).
 
-    Each query sees this rank's rows [starts, stops) and is at position places of its sequence; all are int32
-    [batch, new]. `most` is the maximum over the sequences of the number of rows from the first to the last row seen.
+    The first three are int32 [batch, new]: a query sees this rank's rows [start, stop), and has this position in its
+    sequence. `max_visible` is the maximum over the sequences of the number of rows from the first to the last row seen.
     """
-    positions = [[length - new + i for i in range(new)] for length in lengths]
+    positions = [[length - num_new + i for i in range(num_new)] for length in lengths]
     intervals = np.array(
         [
-            [visible_rows(layout, limits, position, length) if position >= 0 else (0, 0) for position in seq]
+            [visible_rows(layout, visible_window, position, length) if position >= 0 else (0, 0) for position in seq]
             for seq, length in zip(positions, lengths, strict=True)
         ],
         dtype=np.int32,

@@ -46,8 +46,8 @@ class TokenRanges:
     @cached_property
     def indices(self) -> Int64s:
         """Global positions of this rank's tokens, ascending."""
-        parts = [np.arange(r.start, r.stop, dtype=np.int64) for r in self.ranges]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        range_indices = [np.arange(r.start, r.stop, dtype=np.int64) for r in self.ranges]
+        return np.concatenate(range_indices) if range_indices else np.empty(0, dtype=np.int64)
 
     @cached_property
     def breaks(self) -> Int64s:
@@ -64,8 +64,8 @@ class TokenRanges:
         if len(self.ranges) <= 4:
             rows = np.zeros(len(indices), dtype=np.int64)
             for r in self.ranges:
-                of_range = indices - r.start
-                rows += np.clip(of_range, 0, len(r), out=of_range)
+                range_offsets = indices - r.start
+                rows += np.clip(range_offsets, 0, len(r), out=range_offsets)
             return rows
         range_starts, lengths = self._range_starts_and_lengths
         range_index = np.maximum(np.searchsorted(range_starts, indices, side="right") - 1, 0)
@@ -74,15 +74,15 @@ class TokenRanges:
     @cached_property
     def _range_starts_and_lengths(self) -> tuple[Int64s, Int64s]:
         """Starts and lengths of all ranges."""
-        begins = np.asarray([r.start for r in self.ranges], dtype=np.int64)
-        return begins, np.asarray([len(r) for r in self.ranges], dtype=np.int64)
+        starts = np.asarray([r.start for r in self.ranges], dtype=np.int64)
+        return starts, np.asarray([len(r) for r in self.ranges], dtype=np.int64)
 
 
-def check_layout(layout: object, *, documents: bool = False) -> None:
-    """Raise ValueError unless `layout` is one of LAYOUTS; a layout of OF_DOCUMENTS also requires `documents`."""
+def check_layout(layout: object, *, has_documents: bool = False) -> None:
+    """Raise ValueError unless `layout` is one of LAYOUTS; one of DOCUMENT_LAYOUTS also requires `has_documents`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
-    if layout in DOCUMENT_LAYOUTS and not documents:
+    if layout in DOCUMENT_LAYOUTS and not has_documents:
         raise ValueError(
             f"layout {layout!r} is for packed documents and needs their cu_seqlens, which were not passed. Pass "
             "cu_seqlens, or use 'zigzag' for a single sequence."
@@ -90,7 +90,7 @@ def check_layout(layout: object, *, documents: bool = False) -> None:
 
 
 def local_length(seq_len: int, world_size: int, rank: int, layout: str) -> int:
-    """Number of tokens that `rank` holds. It does not depend on the documents, even if they decide which tokens."""
+    """Number of tokens that `rank` holds. Documents do not change it: they decide only which tokens `rank` holds."""
     if layout != "zigzag":
         return _chunk_length(seq_len, world_size, rank)
     chunks = 2 * world_size
@@ -107,10 +107,10 @@ def tokens_by_rank(
 ) -> tuple[TokenRanges, ...]:
     """Return the tokens that each rank holds.
 
-    >>> [tokens.ranges for tokens in all_tokens(10, 2, "contiguous")]
+    >>> [tokens.ranges for tokens in tokens_by_rank(10, 2, "contiguous")]
     [(range(0, 5),), (range(5, 10),)]
     """
-    check_layout(layout, documents=bool(cu_seqlens))
+    check_layout(layout, has_documents=bool(cu_seqlens))
     if layout == "balanced":
         ranges = balanced_ranges(cu_seqlens, world_size)
     elif layout in _LAYOUT_WITHIN_DOCUMENT:
@@ -176,7 +176,10 @@ def _join_virtual_ranks(tokens: tuple[TokenRanges, ...], joined: int, strided: b
     joined_tokens = [
         tokens[rank::count] if strided else tokens[rank * joined : (rank + 1) * joined] for rank in range(count)
     ]
-    return tuple(TokenRanges(merge_ranges(r for one in ranks for r in one.ranges)) for ranks in joined_tokens)
+    return tuple(
+        TokenRanges(merge_ranges(r for token_ranges in virtual_ranks for r in token_ranges.ranges))
+        for virtual_ranks in joined_tokens
+    )
 
 
 @dataclass(frozen=True)
@@ -195,9 +198,9 @@ class BlockCyclicLayout:
     block: int
 
     def count(self, length: int) -> int:
-        """Number of tokens below index `length` that this rank holds. If it holds token `length`, also its row."""
-        rounds, rest = divmod(length, self.block * self.world_size)
-        return rounds * self.block + min(max(rest - self.rank * self.block, 0), self.block)
+        """Number of tokens below index `length` that this rank holds: the row of token `length`, if it is here."""
+        rounds, remainder = divmod(length, self.block * self.world_size)
+        return rounds * self.block + min(max(remainder - self.rank * self.block, 0), self.block)
 
     def indices(self, start: int, stop: int) -> Int64s:
         """Token indices of the rows [start, stop), ascending."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
 from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RingPlan, RowRanges, restrict_to_keys
-from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.softmax import SoftmaxState, compute_row_sums, compute_sink_gradient
+from fused_tp.attention.spec import ScoreFunction
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.core.tracing import span
 
@@ -37,7 +37,7 @@ class RingCall(NamedTuple):
 
     rank_plan: RankPlan
     kernel: AttentionKernel
-    scores: Scores
+    score_function: ScoreFunction
     dims: tuple[int, ...] = ()
 
     @property
@@ -48,9 +48,9 @@ class RingCall(NamedTuple):
     def rank(self) -> int:
         return self.rank_plan.rank
 
-    def of_heads(self, heads: slice) -> RingCall:
-        """The call restricted to the query heads `heads`."""
-        return self._replace(scores=self.scores.of_heads(heads))
+    def select_heads(self, heads: slice) -> RingCall:
+        """Return the call restricted to the query heads `heads`."""
+        return self._replace(score_function=self.score_function.select_heads(heads))
 
 
 class RingSaved(NamedTuple):
@@ -65,8 +65,8 @@ class RingSaved(NamedTuple):
     grad_lse: Tensor | None
     kv_grad_dtype: torch.dtype | None = None  # dtype of the returned dk and dv; None: the dtype of k and v
 
-    def of_heads(self, heads: slice, kv_heads: slice) -> RingSaved:
-        """The tensors restricted to the query heads `heads` and their key heads `kv_heads`."""
+    def select_heads(self, heads: slice, kv_heads: slice) -> RingSaved:
+        """Return the tensors of the query heads `heads` and their key heads `kv_heads`."""
         q, out, grad_out = (x[:, :, heads] for x in (self.q, self.out, self.grad_out))
         k, v = (x[:, :, kv_heads] for x in (self.k, self.v))
         grad_lse = None if self.grad_lse is None else self.grad_lse[:, heads]
@@ -88,14 +88,14 @@ class AttentionGradients(NamedTuple):
 
 
 class RingForward:
-    """Forward of one call: a running softmax over the keys of the steps so far. Only `result` rounds."""
+    """Forward of one call: a running softmax over the keys of the steps so far. Only `finalize` rounds."""
 
     def __init__(self, call: RingCall, q: Tensor, v: Tensor) -> None:
         self._call, self._q = call, q
         self._state, self._fresh = SoftmaxState.uninitialized(q, v.shape[3]), True
 
-    def attend(self, t: int, k: Tensor, v: Tensor, first: int = 0) -> None:
-        """Compute step t. `k` and `v` [B, rows, Hkv, D] are the source's rows from row `first` on."""
+    def attend(self, t: int, k: Tensor, v: Tensor, first_row: int = 0) -> None:
+        """Compute step t. `k` and `v` [B, rows, Hkv, D] are the source's rows from row `first_row` on."""
         call, q, state, fresh = self._call, self._q, self._state, self._fresh
         step = call.rank_plan.steps[t]
         if step.is_empty:
@@ -106,52 +106,52 @@ class RingForward:
             q, state, fresh = q[:, step.q_start : step.q_stop], state.rows(step.q_start, step.q_stop), False
         self._fresh = False
         if step.num_keys != k.shape[1]:
-            k, v = (x[:, step.k_start - first : step.k_stop - first] for x in (k, v))
+            k, v = (x[:, step.k_start - first_row : step.k_stop - first_row] for x in (k, v))
         with span("ring_attention step", t):
-            call.kernel.forward(step, call.scores, q, k, v, state, fresh=fresh)
+            call.kernel.forward(step, call.score_function, q, k, v, state, fresh=fresh)
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def finalize(self) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, Dv], lse [B, H, S])."""
         if self._fresh:
             self._state.clear()
-        return self._state.result(self._q.dtype, self._call.scores.sinks)
+        return self._state.finalize(self._q.dtype, self._call.score_function.sinks)
 
 
 class RingBackward:
-    """Backward of one call: running sums of dq and of the gradient of the slopes. Only `result` rounds dq."""
+    """Backward of one call: running sums of dq and of the gradient of the slopes. Only `finalize` rounds dq."""
 
     def __init__(self, call: RingCall, saved: RingSaved) -> None:
         self._call, self._saved = call, saved
         # A query that sees no key has lse = -inf, and its gradient is 0 even if its lse has a gradient.
-        sums = row_sums(saved.grad_out, saved.out, saved.grad_lse)
+        sums = compute_row_sums(saved.grad_out, saved.out, saved.grad_lse)
         self._row_sums = sums.masked_fill_(saved.lse == -torch.inf, 0.0)
         self._dq = fp32_accumulator(saved.q)
-        slopes = call.scores.alibi_slopes
+        slopes = call.score_function.alibi_slopes
         self._d_slopes = None if slopes is None else slopes.new_zeros(slopes.shape, dtype=self._dq.dtype)
 
-    def attend(self, t: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, first: int = 0) -> None:
+    def attend(self, t: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, first_row: int = 0) -> None:
         """Compute step t for the keys `k` and values `v`, and add their gradients to `dk` and `dv`.
 
-        All four hold the same rows of the source, from row `first` on; these may be a chunk of the step's keys.
+        All four hold the same rows of the source, from row `first_row` on; these may be a chunk of the step's keys.
         """
         call, saved = self._call, self._saved
         # Cache the step's tensors on the GPU: re-copying them is slow, and captured CUDA graphs read them in place.
-        step = restrict_to_keys(call.rank_plan.steps[t], first, first + k.shape[1], keep=k.is_cuda)
+        step = restrict_to_keys(call.rank_plan.steps[t], first_row, first_row + k.shape[1], cache_result=k.is_cuda)
         if step.is_empty:
             return
-        rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
+        rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first_row, step.k_stop - first_row)
         with span("ring_attention backward step", t):
             step_rows = StepRows(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._row_sums)
             sums = GradientSums(self._dq, dk, dv, self._d_slopes)
-            call.kernel.backward(step, call.scores, step_rows.select(rows, keys), sums.select(rows, keys))
+            call.kernel.backward(step, call.score_function, step_rows.select(rows, keys), sums.select(rows, keys))
 
-    def result(self, own_gradients: list[Tensor]) -> AttentionGradients:
+    def finalize(self, own_gradients: list[Tensor]) -> AttentionGradients:
         """Return the gradients, where `own_gradients` is [dk, dv] of this rank's keys, summed over all steps.
 
         Empties `own_gradients` and frees the sum of dq: each sum is freed once it is rounded, to lower peak memory.
         """
-        saved, sinks = self._saved, self._call.scores.sinks
-        d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._row_sums)
+        saved, sinks = self._saved, self._call.score_function.sinks
+        d_sinks = None if sinks is None else compute_sink_gradient(sinks, saved.lse, self._row_sums)
         dq = self._dq.to(saved.q.dtype)
         del self._dq
         kv_dtype = saved.kv_grad_dtype or saved.k.dtype
@@ -211,7 +211,7 @@ class SteppedRing(RingSchedule):
             for index, chunk in enumerate(chunks):
                 state.attend(chunk.t, *exchange.receive_keys(index), chunk.recv_rows.start)
         del exchange  # frees its buffers before the result is allocated
-        return state.result()
+        return state.finalize()
 
     def backward(self, call: RingCall, saved: RingSaved) -> AttentionGradients:
         k, v, chunks = saved.k, saved.v, call.rank_plan.chunks
@@ -232,15 +232,21 @@ class SteppedRing(RingSchedule):
             if chunks:
                 exchange.finish_gradients(own_gradients)
         del exchange
-        return state.result(own_gradients)
+        return state.finalize(own_gradients)
 
     @abstractmethod
     def _exchange_scope(
-        self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
+        self,
+        op: str,
+        call: RingCall,
+        chunks: Sequence[Chunk],
+        k: Tensor,
+        v: Tensor,
+        attend_own_keys: Callable[[], None],
     ) -> AbstractContextManager[KVExchange]:
         """Context manager of one call, which yields its `KVExchange`.
 
-        Entering it also calls `attend_own` (step 0) once, at a time when this does not delay other ranks.
+        Entering it also calls `attend_own_keys` (step 0) once, at a time when this does not delay other ranks.
         """
 
 
@@ -253,20 +259,26 @@ class LocalRing(SteppedRing):
         step = call.rank_plan.steps[0]
         if step.num_rows == q.shape[1] > 0:
             keys = slice(step.k_start, step.k_stop)
-            result = call.kernel.forward_single_step(step, call.scores, q, k[:, keys], v[:, keys])
+            result = call.kernel.forward_single_step(step, call.score_function, q, k[:, keys], v[:, keys])
             if result is not None:
                 return result
         return super().forward(call, q, k, v)
 
     def _exchange_scope(
-        self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
+        self,
+        op: str,
+        call: RingCall,
+        chunks: Sequence[Chunk],
+        k: Tensor,
+        v: Tensor,
+        attend_own_keys: Callable[[], None],
     ) -> AbstractContextManager[Any]:
-        attend_own()
+        attend_own_keys()
         return nullcontext()
 
 
 def fp32_accumulator(x: Tensor) -> Tensor:
-    """Zeros in fp32 (fp64 for fp64), shaped like `x` and contiguous, to accumulate in."""
+    """Return zeros in fp32 (fp64 for fp64), contiguous and shaped like `x`, for accumulation."""
     return x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
 
 

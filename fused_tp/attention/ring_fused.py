@@ -32,7 +32,7 @@ from fused_tp.core.tracing import span
 # Values of FUSED_TP_ATTENTION that a group has used, in order of first use.
 _FORCED_KERNELS: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])
 _RESERVED_SMS = 1  # multiprocessors left to the small kernels that run between the copies
-_MAX_CHUNK_ROWS = 16384  # maximum rows per chunk, unless this results in more than _MOST_CHUNKS chunks
+_MAX_CHUNK_ROWS = 16384  # maximum rows per chunk, unless this results in more than _MAX_CHUNKS chunks
 _MAX_CHUNKS = 63  # maximum chunks per call
 
 
@@ -42,50 +42,50 @@ class FusedRing(RingSchedule):
     name = "fused_kernel"
     kv_view = KVView.NEEDED  # used by backward only, which exchanges K/V with send/recv
 
-    def __init__(self, kernels: FusedKernel) -> None:
-        self._kernels = kernels
+    def __init__(self, schedule: FusedKernel) -> None:
+        self._schedule = schedule
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 
-        kernels, chunks = self._kernels, kv_chunks(call.plan, call.rank)
-        kernels.check(RING_OP, call.dims, q)
+        schedule, chunks = self._schedule, kv_chunks(call.plan, call.rank)
+        schedule.check(RING_OP, call.dims, q)
         layout = make_keys_layout(call.plan, call.rank, k, v)
         with (
             span("ring_attention launch"),
-            kernels.abort_scope(
+            schedule.abort_scope(
                 RING_OP
             ),  # from the first launch on, peers wait for this rank: an error must abort them
-            kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), RING_OP) as workspace,
+            schedule.workspaces.use("ring", layout.nbytes(schedule.world_size), RING_OP) as workspace,
         ):
             result: tuple[Tensor, Tensor] = ring_forward(
                 q,
                 k,
                 v,
                 chunks,
-                to_kernel_terms(call.scores),
+                to_kernel_terms(call.score_function),
                 layout,
                 workspace=workspace,
                 programs=self._num_programs(),
-                sinks=call.scores.sinks,
+                sinks=call.score_function.sinks,
             )
         return result
 
     def backward(self, call: RingCall, saved: RingSaved) -> AttentionGradients:
-        return MessageRing(self._kernels.messages).backward(call, saved)
+        return MessageRing(self._schedule.messages).backward(call, saved)
 
     def _num_programs(self) -> int:
-        memory = self._kernels.memory
+        memory = self._schedule.memory
         if not memory.arch:  # Triton's interpreter
             return memory.sms
         return max(1, memory.sms - max(settings.sm_margin(), _RESERVED_SMS))
 
 
 def fused_ring_available(query: KernelQuery) -> Availability:
-    """Available if this rank can run a forward of schedule `fused_kernel` as one launch; otherwise it uses messages."""
-    forced = forced_kernel()
-    if forced not in (None, TRITON_KERNEL.name):
-        return unavailable(f"FUSED_TP_ATTENTION={forced} selects other kernels")
+    """Available if this rank can run a forward of schedule `fused_kernel` as one launch; else it uses messages."""
+    forced_name = forced_kernel()
+    if forced_name not in (None, TRITON_KERNEL.name):
+        return unavailable(f"FUSED_TP_ATTENTION={forced_name} selects other kernels")
     return triton_availability(query)
 
 
@@ -101,35 +101,35 @@ def fused_ring_available_on_all_ranks(group: Group, query: KernelQuery) -> Avail
     # The agreement's name must be equal on all ranks, but values of FUSED_TP_ATTENTION may differ: so it contains the
     # index of the value in the order of use.
     forced_kernels = _FORCED_KERNELS[group]
-    forced = forced_kernel()
-    if forced not in forced_kernels:
-        forced_kernels.append(forced)
+    forced_name = forced_kernel()
+    if forced_name not in forced_kernels:
+        forced_kernels.append(forced_name)
     feature = (
         f"{RING_OP} in one launch (on {query.device.type}, {query.dtype}, head dims {query.head_dim} and "
-        f"{query.v_head_dim}, value {forced_kernels.index(forced) + 1} of FUSED_TP_ATTENTION)"
+        f"{query.v_head_dim}, value {forced_kernels.index(forced_name) + 1} of FUSED_TP_ATTENTION)"
     )
-    all_ranks = agree_on_availability(
+    group_availability = agree_on_availability(
         group, feature, lambda: fused_ring_available(replace(query, has_positive_scale=True))
     )
-    return fused_ring_available(query) if all_ranks else all_ranks
+    return fused_ring_available(query) if group_availability else group_availability
 
 
 def make_keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
     """Return the memory layout of a call's keys on all ranks, a `triton_kernels.attention.ring_keys.KeysLayout`."""
-    from fused_tp.triton_kernels.attention import ring_keys as module
+    from fused_tp.triton_kernels.attention import ring_keys
 
     rows = tuple(tokens.length for tokens in plan.keys)
     pairs = k.shape[0] * k.shape[2]
     shard_bytes = max(rows) * pairs * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    return module.KeysLayout(
+    return ring_keys.KeysLayout(
         rank=rank,
         rows=rows,
         chunks=tuple(
-            module.KeyChunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).peer_chunks
+            ring_keys.KeyChunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).peer_chunks
         ),
         max_chunk_rows=kv_chunks(plan, rank).max_peer_rows,
         pairs=pairs,
-        groups=module.group_count(pairs, shard_bytes),
+        groups=ring_keys.group_count(pairs, shard_bytes),
         head_dim=k.shape[3],
         v_head_dim=v.shape[3],
         dtype=k.dtype,
@@ -155,9 +155,9 @@ class KVChunks:
 
     def __init__(self, plan: RingPlan, rank: int) -> None:
         self._plan, self._rank = plan, rank
-        own = KVChunk(0, rank, range(plan.keys[rank].length))
+        own_chunk = KVChunk(0, rank, range(plan.keys[rank].length))
         self.peer_chunks = tuple(_peer_chunks(plan, rank))
-        self._chunks = (own, *self.peer_chunks)
+        self._chunks = (own_chunk, *self.peer_chunks)
         self._tables: dict[Any, dict[str, Tensor]] = {}
 
     def tables_on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
@@ -195,12 +195,12 @@ class KVChunks:
         queries = plan.queries[rank]
         starts = np.zeros((len(chunks), queries.length), dtype=np.int32)
         stops = np.zeros_like(starts)
-        for number, (t, _, rows) in enumerate(chunks):
-            step = restrict_to_keys(plan.step(rank, t), rows.start, rows.stop, keep=False)
+        for index, (t, _, rows) in enumerate(chunks):
+            step = restrict_to_keys(plan.step(rank, t), rows.start, rows.stop, cache_result=False)
             if not step.is_empty:
                 visible = slice(step.q_start, step.q_stop)
-                starts[number, visible] = step.starts + np.int32(step.k_start - rows.start)
-                stops[number, visible] = step.stops + np.int32(step.k_start - rows.start)
+                starts[index, visible] = step.starts + np.int32(step.k_start - rows.start)
+                stops[index, visible] = step.stops + np.int32(step.k_start - rows.start)
         lengths = [len(rows) for _, _, rows in chunks]
         chunk_starts = np.cumsum(lengths) - lengths
         # This rank's keys are stored in one buffer, the keys of all other ranks in another; both begin at row 0.
@@ -234,10 +234,10 @@ def _peer_chunks(plan: RingPlan, rank: int) -> list[KVChunk]:
 
 def kv_chunks(plan: RingPlan, rank: int) -> KVChunks:
     """Return the chunks that `rank` reads; cached in `plan`."""
-    known: KVChunks | None = plan.kv_chunks.get(rank)
-    if known is None:
-        known = plan.kv_chunks[rank] = KVChunks(plan, rank)
-    return known
+    chunks: KVChunks | None = plan.kv_chunks.get(rank)
+    if chunks is None:
+        chunks = plan.kv_chunks[rank] = KVChunks(plan, rank)
+    return chunks
 
 
 def _int32_on_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:

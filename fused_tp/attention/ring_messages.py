@@ -55,12 +55,18 @@ class MessageRing(SteppedRing):
 
     @contextmanager
     def _exchange_scope(
-        self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
+        self,
+        op: str,
+        call: RingCall,
+        chunks: Sequence[Chunk],
+        k: Tensor,
+        v: Tensor,
+        attend_own_keys: Callable[[], None],
     ) -> Iterator[KVExchange]:
         self._transport.check(op, call.dims, k.dtype, k.device)
         with self._transport.abort_scope(op):
             exchange = _MessageKVExchange(self._transport, chunks, k, v)
-            attend_own()
+            attend_own_keys()
             yield exchange
 
 
@@ -68,15 +74,15 @@ class _BufferPairs:
     """`count` pairs of buffers [rows, B, H, D], for chunks of K and V or of their gradients, used in turn."""
 
     def __init__(self, k: Tensor, v: Tensor, rows: Iterable[int], dtype: torch.dtype, count: int) -> None:
-        most = max(rows, default=0)
+        max_rows = max(rows, default=0)
 
-        def buffer(like: Tensor) -> Tensor:
-            return like.new_empty((most, like.shape[0], *like.shape[2:]), dtype=dtype)
+        def allocate(like: Tensor) -> Tensor:
+            return like.new_empty((max_rows, like.shape[0], *like.shape[2:]), dtype=dtype)
 
-        self._pairs = [(buffer(k), buffer(v)) for _ in range(count)]
+        self._pairs = [(allocate(k), allocate(v)) for _ in range(count)]
 
-    def get(self, number: int, rows: int) -> KVPair:
-        first, second = self._pairs[number % len(self._pairs)]
+    def get(self, index: int, rows: int) -> KVPair:
+        first, second = self._pairs[index % len(self._pairs)]
         return first[:rows], second[:rows]
 
 
@@ -90,9 +96,9 @@ class _MessageKVExchange(KVExchange):
         self._pending_keys = self._start_receiving_keys(0)
 
     def receive_keys(self, index: int) -> KVPair:
-        arrived = self._pending_keys.wait()
+        received_kv = self._pending_keys.wait()
         self._pending_keys = self._start_receiving_keys(index + 1)
-        return arrived
+        return received_kv
 
     def _start_receiving_keys(self, index: int) -> Pending[KVPair]:
         """Start receiving the keys of chunk `index`, and sending this rank's keys to the rank that reads them.
@@ -103,15 +109,19 @@ class _MessageKVExchange(KVExchange):
             return PendingValue(self._own_kv)
         chunk = self._chunks[index]
         return _pending_pair(
-            self._transport.shift("ring_attention K/V", _pack_rows(own, chunk.send_rows), room, chunk.t)
-            for own, room in zip(self._own_kv, self._key_buffers.get(index, self._receive_counts[index]), strict=True)
+            self._transport.shift(
+                "ring_attention K/V", _pack_rows(own_tensor, chunk.send_rows), receive_buffer, chunk.t
+            )
+            for own_tensor, receive_buffer in zip(
+                self._own_kv, self._key_buffers.get(index, self._receive_counts[index]), strict=True
+            )
         )
 
     @cached_property
     def _gradient_send_buffers(self) -> _BufferPairs:
         """Buffers of partial gradients to send: one chunk is computed while the previous chunk is sent."""
-        wide = accumulate_dtype(self._own_kv[0].dtype)
-        return _BufferPairs(*self._own_kv, self._receive_counts, wide, min(2, len(self._chunks)))
+        wide_dtype = accumulate_dtype(self._own_kv[0].dtype)
+        return _BufferPairs(*self._own_kv, self._receive_counts, wide_dtype, min(2, len(self._chunks)))
 
     @cached_property
     def _gradient_receive_buffers(self) -> _BufferPairs:
@@ -124,13 +134,13 @@ class _MessageKVExchange(KVExchange):
     def send_gradients(self, index: int, own_gradients: Sequence[Tensor]) -> None:
         self.finish_gradients(own_gradients)
         chunk = self._chunks[index]
-        computed, buffers = (
+        partial_gradients, receive_buffers = (
             self._gradient_send_buffers.get(index, self._receive_counts[index]),
             self._gradient_receive_buffers.get(0, chunk.send_rows.length),
         )
         pending = _pending_pair(
-            self._transport.shift("ring_attention dK/dV", term.to(self._wire_dtype), buffer, -chunk.t)
-            for term, buffer in zip(computed, buffers, strict=True)
+            self._transport.shift("ring_attention dK/dV", term.to(self._wire_dtype), receive_buffer, -chunk.t)
+            for term, receive_buffer in zip(partial_gradients, receive_buffers, strict=True)
         )
         self._pending_gradients = chunk.send_rows, pending
 
@@ -177,10 +187,10 @@ class AllGatherRing(RingSchedule):
         groups, results = _head_groups(call, q, k, v), []
         with self._transport.abort_scope(RING_OP):
             for heads, kv_heads, gathered_kv in self._gather_head_groups(call, groups, k, v):
-                state = RingForward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
+                state = RingForward(call.select_heads(heads), q[:, :, heads], v[:, :, kv_heads])
                 for t in range(call.plan.world_size):
                     state.attend(t, *_source_kv(call, gathered_kv, t, k))
-                results.append(state.result())
+                results.append(state.finalize())
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
@@ -191,7 +201,9 @@ class AllGatherRing(RingSchedule):
         groups = _head_groups(call, saved.q, k, v)
         with self._transport.abort_scope(f"{RING_OP}_backward"):
             group_gradients = [
-                self._group_gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), gathered_kv)
+                self._compute_group_gradients(
+                    call.select_heads(heads), saved.select_heads(heads, kv_heads), gathered_kv
+                )
                 for heads, kv_heads, gathered_kv in self._gather_head_groups(call, groups, k, v)
             ]
         return group_gradients[0] if len(group_gradients) == 1 else _concatenate_head_groups(group_gradients)
@@ -207,7 +219,7 @@ class AllGatherRing(RingSchedule):
                 pending = self._start_gather(call, k, v, groups[index + 1][1])
             yield heads, kv_heads, gathered_kv
 
-    def _group_gradients(self, call: RingCall, saved: RingSaved, gathered_kv: Tensor) -> AttentionGradients:
+    def _compute_group_gradients(self, call: RingCall, saved: RingSaved, gathered_kv: Tensor) -> AttentionGradients:
         """Compute the gradients of one group of heads."""
         state, k = RingBackward(call, saved), saved.k
         sums = fp32_accumulator(gathered_kv)
@@ -218,30 +230,30 @@ class AllGatherRing(RingSchedule):
         own_gradients = self._transport.reduce_scatter(
             "ring_attention dK/dV", sums.flatten(0, 1), [rows] * call.plan.world_size
         ).wait()
-        return state.result([x[:, : k.shape[1]] for x in _split_kv(own_gradients, k)])
+        return state.finalize([x[:, : k.shape[1]] for x in _split_kv(own_gradients, k)])
 
     def _start_gather(self, call: RingCall, k: Tensor, v: Tensor, kv_heads: slice) -> Pending[Tensor]:
         """Start gathering the concatenated K and V of all ranks: [W, rows of the longest shard, B, heads, D + Dv]."""
         rows = max(tokens.length for tokens in call.plan.keys)
         own_kv = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
         own_kv = pad(own_kv, (0, 0, 0, 0, 0, 0, 0, rows - own_kv.shape[0])).contiguous()
-        gathered = self._transport.all_gather("ring_attention K/V", own_kv)
+        pending_kv = self._transport.all_gather("ring_attention K/V", own_kv)
 
         def finish() -> Tensor:
-            return gathered.wait().unflatten(0, (call.plan.world_size, rows))
+            return pending_kv.wait().unflatten(0, (call.plan.world_size, rows))
 
         return PendingCall(finish)
 
 
 def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
     """Return (query heads, key heads) of each group that is gathered at a time; equal on all ranks."""
-    kv_heads, per_kv_head = k.shape[2], q.shape[2] // k.shape[2]
+    kv_heads, heads_per_kv_head = k.shape[2], q.shape[2] // k.shape[2]
     row_bytes = k.shape[0] * (k.shape[3] + v.shape[3]) * accumulate_dtype(k.dtype).itemsize
     max_heads = max(1, _MAX_GATHERED_BYTES // max(1, call.plan.mask.seq_len_kv * row_bytes))
-    count = -(-kv_heads // max_heads)
-    bounds = [kv_heads * index // count for index in range(count + 1)]
-    spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-    return [(slice(s.start * per_kv_head, s.stop * per_kv_head), s) for s in spans]
+    num_groups = -(-kv_heads // max_heads)
+    bounds = [kv_heads * index // num_groups for index in range(num_groups + 1)]
+    kv_head_slices = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    return [(slice(s.start * heads_per_kv_head, s.stop * heads_per_kv_head), s) for s in kv_head_slices]
 
 
 def _source_kv(call: RingCall, gathered_kv: Tensor, t: int, k: Tensor) -> tuple[Tensor, Tensor]:

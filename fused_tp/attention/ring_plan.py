@@ -97,31 +97,31 @@ class Step:
 
     @cached_property
     def native_vectors(self) -> dict[bool, Any]:
-        """Addresses that the native kernels read, and the tensors that own this memory; see `kernels.native`."""
+        """Cache of the addresses that the native kernels read, and of the tensors there; see `kernels.native`."""
         return {}
 
     @cached_property
-    def _on_devices(self) -> dict[torch.device, _DeviceVectors]:
+    def _device_vectors(self) -> dict[torch.device, _DeviceVectors]:
         return {}
 
     def vectors_on(self, device: torch.device) -> dict[str, Tensor]:
         """Map names to int32 tensors on `device`: this step's vectors, and "first" and "last" of `queries_per_key`."""
-        if device not in self._on_devices:
-            self._on_devices[device] = _DeviceVectors(self, device)
-        return self._on_devices[device]
+        if device not in self._device_vectors:
+            self._device_vectors[device] = _DeviceVectors(self, device)
+        return self._device_vectors[device]
 
 
 class _DeviceVectors(dict[str, Tensor]):
     """Vectors of a step on one device. A vector is copied at its first use: they are large, and few calls use all."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
-        self._device, self._keys = device, step.num_keys
+        self._device, self._num_keys = device, step.num_keys
         names = ("starts", "stops", "places", "q_indices", "k_indices")
         self._arrays: dict[str, np.ndarray[Any, Any]] = {name: getattr(step, name) for name in names}
 
     def __missing__(self, name: str) -> Tensor:
         if name in ("first", "last"):
-            queries_per_key = _compute_queries_per_key(self._arrays["starts"], self._arrays["stops"], self._keys)
+            queries_per_key = _compute_queries_per_key(self._arrays["starts"], self._arrays["stops"], self._num_keys)
             self._arrays.update(zip(("first", "last"), queries_per_key, strict=True))
         self[name] = torch.from_numpy(self._arrays[name].astype(np.int32, copy=False)).to(self._device)
         return self[name]
@@ -183,10 +183,13 @@ class RingPlan:
     def visible_intervals(self, rank: int) -> tuple[Int64s, Int64s, Int64s]:
         """Position, start and stop of each query of `rank`, as in `AttentionMask.visible_intervals`."""
         # Only the last rank is cached: a process usually computes the steps of one rank.
-        known = self._last_visible_intervals  # read once: another thread may replace it
-        if known is None or known[0] != rank:
-            known = self._last_visible_intervals = rank, self.mask.visible_intervals(self.queries[rank].indices)
-        return known[1]
+        cached_intervals = self._last_visible_intervals  # read once: another thread may replace it
+        if cached_intervals is None or cached_intervals[0] != rank:
+            cached_intervals = self._last_visible_intervals = (
+                rank,
+                self.mask.visible_intervals(self.queries[rank].indices),
+            )
+        return cached_intervals[1]
 
     def needed_rows(self, rank: int, source: int) -> RowRanges:
         """Rows of the keys of `source` that `rank` reads; computed without building the step."""
@@ -195,13 +198,13 @@ class RingPlan:
     def shared_rows(self, source: int) -> RowRanges:
         """Rows of the keys of `source` that any other rank reads."""
         if source not in self._shared_rows:
-            others = (self.needed_rows(rank, source).ranges for rank in range(self.world_size) if rank != source)
-            self._shared_rows[source] = RowRanges(merge_ranges(itertools.chain.from_iterable(others)))
+            read_ranges = (self.needed_rows(rank, source).ranges for rank in range(self.world_size) if rank != source)
+            self._shared_rows[source] = RowRanges(merge_ranges(itertools.chain.from_iterable(read_ranges)))
         return self._shared_rows[source]
 
     def _extent(self, rank: int, source: int) -> tuple[range, RowRanges]:
         if (rank, source) not in self._extents:
-            self._extents[rank, source] = _extent(self.mask, self.queries[rank], self.keys[source])
+            self._extents[rank, source] = _compute_extent(self.mask, self.queries[rank], self.keys[source])
         return self._extents[rank, source]
 
 
@@ -248,34 +251,36 @@ class RankPlan:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The steps after step 0, split into chunks. Every rank has the same number of chunks."""
-        longest = max(tokens.length for tokens in self.plan.keys)
-        size = max(_MIN_CHUNK_ROWS, -(-longest // _MAX_CHUNKS))
-        return self._split_steps(max(1, -(-longest // size)), size)
+        max_rows = max(tokens.length for tokens in self.plan.keys)
+        chunk_rows = max(_MIN_CHUNK_ROWS, -(-max_rows // _MAX_CHUNKS))
+        return self._split_steps(max(1, -(-max_rows // chunk_rows)), chunk_rows)
 
     def _split_steps(self, chunks_per_step: int, chunk_rows: int) -> tuple[Chunk, ...]:
         """Split the steps after step 0 into `chunks_per_step` chunks each, of up to `chunk_rows` rows."""
         chunks, world_size = [], self.plan.world_size
         for t in range(1, world_size):
             source, consumer = self.plan.source_rank(self.rank, t), (self.rank + t) % world_size
-            received_range, read_range = self._read_range(self.rank, source), self._read_range(consumer, self.rank)
+            recv_range, send_range = self._read_range(self.rank, source), self._read_range(consumer, self.rank)
             view_rows = self._view_rows(consumer, self.rank)
-            for number in range(chunks_per_step):
-                rows, indices = (
-                    _chunk_rows(received_range, number, chunk_rows),
-                    _chunk_rows(read_range, number, chunk_rows),
+            for index in range(chunks_per_step):
+                recv_rows, send_indices = (
+                    _chunk_rows(recv_range, index, chunk_rows),
+                    _chunk_rows(send_range, index, chunk_rows),
                 )
-                send = (
-                    RowRanges((indices,) if indices else ()) if view_rows is None else expand_index(view_rows, indices)
+                send_rows = (
+                    RowRanges((send_indices,) if send_indices else ())
+                    if view_rows is None
+                    else expand_index(view_rows, send_indices)
                 )
-                chunks.append(Chunk(t, source, consumer, rows, send))
+                chunks.append(Chunk(t, source, consumer, recv_rows, send_rows))
         return tuple(chunks)
 
     def _read_range(self, reader: int, source: int) -> range:
         """Range from the first to the last key of `source` that rank `reader` reads, as indices in its view."""
-        needed, view = self.plan.needed_rows(reader, source).ranges, self._view_rows(reader, source)
-        if not needed or view is None:
-            return range(needed[0].start, needed[-1].stop) if needed else range(0)
-        return range(compact_index(view, needed[0].start), compact_index(view, needed[-1].stop))
+        needed_ranges, view = self.plan.needed_rows(reader, source).ranges, self._view_rows(reader, source)
+        if not needed_ranges or view is None:
+            return range(needed_ranges[0].start, needed_ranges[-1].stop) if needed_ranges else range(0)
+        return range(compact_index(view, needed_ranges[0].start), compact_index(view, needed_ranges[-1].stop))
 
     def _view_rows(self, reader: int, source: int) -> RowRanges | None:
         """Rows of the keys of `source` that rank `reader` can access; None: all rows."""
@@ -284,20 +289,20 @@ class RankPlan:
         return self.plan.shared_rows(source) if self.kv_view is KVView.UNION else self.plan.needed_rows(reader, source)
 
 
-def _chunk_rows(rows: range, number: int, chunk_rows: int) -> range:
-    start = min(rows.start + number * chunk_rows, rows.stop)
+def _chunk_rows(rows: range, index: int, chunk_rows: int) -> range:
+    start = min(rows.start + index * chunk_rows, rows.stop)
     return range(start, min(start + chunk_rows, rows.stop))
 
 
 def make_step(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges) -> Step:
     """Build the step of the queries `queries` and the keys `keys` under `mask`."""
-    rows, _ = _extent(mask, queries, keys)
+    rows, _ = _compute_extent(mask, queries, keys)
     return _make_step(mask.visible_intervals(queries.indices), rows, queries, keys)
 
 
 def _make_step(intervals: _VisibleIntervals, rows: range, queries: TokenRanges, keys: TokenRanges) -> Step:
     """Build a step. `intervals` has an entry for each of `queries`; only queries in `rows` see any of `keys`."""
-    places, starts, stops = (no_intervals[rows.start : rows.stop] for no_intervals in intervals)
+    places, starts, stops = (vector[rows.start : rows.stop] for vector in intervals)
     starts, stops = keys.count_before(starts), keys.count_before(stops)
     sees_any = stops > starts
     if not sees_any.any():
@@ -336,25 +341,25 @@ def _breaks_inside(breaks: Int64s, start: int, stop: int) -> tuple[int, ...]:
     return tuple(int(b) - start for b in breaks if start < b < stop)
 
 
-def _extent(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges) -> tuple[range, RowRanges]:
+def _compute_extent(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges) -> tuple[range, RowRanges]:
     """Return (query rows that contain all queries that see any of `keys`, rows of `keys` that are seen).
 
     Each range of key rows extends from the first to the last key that one range of queries sees. The ends of the
     intervals ascend within a range of queries, so only its first and last query are evaluated.
     """
-    ends = np.asarray([last_range for r in queries.ranges for last_range in (r.start, r.stop - 1)], dtype=np.int64)
+    ends = np.asarray([end for r in queries.ranges for end in (r.start, r.stop - 1)], dtype=np.int64)
     _, starts, stops = mask.visible_intervals(ends)
     first, last = keys.count_before(starts[0::2]), keys.count_before(stops[1::2])
-    nonempty = np.flatnonzero(last > first)
-    if not len(nonempty):
+    nonempty_ranges = np.flatnonzero(last > first)
+    if not len(nonempty_ranges):
         return range(0), RowRanges(())
-    first_range, last_range = int(nonempty[0]), int(nonempty[-1])
+    first_range, last_range = int(nonempty_ranges[0]), int(nonempty_ranges[-1])
     rows = range(int(queries.breaks[first_range]), int(queries.breaks[last_range]) + len(queries.ranges[last_range]))
-    first, last = first[nonempty], np.maximum.accumulate(last[nonempty])
+    first, last = first[nonempty_ranges], np.maximum.accumulate(last[nonempty_ranges])
     # Keep only the widest holes, which limits the number of ranges if there are many short documents.
     holes = first[1:] - last[:-1]
-    widest = np.argsort(-holes, kind="stable")[: _MAX_RANGES - 1]
-    kept_holes = np.sort(widest[holes[widest] > 0])
+    widest_holes = np.argsort(-holes, kind="stable")[: _MAX_RANGES - 1]
+    kept_holes = np.sort(widest_holes[holes[widest_holes] > 0])
     begins, ends = first[np.concatenate(([0], kept_holes + 1))], last[np.concatenate((kept_holes, [-1]))]
     return rows, RowRanges(tuple(range(int(a), int(b)) for a, b in zip(begins, ends, strict=True)))
 
@@ -382,14 +387,16 @@ def compact_step(step: Step, view: RowRanges) -> Step:
     """
     if step.is_empty:
         return step
-    inside = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in view.ranges)
+    present_ranges = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in view.ranges)
     k_start = compact_index(view, step.k_start)
     first = view.ranges[0].start - k_start
     starts, stops = (
         (view.count_before(ends.astype(np.int64) + step.k_start) + first).astype(np.int32)
         for ends in (step.starts, step.stops)
     )
-    k_indices = np.concatenate([step.k_indices[r.start - step.k_start : r.stop - step.k_start] for r in inside if r])
+    k_indices = np.concatenate(
+        [step.k_indices[r.start - step.k_start : r.stop - step.k_start] for r in present_ranges if r]
+    )
     return replace(
         step,
         k_start=k_start,
@@ -427,10 +434,10 @@ def _make_sub_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: 
     )
 
 
-def restrict_to_keys(step: Step, k_start: int, k_stop: int, *, keep: bool) -> Step:
+def restrict_to_keys(step: Step, k_start: int, k_stop: int, *, cache_result: bool) -> Step:
     """Restrict `step` to the keys [k_start, k_stop), indexed like `Step.k_start`, and the queries that see any of them.
 
-    `keep` caches the result. For a long sequence the cached parts together take more memory than its keys.
+    `cache_result`: cache the result in `step`. The cached parts of a long sequence take more memory than its keys.
     """
     first, last = max(k_start, step.k_start) - step.k_start, min(k_stop, step.k_stop) - step.k_start
     if last - first == step.num_keys:
@@ -441,4 +448,4 @@ def restrict_to_keys(step: Step, k_start: int, k_stop: int, *, keep: bool) -> St
         if last <= first or not len(visible_rows)
         else (int(visible_rows[0]), int(visible_rows[-1]) + 1, first, last)
     )
-    return step.sub_step(*bounds) if keep else _make_sub_step(step, *bounds)
+    return step.sub_step(*bounds) if cache_result else _make_sub_step(step, *bounds)

@@ -33,8 +33,8 @@ from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RowRanges
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport
 from fused_tp.core.pending import accumulate_dtype
 
-_ALIGNMENT_BYTES = 64  # bytes: a cache line, and the widest vector register
-_KEYS_READABLE_STAGE = 1  # stage
+_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
+_KEYS_READABLE_STAGE = 1  # first row of the table of stages above
 _NUM_SLOTS = 2
 _MAX_CACHED_LAYOUTS = 32  # maximum number of cached layouts per plan and rank
 
@@ -52,14 +52,14 @@ class _WorkspaceLayout(NamedTuple):
 
     Attributes:
         rows: rows of the rank's keys that any other rank reads; only these are written.
-        keys: regions of K and of V.
-        terms: for each slot, the regions of the terms of dK and of dV.
+        kv_regions: regions of K and of V.
+        gradient_regions: for each slot, the regions of the terms of dK and of dV.
         nbytes: size of the workspace.
     """
 
     rows: RowRanges
-    keys: tuple[_Region, _Region]
-    terms: tuple[tuple[_Region, _Region], ...]
+    kv_regions: tuple[_Region, _Region]
+    gradient_regions: tuple[tuple[_Region, _Region], ...]
     nbytes: int
 
 
@@ -74,7 +74,13 @@ class SharedMemoryRing(SteppedRing):
 
     @contextmanager
     def _exchange_scope(
-        self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
+        self,
+        op: str,
+        call: RingCall,
+        chunks: Sequence[Chunk],
+        k: Tensor,
+        v: Tensor,
+        attend_own_keys: Callable[[], None],
     ) -> Iterator[KVExchange]:
         """Open the workspace of one call and write this rank's K/V.
 
@@ -85,10 +91,10 @@ class SharedMemoryRing(SteppedRing):
         step 0 must also be signaled to the peers: the workspace is opened before the error is raised.
         """
         layouts = _workspace_layouts(call.rank_plan, k, v, _NUM_SLOTS if op.endswith("backward") else 0)
-        early = self._transport.is_settled
-        if not early:
+        peers_are_done = self._transport.is_settled
+        if not peers_are_done:
             try:
-                attend_own()
+                attend_own_keys()
             except BaseException:
                 with self._transport.begin(op, call.dims, k.dtype, 0) as workspace:
                     workspace.peers_may_end = True
@@ -97,44 +103,46 @@ class SharedMemoryRing(SteppedRing):
         with self._transport.begin(op, call.dims, k.dtype, nbytes, reuse=True) as workspace:
             workspace.peers_may_end = True
             exchange = _SharedMemoryKVExchange(workspace, call.rank, layouts, chunks, k, v)
-            if early:
-                attend_own()
+            if peers_are_done:
+                attend_own_keys()
             yield exchange
 
 
-def _workspace_layouts(rank_plan: RankPlan, k: Tensor, v: Tensor, slots: int) -> tuple[_WorkspaceLayout, ...]:
+def _workspace_layouts(rank_plan: RankPlan, k: Tensor, v: Tensor, max_slots: int) -> tuple[_WorkspaceLayout, ...]:
     """Return the layouts of all ranks, cached in `rank_plan`.
 
     The cache key omits the numbers of rows of k and v: they differ between ranks, and the plan determines them.
     """
-    layouts, key = rank_plan.layouts, (k.dtype, k.shape[0], k.shape[2:], v.shape[2:], slots)
+    layouts, key = rank_plan.layouts, (k.dtype, k.shape[0], k.shape[2:], v.shape[2:], max_slots)
     if key not in layouts:
         if len(layouts) >= _MAX_CACHED_LAYOUTS:
             layouts.clear()
         ranks = range(rank_plan.plan.world_size)
         layouts[key] = tuple(
-            _make_layout(rank_plan.plan.rank_plan(rank, rank_plan.kv_view), k, v, slots) for rank in ranks
+            _make_layout(rank_plan.plan.rank_plan(rank, rank_plan.kv_view), k, v, max_slots) for rank in ranks
         )
     result: tuple[_WorkspaceLayout, ...] = layouts[key]
     return result
 
 
-def _make_layout(rank_plan: RankPlan, k: Tensor, v: Tensor, slots: int) -> _WorkspaceLayout:
+def _make_layout(rank_plan: RankPlan, k: Tensor, v: Tensor, max_slots: int) -> _WorkspaceLayout:
     """Compute the layout of one rank. `k` and `v` may be any rank's tensors: their numbers of rows are not read."""
     end = 0
 
-    def region(like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
+    def add_region(like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
         nonlocal end
         new_region = _Region((rows, like.shape[0], *like.shape[2:]), dtype, end)
         end += -(-math.prod(new_region.shape) * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return new_region
 
     rows, wide_dtype = rank_plan.plan.shared_rows(rank_plan.rank), accumulate_dtype(k.dtype)
-    keys = region(k, rows.length, k.dtype), region(v, rows.length, v.dtype)
+    kv_regions = add_region(k, rows.length, k.dtype), add_region(v, rows.length, v.dtype)
     max_rows = max((len(chunk.recv_rows) for chunk in rank_plan.chunks), default=0)
-    count = min(slots, len(rank_plan.chunks))
-    terms = tuple((region(k, max_rows, wide_dtype), region(v, max_rows, wide_dtype)) for _ in range(count))
-    return _WorkspaceLayout(rows, keys, terms, end)
+    num_slots = min(max_slots, len(rank_plan.chunks))
+    gradient_regions = tuple(
+        (add_region(k, max_rows, wide_dtype), add_region(v, max_rows, wide_dtype)) for _ in range(num_slots)
+    )
+    return _WorkspaceLayout(rows, kv_regions, gradient_regions, end)
 
 
 class _SharedMemoryKVExchange(KVExchange):
@@ -152,12 +160,12 @@ class _SharedMemoryKVExchange(KVExchange):
         self._workspace, self._rank, self._layouts, self._chunks = workspace, rank, layouts, chunks
         self._k, self._v = k, v
         self._chunk_in_slot: dict[int, int] = {}  # maps each slot to the chunk whose terms it holds
-        mine, start = layouts[rank], 0
-        shared_k, shared_v = self._region_views(rank, mine.keys)
-        for r in mine.rows.ranges:
-            rows, shared = slice(r.start, r.stop), slice(start, start + len(r))
-            shared_k[:, shared].copy_(k[:, rows])
-            shared_v[:, shared].copy_(v[:, rows])
+        own_layout, start = layouts[rank], 0
+        shared_k, shared_v = self._region_views(rank, own_layout.kv_regions)
+        for r in own_layout.rows.ranges:
+            rows, shared_rows = slice(r.start, r.stop), slice(start, start + len(r))
+            shared_k[:, shared_rows].copy_(k[:, rows])
+            shared_v[:, shared_rows].copy_(v[:, rows])
             start += len(r)
         workspace.signal(_KEYS_READABLE_STAGE)
 
@@ -169,7 +177,7 @@ class _SharedMemoryKVExchange(KVExchange):
         self._workspace.wait(chunk.source, _KEYS_READABLE_STAGE)
         layout = self._layouts[chunk.source]
         first = layout.rows.ranges[0].start
-        k, v = self._region_views(chunk.source, layout.keys)
+        k, v = self._region_views(chunk.source, layout.kv_regions)
         return k[:, rows.start - first : rows.stop - first], v[:, rows.start - first : rows.stop - first]
 
     def gradient_buffers(self, index: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +211,7 @@ class _SharedMemoryKVExchange(KVExchange):
                 add_rows(total, chunk.send_rows, term)
 
     def _term_views(self, rank: int, n: int, rows: int) -> tuple[Tensor, Tensor]:
-        slots = self._layouts[rank].terms
+        slots = self._layouts[rank].gradient_regions
         dk, dv = self._region_views(rank, slots[n % len(slots)])
         return dk[:, :rows], dv[:, :rows]
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from fused_tp.core.pending import accumulate_dtype
 
-_BLOCK_ROWS = 1024  # rows per block in `row_sums`
+_BLOCK_ROWS = 1024  # rows per block in `compute_row_sums`
 
 
 @dataclass(frozen=True)
 class SoftmaxState:
     """Unnormalized attention over the keys seen so far: out = weighted / total, lse = highest + log(total).
 
-    Only `result` rounds. (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.)
+    Only `finalize` rounds. (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.)
 
     Attributes:
         weighted: [B, S, H, Dv], sum of exp(score - highest) * v; with dropout, over the kept elements only.
@@ -66,7 +66,7 @@ class SoftmaxState:
         self.total.mul_(old_factor).add_(new_factor)
         self.highest.copy_(max_score)
 
-    def result(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def finalize(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf for a query that has seen no keys.
 
         Overwrites `weighted`, so the state must not be used afterwards. `sinks` [H] are the scores of one extra key per
@@ -79,7 +79,7 @@ class SoftmaxState:
         return self.weighted.mul_(_per_row(factor)).to(dtype), lse
 
 
-def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+def compute_row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """Return rowsum(grad_out * out) - grad_lse, [B, H, S].
 
     The backward of softmax subtracts it from the gradient of each probability.
@@ -93,10 +93,11 @@ def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     return sums if grad_lse is None else sums - grad_lse
 
 
-def sink_gradient(sinks: Tensor, lse: Tensor, sums: Tensor) -> Tensor:
+def compute_sink_gradient(sinks: Tensor, lse: Tensor, sums: Tensor) -> Tensor:
     """Return the gradient of `sinks`, [H], over this rank's queries.
 
-    `sums` is the result of `row_sums`. A sink has value 0: it changes the output only by its share of the probability.
+    `sums` is the result of `compute_row_sums`. A sink has value 0, so it changes the output only by its share of the
+    probability.
     """
     probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(probability * sums).sum((0, 2)).to(sinks.dtype)

@@ -66,7 +66,7 @@ class AttentionMask:
         else:
             places = queries + offsets[0]
             starts, stops = np.full_like(places, key_starts[0]), np.full_like(places, key_ends[0])
-        left, right = self.limits
+        left, right = self.visible_window
         if left >= 0:
             starts = np.maximum(starts, places - left)
         if right >= 0:
@@ -74,16 +74,16 @@ class AttentionMask:
         return places, starts, np.maximum(starts, stops)
 
     @property
-    def limits(self) -> tuple[int, int]:
-        """Return `window` with the right side 0 if the mask is `causal`."""
+    def visible_window(self) -> tuple[int, int]:
+        """Return `window`, with 0 as its right side if the mask is `causal`."""
         left, right = self.window
         return left, (0 if self.causal else right)
 
     @property
     def is_single_tile(self) -> bool:
         """True if the mask is a rectangle or a lower triangle, which any flash attention supports."""
-        unlimited = self.window == (UNLIMITED, UNLIMITED)
-        return unlimited and not self._has_documents and (not self.causal or self.seq_len == self.seq_len_kv)
+        is_unlimited = self.window == (UNLIMITED, UNLIMITED)
+        return is_unlimited and not self._has_documents and (not self.causal or self.seq_len == self.seq_len_kv)
 
     @property
     def _has_documents(self) -> bool:
@@ -156,16 +156,18 @@ def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: int, key1: int
 
 
 def _wide_product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of the product of 32-bit words; multiplies halves of `b`, which cannot overflow
-    int64."""
+    """Return the high and the low word of the product of 32-bit words.
+
+    `a` is multiplied by each half of `b`, so that no product overflows int64.
+    """
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = high + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Definition of the scores: score = cap(scale * q.k) - slope[head] * |place of q - index of k|.
+class ScoreFunction:
+    """Function from q and k to a score: score = cap(scale * q.k) - slope[head] * |place of q - index of k|.
 
     (Press et al., ALiBi, arXiv:2108.12409; Gemma 2, arXiv:2408.00118; Xiao et al., arXiv:2309.17453; gpt-oss, 2025.)
 
@@ -187,8 +189,8 @@ class Scores:
         """True if a score is scale * q.k and nothing is dropped."""
         return self.softcap == 0.0 and self.alibi_slopes is None and self.dropout is None
 
-    def of_heads(self, heads: slice) -> Scores:
-        """The scores restricted to the query heads `heads`."""
+    def select_heads(self, heads: slice) -> ScoreFunction:
+        """Return the score function of the query heads `heads`."""
         slopes, sinks, dropout = self.alibi_slopes, self.sinks, self.dropout
         return replace(
             self,
@@ -266,11 +268,11 @@ class AttentionArguments(NamedTuple):
         left, right = self.window
         return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (left, right), bounds, bounds_kv)
 
-    def scores(self, dtype: torch.dtype) -> Scores:
-        """Return the scores of the call, for q, k and v of dtype `dtype`."""
+    def score_function(self, dtype: torch.dtype) -> ScoreFunction:
+        """Return the score function of the call, for q, k and v of dtype `dtype`."""
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(accumulate_dtype(dtype))
         dropout = None if self.seed is None else Dropout(self.dropout_p, int(self.seed.item()), self.first_head)
-        return Scores(self.scale, self.softcap, slopes, dropout, self.sinks)
+        return ScoreFunction(self.scale, self.softcap, slopes, dropout, self.sinks)
 
 
 def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...]:
@@ -286,9 +288,9 @@ def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int
         return ()
     bounds = tuple(cu_seqlens.tolist())
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or sorted(bounds) != list(bounds):
-        shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
+        shown_bounds = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
         raise ValueError(
-            f"{name} is ({shown}); it must begin with 0, must not decrease, and must end with {seq_len}, the number of "
-            "tokens on all ranks. If there is padding after the last document, add it as one more document."
+            f"{name} is ({shown_bounds}); it must begin with 0, must not decrease, and must end with {seq_len}, the "
+            "number of tokens on all ranks. If there is padding after the last document, add it as one more document."
         )
     return bounds

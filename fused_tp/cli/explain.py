@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from fused_tp.ops.explain import explain_hypothetical, tensor_arguments
+from fused_tp.ops.explain import explain_hypothetical, tensor_argument_names
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -32,7 +32,7 @@ def _parse_shape(text: str) -> tuple[int, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fused-tp explain`."""
-    op_lines = "\n".join(f"  {op:28} {', '.join(names)}" for op, names in tensor_arguments().items())
+    op_lines = "\n".join(f"  {op:28} {', '.join(names)}" for op, names in tensor_argument_names().items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         f"ops, and the tensors whose shapes they take:\n{op_lines}\n\n"

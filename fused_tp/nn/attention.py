@@ -23,8 +23,8 @@ from fused_tp.nn.linear import (
     RowParallelLinear,
     check_nothing_dropped,
     check_positive,
-    column_outputs,
-    linear_of,
+    compute_column_outputs,
+    require_linear,
 )
 from fused_tp.nn.local_attention import attention_with_mask, local_attention
 from fused_tp.nn.norm import replicate_own_parameters, sequence_parallel_
@@ -50,7 +50,7 @@ class RotaryEmbedding:
         theta: the base of the frequencies theta ** (-2 i / head_dim), in radians per token.
 
     Raises:
-        ValueError: an odd head_dim or a theta that is not positive.
+        ValueError: head_dim is odd, or theta is not positive.
 
     Example:
         >>> attention = ParallelAttention(512, 8, rope=RotaryEmbedding(64), causal=True, mesh=mesh)
@@ -66,8 +66,8 @@ class RotaryEmbedding:
         self.theta = theta
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        halves = torch.arange(0, self.head_dim, 2, device=q.device, dtype=torch.float32) / self.head_dim
-        angles = positions.to(torch.float32).unsqueeze(-1) * self.theta**-halves
+        exponents = torch.arange(0, self.head_dim, 2, device=q.device, dtype=torch.float32) / self.head_dim
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.theta**-exponents
         # [..., seq, head_dim / 2] -> [..., seq, 1, head_dim / 2]: all heads share the angles.
         cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -106,7 +106,7 @@ class ParallelAttention(nn.Module):
     Args:
         hidden_size, num_heads: sizes of the full layer. num_heads must be a multiple of the number of ranks W.
         num_kv_heads: number of key/value heads, default num_heads; it must divide num_heads. If it is less than W, it
-            must divide W, and neighbouring ranks share a head.
+            must divide W, and neighboring ranks share a head.
         head_dim: default hidden_size / num_heads.
         bias: True for a bias in q_proj, k_proj and v_proj.
         out_bias: True for a bias in o_proj; default: `bias`.
@@ -177,7 +177,7 @@ class ParallelAttention(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
         check_bool(qk_norm=qk_norm, causal=causal, sinks=sinks)
-        check_layout(cp_layout, documents=True)
+        check_layout(cp_layout, has_documents=True)
         checked_window(window)
         world_size = check_mesh(mesh).size()
         check_head_sharding(num_heads, num_kv_heads, world_size)
@@ -191,7 +191,7 @@ class ParallelAttention(nn.Module):
         for rope_module in rope.modules() if isinstance(rope, nn.Module) else ():
             replicate_own_parameters(
                 rope_module, mesh, None, sums_gradients=lambda: True
-            )  # sums: each rank's gradient is of its heads only
+            )  # each rank's gradient has the terms of its heads only
         self.rope = rope
         self.causal = causal
         self.scale = scale
@@ -266,11 +266,11 @@ class ParallelAttention(nn.Module):
         Example:
             >>> block.attention = ParallelAttention.from_module(block.attention, mesh=mesh["tp"], rope=rope)
         """
-        shared: dict[str, Any] = {"mesh": mesh, "rope": rope, "sequence_parallel": sequence_parallel}
-        shared |= {"cp_group": cp_group, "cp_layout": cp_layout, "causal": causal, "num_heads": num_heads}
+        keywords: dict[str, Any] = {"mesh": mesh, "rope": rope, "sequence_parallel": sequence_parallel}
+        keywords |= {"cp_group": cp_group, "cp_layout": cp_layout, "causal": causal, "num_heads": num_heads}
         if isinstance(module, nn.MultiheadAttention):
-            return _from_multihead(cls, module, memo, shared)
-        return _from_projections(cls, module, memo, shared)
+            return _from_multihead(cls, module, memo, keywords)
+        return _from_projections(cls, module, memo, keywords)
 
     def forward(
         self,
@@ -312,17 +312,17 @@ class ParallelAttention(nn.Module):
         call = _ForwardArguments(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
         self._check_input(x, positions, attention_mask)
         self._check_compatible(call)
-        sharded = self.cp_group is not None and (call.context_cache is None or sharded_chunk)
-        gather_size = self._cp_length(seq_len) if sharded else seq_len
+        is_sharded = self.cp_group is not None and (call.context_cache is None or sharded_chunk)
+        gather_size = self._cp_length(seq_len) if is_sharded else seq_len
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))
-            for y in column_outputs([self.q_proj, self.k_proj, self.v_proj], x, gather_size)
+            for y in compute_column_outputs([self.q_proj, self.k_proj, self.v_proj], x, gather_size)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if positions is None:
-                positions = self._default_positions(q, call, sharded)
+                positions = self._default_positions(q, call, is_sharded)
             if positions.ndim not in (1, 2) or positions.shape[-1] != q.shape[1]:
                 raise ValueError(
                     f"positions has shape {tuple(positions.shape)}; it must be [seq] or [batch, seq] with seq = "
@@ -368,7 +368,7 @@ class ParallelAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         mask = self._local_mask(call.attention_mask, q, k)
-        if self._dropout_p == 0 and call.cu_seqlens is None and self._is_plain:
+        if self._dropout_p == 0 and call.cu_seqlens is None and self._has_plain_scores:
             return local_attention(q, k, v, mask=mask, causal=self.causal, scale=self.scale)
         if cache is not None and mask is None and self._dropout_p > 0:
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
@@ -387,7 +387,7 @@ class ParallelAttention(nn.Module):
         return self.dropout if self.training else 0.0
 
     @property
-    def _is_plain(self) -> bool:
+    def _has_plain_scores(self) -> bool:
         return self.window is None and not self.softcap and self.sinks is None and self.alibi_slopes is None
 
     def _score_keywords(self, q: Tensor) -> dict[str, Any]:
@@ -419,14 +419,14 @@ class ParallelAttention(nn.Module):
         _, size, rank = group_identity(self.cp_group)
         return local_length(seq_len, size, rank, self.cp_layout)
 
-    def _default_positions(self, q: Tensor, call: _ForwardArguments, sharded: bool) -> Tensor:
+    def _default_positions(self, q: Tensor, call: _ForwardArguments, is_sharded: bool) -> Tensor:
         first_position = 0 if call.kv_cache is None else call.kv_cache.length
-        if sharded:
-            total = q.shape[1] * group_identity(self.cp_group)[1] if call.seq_len is None else call.seq_len
+        if is_sharded:
+            full_length = q.shape[1] * group_identity(self.cp_group)[1] if call.seq_len is None else call.seq_len
             within_documents = call.cu_seqlens is not None
             keywords: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
             return first_position + sequence_positions(
-                total, cu_seqlens=call.cu_seqlens, within_documents=within_documents, **keywords
+                full_length, cu_seqlens=call.cu_seqlens, within_documents=within_documents, **keywords
             )
         if call.cu_seqlens is not None:
             bounds = move_to_cpu("cu_seqlens", call.cu_seqlens)
@@ -439,7 +439,7 @@ class ParallelAttention(nn.Module):
 
     def _check_compatible(self, call: _ForwardArguments) -> None:
         """Raise ValueError for arguments that exclude each other, TypeError for a cache of an unsupported type."""
-        cache, mask, over_cp, context = (
+        cache, mask, has_cp_group, context_cache = (
             call.kv_cache,
             call.attention_mask,
             self.cp_group is not None,
@@ -458,35 +458,37 @@ class ParallelAttention(nn.Module):
         excluded_name = "kv_cache" if cache is not None else "attention_mask"
         for is_wrong, message in (
             (
-                over_cp and mask is not None,
+                has_cp_group and mask is not None,
                 "attention_mask cannot be used with cp_group, because each rank sees only its shard of the keys. For "
                 "packed documents, pass cu_seqlens; for sequences of different lengths, a ContextKVCache and "
                 "new_lengths.",
             ),
             (
-                over_cp and isinstance(cache, KVCache),
+                has_cp_group and isinstance(cache, KVCache),
                 "a KVCache holds all tokens on one rank, which cp_group does not support. Pass a "
                 "ContextKVCache(cp_group), which shards tokens over its ranks.",
             ),
             (
-                over_cp and context is not None and group_identity(context.group) != group_identity(self.cp_group),
-                "the cache is sharded over another group than cp_group. Create it with this cp_group.",
+                has_cp_group
+                and context_cache is not None
+                and group_identity(context_cache.group) != group_identity(self.cp_group),
+                "the cache is sharded over another group than cp_group. Create the cache with this cp_group.",
             ),
             (
-                context is not None and mask is not None,
+                context_cache is not None and mask is not None,
                 "attention_mask cannot be used with a ContextKVCache. Pad sequences of different lengths on the left, "
                 "and pass new_lengths, the sums of the rows of the mask.",
             ),
             (
-                context is not None and self._dropout_p > 0,
+                context_cache is not None and self._dropout_p > 0,
                 "a ContextKVCache does not support dropout. Call eval() to generate.",
             ),
             (
-                context is None and call.new_lengths is not None,
-                "new_lengths is for a ContextKVCache only. Without one, pass an attention_mask.",
+                context_cache is None and call.new_lengths is not None,
+                "new_lengths is for a ContextKVCache only. Without such a cache, pass an attention_mask.",
             ),
             (
-                call.sharded_chunk and (context is None or not over_cp),
+                call.sharded_chunk and (context_cache is None or not has_cp_group),
                 "sharded_chunk is for a ContextKVCache over cp_group only. Omit it: without such a cache, x is a shard "
                 "already.",
             ),
@@ -503,13 +505,13 @@ class ParallelAttention(nn.Module):
         ):
             if is_wrong:
                 raise ValueError(message)
-        if not over_cp and context is not None:
-            _check_disjoint("the group of the cache", context.group, self.mesh)
+        if not has_cp_group and context_cache is not None:
+            _check_disjoint("the group of the cache", context_cache.group, self.mesh)
 
     def _check_input(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> None:
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            given = tuple(x.shape) if isinstance(x, Tensor) and not x.is_nested else type(x).__name__
-            raise ValueError(f"x must be a Tensor [batch, seq, {self.hidden_size}], got {given}.")
+            input_text = tuple(x.shape) if isinstance(x, Tensor) and not x.is_nested else type(x).__name__
+            raise ValueError(f"x must be a Tensor [batch, seq, {self.hidden_size}], got {input_text}.")
         if positions is not None and self.rope is None:
             raise ValueError("positions are used only by rope, and this layer has none. Omit positions, or pass rope.")
         if attention_mask is not None:
@@ -533,7 +535,7 @@ class ParallelAttention(nn.Module):
         elif mask.ndim == 3:
             mask = mask[:, None]
         full_shape = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
-        if any(given not in (1, expected) for given, expected in zip(mask.shape, full_shape, strict=True)):
+        if any(size not in (1, expected) for size, expected in zip(mask.shape, full_shape, strict=True)):
             raise ValueError(
                 f"attention_mask must broadcast to [batch, heads, seq, kv_len] = {full_shape}, got {tuple(mask.shape)}."
             )
@@ -548,7 +550,8 @@ def _check_disjoint(name: str, group: GroupLike, mesh: DeviceMesh) -> None:
     if len(shared_ranks) > 1:
         raise ValueError(
             f"{name} shares the ranks {shared_ranks} with the tensor parallel mesh, whose ranks hold different heads. "
-            "Tokens can be sharded only over ranks that hold the same heads. Use another dim of the same mesh for it."
+            "Tokens can be sharded only over ranks that hold the same heads. Use another dim of the same mesh for the "
+            "tokens."
         )
 
 
@@ -562,7 +565,7 @@ def _checked_slopes(alibi_slopes: Tensor | Sequence[float] | None, num_heads: in
 
 
 def check_head_sharding(num_heads: int, num_kv_heads: int, world_size: int) -> None:
-    """Raise ValueError if heads cannot be sharded over `world_size` ranks. It lists the group sizes that work."""
+    """Raise ValueError if heads cannot be sharded over `world_size` ranks. The message lists supported group sizes."""
     if num_heads % num_kv_heads:
         divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ValueError(f"num_kv_heads must divide num_heads {num_heads}: one of {divisors}, got {num_kv_heads}.")
@@ -607,7 +610,7 @@ def _from_multihead(
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     projections = [_plain_linear(w, b) for w, b in zip(weights, biases, strict=True)]
     keywords |= {"num_heads": module.num_heads, "causal": bool(keywords["causal"])}
-    attention = _build_around(cls, [*projections, module.out_proj], memo, dropout=module.dropout, **keywords)
+    attention = _build_with_projections(cls, [*projections, module.out_proj], memo, dropout=module.dropout, **keywords)
     if memo is not None:
         memo[module.in_proj_weight] = attention.q_proj.weight
     return attention.train(module.training)
@@ -633,7 +636,7 @@ def _from_projections(
                 f"{class_name} has no {name}; ParallelAttention supports nn.MultiheadAttention, and modules with "
                 "q_proj, k_proj, v_proj and o_proj."
             )
-        projections.append(linear_of(module, name))
+        projections.append(require_linear(module, name))
     q_proj, k_proj, v_proj, _ = projections
     config = getattr(module, "config", None)
     if keywords["rope"] is None and any(
@@ -662,7 +665,8 @@ def _from_projections(
         weight = getattr(norm, "weight", None)
         if norm is not None and (weight is None or tuple(weight.shape) != (head_dim,)):
             raise ValueError(
-                f"q_norm and k_norm of {class_name} must have a weight of shape [head_dim] = [{head_dim}]."
+                f"q_norm and k_norm of {class_name} must have a weight of shape [head_dim] = [{head_dim}], got "
+                f"{None if weight is None else tuple(weight.shape)}."
             )
     if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{class_name} has only one of q_norm and k_norm; ParallelAttention supports both or none.")
@@ -671,15 +675,15 @@ def _from_projections(
         raise ValueError(
             f"sinks of {class_name} must have shape [{num_heads}], one for each head, got {tuple(sinks.shape)}."
         )
-    dropouts = {name: child for name, child in module.named_children() if isinstance(child, nn.Dropout)}
+    dropout_modules = {name: child for name, child in module.named_children() if isinstance(child, nn.Dropout)}
     check_nothing_dropped(
-        module, cls.__name__, {*PROJECTION_NAMES, "q_norm", "k_norm", "rotary_emb", "sinks", *dropouts}
+        module, cls.__name__, {*PROJECTION_NAMES, "q_norm", "k_norm", "rotary_emb", "sinks", *dropout_modules}
     )
-    dropout = next((child.p for child in dropouts.values()), getattr(module, "attention_dropout", 0.0))
+    dropout = next((child.p for child in dropout_modules.values()), getattr(module, "attention_dropout", 0.0))
     causal = bool(getattr(module, "is_causal", False) if keywords["causal"] is None else keywords["causal"])
     sliding_window = _sliding_window(module, config)
     keywords |= {"num_heads": num_heads, "head_dim": head_dim, "causal": causal}
-    attention = _build_around(
+    attention = _build_with_projections(
         cls,
         projections,
         memo,
@@ -699,7 +703,7 @@ def _from_projections(
     return attention.train(module.training)
 
 
-def _build_around(
+def _build_with_projections(
     cls: type[ParallelAttention], projections: list[nn.Linear], memo: Memo | None, **keywords: Any
 ) -> ParallelAttention:
     """Build a `cls` from q, k, v and o projections and the other `keywords` of its constructor."""
@@ -707,7 +711,7 @@ def _build_around(
     keywords |= {"bias": q_proj.bias is not None, "out_bias": o_proj.bias is not None}
     attention = cls(q_proj.in_features, device="meta", dtype=q_proj.weight.dtype, **keywords)
     for name, linear in zip(PROJECTION_NAMES, projections, strict=True):
-        getattr(attention, name).take(linear, memo)
+        getattr(attention, name).load_shards(linear, memo)
     return attention
 
 

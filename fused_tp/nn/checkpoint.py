@@ -49,33 +49,33 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
 def gather_tensors(
     tensors: Mapping[str, Any], module: nn.Module, *, keep_result: bool, device: str | None
 ) -> dict[str, Any]:
-    """Gather some entries of a state dict of `module`, which must be its parameters and not copies.
+    """Gather `tensors`, entries of a state dict of `module` that are its parameters themselves, not copies.
 
     Args:
         keep_result: return the tensors on this rank; False: take part in gathering, and return {}.
     """
-    packed, dtensors = packed_dims(module), as_dtensors(module)
-    full: dict[str, Any] = {}
-    gathered: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
+    packed_dim_by_id, dtensors = packed_dims(module), as_dtensors(module)
+    full_tensors: dict[str, Any] = {}
+    gathered_by_id: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
     _wait_for_all_ranks(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
             if keep_result:
-                full[name] = tensor
+                full_tensors[name] = tensor
             continue
-        if id(tensor) not in gathered:
+        if id(tensor) not in gathered_by_id:
             dtensor = dtensors.get(id(tensor), tensor)
             full_tensor = dtensor.full_tensor() if isinstance(dtensor, DTensor) else dtensor
-            if id(tensor) in packed:
-                full_tensor = full_tensor.flatten(packed[id(tensor)], packed[id(tensor)] + 1)
+            if id(tensor) in packed_dim_by_id:
+                full_tensor = full_tensor.flatten(packed_dim_by_id[id(tensor)], packed_dim_by_id[id(tensor)] + 1)
             if not keep_result:
-                gathered[id(tensor)] = full_tensor.new_empty(0)
+                gathered_by_id[id(tensor)] = full_tensor.new_empty(0)
                 continue
             # full_tensor of a replicated parameter shares the parameter's memory.
-            gathered[id(tensor)] = full_tensor.detach().to(device or full_tensor.device, copy=True)
+            gathered_by_id[id(tensor)] = full_tensor.detach().to(device or full_tensor.device, copy=True)
         if keep_result:
-            full[name] = gathered[id(tensor)]
-    return full
+            full_tensors[name] = gathered_by_id[id(tensor)]
+    return full_tensors
 
 
 def _wait_for_all_ranks(tensors: Iterable[Any]) -> None:
@@ -120,8 +120,8 @@ def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
         parameter = shapes.find_parameter(path) if isinstance(value, Tensor) else None
         return value if parameter is None or value.shape != parameter.shape else shapes(value, parameter)
 
-    converted: dict[str, Any] = convert((), state_dict)
-    return converted
+    converted_state: dict[str, Any] = convert((), state_dict)
+    return converted_state
 
 
 class OriginalShapes:
@@ -145,8 +145,8 @@ class OriginalShapes:
         """Return the parameter with the longest name that `path` contains, because one name may end in another."""
         for length in range(len(path), 0, -1):
             for start in range(len(path) - length + 1):
-                if (found := self.parameters_by_name.get(".".join(path[start : start + length]))) is not None:
-                    return found
+                if (parameter := self.parameters_by_name.get(".".join(path[start : start + length]))) is not None:
+                    return parameter
         return None
 
     def __call__(self, value: Tensor, parameter: nn.Parameter) -> Tensor:

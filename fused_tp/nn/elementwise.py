@@ -34,12 +34,12 @@ _TRIAL_SIZE, _TRIAL_STEPS, _TRIAL_TOLERANCE = 8, 3, 0.05
 
 
 def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, dim: int) -> bool:
-    """True if `optimizer` updates two halves of a tensor differently from the full tensor. Sends nothing.
+    """True if `optimizer` updates two halves of a tensor differently from the full tensor. No communication.
 
     Args:
         options: options of the parameter group.
         like: a parameter that determines the number of dims and the device.
-        dim: the dim along which it is sharded.
+        dim: the dim along which the parameter is sharded.
 
     Raises:
         Exception: any error of the optimizer in the trial.
@@ -51,8 +51,10 @@ def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, An
 
     def step_shards(full_tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
         halves = [part.clone() for part in full_tensor.chunk(2, dim)]
-        stepped = _run_trial_steps(optimizer, options, halves, [gradient.chunk(2, dim) for gradient in gradients])
-        return torch.cat(stepped, dim)
+        stepped_halves = _run_trial_steps(
+            optimizer, options, halves, [gradient.chunk(2, dim) for gradient in gradients]
+        )
+        return torch.cat(stepped_halves, dim)
 
     return _trial_differs(optimizer, options, like, step_shards)
 
@@ -60,8 +62,8 @@ def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, An
 def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:
     """True if `optimizer` updates a DTensor with the placements of `parameter` differently from a full tensor.
 
-    A collective call over its mesh. For optimizers that are not of torch or transformers it returns False without a
-    trial, because they may run their own communication.
+    A collective call over the mesh of `parameter`. Returns False without a trial for optimizers that are not from torch
+    or transformers, because they may run their own communication.
 
     Raises:
         Exception: any error of the optimizer in the trial.
@@ -77,13 +79,13 @@ def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, 
     mesh, placements = parameter.device_mesh, parameter.placements
 
     def step_dtensor(full_tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-        (stepped,) = _run_trial_steps(
+        (stepped_tensor,) = _run_trial_steps(
             optimizer,
             options,
             [_distribute(full_tensor, mesh, placements)],
             [[_distribute(gradient, mesh, placements)] for gradient in gradients],
         )
-        return stepped.full_tensor() if isinstance(stepped, DTensor) else stepped
+        return stepped_tensor.full_tensor() if isinstance(stepped_tensor, DTensor) else stepped_tensor
 
     return _trial_differs(optimizer, options, parameter, step_dtensor)
 

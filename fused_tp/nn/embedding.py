@@ -88,7 +88,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
         Raises:
             TypeError: `embedding` is not an nn.Embedding, or its weight is a DTensor.
-            ValueError: it uses max_norm, scale_grad_by_freq or sparse, which are not supported.
+            ValueError: `embedding` uses max_norm, scale_grad_by_freq or sparse, which are not supported.
 
         Example:
             >>> model.embed = VocabParallelEmbedding.from_embedding(model.embed, mesh=mesh["tp"])
@@ -112,10 +112,10 @@ class VocabParallelEmbedding(nn.Embedding):
         """Draw the table from N(0, 1) with a zero row at `padding_idx`, as nn.Embedding does."""
         if self.weight.is_meta:
             return
-        full = torch.empty(self.weight.shape, device=self.weight.device, dtype=self.weight.dtype).normal_()
+        full_table = torch.empty(self.weight.shape, device=self.weight.device, dtype=self.weight.dtype).normal_()
         if self.padding_idx is not None:
-            full[self.padding_idx].zero_()
-        copy_full_(self.weight, full)
+            full_table[self.padding_idx].zero_()
+        copy_full_(self.weight, full_table)
 
     def forward(self, ids: Tensor) -> Tensor:
         self._check_ids(ids)
@@ -146,7 +146,7 @@ def sharded_lookup(
     mesh: DeviceMesh,
     scatter_dim: int | None = None,
 ) -> Tensor:
-    """Look up ids [...] -> [..., dim] in the table of which `weight` is this rank's shard of rows.
+    """Look up ids [...] -> [..., dim] in a table whose rows are sharded; `weight` is this rank's shard.
 
     If `scatter_dim` is given, return only this rank's shard of the result along that dim.
     """
@@ -164,22 +164,22 @@ def sharded_lookup(
 
 def check_integer_ids(ids: Tensor) -> None:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, got {given}.")
+        ids_type = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, got {ids_type}.")
     if ids.layout is not torch.strided or ids.is_nested:
-        raise TypeError(f"ids must be a dense tensor, got a {'nested' if ids.is_nested else ids.layout} one.")
+        raise TypeError(f"ids must be a dense tensor, got a {'nested' if ids.is_nested else ids.layout} tensor.")
 
 
 def check_ids_in_range(ids: Tensor, num_embeddings: int) -> None:
     """Raise IndexError for ids outside the table.
 
-    On a GPU or under torch.compile it is a device assertion, because reading ids would block the CPU, or break the
-    graph.
+    On a GPU or under torch.compile, a device assertion fails instead, because reading ids would block the CPU, or break
+    the graph.
     """
     if ids.is_meta or ids.numel() == 0:
         return
-    in_range = ((ids >= 0) & (ids < num_embeddings)).all()
+    is_in_range = ((ids >= 0) & (ids < num_embeddings)).all()
     if not ids.is_cpu or torch.compiler.is_compiling():
-        torch._assert_async(in_range, f"ids must be in [0, {num_embeddings})")
-    elif not in_range:
+        torch._assert_async(is_in_range, f"ids must be in [0, {num_embeddings})")
+    elif not is_in_range:
         raise IndexError(f"ids must be in [0, {num_embeddings}), got ids from {int(ids.min())} to {int(ids.max())}.")

@@ -92,11 +92,11 @@ def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor
 
 def _sharding_groups(dtensor: DTensor) -> tuple[ProcessGroup, ...]:
     """Return the groups over which `dtensor` is sharded."""
-    partial = [placement for placement in dtensor.placements if placement.is_partial()]
-    if partial:
+    partial_placements = [placement for placement in dtensor.placements if placement.is_partial()]
+    if partial_placements:
         raise ValueError(
-            f"a gradient of shape {tuple(dtensor.shape)} has the placement {partial[0]}, of which the norm is not "
-            "defined. Redistribute it to Shard or Replicate first."
+            f"a gradient of shape {tuple(dtensor.shape)} has the placement {partial_placements[0]}, and the "
+            "norm of partial sums is not defined. Redistribute the gradient to Shard or Replicate first."
         )
     mesh = dtensor.device_mesh
     return tuple(

@@ -34,7 +34,7 @@ class KVCache:
     """One attention layer's keys and values on this rank, [batch, length, kv_heads / W, head_dim].
 
     Args:
-        max_length: allocate memory for this many tokens at the first append, which is never reallocated. None: grow by
+        max_length: allocate memory for this many tokens at the first append, and never reallocate. None: grow by
             doubling, so that an append takes constant time per token on average.
 
     Raises:
@@ -83,27 +83,29 @@ class _DenseStorage:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def reserve(self, k: Tensor, v: Tensor, length: int, needed: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values with space for `needed` tokens; the first `length` tokens are kept."""
-        if self.max_length is not None and needed > self.max_length:
+    def reserve(self, k: Tensor, v: Tensor, length: int, needed_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values with space for `needed_tokens` tokens; the first `length` tokens are kept."""
+        if self.max_length is not None and needed_tokens > self.max_length:
             raise ValueError(
-                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence, but {needed} are "
-                "needed. Increase max_length, or omit it to let the cache grow."
+                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence, but {needed_tokens} "
+                "are needed. Increase max_length, or omit it to let the cache grow."
             )
-        used_rows, needed_rows = self.count_rows(length), self.count_rows(needed)
+        used_rows, needed_rows = self.count_rows(length), self.count_rows(needed_tokens)
         rows = max(needed_rows, 2 * used_rows, 16) if self.max_length is None else self.count_rows(self.max_length)
-        for name, new in (("keys", k), ("values", v)):
+        for name, new_tensor in (("keys", k), ("values", v)):
             stored: Tensor | None = getattr(self, name)
             if stored is not None:
-                held_format, new_format = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (stored, new))
-                if held_format != new_format and length > 0:
+                stored_format, new_format = (
+                    (x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (stored, new_tensor)
+                )
+                if stored_format != new_format and length > 0:
                     raise ValueError(
                         f"the {self.owner} holds {name} with (batch, kv_heads, head_dim, dtype, device) = "
-                        f"{held_format}, but got {new_format}. Call reset() before another batch."
+                        f"{stored_format}, but got {new_format}. Call reset() before another batch."
                     )
-                if held_format == new_format and needed_rows <= stored.shape[1]:
+                if stored_format == new_format and needed_rows <= stored.shape[1]:
                     continue
-            larger = new.new_empty((new.shape[0], rows, *new.shape[2:]))
+            larger = new_tensor.new_empty((new_tensor.shape[0], rows, *new_tensor.shape[2:]))
             if stored is not None and length > 0:
                 larger[:, :used_rows] = stored[:, :used_rows]
             setattr(self, name, larger)
@@ -168,25 +170,26 @@ class ContextCache(ABC):
                 autograd is recording.
         """
         k, v = _check_new_kv(k, v)
-        batch, new = k.shape[:2]
+        batch, num_new = k.shape[:2]
         added_lengths = _as_list(new_lengths)
         if added_lengths is None:
-            added_lengths = [new] * batch
-        elif len(added_lengths) != batch or not all(0 <= n <= new for n in added_lengths):
+            added_lengths = [num_new] * batch
+        elif len(added_lengths) != batch or not all(0 <= n <= num_new for n in added_lengths):
             raise ValueError(
-                f"new_lengths must be {batch} numbers from 0 to {new}, the number of new tokens, got {added_lengths}."
+                f"new_lengths must be {batch} numbers from 0 to {num_new}, the number of new tokens, got "
+                f"{added_lengths}."
             )
         old_lengths = self._current_lengths(batch)
         total_lengths = [length + n for length, n in zip(old_lengths, added_lengths, strict=True)]
         self._reserve(k, v, total_lengths)
-        count = self._layout.count
+        count_rows = self._layout.count
         for seqs, (first, last) in equal_length_runs(
             list(zip(old_lengths, total_lengths, strict=True)), self.writes_one_sequence
         ):
-            start, stop = count(first), count(last)
+            start, stop = count_rows(first), count_rows(last)
             if start < stop:
                 # The new tokens are the last ones of the sequence.
-                local_indices = torch.from_numpy(self._layout.indices(start, stop) - (last - new)).to(k.device)
+                local_indices = torch.from_numpy(self._layout.indices(start, stop) - (last - num_new)).to(k.device)
                 rows = torch.arange(start, stop, device=k.device)
                 self._write(seqs, rows, k[seqs].index_select(1, local_indices), v[seqs].index_select(1, local_indices))
         self._set_sequence_lengths(total_lengths)
@@ -213,20 +216,20 @@ class ContextCache(ABC):
         old_lengths = self._current_lengths(k.shape[0])
         if len(set(old_lengths)) != 1:
             raise ValueError(
-                f"append_sharded needs sequences of equal length, but those of the cache have {old_lengths} tokens. "
+                f"append_sharded needs sequences of equal length, but the cached sequences have {old_lengths} tokens. "
                 "Use append."
             )
         total_lengths = [old_lengths[0] + seq_len] * len(old_lengths)
         self._reserve(k, v, total_lengths)
         keys_and_values = torch.cat([k, v], -1).transpose(0, 1)
         description = f"layout={layout!r}, seq_len={seq_len}"
-        tokens, received = scatter_new_tokens(
+        tokens, received_rows = scatter_new_tokens(
             group, self.block, tokens_by_rank(seq_len, group.size, layout), old_lengths[0], keys_and_values, description
         )
         rows = torch.from_numpy(self._layout.rows(tokens)).to(k.device)
-        received = received.transpose(0, 1)
+        received_rows = received_rows.transpose(0, 1)
         for seqs, _ in equal_length_runs(old_lengths, self.writes_one_sequence):
-            self._write(seqs, rows, received[seqs, ..., : k.shape[-1]], received[seqs, ..., k.shape[-1] :])
+            self._write(seqs, rows, received_rows[seqs, ..., : k.shape[-1]], received_rows[seqs, ..., k.shape[-1] :])
         self._set_sequence_lengths(total_lengths)
 
     @overload
@@ -244,7 +247,7 @@ class ContextCache(ABC):
 
         Args:
             q: queries [batch, new, heads, head_dim] of the tokens that were appended last.
-            tokens: checksum of the new tokens below 2**24, which the ranks compare; 0 if it is unknown.
+            tokens: checksum, below 2**24, of the ids of the new tokens, which the ranks compare; 0 if it is unknown.
             keywords: those of `context_parallel_decode`: causal, scale, window, softcap, alibi_slopes, sinks,
                 return_lse.
         """
@@ -303,7 +306,7 @@ class ContextKVCache(ContextCache):
     Args:
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         block: number of consecutive tokens on one rank; see `context_parallel_decode`.
-        max_length: allocate memory for sequences of this many tokens at the first append, which is never reallocated.
+        max_length: allocate memory for sequences of this many tokens at the first append, and never reallocate.
             None: grow by doubling.
 
     Raises:
@@ -332,7 +335,7 @@ class ContextKVCache(ContextCache):
 
     def crop(self, length: int) -> None:
         """Keep only the first `length` tokens of each sequence."""
-        check_int("length", length, 0, ": how many tokens of a sequence are kept")
+        check_int("length", length, 0, ", the number of tokens that are kept")
         self._token_counts = [min(count, length) for count in self._token_counts]
 
     def reorder(self, sequences: Tensor) -> None:
@@ -341,12 +344,14 @@ class ContextKVCache(ContextCache):
         storage = self._storage
         if storage.keys is None or storage.values is None:
             raise ValueError("the cache is empty, so reorder has no sequences. Call append first.")
-        order = sequences.tolist()
-        if not all(0 <= sequence < len(self._token_counts) for sequence in order):
-            raise ValueError(f"sequences must be numbers from 0 to {len(self._token_counts) - 1}, got {order}.")
+        sequence_indices = sequences.tolist()
+        if not all(0 <= sequence < len(self._token_counts) for sequence in sequence_indices):
+            raise ValueError(
+                f"sequences must be numbers from 0 to {len(self._token_counts) - 1}, got {sequence_indices}."
+            )
         sequences = sequences.to(storage.keys.device)
         storage.keys, storage.values = storage.keys[sequences], storage.values[sequences]
-        self._token_counts = [self._token_counts[sequence] for sequence in order]
+        self._token_counts = [self._token_counts[sequence] for sequence in sequence_indices]
 
     def _sequence_lengths(self) -> list[int]:
         return self._token_counts
@@ -358,9 +363,9 @@ class ContextKVCache(ContextCache):
         self._storage.reserve(k, v, self.length, max(lengths))
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        for held, new in ((self._storage.keys, k), (self._storage.values, v)):
-            assert held is not None  # allocated by _reserve
-            held[seqs].index_copy_(1, rows, new)
+        for stored, new_rows in ((self._storage.keys, k), (self._storage.values, v)):
+            assert stored is not None  # allocated by _reserve
+            stored[seqs].index_copy_(1, rows, new_rows)
 
     def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return *_require_filled(self._storage.keys, self._storage.values), None
@@ -409,8 +414,8 @@ class PagedContextKVCache:
         # that all raise together when no page is left. If only one rank raised, the other ranks would wait for it.
         self._rank0_layout = BlockCyclicLayout(group_identity(group)[1], 0, block)
         self._free_page_heap = list(range(pages))  # a heap, so that a sequence gets adjacent pages if possible
-        self._pages_of: dict[int, list[int]] = {}
-        self._length_of: dict[int, int] = {}
+        self._pages_by_sequence: dict[int, list[int]] = {}
+        self._length_by_sequence: dict[int, int] = {}
         self._next_sequence = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -423,20 +428,20 @@ class PagedContextKVCache:
     def allocate(self) -> int:
         """Create a sequence without tokens, and return its number."""
         sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
-        self._pages_of[sequence], self._length_of[sequence] = [], 0
+        self._pages_by_sequence[sequence], self._length_by_sequence[sequence] = [], 0
         return sequence
 
     def free(self, sequence: int) -> None:
         """Remove a sequence and return its pages to the pool."""
         self.crop(sequence, 0)
-        del self._pages_of[sequence], self._length_of[sequence]
+        del self._pages_by_sequence[sequence], self._length_by_sequence[sequence]
 
     def crop(self, sequence: int, length: int) -> None:
         """Keep only the first `length` tokens of a sequence."""
         self._check_allocated(sequence)
-        check_int("length", length, 0, ": how many tokens of a sequence are kept")
-        self._length_of[sequence] = min(self._length_of[sequence], length)
-        pages, num_kept = self._pages_of[sequence], self._num_pages(self._length_of[sequence])
+        check_int("length", length, 0, ", the number of tokens that are kept")
+        self._length_by_sequence[sequence] = min(self._length_by_sequence[sequence], length)
+        pages, num_kept = self._pages_by_sequence[sequence], self._num_pages(self._length_by_sequence[sequence])
         for page in pages[num_kept:]:
             heapq.heappush(self._free_page_heap, page)
         del pages[num_kept:]
@@ -444,7 +449,7 @@ class PagedContextKVCache:
     def length_of(self, sequence: int) -> int:
         """Number of tokens of a sequence over all ranks."""
         self._check_allocated(sequence)
-        return self._length_of[sequence]
+        return self._length_by_sequence[sequence]
 
     def batch(self, sequences: Sequence[int]) -> ContextCache:
         """Return the cache for a forward pass over `sequences`, in this order."""
@@ -461,7 +466,7 @@ class PagedContextKVCache:
         return _PagedBatch(self, list(sequences))
 
     def _check_allocated(self, sequence: int) -> None:
-        if sequence not in self._pages_of:
+        if sequence not in self._pages_by_sequence:
             raise ValueError(
                 f"sequence {sequence} was never allocated in this cache, or has been freed. Use allocate()."
             )
@@ -471,26 +476,28 @@ class PagedContextKVCache:
 
     def _reserve(self, k: Tensor, v: Tensor, sequences: list[int], lengths: list[int]) -> None:
         pages_to_add = {
-            sequence: self._num_pages(length) - len(self._pages_of[sequence])
+            sequence: self._num_pages(length) - len(self._pages_by_sequence[sequence])
             for sequence, length in zip(sequences, lengths, strict=True)
         }
-        missing = sum(max(0, n) for n in pages_to_add.values())
-        if missing > len(self._free_page_heap):
+        num_missing = sum(max(0, num_pages) for num_pages in pages_to_add.values())
+        if num_missing > len(self._free_page_heap):
             raise ValueError(
-                f"{missing} more pages of {self.page_size} tokens are needed, but only {len(self._free_page_heap)} of "
-                f"the {self.pages} pages of the cache are free. Call free() for finished sequences, or increase pages."
+                f"{num_missing} more pages of {self.page_size} tokens are needed, but only {len(self._free_page_heap)} "
+                f"of the {self.pages} pages of the cache are free. Call free() for finished sequences, or increase "
+                "pages."
             )
         for name, x in (("keys", k), ("values", v)):
-            pool = getattr(self, f"_{name}")
-            if pool is None:
+            page_pool = getattr(self, f"_{name}")
+            if page_pool is None:
                 setattr(self, f"_{name}", x.new_empty((self.pages, self.page_size, *x.shape[2:])))
-            elif (*pool.shape[2:], pool.dtype, pool.device) != (*x.shape[2:], x.dtype, x.device):
+            elif (*page_pool.shape[2:], page_pool.dtype, page_pool.device) != (*x.shape[2:], x.dtype, x.device):
                 raise ValueError(
-                    f"{name} must have (kv_heads, head_dim) = {tuple(pool.shape[2:])}, {pool.dtype} and {pool.device}, "
-                    f"as the pages of the cache, got {tuple(x.shape[2:])}, {x.dtype} and {x.device}."
+                    f"{name} must have (kv_heads, head_dim) = {tuple(page_pool.shape[2:])}, {page_pool.dtype} and "
+                    f"{page_pool.device}, like the pages of the cache, got {tuple(x.shape[2:])}, {x.dtype} and "
+                    f"{x.device}."
                 )
-        for sequence, n in pages_to_add.items():
-            self._pages_of[sequence] += [heapq.heappop(self._free_page_heap) for _ in range(n)]
+        for sequence, num_pages in pages_to_add.items():
+            self._pages_by_sequence[sequence] += [heapq.heappop(self._free_page_heap) for _ in range(num_pages)]
 
 
 class _PagedBatch(ContextCache):
@@ -506,29 +513,29 @@ class _PagedBatch(ContextCache):
         return [self._pool.length_of(sequence) for sequence in self._sequences]
 
     def _set_sequence_lengths(self, lengths: list[int]) -> None:
-        self._pool._length_of.update(zip(self._sequences, lengths, strict=True))
+        self._pool._length_by_sequence.update(zip(self._sequences, lengths, strict=True))
 
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
         self._pool._reserve(k, v, self._sequences, lengths)
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        pages = _to_int64_cpu(self._pool._pages_of[self._sequences[seqs.start]]).to(rows.device)
+        pages = _to_int64_cpu(self._pool._pages_by_sequence[self._sequences[seqs.start]]).to(rows.device)
         size = self._pool.page_size
         pool_rows = pages[rows // size] * size + rows % size
-        for pool, new in ((self._pool._keys, k), (self._pool._values, v)):
-            assert pool is not None
-            pool.flatten(0, 1).index_copy_(0, pool_rows, new[0])
+        for page_pool, new_rows in ((self._pool._keys, k), (self._pool._values, v)):
+            assert page_pool is not None
+            page_pool.flatten(0, 1).index_copy_(0, pool_rows, new_rows[0])
 
     def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         keys, values = _require_filled(self._pool._keys, self._pool._values)
-        pages = [self._pool._pages_of[sequence] for sequence in self._sequences]
-        max_pages = max(map(len, pages))
+        pages_by_sequence = [self._pool._pages_by_sequence[sequence] for sequence in self._sequences]
+        max_pages = max(map(len, pages_by_sequence))
         page_table = torch.tensor(
-            [sequence_pages + [0] * (max_pages - len(sequence_pages)) for sequence_pages in pages],
+            [sequence_pages + [0] * (max_pages - len(sequence_pages)) for sequence_pages in pages_by_sequence],
             dtype=torch.int32,
             device="cpu",
         )
-        return keys, values, page_table.view(len(pages), max_pages)
+        return keys, values, page_table.view(len(pages_by_sequence), max_pages)
 
 
 def _to_int64_cpu(numbers: Iterable[int]) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fused_tp.core.group import GroupLike
-from fused_tp.nn.norm import reduce_grad
+from fused_tp.nn.norm import with_reduced_grad
 from fused_tp.nn.sharding import (
     Memo,
     PartsShard,
@@ -66,7 +66,7 @@ class _ParallelLinear(nn.Linear):
 
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]  # nn.Linear declares Parameter, but allows None
-    _weight_placement: Shard | Replicate  # of [out, in]
+    _weight_placement: Shard | Replicate  # of the weight [out, in]
     _bias_placement: Shard | Replicate
 
     def __init__(
@@ -92,7 +92,7 @@ class _ParallelLinear(nn.Linear):
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
-        self._transposed = False  # the weight is stored [in, out]
+        self._is_transposed = False  # True if the weight is stored as [in, out]
         self._packed_parameter_dims: dict[str, int] = {}  # see `packed_dims`
         shape = (out_features, in_features)
         self.weight = empty_parameter(shape, mesh, self._weight_placement, device=device, dtype=dtype)
@@ -113,8 +113,8 @@ class _ParallelLinear(nn.Linear):
         bound = 1 / math.sqrt(self.in_features)
         for parameter in (self.weight, self.bias):
             if parameter is not None:
-                full = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)
-                copy_full_(parameter, full.uniform_(-bound, bound))
+                full_parameter = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)
+                copy_full_(parameter, full_parameter.uniform_(-bound, bound))
 
     @classmethod
     def from_linear(
@@ -142,38 +142,38 @@ class _ParallelLinear(nn.Linear):
         """
         if isinstance(linear, _ParallelLinear) or not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
             raise TypeError(f"{cls.__name__}.from_linear needs an nn.Linear, got {type(linear).__name__}.")
-        given = cast("nn.Linear", linear)
-        sizes = *features_of(given), given.bias is not None
-        layer = cls(*sizes, mesh=mesh, device="meta", dtype=given.weight.dtype, **keywords)
-        layer.take(given, memo, parts)
+        source = cast("nn.Linear", linear)
+        sizes = *features_of(source), source.bias is not None
+        layer = cls(*sizes, mesh=mesh, device="meta", dtype=source.weight.dtype, **keywords)
+        layer.load_shards(source, memo, parts)
         return layer
 
-    def take(self, linear: nn.Linear, memo: Memo | None, parts: int = 1) -> None:
+    def load_shards(self, linear: nn.Linear, memo: Memo | None, parts: int = 1) -> None:
         """Replace the parameters by this rank's shards of the parameters of `linear`."""
-        self._transposed = is_conv1d(linear)
+        self._is_transposed = is_conv1d(linear)
         for name, placement in (("weight", self._weight_placement), ("bias", self._bias_placement)):
-            full = linear._parameters[name]
-            if full is None:
+            full_parameter = linear._parameters[name]
+            if full_parameter is None:
                 continue
-            layout: Replicate | PartsShard | Shard = placement
+            sharding: Replicate | PartsShard | Shard = placement
             if isinstance(placement, Shard):
-                dim = 1 - placement.dim if self._transposed and name == "weight" else placement.dim
-                layout = PartsShard(dim, parts)
-                check_parts(name, full, layout, self.mesh.size())
+                dim = 1 - placement.dim if self._is_transposed and name == "weight" else placement.dim
+                sharding = PartsShard(dim, parts)
+                check_parts(name, full_parameter, sharding, self.mesh.size())
                 if parts > 1:
                     self._packed_parameter_dims[name] = dim
-            setattr(self, name, shard_parameter(full, self.mesh, layout, memo))
+            setattr(self, name, shard_parameter(full_parameter, self.mesh, sharding, memo))
         self.train(linear.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load like nn.Linear; also accept packed parameters in the shape of the original layer."""
         for name, dim in self._packed_parameter_dims.items():
-            given, parameter = state_dict.get(prefix + name), getattr(self, name)
-            if given is not None and given.ndim == parameter.ndim - 1:
-                full = given.unflatten(dim, parameter.shape[dim : dim + 2])
+            stored_tensor, parameter = state_dict.get(prefix + name), getattr(self, name)
+            if stored_tensor is not None and stored_tensor.ndim == parameter.ndim - 1:
+                packed_tensor = stored_tensor.unflatten(dim, parameter.shape[dim : dim + 2])
                 # Shard it here: PEFT shards a tensor only if it has the shape of the parameter.
                 mesh, placements = parameter.device_mesh, parameter.placements
-                state_dict[prefix + name] = distribute_tensor(full, mesh, placements, src_data_rank=None)
+                state_dict[prefix + name] = distribute_tensor(packed_tensor, mesh, placements, src_data_rank=None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -183,11 +183,11 @@ class _ParallelLinear(nn.Linear):
             weight = weight.flatten(dim, dim + 1)
         if bias is not None and "bias" in self._packed_parameter_dims:
             bias = bias.flatten()
-        return weight.t() if self._transposed else weight, bias
+        return weight.t() if self._is_transposed else weight, bias
 
-    def _check_input(self, x: Tensor, features: int, what: str) -> None:
+    def _check_input(self, x: Tensor, features: int, description: str) -> None:
         check_floating(x)
-        check_width(x, features, what)
+        check_width(x, features, description)
         if self.sequence_parallel:
             check_sequence_dim("x", x, x.shape, self.sequence_dim)
 
@@ -239,7 +239,7 @@ class ColumnParallelLinear(_ParallelLinear):
         check_bool(gather_output=gather_output)
         super().__init__(in_features, out_features, bias, **keywords)
         self.gather_output = gather_output
-        self._shared: tuple[SharedGather, int] | None = None  # (group, index of this layer in it), set by share_gather
+        self._shared_gather: tuple[SharedGather, int] | None = None  # (group, index in it), set by share_gather
 
     def forward(self, x: Tensor, *, gather_size: int | None = None, batch: int | None = None) -> Tensor:
         """Return y_shard for x.
@@ -248,8 +248,8 @@ class ColumnParallelLinear(_ParallelLinear):
             gather_size: length of the full sequence; needed if the ranks' shards differ in length.
             batch: number of sequences that are concatenated in the first dim of x, and of y.
         """
-        if self._shared is not None:
-            group, index = self._shared
+        if self._shared_gather is not None:
+            group, index = self._shared_gather
             return group.layer_output(index, x, gather_size, batch)
         return column_forward([self], x, gather_size, batch)[0]
 
@@ -323,7 +323,7 @@ def column_matmul(
     With `gather_dim`, x is sharded along that dim. A sequence of weights shares one gather, and one sum of dX.
 
     Args:
-        bias: None, a Tensor, or for a sequence of weights one of these for each.
+        bias: None or a Tensor; for a sequence of weights, a sequence with None or a Tensor for each.
         gather_size: length of the gathered dim; needed if the ranks' shards differ in length.
     """
     if gather_dim is None:
@@ -349,18 +349,18 @@ def column_forward(
     """Return the outputs of column-parallel `layers` for the same x, by one op that communicates x once."""
     if batch is not None:
         return [y.flatten(0, 1) for y in column_forward(layers, x.unflatten(0, (batch, -1)), gather_size)]
-    first = layers[0]
-    first._check_input(x, first.in_features, "in_features")
-    if gather_size is not None and not first.sequence_parallel:
-        check_sequence_dim("x", x, x.shape, first.sequence_dim)
-        if x.shape[first.sequence_dim] != gather_size:
+    first_layer = layers[0]
+    first_layer._check_input(x, first_layer.in_features, "in_features")
+    if gather_size is not None and not first_layer.sequence_parallel:
+        check_sequence_dim("x", x, x.shape, first_layer.sequence_dim)
+        if x.shape[first_layer.sequence_dim] != gather_size:
             raise ValueError(
-                f"gather_size must be the size {x.shape[first.sequence_dim]} of dim {first.sequence_dim} of x, because "
-                f"the layer is not sequence_parallel; got {gather_size}. Omit the length."
+                f"gather_size must be the size {x.shape[first_layer.sequence_dim]} of dim {first_layer.sequence_dim} "
+                f"of x, because the layer is not sequence_parallel; got {gather_size}. Omit gather_size."
             )
     weights, biases = zip(*(layer.local_parameters() for layer in layers), strict=True)
-    gather_dim = first.sequence_dim if first.sequence_parallel else None
-    outputs = column_matmul(x, weights, biases, first.mesh, gather_dim, gather_size)
+    gather_dim = first_layer.sequence_dim if first_layer.sequence_parallel else None
+    outputs = column_matmul(x, weights, biases, first_layer.mesh, gather_dim, gather_size)
     return [
         gather(y, -1, group=layer.mesh, gather_size=layer.out_features) if layer.gather_output else y
         for layer, y in zip(layers, outputs, strict=True)
@@ -368,7 +368,7 @@ def column_forward(
 
 
 class RepeatedColumnLinear(ColumnParallelLinear):
-    """Column-parallel layer with fewer output blocks (`parts`) than ranks: W / parts neighbouring ranks share a block.
+    """Column-parallel layer with fewer output blocks (`parts`) than ranks: W / parts neighboring ranks share a block.
 
     For key and value projections with fewer heads than ranks. x as in ColumnParallelLinear -> [..., out_features /
     parts], where `parts` divides W and out_features. The parameters are replicated, because they are small, and so that
@@ -399,8 +399,8 @@ class RepeatedColumnLinear(ColumnParallelLinear):
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         size = self.out_features // self.parts
         start = self.mesh.get_local_rank() // (self.mesh.size() // self.parts) * size
-        weight = reduce_grad(self.weight, self.mesh).narrow(0, start, size)
-        bias = None if self.bias is None else reduce_grad(self.bias, self.mesh).narrow(0, start, size)
+        weight = with_reduced_grad(self.weight, self.mesh).narrow(0, start, size)
+        bias = None if self.bias is None else with_reduced_grad(self.bias, self.mesh).narrow(0, start, size)
         return weight, bias
 
 
@@ -419,18 +419,18 @@ class MultiQueryLinear(ColumnParallelLinear):
         start, stop = shard_rows(self.in_features, self.mesh)
 
         def local_rows(parameter: Tensor) -> Tensor:
-            rows = reduce_grad(parameter, self.mesh)
+            rows = with_reduced_grad(parameter, self.mesh)
             return torch.cat([rows[start:stop], rows[self.in_features :]])
 
         return local_rows(self.weight), None if self.bias is None else local_rows(self.bias)
 
 
-def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
+def compute_column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
     """Return the outputs of projections of the same x, by one op if all are plain column-parallel layers.
 
     If a layer has hooks, or is wrapped or replaced (adapters, fully_shard), the layers are called one by one.
     """
-    plain = [
+    plain_layers = [
         layer
         for layer in layers
         if type(layer) in (ColumnParallelLinear, RepeatedColumnLinear)
@@ -438,8 +438,8 @@ def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | No
         and not (layer._backward_hooks or layer._backward_pre_hooks)
         and "forward" not in layer.__dict__
     ]
-    if len(plain) == len(layers):
-        return column_forward(cast("list[ColumnParallelLinear]", plain), x, gather_size)
+    if len(plain_layers) == len(layers):
+        return column_forward(cast("list[ColumnParallelLinear]", plain_layers), x, gather_size)
     return [layer(x) if gather_size is None else layer(x, gather_size=gather_size) for layer in layers]
 
 
@@ -458,8 +458,8 @@ def check_parts(name: str, parameter: Tensor, shard: PartsShard, ranks: int) -> 
     """Raise ValueError if the sharded dim cannot be divided into `shard.parts` blocks, each over `ranks` ranks."""
     if shard.parts > 1 and parameter.shape[shard.dim] % (shard.parts * ranks):
         raise ValueError(
-            f"dim {shard.dim} of {name} {tuple(parameter.shape)} has {shard.parts} blocks, each of which is to be "
-            f"sharded over {ranks} ranks, so its size must be a multiple of {shard.parts} x {ranks}, got "
+            f"dim {shard.dim} of {name} {tuple(parameter.shape)} has {shard.parts} blocks, each sharded over {ranks} "
+            f"ranks. The size of the dim must be a multiple of {shard.parts} x {ranks}, got "
             f"{parameter.shape[shard.dim]}."
         )
 
@@ -473,14 +473,14 @@ def check_floating(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}.")
     if x.is_nested:
-        raise TypeError("x must not be a nested tensor. Pad it, or pack its rows into one.")
+        raise TypeError("x must not be a nested tensor. Pad x, or pack its rows into one dense tensor.")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
 
 
-def check_width(x: Tensor, features: int, what: str) -> None:
+def check_width(x: Tensor, features: int, description: str) -> None:
     if x.ndim == 0 or x.shape[-1] != features:
-        raise ValueError(f"the last dim of x must have size {features} ({what}), got shape {tuple(x.shape)}.")
+        raise ValueError(f"the last dim of x must have size {features} ({description}), got shape {tuple(x.shape)}.")
 
 
 def check_sequence_dim(name: str, x: Tensor, shape: Sequence[int], sequence_dim: int) -> None:
@@ -493,28 +493,35 @@ def check_sequence_dim(name: str, x: Tensor, shape: Sequence[int], sequence_dim:
         )
 
 
-def linear_of(module: nn.Module, name: str) -> nn.Linear:
+def require_linear(module: nn.Module, name: str) -> nn.Linear:
     """Return the attribute `name` of `module`. Raise TypeError if it is not an nn.Linear."""
     linear = getattr(module, name)
     if not isinstance(linear, nn.Linear):
         raise TypeError(
-            f"{type(module).__name__}.{name} must be an nn.Linear, got {type(linear).__name__}. Convert it to an "
-            "nn.Linear first, with a weight [out, in]."
+            f"{type(module).__name__}.{name} must be an nn.Linear, got {type(linear).__name__}. Convert the layer "
+            "to an nn.Linear first, with a weight [out, in]."
         )
     return linear
 
 
-def check_nothing_dropped(module: nn.Module, by: str, known: set[str]) -> None:
-    """Raise ValueError if `module` has parameters or submodules that are not in `known`: class `by` would drop them."""
-    class_name = type(module).__name__
-    dropped = [name for name, _ in module.named_parameters(recurse=False) if name not in known]
-    if dropped:
-        names = ", ".join(dropped)
-        raise ValueError(f"{class_name} has the parameters {names}, which {by} does not support and would drop.")
+def check_nothing_dropped(module: nn.Module, class_to_build: str, converted_names: set[str]) -> None:
+    """Raise ValueError if `module` has parameters or submodules that are not in `converted_names`.
+
+    The layer of class `class_to_build`, which is built from `module`, would drop them.
+    """
+    module_class_name = type(module).__name__
+    dropped_names = [name for name, _ in module.named_parameters(recurse=False) if name not in converted_names]
+    if dropped_names:
+        name_list = ", ".join(dropped_names)
+        raise ValueError(
+            f"{module_class_name} has the parameters {name_list}, which {class_to_build} does not support and would "
+            "drop."
+        )
     for name, child in module.named_children():
         is_identity = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
-        if name not in known and not is_identity:
+        if name not in converted_names and not is_identity:
             raise ValueError(
-                f"{class_name} has a submodule {name} ({type(child).__name__}), which {by} does not support and would "
-                "drop. Convert its linear layers one by one: ColumnParallelLinear and RowParallelLinear.from_linear."
+                f"{module_class_name} has a submodule {name} ({type(child).__name__}), which {class_to_build} does not "
+                "support and would drop. Convert its linear layers one by one: ColumnParallelLinear and "
+                "RowParallelLinear.from_linear."
             )

@@ -1,4 +1,4 @@
-"""Attention over a rank's heads, by torch's scaled_dot_product_attention (SDPA) or with features that it lacks.
+"""Attention over a rank's heads: by torch's scaled_dot_product_attention (SDPA), or with features that SDPA lacks.
 
 Tensors are [batch, seq, heads, head_dim]. The last query is aligned with the last key, as with a KV cache.
 """
@@ -35,10 +35,12 @@ def local_attention(
     if causal and (mask is not None or q_len != kv_len):
         # SDPA's is_causal aligns the first query with the first key, and excludes attn_mask.
         mask, causal = _causal_mask(mask, q_len, kv_len, q.device), False
-    gqa = q.shape[1] != k.shape[1]
+    is_grouped_query = q.shape[1] != k.shape[1]
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=is_grouped_query
+    )
     return out.transpose(1, 2)
 
 

@@ -17,8 +17,8 @@ from fused_tp.nn.linear import (
     RowParallelLinear,
     check_nothing_dropped,
     check_positive,
-    column_outputs,
-    linear_of,
+    compute_column_outputs,
+    require_linear,
 )
 from fused_tp.nn.norm import replicate_own_parameters
 from fused_tp.nn.sharding import Memo, check_mesh
@@ -115,7 +115,7 @@ class ParallelMLP(nn.Module):
         Example:
             >>> block.mlp = ParallelMLP.from_module(block.mlp, mesh=mesh["tp"])
         """
-        names = _find_names(module)
+        names = _find_layer_names(module)
         check_nothing_dropped(module, cls.__name__, {*filter(None, names), *_ACTIVATION_NAMES})
         if activation is None:
             candidates = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
@@ -134,10 +134,12 @@ class ParallelMLP(nn.Module):
         mlp._layer_names = names
         options: dict[str, Any] = {"mesh": mesh, "memo": memo}
         options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
-        for column in names[:2]:
-            if column is not None:
-                mlp.add_module(column, ColumnParallelLinear.from_linear(linear_of(module, column), **options))
-        mlp.add_module(names[2], RowParallelLinear.from_linear(linear_of(module, names[2]), **options))
+        for column_name in names[:2]:
+            if column_name is not None:
+                mlp.add_module(
+                    column_name, ColumnParallelLinear.from_linear(require_linear(module, column_name), **options)
+                )
+        mlp.add_module(names[2], RowParallelLinear.from_linear(require_linear(module, names[2]), **options))
         return mlp.train(module.training)
 
     def forward(self, x: Tensor, *, seq_len: int | None = None) -> Tensor:
@@ -149,20 +151,20 @@ class ParallelMLP(nn.Module):
         gate_name, up_name, down_name = self._layer_names
         down = cast(nn.Module, getattr(self, down_name))
         if gate_name is None:
-            (up,) = column_outputs([getattr(self, up_name)], x, seq_len)
+            (up,) = compute_column_outputs([getattr(self, up_name)], x, seq_len)
             return down(self.activation(up))
-        gate, up = column_outputs([getattr(self, gate_name), getattr(self, up_name)], x, seq_len)
+        gate, up = compute_column_outputs([getattr(self, gate_name), getattr(self, up_name)], x, seq_len)
         return down(self.activation(gate) * up)
 
 
-def _find_names(module: nn.Module) -> tuple[str | None, str, str]:
+def _find_layer_names(module: nn.Module) -> tuple[str | None, str, str]:
     for names in _LAYER_NAMES:
         if all(hasattr(module, name) for name in names if name is not None):
             return names
-    supported = "; ".join("/".join(name for name in names if name) for names in _LAYER_NAMES)
+    supported_names = "; ".join("/".join(name for name in names if name) for names in _LAYER_NAMES)
     raise ValueError(
-        f"{type(module).__name__} has no set of layers that ParallelMLP supports ({supported}). Convert its linear "
-        "layers one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
+        f"{type(module).__name__} has no set of layers that ParallelMLP supports ({supported_names}). Convert its "
+        "linear layers one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
     )
 
 

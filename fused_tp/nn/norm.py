@@ -1,8 +1,8 @@
 """Modules with replicated parameters, such as norms that run on a shard of the sequence.
 
 Under sequence parallelism each rank sees only its own tokens, so it has one term of the gradient of a norm's weight.
-`reduce_grad` sums the terms during backward. So the gradient is complete when `backward()` returns, as in all layers of
-this package.
+`with_reduced_grad` sums the terms during backward. So the gradient is complete when `backward()` returns, as in all
+layers of this package.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fused_tp.ops.collectives import copy_to_group
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
-    """Return `parameter` as a local tensor whose gradient backward sums over the ranks of `group`."""
+def with_reduced_grad(parameter: Tensor, group: GroupLike) -> Tensor:
+    """Return the local tensor of `parameter`. Backward sums its gradient over the ranks of `group`."""
     return copy_to_group(local_shard(parameter), group=group)
 
 
@@ -44,8 +44,8 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
     check_mesh(mesh)
     if next(module.children(), None) is not None:
         raise ValueError(
-            f"{type(module).__name__} has submodules, which sequence_parallel_ does not support. Call it on each "
-            "submodule that has parameters."
+            f"{type(module).__name__} has submodules, which sequence_parallel_ does not support. Call "
+            "sequence_parallel_ on each submodule that has parameters."
         )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
@@ -91,17 +91,19 @@ def replicate_own_parameters(
         placement: Placement | PartsShard = (shards or {}).get(name, Replicate())
         module.register_parameter(name, shard_parameter(parameter, parameter_mesh or mesh, placement, memo))
     if plain_parameters or read_parameters:
-        replicated = cast(Any, module)
-        replicated._grad_mesh = mesh
+        replicated_module = cast(Any, module)
+        replicated_module._grad_mesh = mesh
         # Pairs (function that returns True if gradients are summed, names of the parameters for which it decides).
-        replicated._grad_sums = [
+        replicated_module._grad_sums = [
             (sums_gradients, tuple(plain_parameters)),
             *((sums_parameter, (name,)) for name, sums_parameter in (read_parameters or {}).items()),
         ]
-        replicated._packed_parameter_dims = {name: dim for name, (dim, parts) in (shards or {}).items() if parts > 1}
+        replicated_module._packed_parameter_dims = {
+            name: dim for name, (dim, parts) in (shards or {}).items() if parts > 1
+        }
         # A forward on the instance (transformers sets kernels from the hub there) would hide the subclass's forward.
-        replicated._instance_forward = module.__dict__.pop("forward", None)
-        replicated.__class__ = _replicated_class(replicated.__class__)
+        replicated_module._instance_forward = module.__dict__.pop("forward", None)
+        replicated_module.__class__ = _replicated_class(replicated_module.__class__)
     return bool(plain_parameters)
 
 
@@ -115,17 +117,19 @@ def _replicated_class(module_class: type[nn.Module]) -> type[nn.Module]:
         for sums_gradients, names in self._grad_sums:
             is_summed = bool(names) and sums_gradients()
             for name in names:
-                owner, _, attribute = name.rpartition(".")
-                holder = self.get_submodule(owner)
-                parameter = holder._parameters[attribute]  # a plain tensor after plain_parameters_, or in a nested call
+                owner_path, _, attribute = name.rpartition(".")
+                owner_module = self.get_submodule(owner_path)
+                parameter = owner_module._parameters[
+                    attribute
+                ]  # a plain tensor after plain_parameters_, or in a nested call
                 if isinstance(parameter, DTensor):
                     placement = parameter.placements[-1]
-                elif isinstance(parameter, nn.Parameter) and attribute in getattr(holder, PLAIN_SHARDINGS, {}):
-                    placement = getattr(holder, PLAIN_SHARDINGS)[attribute].placement
+                elif isinstance(parameter, nn.Parameter) and attribute in getattr(owner_module, PLAIN_SHARDINGS, {}):
+                    placement = getattr(owner_module, PLAIN_SHARDINGS)[attribute].placement
                 else:
                     continue
                 if is_summed and placement.is_replicate():
-                    local_parameters[name] = reduce_grad(parameter, self._grad_mesh)
+                    local_parameters[name] = with_reduced_grad(parameter, self._grad_mesh)
                 elif isinstance(parameter, DTensor) or name in self._packed_parameter_dims:
                     local_parameters[name] = local_shard(parameter)
         for name, dim in self._packed_parameter_dims.items():

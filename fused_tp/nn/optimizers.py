@@ -63,7 +63,7 @@ _SAMPLE_ELEMENTS = 61  # number of elements of each tensor that are compared
 # Name of the exchange before a step and in a forward pass, and the two kinds of messages in it. Both use the same
 # exchange, so that ranks notice if some are at a step and others at a forward pass.
 STEP_EXCHANGE_NAME, STEP_MOMENT, FORWARD_MOMENT = "parts and steps", "step", "forward"
-_NORM_TOLERANCE = 1e-3  # of the norm of all gradients, larger than the effect of rounding
+_NORM_TOLERANCE = 1e-3  # relative to the norm of all gradients; larger than rounding errors
 
 _watched_models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _replaced_parameters: Any = (
@@ -84,7 +84,7 @@ class _StepRecord:
 
 
 def watch_model(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
-    """Check the optimizers and gradient scalers of `model` from now on. `meshes`: the 1-D meshes that share it."""
+    """Check the optimizers and gradient scalers of `model` from now on. `meshes`: the 1-D meshes that share `model`."""
     setattr(model, _MESHES_ATTRIBUTE, tuple(meshes))
     if not hasattr(model, _STEPS_ATTRIBUTE):
         setattr(model, _STEPS_ATTRIBUTE, [])
@@ -173,16 +173,15 @@ def _check_step(optimizer: Optimizer, record: _StepRecord) -> None:
 
 def _refuse_sharing_of_shards(optimizer: Optimizer, shardings: Mapping[int, ShardedLayout]) -> None:
     """Raise ValueError if the optimizer would send a rank's shards to ranks that hold other shards."""
-    group = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
+    group = getattr(optimizer, "process_group", None)  # an attribute of ZeroRedundancyOptimizer
     if isinstance(group, ProcessGroup) and shardings:
         mesh = next(iter(shardings.values())).mesh
         shared_ranks = sorted(set(mesh.mesh.flatten().tolist()) & set(get_process_group_ranks(group)))
         if len(shared_ranks) > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} sends updated parameters between global ranks "
-                f"{join_words(map(str, shared_ranks))}, which hold different shards with parameters='plain'. Pass it "
-                "the data parallel ranks only: "
-                "process_group=mesh['dp'].get_group()."
+                f"{join_words(map(str, shared_ranks))}, which hold different shards with parameters='plain'. Pass "
+                "the group of the data parallel ranks: process_group=mesh['dp'].get_group()."
             )
 
 
@@ -198,21 +197,21 @@ def _plain_shardings(model: nn.Module) -> Iterator[tuple[int, ShardedLayout]]:
 def _refuse_unrelated_parameters(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
     """Raise ValueError if the optimizer has no parameter of the sharded model, such as one built before sharding."""
     name = type(optimizer).__name__
-    replaced = (
+    replaced_names = (
         [_replaced_parameters[parameter] for parameter in parameters if parameter in _replaced_parameters]
         if _replaced_parameters
         else []
     )
-    if replaced:
+    if replaced_names:
         raise ValueError(
-            f"{name} has {len(replaced)} parameters (such as {replaced[0]!r}) that were replaced when the model was "
-            "sharded, so its steps would not train the model. Create the optimizer after parallelize, from "
+            f"{name} has {len(replaced_names)} parameters (such as {replaced_names[0]!r}) that were replaced when the "
+            "model was sharded, so its steps would not train the model. Create the optimizer after parallelize, from "
             "model.parameters()."
         )
     if any(parameter.grad is not None for parameter in parameters) or _models_with(parameters):
         return
-    unstepped = [model for model in list(_watched_models) if not optimizer_step_counts(model)]
-    if any(parameter.grad is not None for model in unstepped for parameter in model.parameters()):
+    unstepped_models = [model for model in list(_watched_models) if not optimizer_step_counts(model)]
+    if any(parameter.grad is not None for model in unstepped_models for parameter in model.parameters()):
         raise ValueError(
             f"{name} would train nothing: none of its {len(parameters)} parameters has a gradient or belongs to the "
             "parallel model, whose parameters have gradients. Create the optimizer from model.parameters() after all "
@@ -248,8 +247,8 @@ def _try_shards(name: str, optimizer: Optimizer, group: Mapping[str, Any], param
     except Exception as error:
         if _step_records[optimizer].steps == 1:
             _log.warning(
-                "A trial step of %s on shards of a matrix failed (%s: %s). If its update of an element depends on "
-                "other elements of the tensor, it is wrong for parameters='plain'.",
+                "A trial step of %s on shards of a matrix failed (%s: %s). If the optimizer's update of an "
+                "element depends on other elements of the tensor, the update is wrong for parameters='plain'.",
                 name,
                 type(error).__name__,
                 error,
@@ -289,7 +288,7 @@ def _compare_gradients(mesh: DeviceMesh, mesh_parameters: Sequence[tuple[Tensor,
         p.grad for p, sharding in mesh_parameters if not isinstance(sharding.placement, Shard) and p.grad is not None
     ]
     norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in replicated_grads]
-    norm = float(torch.stack([message.double().cpu() for message in norms]).norm()) if norms else 0.0
+    norm = float(torch.stack([t.double().cpu() for t in norms]).norm()) if norms else 0.0
     own_message = [STEP_MOMENT, sample_checksum(shard_grads), norm if isfinite(norm) else None]
     messages = [
         message
@@ -299,14 +298,14 @@ def _compare_gradients(mesh: DeviceMesh, mesh_parameters: Sequence[tuple[Tensor,
     refuse_different_moments(mesh, [message[0] for message in messages])
     _, all_checksums, all_norms = zip(*messages, strict=True)
     dim = repr((mesh.mesh_dim_names or ("tp",))[0])
-    checksums = [message for message in all_checksums if message is not None]
+    checksums = [shard_checksum for shard_checksum in all_checksums if shard_checksum is not None]
     if len(set(checksums)) < len(checksums):
         raise ValueError(
             f"before the optimizer's step, ranks of {dim} have equal gradients of different weight shards, so the "
             "gradients were averaged or broadcast over these ranks. With parameters='plain', reduce gradients over the "
             "data parallel ranks only: group=mesh['dp'].get_group()."
         )
-    finite_norms = [message for message in all_norms if message is not None]
+    finite_norms = [rank_norm for rank_norm in all_norms if rank_norm is not None]
     if finite_norms and max(finite_norms) - min(finite_norms) > _NORM_TOLERANCE * max(finite_norms):
         raise ValueError(
             f"before the optimizer's step, the ranks of {dim} have different gradients of replicated parameters, with "
@@ -334,8 +333,8 @@ def sample_checksum(tensors: Iterable[Tensor]) -> int | None:
     A tensor whose sample is constant (such as zeros) is skipped. The cost is one small copy per tensor, and one
     transfer per device.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    sizes: dict[torch.device, list[tuple[int, int]]] = {}
+    samples_by_device: dict[torch.device, list[Tensor]] = {}
+    sizes_by_device: dict[torch.device, list[tuple[int, int]]] = {}
     for t in tensors:
         local_tensor = (t.to_local() if isinstance(t, DTensor) else t).detach()
         if (
@@ -345,14 +344,18 @@ def sample_checksum(tensors: Iterable[Tensor]) -> int | None:
             continue
         if local_tensor.is_meta or local_tensor.is_quantized or local_tensor.is_nested or not local_tensor.numel():
             continue
-        flat = local_tensor.view(-1) if local_tensor.is_contiguous() else local_tensor.flatten()
-        sample = flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)][:_SAMPLE_ELEMENTS].contiguous().view(torch.uint8)
-        by_device.setdefault(local_tensor.device, []).append(sample)
-        sizes.setdefault(local_tensor.device, []).append((sample.numel(), local_tensor.element_size()))
+        flat_tensor = local_tensor.view(-1) if local_tensor.is_contiguous() else local_tensor.flatten()
+        sample = (
+            flat_tensor[:: max(1, flat_tensor.numel() // _SAMPLE_ELEMENTS)][:_SAMPLE_ELEMENTS]
+            .contiguous()
+            .view(torch.uint8)
+        )
+        samples_by_device.setdefault(local_tensor.device, []).append(sample)
+        sizes_by_device.setdefault(local_tensor.device, []).append((sample.numel(), local_tensor.element_size()))
     samples_to_compare = []
-    for device, samples in by_device.items():
+    for device, samples in samples_by_device.items():
         content, start = torch.cat(samples).cpu().numpy().tobytes(), 0
-        for sample_size, item_bytes in sizes[device]:
+        for sample_size, item_bytes in sizes_by_device[device]:
             sample_bytes = content[start : start + sample_size]
             start += sample_size
             if sample_bytes != sample_bytes[:item_bytes] * (sample_size // item_bytes):
@@ -413,9 +416,9 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if not isinstance(grad, DTensor):
         return parameter
-    holder = grad.to_local().detach()
-    holder.grad = grad.to_local().detach()
-    return holder
+    shard_with_grad = grad.to_local().detach()
+    shard_with_grad.grad = grad.to_local().detach()
+    return shard_with_grad
 
 
 @torch.no_grad()

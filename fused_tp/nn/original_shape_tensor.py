@@ -35,7 +35,7 @@ class OriginalShapeTensor(Tensor):
 
     @classmethod
     def from_dtensor(cls, tensor: DTensor, dim: int | None = None) -> OriginalShapeTensor:
-        """Wrap a DTensor. With `dim`, join the dims `dim` (parts) and `dim + 1` (rows) to one of parts * rows."""
+        """Wrap a DTensor. With `dim`, join the dims `dim` (parts) and `dim + 1` (rows) to one dim of parts * rows."""
         local = tensor.to_local().detach()
         with torch.device("cpu"):  # torch computes the offset in tensors on the default device, and reads each of them
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

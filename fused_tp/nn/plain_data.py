@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 _METADATA_TYPES: dict[tuple[str, str], Any] = {
-    (kind.__module__, kind.__name__): kind
-    for kind in (
+    (metadata_type.__module__, metadata_type.__name__): metadata_type
+    for metadata_type in (
         metadata.BytesStorageMetadata,
         metadata.ChunkStorageMetadata,
         metadata.Metadata,
@@ -66,10 +66,10 @@ class PlainReader(dcp.FileSystemReader):
         rank = keywords.get("rank")
         name = ".metadata" if rank is None else f"__{rank}.metadata"
         with self.fs.create_stream(Path(self.path, name), "rb") as file:
-            found: Metadata = _MetadataUnpickler(file).load()
-        storage = getattr(found, "storage_meta", None) or metadata.StorageMeta()
-        storage.load_id, found.storage_meta = self.load_id, storage
-        return found
+            loaded_metadata: Metadata = _MetadataUnpickler(file).load()
+        storage = getattr(loaded_metadata, "storage_meta", None) or metadata.StorageMeta()
+        storage.load_id, loaded_metadata.storage_meta = self.load_id, storage
+        return loaded_metadata
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -80,10 +80,10 @@ class PlainPlanner(DefaultLoadPlanner):
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        plain = io.BytesIO()
-        torch.save(load_plain(value), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+        plain_file = io.BytesIO()
+        torch.save(load_plain(value), plain_file)
+        plain_file.seek(0)
+        super().load_bytes(read_item, plain_file)
 
 
 def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
@@ -109,10 +109,10 @@ def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
 
 def refused_type(error: BaseException) -> str | None:
     """Return the name of the type that `load_plain` rejected with `error`; None for any other error."""
-    found = (
+    match = (
         re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
     )
-    return None if found is None else found[1] or found[2]
+    return None if match is None else match[1] or match[2]
 
 
 def check_plain(name: str, value: Any, remedy: str) -> None:
@@ -127,10 +127,10 @@ def check_plain(name: str, value: Any, remedy: str) -> None:
         file.seek(0)
         load_plain(file)
     except Exception as error:
-        refused = refused_type(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+        refused_name = refused_type(error) or f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"{name} holds {refused}, which can only be stored as a pickle, and loading a pickle can run any code. "
-            f"Only numbers, strings, lists, tuples, dicts, sets, tensors and NumPy arrays are supported. {remedy}"
+            f"{name} holds {refused_name}, which can only be stored as a pickle, and loading a pickle can run any "
+            f"code. Only numbers, strings, lists, tuples, dicts, sets, tensors and NumPy arrays are supported. {remedy}"
         ) from None
 
 

@@ -79,8 +79,8 @@ def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ..
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
-    """Return the DTensor of global `shape` with this rank's shard `local`. Sends nothing, unlike distribute_tensor."""
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
+    """Return the DTensor of global `shape` with this rank's shard `local`, without communication."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # strides of a contiguous tensor
     placements = placements_on(mesh, placement)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -89,10 +89,10 @@ def _local_ranges(
     shape: tuple[int, ...] | torch.Size, mesh: DeviceMesh, placement: Placement
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (dim, start, length) of this rank's shard for each sharded dim."""
-    for mesh_dim, sharding in enumerate(placements_on(mesh, placement)):
-        if isinstance(sharding, Shard):
-            start, stop = shard_range(shape[sharding.dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
-            yield sharding.dim, start, stop - start
+    for mesh_dim, mesh_dim_placement in enumerate(placements_on(mesh, placement)):
+        if isinstance(mesh_dim_placement, Shard):
+            start, stop = shard_range(shape[mesh_dim_placement.dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            yield mesh_dim_placement.dim, start, stop - start
 
 
 def empty_parameter(
@@ -143,20 +143,19 @@ def shard_parameter(
         dim, parts = placement
         placement = Shard(dim if parts == 1 else dim + 1)
         full_tensor = parameter if parts == 1 else parameter.detach().unflatten(dim, (parts, -1))
-    converted = None if memo is None else memo.get(parameter)
-    if converted is not None:
-        if not isinstance(converted, DTensor) or converted.placements != placements_on(mesh, placement):
+    tied_parameter = None if memo is None else memo.get(parameter)
+    if tied_parameter is not None:
+        if not isinstance(tied_parameter, DTensor) or tied_parameter.placements != placements_on(mesh, placement):
             raise ValueError(
-                f"this weight is tied to one with placements {getattr(converted, 'placements', None)}, but "
-                f"{(placement,)} "
-                "is requested here. Tied weights must have equal placements: an embedding sharded by vocabulary needs "
-                "a column-parallel output layer. Change the styles, or untie the weights."
+                f"this weight is tied to a weight with placements {getattr(tied_parameter, 'placements', None)}, but "
+                f"{(placement,)} is requested here. Tied weights must have equal placements: an embedding sharded by "
+                "vocabulary needs a column-parallel output layer. Change the styles, or untie the weights."
             )
-        return converted
+        return tied_parameter
     if parameter.is_meta:
-        sharded = empty_parameter(tuple(full_tensor.shape), mesh, placement, dtype=parameter.dtype)
-        fill_unset_(sharded)
-        sharded.requires_grad_(parameter.requires_grad)
+        sharded_parameter = empty_parameter(tuple(full_tensor.shape), mesh, placement, dtype=parameter.dtype)
+        fill_unset_(sharded_parameter)
+        sharded_parameter.requires_grad_(parameter.requires_grad)
     else:
         write_as_one_process()
         local_tensor = full_tensor.detach()
@@ -166,11 +165,13 @@ def shard_parameter(
             memory_format=torch.contiguous_format
         )  # a copy: the full storage can be freed
         dtensor = as_dtensor(local_tensor, mesh, placement, full_tensor.shape)
-        sharded = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
-    vars(sharded).update((key, value) for key, value in vars(parameter).items() if not isinstance(value, Tensor))
+        sharded_parameter = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+    vars(sharded_parameter).update(
+        (key, value) for key, value in vars(parameter).items() if not isinstance(value, Tensor)
+    )
     if memo is not None:
-        memo[parameter] = sharded
-    return sharded
+        memo[parameter] = sharded_parameter
+    return sharded_parameter
 
 
 @cache
@@ -188,12 +189,12 @@ def _accept_original_shapes() -> None:
 
 def _reshape_to_packed(
     original_function: Callable[..., Any],
-    full: dict[str, Any],
+    full_state: dict[str, Any],
     local_state: dict[str, Any],
     *args: Any,
     **keywords: Any,
 ) -> Any:
-    for name, value in full.items():
+    for name, value in full_state.items():
         parameter = local_state.get(name)
         if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim == parameter.ndim - 1:
             packed_shape = tuple(parameter.shape)
@@ -202,8 +203,8 @@ def _reshape_to_packed(
                 for d in range(value.ndim)
             )
             if tuple(value.shape) in original_shapes:
-                full[name] = value.reshape(parameter.shape)
-    return original_function(full, local_state, *args, **keywords)
+                full_state[name] = value.reshape(parameter.shape)
+    return original_function(full_state, local_state, *args, **keywords)
 
 
 @torch.no_grad()
@@ -261,19 +262,19 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
                 "not support. Call plain_parameters_ before fully_shard, and distribute experts over tensor parallel "
                 "ranks only."
             )
-    plain = {key: _make_plain_parameter(parameter) for key, (_, parameter) in dtensors.items()}
-    names_of_replaced = WeakIdKeyDictionary({parameter: name for name, parameter in dtensors.values()})
+    plain_parameter_by_id = {key: _make_plain_parameter(parameter) for key, (_, parameter) in dtensors.items()}
+    replaced_parameter_names = WeakIdKeyDictionary({parameter: name for name, parameter in dtensors.values()})
     for child in module.modules():
         dtensor: Any
         for key, dtensor in child._parameters.items():
             if isinstance(dtensor, DTensor):
-                child._parameters[key] = plain[id(dtensor)]
+                child._parameters[key] = plain_parameter_by_id[id(dtensor)]
                 vars(child).setdefault(PLAIN_SHARDINGS, {})[key] = ShardedLayout(
                     dtensor.device_mesh, dtensor.placements[0], dtensor.shape
                 )
-                changed: Any = child
-                changed.apply = partial(_apply_to_dtensors, child)
-    record_replaced_parameters(names_of_replaced, module)
+                patched_child: Any = child
+                patched_child.apply = partial(_apply_to_dtensors, child)
+    record_replaced_parameters(replaced_parameter_names, module)
     watch_model(module, [*dict.fromkeys(parameter.device_mesh for _, parameter in dtensors.values())])
     return module
 
@@ -293,31 +294,31 @@ def parameters_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterat
 
     An initializer then sees the full sizes, and each rank keeps its shard of the full draw.
     """
-    replaced = []
+    replaced_parameters = []
     for child in module.modules() if recurse else [module]:
         for key, sharding in vars(child).get(PLAIN_SHARDINGS, {}).items():
-            plain: Any = child._parameters[key]
-            if plain is not None and not isinstance(plain, DTensor):  # a DTensor is shown already
-                dtensor = as_dtensor(plain.detach(), sharding.mesh, sharding.placement, sharding.shape)
-                parameter = nn.Parameter(dtensor, requires_grad=plain.requires_grad)
-                vars(parameter).update(vars(plain))
+            plain_parameter: Any = child._parameters[key]
+            if plain_parameter is not None and not isinstance(plain_parameter, DTensor):  # a DTensor is shown already
+                dtensor = as_dtensor(plain_parameter.detach(), sharding.mesh, sharding.placement, sharding.shape)
+                parameter = nn.Parameter(dtensor, requires_grad=plain_parameter.requires_grad)
+                vars(parameter).update(vars(plain_parameter))
                 child._parameters[key] = parameter
-                replaced.append((child, key, plain, parameter))
+                replaced_parameters.append((child, key, plain_parameter, parameter))
     try:
         yield
     finally:
-        for child, key, plain, parameter in replaced:
+        for child, key, plain_parameter, parameter in replaced_parameters:
             if child._parameters.get(key) is parameter:  # otherwise the initializer has replaced it
-                child._parameters[key] = plain.requires_grad_(parameter.requires_grad)
-                vars(plain).update(vars(parameter))
+                child._parameters[key] = plain_parameter.requires_grad_(parameter.requires_grad)
+                vars(plain_parameter).update(vars(parameter))
 
 
 def _make_plain_parameter(parameter: DTensor) -> nn.Parameter:
-    plain: Any = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+    plain_parameter: Any = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
     (placement,) = parameter.placements
-    plain.partition_dim = placement.dim if isinstance(placement, Shard) else -1
-    plain.tensor_model_parallel, plain.partition_stride = isinstance(placement, Shard), 1
-    result: nn.Parameter = plain
+    plain_parameter.partition_dim = placement.dim if isinstance(placement, Shard) else -1
+    plain_parameter.tensor_model_parallel, plain_parameter.partition_stride = isinstance(placement, Shard), 1
+    result: nn.Parameter = plain_parameter
     return result
 
 
@@ -348,18 +349,18 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
 
 
 @torch.no_grad()
-def copy_full_(parameter: Tensor, full: Tensor, *, broadcast: bool = True) -> None:
-    """Write this rank's shard of `full` into a parameter of any placement (also on the 2-D mesh of FSDP2).
+def copy_full_(parameter: Tensor, full_tensor: Tensor, *, broadcast: bool = True) -> None:
+    """Write this rank's shard of `full_tensor` into a parameter of any placement (also on the 2-D mesh of FSDP2).
 
-    A shard is sliced from this rank's own `full`. With `broadcast`, a fully replicated parameter gets the values of the
-    mesh's first rank, because ranks with different random states would otherwise train different copies.
+    A shard is sliced from this rank's own `full_tensor`. With `broadcast`, a fully replicated parameter gets the
+    values of the mesh's first rank, because ranks with different random states would otherwise train different copies.
     """
     if not isinstance(parameter, DTensor):
-        parameter.copy_(full)
+        parameter.copy_(full_tensor)
         return
-    replicated = all(isinstance(placement, Replicate) for placement in parameter.placements)
-    source = 0 if replicated and broadcast else None
-    shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=source)
+    is_replicated = all(isinstance(placement, Replicate) for placement in parameter.placements)
+    source = 0 if is_replicated and broadcast else None
+    shard = distribute_tensor(full_tensor, parameter.device_mesh, parameter.placements, src_data_rank=source)
     parameter.to_local().copy_(shard.to_local())
 
 
@@ -406,8 +407,8 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
         ctx.layout = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-        part = parameter.to_local()
-        return part.view_as(part)
+        shard = parameter.to_local()
+        return shard.view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:

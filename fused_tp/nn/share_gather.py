@@ -40,7 +40,7 @@ class SharedGather:
         parameters = [
             parameter for layer in self.layers for parameter in (layer.weight, layer.bias) if parameter is not None
         ]
-        # A DTensor and its local tensor have separate version counters: a write through one does not move the other's.
+        # A DTensor and its local tensor have separate version counters: a write through one does not advance both.
         tensors = [
             x,
             *parameters,
@@ -58,9 +58,9 @@ class SharedGather:
         cached_x, cached_state, outputs = self.cached_outputs or (None, None, {})
         if cached_x is not x or cached_state != state or index not in outputs:
             outputs = dict(enumerate(column_forward(self.layers, x, *sizes)))
-            previous = _last_group.group()
-            if previous is not None:
-                previous.cached_outputs = None
+            previous_group = _last_group.group()
+            if previous_group is not None:
+                previous_group.cached_outputs = None
             _last_group.group = weakref.ref(self)
         output = outputs.pop(index)
         self.cached_outputs = (x, state, outputs) if outputs else None
@@ -91,14 +91,14 @@ def share_gather(layers: Sequence[Any]) -> None:
     """
     group = SharedGather(layers)
     for index, layer in enumerate(layers):
-        layer._shared = (group, index)
+        layer._shared_gather = (group, index)
 
 
 def _modes(x: Tensor, *sizes: int | None) -> tuple[Any, ...]:
     """Return the autograd and autocast modes and the `sizes`, on which outputs depend."""
     device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), autocast, x.requires_grad, *sizes
+    autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return torch.is_grad_enabled(), autocast_dtype, x.requires_grad, *sizes
 
 
 # ---- under torch.compile -----------------------------------------------------------------------------------------
@@ -123,14 +123,16 @@ _trace_answers = _TraceAnswers()
 
 
 def _note_stored(ctx: Any) -> None:
-    fake = ctx.get_local("x").as_fake()
-    _trace_answers.stored_input = (weakref.ref(fake), fake._version)
+    fake_x = ctx.get_local("x").as_fake()
+    _trace_answers.stored_input = (weakref.ref(fake_x), fake_x._version)
 
 
 def _ask_if_unchanged(ctx: Any) -> None:
-    fake = ctx.get_local("x").as_fake()
-    stored = _trace_answers.stored_input
-    _trace_answers.answer = stored is not None and stored[0]() is fake and stored[1] == fake._version
+    fake_x = ctx.get_local("x").as_fake()
+    stored_input = _trace_answers.stored_input
+    _trace_answers.answer = (
+        stored_input is not None and stored_input[0]() is fake_x and stored_input[1] == fake_x._version
+    )
 
 
 def _ask_if_attachable(ctx: Any) -> None:
@@ -147,11 +149,11 @@ def _output_while_tracing(group: SharedGather, index: int, x: Tensor, *sizes: in
     from torch._dynamo.comptime import comptime
 
     state = _modes(x, *sizes)
-    cached = getattr(x, _CACHE_ATTRIBUTE, None)
-    if cached is not None and cached[0] is group and cached[1] == state and index in cached[2]:
+    cached_entry = getattr(x, _CACHE_ATTRIBUTE, None)
+    if cached_entry is not None and cached_entry[0] is group and cached_entry[1] == state and index in cached_entry[2]:
         comptime(_ask_if_unchanged)
         if _last_answer():
-            return cached[2].pop(index)
+            return cached_entry[2].pop(index)
     comptime(_ask_if_attachable)
     if not _last_answer():
         return column_forward([group.layers[index]], x, *sizes)[0]

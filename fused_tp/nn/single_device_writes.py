@@ -1,6 +1,6 @@
 """In-place writes to DTensors that produce the same numbers as a single process.
 
-torch's own DTensor operations differ from one process in two ways that affect the initialisation of a sharded model:
+torch's own DTensor operations differ from one process in two ways that affect the initialization of a sharded model:
 
 | write                     | torch                                                | here                             |
 |---------------------------|------------------------------------------------------|----------------------------------|
@@ -45,22 +45,22 @@ def write_as_one_process() -> None:
 
 
 def _draw(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    target, *rest = args
-    if not target._local_tensor.is_meta and not _write_through(target, func, rest, kwargs):
+    target, *other_args = args
+    if not target._local_tensor.is_meta and not _write_through(target, func, other_args, kwargs):
         full_tensor = _empty_full_tensor(target)
-        func(full_tensor, *rest, **(kwargs or {}))
+        func(full_tensor, *other_args, **(kwargs or {}))
         _write_local_shard(
             target, full_tensor, equalize=func is not torch.ops.aten.bernoulli_.float
-        )  # dropout calls it, too
+        )  # dropout also calls bernoulli_
     return target
 
 
 def _fill(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    target, *rest = args
-    if any(rest):
+    target, *other_args = args
+    if any(other_args):
         _check_not_partial(func, target)
-    if not _write_through(target, func, rest, kwargs):
-        func(target._local_tensor, *rest, **(kwargs or {}))
+    if not _write_through(target, func, other_args, kwargs):
+        func(target._local_tensor, *other_args, **(kwargs or {}))
     return target
 
 
@@ -71,7 +71,7 @@ def _draw_new(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     return distribute_tensor(full_tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _write_through(target: DTensor, func: Any, rest: list[Any], kwargs: Any) -> bool:
+def _write_through(target: DTensor, func: Any, other_args: list[Any], kwargs: Any) -> bool:
     """Write to `target` and its base, and return True, if `target` is a view of a DTensor but has separate memory."""
     base = target._base if target._is_view() else None
     if not isinstance(base, DTensor) or _storage_address(base) == _storage_address(target):
@@ -81,7 +81,7 @@ def _write_through(target: DTensor, func: Any, rest: list[Any], kwargs: Any) -> 
     layout: dict[str, Any] = {"shape": base.shape, "stride": base.stride(), "run_check": False}
     full_tensor = DTensor.from_local(local, base.device_mesh, base.placements, **layout).full_tensor().clone()
     view = target._view_func_unsafe(full_tensor)
-    func(view, *rest, **(kwargs or {}))
+    func(view, *other_args, **(kwargs or {}))
     _write_local_shard(base, full_tensor)
     _write_local_shard(target, view)
     return True
@@ -104,8 +104,8 @@ def _write_local_shard(tensor: DTensor, full_tensor: Tensor, *, equalize: bool =
     states would otherwise hold different copies.
     """
     _check_not_partial("a random draw", tensor)
-    replicated = all(isinstance(placement, Replicate) for placement in tensor.placements)
-    source = 0 if equalize and replicated and type(full_tensor) is Tensor else None  # no collective while tracing
+    is_replicated = all(isinstance(placement, Replicate) for placement in tensor.placements)
+    source = 0 if equalize and is_replicated and type(full_tensor) is Tensor else None  # no collective while tracing
     shard = distribute_tensor(full_tensor, tensor.device_mesh, tensor.placements, src_data_rank=source)
     tensor._local_tensor.copy_(shard._local_tensor)
 
@@ -114,5 +114,5 @@ def _check_not_partial(func: Any, tensor: DTensor) -> None:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(
             f"{func} does not support a DTensor with placements {tensor.placements}, whose ranks hold partial sums. "
-            "Redistribute it first."
+            "Redistribute the tensor first."
         )

@@ -62,7 +62,7 @@ def all_gather_grouped_matmul(
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
-        chosen, order = experts.view(-1).sort(stable=True)  # experts [tokens, 2]: those of each token
+        chosen, order = experts.view(-1).sort(stable=True)  # experts [tokens, 2]: two per token
         offsets = torch.bincount(chosen, minlength=8).cumsum(0).int()
         rows = all_gather_grouped_matmul(x_shard, w_gate_up, order // 2, offsets, group=mesh["tp"])
 
@@ -82,7 +82,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     d_output: Tensor
     x_shard: Tensor
     weight: Tensor
@@ -102,13 +102,13 @@ def _prepare(a: _Args) -> _Args:
     return _Args(x_shard, weight, a.routing, dim, total, a.group)
 
 
-def _shape(a: _Args | _Grads) -> list[int]:
+def _gathered_shape(a: _Args | _BackwardArgs) -> list[int]:
     """Shape of the gathered x."""
     return resized_shape(a.x_shard, a.gather_dim, a.gather_size)
 
 
 def _forward(schedule: Schedule, a: _Args) -> Tensor:
-    a.routing.check(prod(_shape(a)[:-1]))
+    a.routing.check(prod(_gathered_shape(a)[:-1]))
 
     def multiply(x: Tensor) -> Tensor:
         return grouped_linear(x, a.weight, a.routing, by_token=True)
@@ -129,24 +129,24 @@ def _backward(s: SavedForBackward[_Args], d_output: Tensor) -> dict[str, Any]:
 # -- backward: dx_shard is a grouped_matmul_reduce_scatter; x is gathered again for dW while it runs -------------------
 
 
-def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
+def _compute_grads(schedule: Schedule, g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     """Return (dx_shard, dW); a gradient that is not needed is an empty tensor."""
     d_x, d_weight = g.x_shard.new_empty(0), g.x_shard.new_empty(0)
     with schedule.abort_scope("all_gather_grouped_matmul_backward"):
-        gathering = None
+        pending_x = None
         if g.needs_weight:
-            gathering = schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
+            pending_x = schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
 
         def compute_weight_grad() -> None:
             nonlocal d_weight
-            if gathering is not None:
-                rows = g.routing.gather_rows(gathering.wait())
+            if pending_x is not None:
+                rows = g.routing.gather_rows(pending_x.wait())
                 d_weight = grouped_weight_grad(g.d_output, rows, g.weight, g.routing)
 
         if not g.needs_x:
             compute_weight_grad()
         else:
-            shape = _shape(g)[:-1]
+            shape = _gathered_shape(g)[:-1]
             product = GroupedProduct(g.d_output, g.weight.transpose(1, 2), g.routing, prod(shape))
             d_x = schedule.grouped_matmul_reduce_scatter(
                 product, shape, scatter_dim=g.gather_dim, overlapped_work=compute_weight_grad
@@ -154,17 +154,19 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
     return d_x, d_weight
 
 
-def _grads_key(g: _Args | _Grads) -> ScheduleKey:
-    return ScheduleKey.from_shard("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
+def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:
+    return ScheduleKey.from_shard(
+        "grouped_matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1]
+    )
 
 
-def _all_gather_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
+def _all_gather_grouped_matmul_backward_fake(g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     return fake_grouped_grads(g.x_shard, g.needs_x, g.weight, g.needs_weight)
 
 
-ALL_GATHER_GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
+ALL_GATHER_GROUPED_MATMUL_BACKWARD: Op[_BackwardArgs] = Op(
     "all_gather_grouped_matmul_backward",
-    _Grads,
+    _BackwardArgs,
     "(Tensor, Tensor)",
     _compute_grads,
     _all_gather_grouped_matmul_backward_fake,
@@ -177,7 +179,7 @@ def _all_gather_grouped_matmul_fake(a: _Args) -> Tensor:
 
 
 def _all_gather_grouped_matmul_key(a: _Args) -> ScheduleKey | None:
-    return ScheduleKey.from_shard("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None)
+    return ScheduleKey.from_shard("all_gather_grouped_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None)
 
 
 def _all_gather_grouped_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:

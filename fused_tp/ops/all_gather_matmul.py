@@ -137,7 +137,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     d_outputs: list[Tensor]
     d_gathered: Tensor | None
     x_shard: Tensor
@@ -161,8 +161,8 @@ def _prepare(a: _Args) -> _Args:
 def _forward(schedule: Schedule, a: _Args) -> list[Tensor]:
     biases = spread_biases(a.biases, a.has_bias)
     call = GatherMatmul(a.x_shard, a.weights, biases, a.gather_dim, a.gather_size, a.return_gathered)
-    outputs, gathered = schedule.all_gather_matmul(call)
-    return outputs if gathered is None else [*outputs, gathered]
+    outputs, gathered_x = schedule.all_gather_matmul(call)
+    return outputs if gathered_x is None else [*outputs, gathered_x]
 
 
 def _fake(a: _Args) -> list[Tensor]:
@@ -173,17 +173,17 @@ def _fake(a: _Args) -> list[Tensor]:
 
 def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     a, needs = s.args, s.needs
-    used_outputs = [i for i, d in enumerate(grads[: len(a.weights)]) if d is not None]
+    used_indices = [i for i, d in enumerate(grads[: len(a.weights)]) if d is not None]
     d_gathered = grads[-1] if a.return_gathered else None
-    needs_x = needs.x_shard and (bool(used_outputs) or d_gathered is not None)
+    needs_x = needs.x_shard and (bool(used_indices) or d_gathered is not None)
     result: dict[str, Any] = {"biases": bias_grads(grads, a.has_bias, needs.biases)}
-    needs_weight = [needs.weights[i] for i in used_outputs]
+    needs_weight = [needs.weights[i] for i in used_indices]
     if needs_x or any(needs_weight):
         d_x, *d_weights = ALL_GATHER_MATMUL_BACKWARD(
-            [grads[i] for i in used_outputs],
+            [grads[i] for i in used_indices],
             d_gathered if needs_x else None,
             a.x_shard,
-            [a.weights[i] for i in used_outputs],
+            [a.weights[i] for i in used_indices],
             needs_weight,
             needs_x,
             a.gather_dim,
@@ -191,9 +191,10 @@ def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[st
             a.group,
         )
         result["x_shard"] = d_x if needs_x else None
-        remaining = iter(d_weights)
+        remaining_d_weights = iter(d_weights)
         result["weights"] = [
-            next(remaining) if i in used_outputs and needed else None for i, needed in enumerate(needs.weights)
+            next(remaining_d_weights) if i in used_indices and needed else None
+            for i, needed in enumerate(needs.weights)
         ]
     return result
 
@@ -201,20 +202,20 @@ def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[st
 # -- backward: dx_shard is a matmul_reduce_scatter; x is gathered again for dW while it runs ---------------------------
 
 
-def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
+def _compute_grads(schedule: Schedule, g: _BackwardArgs) -> list[Tensor]:
     """Return [dx_shard, *dW]: dx_shard is empty if it is not needed, and dW has only the weights that need a gradient.
 
     dx_shard = reduce_scatter(dY @ W) + reduce_scatter(gradient of the returned gathered x); dW = dY^T @ x.
     """
     d_weights: list[Tensor] = []
     with schedule.abort_scope("all_gather_matmul_backward"):
-        gathering = None
+        pending_x = None
         if any(g.needs_weight):
-            gathering = schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
+            pending_x = schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
 
         def compute_weight_grads() -> None:
-            if gathering is not None:
-                x = gathering.wait()
+            if pending_x is not None:
+                x = pending_x.wait()
                 pairs = zip(g.d_outputs, g.needs_weight, strict=True)
                 d_weights.extend(weight_grad(d, x) for d, needs in pairs if needs)
 
@@ -233,20 +234,20 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     return [d_x, *d_weights]
 
 
-def _grads_key(g: _Args | _Grads) -> ScheduleKey:
+def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:
     return ScheduleKey.from_shard("matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1])
 
 
-def _grads_fake(g: _Grads) -> list[Tensor]:
+def _grads_fake(g: _BackwardArgs) -> list[Tensor]:
     return fake_grads(g.x_shard, g.needs_x, g.weights, g.needs_weight)
 
 
-def _gathered_shape(a: _Args | _Grads) -> list[int]:
+def _gathered_shape(a: _Args | _BackwardArgs) -> list[int]:
     return resized_shape(a.x_shard, a.gather_dim, a.gather_size)
 
 
-ALL_GATHER_MATMUL_BACKWARD: Op[_Grads] = Op(
-    "all_gather_matmul_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_grads_key
+ALL_GATHER_MATMUL_BACKWARD: Op[_BackwardArgs] = Op(
+    "all_gather_matmul_backward", _BackwardArgs, "Tensor[]", _compute_grads, _grads_fake, key=_grads_key
 )
 
 

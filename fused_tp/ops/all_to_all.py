@@ -31,30 +31,30 @@ ULYSSES_OP = "ulysses_attention"
 class HeadShares:
     """Assignment of heads to ranks. Each rank gets equally many query heads, and the key heads that they read."""
 
-    heads: int
-    kv_heads: int
-    ranks: int
+    num_heads: int
+    num_kv_heads: int
+    num_ranks: int
 
     @property
     def heads_per_rank(self) -> int:
         """Number of query heads per rank."""
-        return self.heads // self.ranks
+        return self.num_heads // self.num_ranks
 
     @property
     def has_repeated_heads(self) -> bool:
         """True if key heads are sent to more than one rank."""
-        return self.kv_heads % self.ranks != 0
+        return self.num_kv_heads % self.num_ranks != 0
 
     def heads_of_rank(self, role: str, rank: int) -> range:
         """Return the query heads (`role` "q") or key heads ("k") of `rank`."""
         first, stop = rank * self.heads_per_rank, (rank + 1) * self.heads_per_rank
         if role == "q":
             return range(first, stop)
-        per_kv_head = self.heads // self.kv_heads
-        return range(first // per_kv_head, (stop - 1) // per_kv_head + 1)
+        heads_per_kv_head = self.num_heads // self.num_kv_heads
+        return range(first // heads_per_kv_head, (stop - 1) // heads_per_kv_head + 1)
 
-    def dtype_by_heads(self, role: str, dtype: torch.dtype) -> torch.dtype:
-        """Dtype, once it is sharded by heads, of a tensor of queries (`role` "q") or keys ("k") with dtype `dtype`.
+    def head_sharded_dtype(self, role: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of queries (`role` "q") or keys ("k") of dtype `dtype` after they are sharded by heads.
 
         Key heads that are sent to several ranks are fp32, so that their gradients are summed in fp32.
         """
@@ -64,9 +64,9 @@ class HeadShares:
 def check_head_count(heads: int, ranks: int) -> None:
     """Raise ValueError unless the number of query heads is a multiple of the number of ranks."""
     if heads % ranks:
-        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"q has {heads} heads, which must be a multiple of the {ranks} ranks. Use {fitting} ranks, ring_attention "
+            f"q has {heads} heads, which must be a multiple of the {ranks} ranks. Use {divisors} ranks, ring_attention "
             "(any number of ranks), or context_parallel_attention (heads sharded over one mesh dim, a ring over the "
             "other)."
         )
@@ -85,7 +85,8 @@ class HeadsExchange(NamedTuple):
         heads, kv_heads: total number of heads of each kind.
         columns: elements per token of q, k and v together. Dispatch uses it for all exchanges of a call, so that they
             select the same schedule.
-        has_slopes, has_sinks, return_lse: True if the call has these arguments; compared between ranks.
+        has_slopes, has_sinks, return_lse: True if the call passes alibi_slopes, sinks, or return_lse=True; compared
+            between ranks.
         parts, first_part, stride: the layout has `parts` shards; rank i holds shard first_part + i * stride.
     """
 
@@ -108,26 +109,26 @@ class _Args(NamedTuple):
     group: AnyGroup
 
     @property
-    def ranks(self) -> Group:
+    def resolved_group(self) -> Group:
         return group_by_name(self.group)
 
     @property
     def head_shares(self) -> HeadShares:
-        return HeadShares(self.exchange.heads, self.exchange.kv_heads, self.ranks.size)
+        return HeadShares(self.exchange.heads, self.exchange.kv_heads, self.resolved_group.size)
 
-    def layout_shard(self, rank: int) -> int:
+    def layout_shard_index(self, rank: int) -> int:
         return self.exchange.first_part + rank * self.exchange.stride
 
     def num_rows(self, role: str, rank: int) -> int:
         """Number of queries (`role` "q") or keys ("k") that `rank` holds."""
         length = self.attention.seq_len if role == "q" else self.attention.seq_len_kv
-        return local_length(length, self.exchange.parts, self.layout_shard(rank), self.attention.layout)
+        return local_length(length, self.exchange.parts, self.layout_shard_index(rank), self.attention.layout)
 
     def result_dtypes(self, to_heads: bool) -> list[torch.dtype]:
-        """Dtypes of the results; see `HeadShares.dtype_by_heads`."""
+        """Dtypes of the results; see `HeadShares.head_sharded_dtype`."""
         roles_and_tensors = zip(self.exchange.kinds, self.xs, strict=True)
         if to_heads:
-            return [self.head_shares.dtype_by_heads(role, x.dtype) for role, x in roles_and_tensors]
+            return [self.head_shares.head_sharded_dtype(role, x.dtype) for role, x in roles_and_tensors]
         return [x.dtype if role == "q" else self.xs[0].dtype for role, x in roles_and_tensors]
 
     def swap_and_description(self, to_heads: bool) -> tuple[Swap, str]:
@@ -158,15 +159,17 @@ class _Args(NamedTuple):
             checksum(description),
         )
         shares = tuple(shares_by_role[role] for role in exchange.kinds)
-        return Swap(ULYSSES_OP, dims, self.ranks.rank, shares, tuple(self.result_dtypes(to_heads))), description
+        return Swap(
+            ULYSSES_OP, dims, self.resolved_group.rank, shares, tuple(self.result_dtypes(to_heads))
+        ), description
 
     def _tensor_share(self, role: str, length: int, bounds: tuple[int, ...]) -> TensorShare:
         tokens = tokens_by_rank(length, self.exchange.parts, self.attention.layout, bounds)
-        ranks = range(self.ranks.size)
+        ranks = range(self.resolved_group.size)
         num_heads = self.exchange.heads if role == "q" else self.exchange.kv_heads
         heads = tuple(self.head_shares.heads_of_rank(role, rank) for rank in ranks)
         return TensorShare(
-            row_ranges_in_sequence(tuple(tokens[self.layout_shard(rank)] for rank in ranks)), heads, num_heads
+            row_ranges_in_sequence(tuple(tokens[self.layout_shard_index(rank)] for rank in ranks)), heads, num_heads
         )
 
 
@@ -185,7 +188,7 @@ def _run_swap(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
 
 
 def _to_heads_fake(a: _Args) -> list[Tensor]:
-    group, results = a.ranks, []
+    group, results = a.resolved_group, []
     for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(to_heads=True), strict=True):
         length = sum(a.num_rows(role, rank) for rank in range(group.size))
         shape = (x.shape[0], length, len(a.head_shares.heads_of_rank(role, group.rank)), x.shape[3])
@@ -197,7 +200,9 @@ def _to_sequence_fake(a: _Args) -> list[Tensor]:
     results = []
     for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(to_heads=False), strict=True):
         heads = a.exchange.heads if role == "q" else a.exchange.kv_heads
-        results.append(x.new_empty((x.shape[0], a.num_rows(role, a.ranks.rank), heads, x.shape[3]), dtype=dtype))
+        results.append(
+            x.new_empty((x.shape[0], a.num_rows(role, a.resolved_group.rank), heads, x.shape[3]), dtype=dtype)
+        )
     return results
 
 

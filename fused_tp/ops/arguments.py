@@ -35,7 +35,7 @@ def check_local(name: str, t: Any) -> None:
 def _check_memory(name: str, t: Tensor, is_plain: bool) -> None:
     """Check that `t` is stored in dense memory, which native code and peers read.
 
-    The memory address is checked only if `is_plain`: if `t` is not of a subclass of Tensor.
+    The memory address is checked only with `is_plain`, for tensors that are not of a subclass of Tensor.
     """
     if t.layout is not torch.strided or t.is_nested:
         kind_name = "nested" if t.is_nested else str(t.layout).removeprefix("torch.").removeprefix("_")
@@ -46,9 +46,13 @@ def _check_memory(name: str, t: Tensor, is_plain: bool) -> None:
         raise TypeError(f"{name} is quantized; pass {name}.dequantize().")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         if not torch._C._are_functorch_transforms_active():
-            raise TypeError(f"{name} was created in a torch.func transform that has exited; return it from there.")
+            raise TypeError(
+                f"{name} was created in a torch.func transform that has exited; return {name} from the transform."
+            )
     elif is_plain and not t.is_meta and t.numel() and not (t.data_ptr() or t._is_zerotensor()):
-        raise ValueError(f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed. Allocate it again.")
+        raise ValueError(
+            f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed. Allocate a new tensor."
+        )
 
 
 def check_tensor(name: str, t: Any, *, min_dims: int = 1) -> None:
@@ -74,10 +78,10 @@ def check_device(name: str, t: Tensor, like_name: str, like: Tensor) -> None:
         raise ValueError(f"{name} is on {t.device}, but {like_name} is on {like.device}; move one of them.")
 
 
-def check_shape(name: str, t: Tensor, shape: Sequence[int], why: str) -> None:
-    """Check that `t` has exactly `shape`; `why` explains the shape in the error."""
+def check_shape(name: str, t: Tensor, shape: Sequence[int], reason: str) -> None:
+    """Check that `t` has exactly `shape`; `reason` explains the shape in the error."""
     if tuple(t.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {tuple(shape)}, {why}.")
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {tuple(shape)}, {reason}.")
 
 
 def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "") -> None:
@@ -108,7 +112,7 @@ def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def checked_linear(x_name: str, x: Any, weight: Any, bias: Any, *, min_dims: int = 1) -> tuple[Any, Any, Any]:
-    """Cast `x`, `weight` and `bias` to autocast's dtype and check that they fit each other."""
+    """Cast `x`, `weight` and `bias` to autocast's dtype and check that their shapes, dtypes and devices match."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
@@ -201,22 +205,22 @@ def to_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
     if bias is None:
         return list(weight), [], [False] * len(weight)
     if not isinstance(bias, (list, tuple)) or len(bias) != len(weight):
-        given = f"a list of {len(bias)}" if isinstance(bias, (list, tuple)) else type(bias).__name__
+        bias_text = f"a list of {len(bias)}" if isinstance(bias, (list, tuple)) else type(bias).__name__
         raise ValueError(
-            f"bias is {given}, but weight is a list of {len(weight)}; pass a bias or None for each weight."
+            f"bias is {bias_text}, but weight is a list of {len(weight)}; pass a bias or None for each weight."
         )
     return list(weight), [b for b in bias if b is not None], [b is not None for b in bias]
 
 
 def spread_biases(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
     """Undo `to_lists`: return a list with a bias or None for each weight."""
-    spread: list[Tensor | None] = [None] * len(has_bias)
+    bias_per_weight: list[Tensor | None] = [None] * len(has_bias)
     if biases:
-        remaining = iter(biases)
+        remaining_biases = iter(biases)
         for index, is_present in enumerate(has_bias):
             if is_present:
-                spread[index] = next(remaining)
-    return spread
+                bias_per_weight[index] = next(remaining_biases)
+    return bias_per_weight
 
 
 def bias_grads(

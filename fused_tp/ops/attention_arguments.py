@@ -85,8 +85,8 @@ def with_keywords(keywords: Any, arguments: type[Any] = AttentionArguments) -> C
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        *positional, _ = signature.parameters.values()
-        keyword_only = [
+        *positional_parameters, _ = signature.parameters.values()
+        keyword_parameters = [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
@@ -95,7 +95,7 @@ def with_keywords(keywords: Any, arguments: type[Any] = AttentionArguments) -> C
             )
             for name, annotation in keywords.__annotations__.items()
         ]
-        vars(function)["__signature__"] = signature.replace(parameters=[*positional, *keyword_only])
+        vars(function)["__signature__"] = signature.replace(parameters=[*positional_parameters, *keyword_parameters])
         return function
 
     return decorate
@@ -106,14 +106,14 @@ _ATTENTION_KEYWORDS = frozenset(AttentionKeywords.__annotations__)
 SCORE_KEYWORDS = frozenset(ScoreKeywords.__annotations__)
 
 
-def check_keywords(op: str, keywords: Mapping[str, Any], known: frozenset[str]) -> None:
+def check_keywords(op: str, keywords: Mapping[str, Any], known_names: frozenset[str]) -> None:
     """Raise TypeError for keywords that the public function `op` does not accept."""
     for name in keywords:
-        if name not in known:
+        if name not in known_names:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
 
 
-def build_arguments(op: str, keywords: Mapping[str, Any], **internal: Any) -> AttentionArguments:
+def build_arguments(op: str, keywords: Mapping[str, Any], **internal_arguments: Any) -> AttentionArguments:
     """Build the arguments after q, k and v from the keywords of the public function `op`; checks `dropout_p` only."""
     check_keywords(op, keywords, _ATTENTION_KEYWORDS)
     dropout_p = keywords.get("dropout_p", 0.0)
@@ -122,7 +122,7 @@ def build_arguments(op: str, keywords: Mapping[str, Any], **internal: Any) -> At
     # The seed is drawn from the CPU generator for tensors on any device, so that reading it does not synchronize the
     # host. It is drawn before the other checks, so that a rejected call advances the generator like any other call.
     seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p else None
-    return AttentionArguments(**{**keywords, **internal, "seed": seed})
+    return AttentionArguments(**{**keywords, **internal_arguments, "seed": seed})
 
 
 def _is_valid_dropout(p: float) -> bool:
@@ -144,7 +144,7 @@ def checked_arguments(
         move_to_cpu("cu_seqlens_kv", arguments.cu_seqlens_kv),
     )
     layout, seq_len_kv = arguments.layout, cast("int | None", arguments.seq_len_kv)
-    check_layout(layout, documents=bounds is not None)
+    check_layout(layout, has_documents=bounds is not None)
     if bounds is None and bounds_kv is not None:
         raise ValueError("cu_seqlens_kv was passed without cu_seqlens; pass cu_seqlens, the documents of the queries.")
     if seq_len_kv is None and bounds_kv is None and k.shape[1] != q.shape[1]:
@@ -159,7 +159,7 @@ def checked_arguments(
     for name, length in (("q", total), ("k", total_kv)):
         if length >= 2**31:
             raise ValueError(f"{name} has {length} tokens over all ranks; at most 2**31 - 1 are supported.")
-    return checked_scores(arguments, q)._replace(
+    return checked_score_arguments(arguments, q)._replace(
         cu_seqlens=bounds,
         cu_seqlens_kv=bounds_kv,
         dropout_p=float(arguments.dropout_p),
@@ -169,19 +169,19 @@ def checked_arguments(
     )
 
 
-def checked_scores(arguments: A, q: Tensor) -> A:
+def checked_score_arguments(arguments: A, q: Tensor) -> A:
     """Check the ScoreKeywords except `causal` in the NamedTuple `arguments`; return it with defaults filled in."""
     for name in ("alibi_slopes", "sinks"):
         check_per_head(name, getattr(arguments, name), q)
     scale = arguments.scale
     if scale is not None:
         scale = checked_number("scale", scale, isfinite, "finite", "a float or None")
-    checked: A = arguments._replace(
+    result: A = arguments._replace(
         window=list(checked_window(arguments.window)),
         scale=float(q.shape[3]) ** -0.5 if scale is None else scale,
         softcap=checked_softcap(arguments.softcap),
     )
-    return checked
+    return result
 
 
 def describe_call(arguments: AttentionArguments, mask: AttentionMask, **flags: bool) -> str:
@@ -203,9 +203,9 @@ def annotate_mismatch(op: str, rank: int, description: str) -> Iterator[None]:
         yield
     except RankMismatchError as error:
         raise RankMismatchError(
-            f"{str(error).rstrip('.')}. The last number of a {op} is a checksum of its arguments; on rank {rank} they "
-            f"are {description}. Pass the same arguments on all ranks. If ranks hold different numbers of tokens, pass "
-            "seq_len, the length of the full sequence."
+            f"{str(error).rstrip('.')}. The last number of a {op} is a checksum of its arguments; on rank {rank} the "
+            f"arguments are {description}. Pass the same arguments on all ranks. If ranks hold different numbers of "
+            "tokens, pass seq_len, the length of the full sequence."
         ) from error
 
 
@@ -249,17 +249,19 @@ def check_dtypes(q: Any, k: Any, v: Any, suffix: str = "") -> None:
     check_like(f"v{suffix}", v, "q", q)
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, suffix: str = "", *, batch: bool = True) -> None:
-    """Check that heads, head_dim and, if `batch`, the batch sizes of q, k and v are compatible.
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, suffix: str = "", *, compares_batch: bool = True) -> None:
+    """Check that heads, head_dim and, if `compares_batch`, the batch sizes of q, k and v are compatible.
 
     `suffix` is appended to the names of k and v in errors.
     """
-    if batch and k.shape[0] != q.shape[0]:
+    if compares_batch and k.shape[0] != q.shape[0]:
         raise ValueError(f"k{suffix} has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k{suffix} has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
     if q.shape[2] % k.shape[2] != 0:
-        raise ValueError(f"k{suffix} has {k.shape[2]} heads; the {q.shape[2]} heads of q must be a multiple of them.")
+        raise ValueError(
+            f"q has {q.shape[2]} heads; their number must be a multiple of the {k.shape[2]} heads of k{suffix}."
+        )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"v{suffix} has shape {tuple(v.shape)}, but k{suffix} {tuple(k.shape)}; only head_dim may differ."
@@ -286,8 +288,8 @@ def total_length(name: str, total: Any, tensor_name: str, length: int, size: int
 
 
 def checked_softcap(softcap: Any) -> float:
-    needed = "finite and positive, or 0.0 for no cap"
-    return checked_number("softcap", softcap, _is_valid_softcap, needed)
+    requirement = "finite and positive, or 0.0 for no cap"
+    return checked_number("softcap", softcap, _is_valid_softcap, requirement)
 
 
 def _is_valid_softcap(x: float) -> bool:

@@ -112,8 +112,8 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
 
 def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
     """Gather the shards of all ranks into a replicated result; backward returns this rank's slice of the gradient."""
-    given: Any = gather_size  # `_prepare_all_gather` replaces None
-    _, dim, total, _ = _prepare_all_gather(_AllGather(x_shard, dim, given, group))
+    requested_size: Any = gather_size  # `_prepare_all_gather` replaces None
+    _, dim, total, _ = _prepare_all_gather(_AllGatherArgs(x_shard, dim, requested_size, group))
     result: Tensor = _Gather.apply(x_shard, dim, total, *group_identity(group))
     return result
 
@@ -121,20 +121,20 @@ def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | No
 # -- custom ops, for collectives that communicate in forward ----------------------------------------------------------
 
 
-class _AllGather(NamedTuple):
+class _AllGatherArgs(NamedTuple):
     x_shard: Tensor
     dim: int
     gather_size: SymInt
     group: AnyGroup
 
 
-class _ReduceScatter(NamedTuple):
+class _ReduceScatterArgs(NamedTuple):
     x: Tensor
     dim: int
     group: AnyGroup
 
 
-class _AllReduce(NamedTuple):
+class _AllReduceArgs(NamedTuple):
     x: Tensor
     group: AnyGroup
 
@@ -145,68 +145,68 @@ def _key(op: str, x: Tensor, shape: Sequence[int]) -> ScheduleKey:
     return ScheduleKey(op, x.dtype, x.device, rows, None, columns)
 
 
-def _prepare_all_gather(a: _AllGather) -> _AllGather:
+def _prepare_all_gather(a: _AllGatherArgs) -> _AllGatherArgs:
     check_tensor("x_shard", a.x_shard)
     dim = normalize_dim("dim", a.dim, "x_shard", a.x_shard)
     _, size, rank = group_identity(a.group)
     total = total_size("gather_size", a.gather_size, a.x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
-    return _AllGather(a.x_shard, dim, total, a.group)
+    return _AllGatherArgs(a.x_shard, dim, total, a.group)
 
 
-def _all_gather(schedule: Schedule, a: _AllGather) -> Tensor:
+def _all_gather_forward(schedule: Schedule, a: _AllGatherArgs) -> Tensor:
     x = schedule.all_gather(a.x_shard, gather_dim=a.dim, gather_size=a.gather_size).wait()
     return a.x_shard.clone() if x is a.x_shard else x
 
 
-def _gathered_shape(a: _AllGather) -> list[int]:
+def _gathered_shape(a: _AllGatherArgs) -> list[int]:
     return resized_shape(a.x_shard, a.dim, a.gather_size)
 
 
-def _prepare_reduce_scatter(a: _ReduceScatter) -> _ReduceScatter:
+def _prepare_reduce_scatter(a: _ReduceScatterArgs) -> _ReduceScatterArgs:
     check_tensor("x", a.x)
-    return _ReduceScatter(a.x, normalize_dim("dim", a.dim, "x", a.x), a.group)
+    return _ReduceScatterArgs(a.x, normalize_dim("dim", a.dim, "x", a.x), a.group)
 
 
-def _reduce_scatter_fake(a: _ReduceScatter) -> Tensor:
+def _reduce_scatter_fake(a: _ReduceScatterArgs) -> Tensor:
     group = group_by_name(a.group)
     return a.x.new_empty(resized_shape(a.x, a.dim, shard_sizes(a.x.shape[a.dim], group.size)[group.rank]))
 
 
-def _prepare_all_reduce(a: _AllReduce) -> _AllReduce:
+def _prepare_all_reduce(a: _AllReduceArgs) -> _AllReduceArgs:
     check_tensor("x", a.x, min_dims=0)
     return a
 
 
-def _reduce_scatter_backward(s: SavedForBackward[_ReduceScatter], grad: Tensor) -> dict[str, Any]:
+def _reduce_scatter_backward(s: SavedForBackward[_ReduceScatterArgs], grad: Tensor) -> dict[str, Any]:
     size: Any = s.shapes.x
     return {"x": ALL_GATHER(grad, s.args.dim, size[s.args.dim], s.args.group) if s.needs.x else None}
 
 
-def _all_gather_fake(a: _AllGather) -> Tensor:
+def _all_gather_fake(a: _AllGatherArgs) -> Tensor:
     return a.x_shard.new_empty(_gathered_shape(a))
 
 
-def _all_gather_key(a: _AllGather) -> ScheduleKey | None:
+def _all_gather_key(a: _AllGatherArgs) -> ScheduleKey | None:
     return _key("all_gather", a.x_shard, _gathered_shape(a))
 
 
-def _all_gather_backward_key(a: _AllGather) -> ScheduleKey:
+def _all_gather_backward_key(a: _AllGatherArgs) -> ScheduleKey:
     return _key("reduce_scatter", a.x_shard, _gathered_shape(a))
 
 
-def _all_gather_example(size: int, x_shard: Tensor, dim: int = 0) -> _AllGather:
-    return _AllGather(x_shard, dim, x_shard.shape[dim] * size, None)
+def _all_gather_example(size: int, x_shard: Tensor, dim: int = 0) -> _AllGatherArgs:
+    return _AllGatherArgs(x_shard, dim, x_shard.shape[dim] * size, None)
 
 
-def _all_gather_backward(s: SavedForBackward[_AllGather], grad: Tensor) -> dict[str, Any]:
+def _all_gather_backward(s: SavedForBackward[_AllGatherArgs], grad: Tensor) -> dict[str, Any]:
     return {"x_shard": REDUCE_SCATTER(grad, s.args.dim, s.args.group) if s.needs.x_shard else None}
 
 
-ALL_GATHER: Op[_AllGather] = Op(
+ALL_GATHER: Op[_AllGatherArgs] = Op(
     "all_gather",
-    _AllGather,
+    _AllGatherArgs,
     "Tensor",
-    _all_gather,
+    _all_gather_forward,
     _all_gather_fake,
     key=_all_gather_key,
     backward_key=_all_gather_backward_key,
@@ -216,25 +216,25 @@ ALL_GATHER: Op[_AllGather] = Op(
 )
 
 
-def _reduce_scatter_forward(schedule: Schedule, a: _ReduceScatter) -> Tensor:
+def _reduce_scatter_forward(schedule: Schedule, a: _ReduceScatterArgs) -> Tensor:
     return schedule.reduce_scatter(a.x, scatter_dim=a.dim)
 
 
-def _reduce_scatter_key(a: _ReduceScatter) -> ScheduleKey | None:
+def _reduce_scatter_key(a: _ReduceScatterArgs) -> ScheduleKey | None:
     return _key("reduce_scatter", a.x, a.x.shape)
 
 
-def _reduce_scatter_backward_key(a: _ReduceScatter) -> ScheduleKey:
+def _reduce_scatter_backward_key(a: _ReduceScatterArgs) -> ScheduleKey:
     return _key("all_gather", a.x, a.x.shape)
 
 
-def _reduce_scatter_example(size: int, x: Tensor, dim: int = 0) -> _ReduceScatter:
-    return _ReduceScatter(x, dim, None)
+def _reduce_scatter_example(size: int, x: Tensor, dim: int = 0) -> _ReduceScatterArgs:
+    return _ReduceScatterArgs(x, dim, None)
 
 
-REDUCE_SCATTER: Op[_ReduceScatter] = Op(
+REDUCE_SCATTER: Op[_ReduceScatterArgs] = Op(
     "reduce_scatter",
-    _ReduceScatter,
+    _ReduceScatterArgs,
     "Tensor",
     _reduce_scatter_forward,
     _reduce_scatter_fake,
@@ -246,29 +246,29 @@ REDUCE_SCATTER: Op[_ReduceScatter] = Op(
 )
 
 
-def _all_reduce_forward(schedule: Schedule, a: _AllReduce) -> Tensor:
+def _all_reduce_forward(schedule: Schedule, a: _AllReduceArgs) -> Tensor:
     return schedule.all_reduce(a.x)
 
 
-def _all_reduce_fake(a: _AllReduce) -> Tensor:
+def _all_reduce_fake(a: _AllReduceArgs) -> Tensor:
     return a.x.new_empty(a.x.shape)
 
 
-def _all_reduce_key(a: _AllReduce) -> ScheduleKey | None:
+def _all_reduce_key(a: _AllReduceArgs) -> ScheduleKey | None:
     return _key("all_reduce", a.x, a.x.shape)
 
 
-def _all_reduce_example(size: int, x: Tensor) -> _AllReduce:
-    return _AllReduce(x, None)
+def _all_reduce_example(size: int, x: Tensor) -> _AllReduceArgs:
+    return _AllReduceArgs(x, None)
 
 
-def _all_reduce_backward(s: SavedForBackward[_AllReduce], grad: Tensor) -> dict[str, Any]:
+def _all_reduce_backward(s: SavedForBackward[_AllReduceArgs], grad: Tensor) -> dict[str, Any]:
     return {"x": grad if s.needs.x else None}
 
 
-ALL_REDUCE: Op[_AllReduce] = Op(
+ALL_REDUCE: Op[_AllReduceArgs] = Op(
     "all_reduce",
-    _AllReduce,
+    _AllReduceArgs,
     "Tensor",
     _all_reduce_forward,
     _all_reduce_fake,
@@ -296,23 +296,23 @@ class _CopyToGroup(Function):
 class _ScatterToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str, size: int, rank: int) -> Tensor:
-        ctx.dim, ctx.group, ctx.total = dim, group, x.shape[dim]
+        ctx.dim, ctx.group, ctx.full_length = dim, group, x.shape[dim]
         start, stop = shard_range(x.shape[dim], size, rank)
         # A view would keep all of x in memory.
         return x.narrow(dim, start, stop - start).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ALL_GATHER.call_prepared(grad, ctx.dim, ctx.total, ctx.group), None, None, None, None
+        return ALL_GATHER.call_prepared(grad, ctx.dim, ctx.full_length, ctx.group), None, None, None, None
 
 
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x_shard: Tensor, dim: int, total: int, group: str, size: int, rank: int) -> Any:
-        ctx.dim, ctx.own = dim, shard_range(total, size, rank)
+        ctx.dim, ctx.own_range = dim, shard_range(total, size, rank)
         return ALL_GATHER.call_prepared(x_shard, dim, total, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        start, stop = ctx.own
+        start, stop = ctx.own_range
         return grad.narrow(ctx.dim, start, stop - start), None, None, None, None, None

@@ -57,7 +57,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     d_output: Tensor
     x: Tensor
     weight: Tensor
@@ -68,7 +68,7 @@ class _Grads(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    group_identity(a.group)  # raises if it is not a group
+    group_identity(a.group)  # raises if a.group is not a group
     return _Args(*checked_grouped("x", a.x, a.weight, *a.routing), a.routing, a.group)
 
 
@@ -90,7 +90,7 @@ def _backward(s: SavedForBackward[_Args], d_output: Tensor) -> dict[str, Any]:
 # -- backward: dx is a grouped_matmul_all_reduce, and dW is computed while it runs -------------------------------------
 
 
-def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor]:
+def _compute_grads(schedule: Schedule | None, g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     """Return (dx, dW); a gradient that is not needed is an empty tensor."""
     d_weight = g.x.new_empty(0)
 
@@ -107,21 +107,21 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor
     return d_x.view(g.x.shape), d_weight
 
 
-def _sum_key(a: _Args | _Grads) -> ScheduleKey:
+def _sum_key(a: _Args | _BackwardArgs) -> ScheduleKey:
     return ScheduleKey.from_shard("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
-def _column_parallel_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
+def _column_parallel_grouped_matmul_backward_fake(g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     return fake_grouped_grads(g.x, g.needs_x, g.weight, g.needs_weight)
 
 
-def _column_parallel_grouped_matmul_backward_key(g: _Grads) -> ScheduleKey | None:
+def _column_parallel_grouped_matmul_backward_key(g: _BackwardArgs) -> ScheduleKey | None:
     return _sum_key(g) if g.needs_x else None
 
 
-COLUMN_PARALLEL_GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
+COLUMN_PARALLEL_GROUPED_MATMUL_BACKWARD: Op[_BackwardArgs] = Op(
     "column_parallel_grouped_matmul_backward",
-    _Grads,
+    _BackwardArgs,
     "(Tensor, Tensor)",
     _compute_grads,
     _column_parallel_grouped_matmul_backward_fake,

@@ -73,7 +73,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     d_outputs: list[Tensor]
     x: Tensor
     weights: list[Tensor]
@@ -84,27 +84,28 @@ class _Grads(NamedTuple):
 
 def _prepare(a: _Args) -> _Args:
     x, weights, biases = checked_linears("x", *a[:4])
-    group_identity(a.group)  # raises if it is not a group
+    group_identity(a.group)  # raises if a.group is not a group
     return _Args(x, weights, biases, a.has_bias, a.group)
 
 
 def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     a, needs = s.args, s.needs
-    used_outputs = [i for i, d in enumerate(grads) if d is not None]
-    needs_x = needs.x and bool(used_outputs)
+    used_indices = [i for i, d in enumerate(grads) if d is not None]
+    needs_x = needs.x and bool(used_indices)
     d_x, *d_weights = COLUMN_PARALLEL_MATMUL_BACKWARD(
-        [grads[i] for i in used_outputs],
+        [grads[i] for i in used_indices],
         a.x,
-        [a.weights[i] for i in used_outputs],
-        [needs.weights[i] for i in used_outputs],
+        [a.weights[i] for i in used_indices],
+        [needs.weights[i] for i in used_indices],
         needs_x,
         a.group,
     )
-    remaining = iter(d_weights)
+    remaining_d_weights = iter(d_weights)
     return {
         "x": d_x if needs_x else None,
         "weights": [
-            next(remaining) if i in used_outputs and needed else None for i, needed in enumerate(needs.weights)
+            next(remaining_d_weights) if i in used_indices and needed else None
+            for i, needed in enumerate(needs.weights)
         ],
         "biases": bias_grads(grads, a.has_bias, needs.biases),
     }
@@ -113,7 +114,7 @@ def _backward(s: SavedForBackward[_Args], grads: list[Tensor | None]) -> dict[st
 # -- backward: dx is a matmul_all_reduce, and dW is computed while it runs --------------------------------------------
 
 
-def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
+def _compute_grads(schedule: Schedule | None, g: _BackwardArgs) -> list[Tensor]:
     """Return [dx, *dW]: dx = all_reduce(dY @ W), empty if not needed; dW = dY^T @ x for the weights that need it."""
     d_weights: list[Tensor] = []
 
@@ -127,21 +128,21 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
     return [schedule.matmul_all_reduce(products, None, overlapped_work=compute_weight_grads), *d_weights]
 
 
-def _sum_key(a: _Args | _Grads) -> ScheduleKey:
+def _sum_key(a: _Args | _BackwardArgs) -> ScheduleKey:
     return ScheduleKey.from_shard("matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
-def _grads_fake(g: _Grads) -> list[Tensor]:
+def _grads_fake(g: _BackwardArgs) -> list[Tensor]:
     return fake_grads(g.x, g.needs_x, g.weights, g.needs_weight)
 
 
-def _column_parallel_matmul_backward_key(g: _Grads) -> ScheduleKey | None:
+def _column_parallel_matmul_backward_key(g: _BackwardArgs) -> ScheduleKey | None:
     return _sum_key(g) if g.needs_x else None
 
 
-COLUMN_PARALLEL_MATMUL_BACKWARD: Op[_Grads] = Op(
+COLUMN_PARALLEL_MATMUL_BACKWARD: Op[_BackwardArgs] = Op(
     "column_parallel_matmul_backward",
-    _Grads,
+    _BackwardArgs,
     "Tensor[]",
     _compute_grads,
     _grads_fake,

@@ -99,7 +99,7 @@ def context_parallel_attention(
     Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI",
     arXiv:2405.07719.
     """
-    inner, ring = _mesh_dims(mesh, ulysses_dim, ring_dim)
+    ulysses_index, ring_index = _resolve_mesh_dims(mesh, ulysses_dim, ring_dim)
     is_unchecked = mesh.ndim > 1 and not is_dynamo_compiling() and mesh not in _checked_meshes
     if is_unchecked and check_mesh_order(mesh, (0, 1), flattened=True):
         _checked_meshes.add(mesh)
@@ -108,9 +108,12 @@ def context_parallel_attention(
         k,
         v,
         build_arguments("context_parallel_attention", keywords),
-        *(SINGLE_GROUP_IDENTITY if dim is None else group_identity(mesh.get_group(dim)) for dim in (inner, ring)),
+        *(
+            SINGLE_GROUP_IDENTITY if dim is None else group_identity(mesh.get_group(dim))
+            for dim in (ulysses_index, ring_index)
+        ),
         # If the ring is the last dim, its ranks are adjacent in mesh order, and ranks that shard heads are strided.
-        strided=inner is not None and ring is not None and ring > inner,
+        strided=ulysses_index is not None and ring_index is not None and ring_index > ulysses_index,
         return_lse=return_lse,
     )
 
@@ -119,25 +122,27 @@ def context_parallel_attention(
 _checked_meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
-def _mesh_dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int | None]:
+def _resolve_mesh_dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int | None]:
     """Return (dim of heads, dim of the ring) as indices; for a 1-D mesh one of them is None."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}; use ring_attention for a ProcessGroup.")
     if mesh.ndim > 2:
         names: tuple[object, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(f"mesh has {mesh.ndim} dims {names}; pass one or two of them, such as mesh[{names[-2:]!r}].")
-    inner = None if ulysses_dim is None else _dim_index("ulysses_dim", ulysses_dim, mesh)
-    ring = None if ring_dim is None else _dim_index("ring_dim", ring_dim, mesh)
-    if inner is not None and inner == ring:
-        raise ValueError(f"ulysses_dim={ulysses_dim!r} and ring_dim={ring_dim!r} are the same dim of mesh.")
+    ulysses_index = None if ulysses_dim is None else _resolve_dim("ulysses_dim", ulysses_dim, mesh)
+    ring_index = None if ring_dim is None else _resolve_dim("ring_dim", ring_dim, mesh)
+    if ulysses_index is not None and ulysses_index == ring_index:
+        raise ValueError(
+            f"ulysses_dim={ulysses_dim!r} and ring_dim={ring_dim!r} are the same dim of mesh; pass two dims."
+        )
     if mesh.ndim == 1:
-        return (None, 0) if inner is None else (0, None)
-    if inner is None:
-        inner = 1 if ring is None else 1 - ring
-    return inner, 1 - inner
+        return (None, 0) if ulysses_index is None else (0, None)
+    if ulysses_index is None:
+        ulysses_index = 1 if ring_index is None else 1 - ring_index
+    return ulysses_index, 1 - ulysses_index
 
 
-def _dim_index(name: str, dim: Any, mesh: DeviceMesh) -> int:
+def _resolve_dim(name: str, dim: Any, mesh: DeviceMesh) -> int:
     names: tuple[object, ...] = mesh.mesh_dim_names or ()
     if isinstance(dim, str):
         if dim not in names:

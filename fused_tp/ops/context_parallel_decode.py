@@ -21,7 +21,7 @@ from fused_tp.attention.decode import (
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import select_kernel
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
-from fused_tp.attention.spec import FILLED_BY_CHECK, Scores
+from fused_tp.attention.spec import FILLED_BY_CHECK, ScoreFunction
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
 from fused_tp.core.group import SINGLE_GROUP_NAME, GroupLike, group_by_name, group_identity
@@ -35,7 +35,7 @@ from fused_tp.ops.attention_arguments import (
     check_dtypes,
     check_keywords,
     check_shapes,
-    checked_scores,
+    checked_score_arguments,
     with_keywords,
 )
 from fused_tp.ops.op import AnyGroup, Op, ScheduleKey
@@ -81,14 +81,14 @@ class DecodeArguments(NamedTuple):
         return max(1, _MAX_GATHERED_BYTES // (self.world_size * query_bytes))
 
     @property
-    def limits(self) -> tuple[int, int]:
-        """(left, right), the numbers of keys that a query sees before and after its position; -1: no limit."""
+    def visible_window(self) -> tuple[int, int]:
+        """Return `window` as (left, right), with right = 0 if `causal`; -1: no limit."""
         left, right = self.window
         return left, 0 if self.causal else right
 
     def __str__(self) -> str:
         return (
-            f"cache_seqlens={self.cache_seqlens.tolist()}, scale={self.scale!r}, window={self.limits}, "
+            f"cache_seqlens={self.cache_seqlens.tolist()}, scale={self.scale!r}, window={self.visible_window}, "
             f"softcap={self.softcap!r}, block={self.block}, new={self.q.shape[1]}, "
             f"ALiBi={self.alibi_slopes is not None}, sinks={self.sinks is not None}"
         )
@@ -182,8 +182,8 @@ def context_parallel_decode(
     check_keywords("context_parallel_decode", keywords, SCORE_KEYWORDS)
     if type(return_lse) is not bool:  # inlined check: a function call would slow down decoding
         check_bool(return_lse=return_lse)  # type: ignore[unreachable]  # untyped callers may pass any type
-    given: dict[str, Any] = {"block": block, "group": group, **keywords}
-    out, lse = decode(DecodeArguments(q, k_cache_shard, v_cache_shard, cache_seqlens, page_table, **given))
+    options: dict[str, Any] = {"block": block, "group": group, **keywords}
+    out, lse = decode(DecodeArguments(q, k_cache_shard, v_cache_shard, cache_seqlens, page_table, **options))
     return (out, lse) if return_lse else out
 
 
@@ -193,8 +193,8 @@ def decode(args: DecodeArguments, *, is_unsharded: bool = False) -> tuple[Tensor
         for name, x in zip(_DIFFERENTIABLE_NAMES, (*args[:3], args.alibi_slopes, args.sinks), strict=True):
             if getattr(x, "requires_grad", False):
                 raise ValueError(
-                    f"{name} requires a gradient, but context_parallel_decode does not support backward. Call it under "
-                    "torch.no_grad(), and use ring_attention for training."
+                    f"{name} requires a gradient, but context_parallel_decode does not support backward. Call the op "
+                    "under torch.no_grad(), and use ring_attention for training."
                 )
     if getattr(args.q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
         _check_capture(args.cache_seqlens, args.page_table)
@@ -219,16 +219,18 @@ def _check_arguments(args: DecodeArguments, world_size: int) -> DecodeArguments:
         pages = _checked_integers("page_table", pages, (args.q.shape[0], -1)).cpu()
     check_bool(causal=args.causal)
     check_int("block", args.block, 1, ", the number of consecutive tokens on one rank")
-    return checked_scores(args, args.q)._replace(cache_seqlens=lengths, page_table=pages, world_size=world_size)
+    return checked_score_arguments(args, args.q)._replace(
+        cache_seqlens=lengths, page_table=pages, world_size=world_size
+    )
 
 
 def _check_capture(cache_seqlens: Tensor, page_table: Tensor | None) -> None:
     if page_table is not None or not cache_seqlens.is_cpu:
-        given = "a page_table" if page_table is not None else f"cache_seqlens on {cache_seqlens.device}"
+        unsupported_argument = "a page_table" if page_table is not None else f"cache_seqlens on {cache_seqlens.device}"
         raise ValueError(
-            f"context_parallel_decode does not support {given} during CUDA graph capture: the host reads it, and a "
-            "replay would not read it again. Pass a dense cache, and cache_seqlens on the CPU with the lengths for all "
-            "replays."
+            f"context_parallel_decode does not support {unsupported_argument} during CUDA graph capture: the host "
+            "reads it, and a replay would not read it again. Pass a dense cache, and cache_seqlens on the CPU with the "
+            "lengths for all replays."
         )
 
 
@@ -241,24 +243,26 @@ def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
     for name, t in (("k_cache_shard", k), ("v_cache_shard", v)):
         if t.ndim != 4 or 0 in t.shape[2:] or (is_paged and t.shape[1] == 0):
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {expected_shape}.")
-    check_shapes(q, k, v, "_cache_shard", batch=not is_paged)
+    check_shapes(q, k, v, "_cache_shard", compares_batch=not is_paged)
 
 
 def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     check_integers(name, value)
     if value.ndim != len(shape) or value.shape[0] != shape[0]:
-        wanted = ", ".join("max_pages" if n < 0 else str(n) for n in shape)
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{wanted}]; q has batch {shape[0]}.")
-    checked: Tensor = value
-    return checked
+        expected_dims = ", ".join("max_pages" if n < 0 else str(n) for n in shape)
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must be [{expected_dims}]; q has batch {shape[0]}."
+        )
+    tensor: Tensor = value
+    return tensor
 
 
 def _key(a: DecodeArguments) -> ScheduleKey:
     """Key for dispatch, by the size of the first all-gather."""
-    new = min(a.q.shape[1], a.queries_per_gather)
-    numbers = num_exchanged_elements((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
+    num_queries = min(a.q.shape[1], a.queries_per_gather)
+    num_elements = num_exchanged_elements((a.q.shape[0], num_queries, *a.q.shape[2:]), a.v.shape[3])
     # Partial outputs are sent in the accumulation dtype.
-    return ScheduleKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
+    return ScheduleKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, num_elements)
 
 
 def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
@@ -268,20 +272,24 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
     if lengths and min(lengths) < 0:
         raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
     slopes = None if a.alibi_slopes is None else a.alibi_slopes.to(accumulate_dtype(q.dtype))
-    scores = Scores(a.scale, a.softcap, slopes)
+    score_function = ScoreFunction(a.scale, a.softcap, slopes)
     # Kernels require a contiguous last dim, and support any other strides.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
     keys, values = _cache_rows(k, v, a.page_table, layout, lengths)
     query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], has_positive_scale=a.scale > 0)
-    call = CacheCall(layout, scores, a.limits, select_kernel(q, v, scores), a.page_table is not None)
+    call = CacheCall(
+        layout, score_function, a.visible_window, select_kernel(q, v, score_function), a.page_table is not None
+    )
     if uses_decode_kernel(query, q.shape[1]):
-        own_partial = attend_with_kernel(call, q, lengths, k, v, a.page_table)
+        own_output = attend_with_kernel(call, q, lengths, k, v, a.page_table)
     else:
-        own_partial = attend_to_cache(call, q, lengths, keys, values, v.shape[3])
+        own_output = attend_to_cache(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):
-        for part in own_partial.split(a.queries_per_gather, 1):
-            out, lse = merge_partial_outputs(_gather_partial(part, str(a), a.tokens, schedule, group.rank), a.sinks)
+        for part in own_output.split(a.queries_per_gather, 1):
+            out, lse = merge_partial_outputs(
+                _gather_partial_outputs(part, str(a), a.tokens, schedule, group.rank), a.sinks
+            )
             outs.append(out.to(q.dtype))
             lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
@@ -296,36 +304,41 @@ def _cache_rows(
             seq = rows_per_sequence.index(max(rows_per_sequence))
             raise ValueError(
                 f"sequence {seq} has {lengths[seq]} tokens, {rows_per_sequence[seq]} of them on rank {layout.rank} of "
-                f"{layout.world_size}, but k_cache_shard has a capacity of {k.shape[1]}; increase it."
+                f"{layout.world_size}, but k_cache_shard has a capacity of {k.shape[1]}; increase "
+                "the capacity."
             )
         return DenseRows(k), DenseRows(v)
     pages = page_table.tolist()
     for seq, rows in enumerate(rows_per_sequence):
-        needed = -(-rows // k.shape[1])
-        if needed > page_table.shape[1]:
+        num_pages = -(-rows // k.shape[1])
+        if num_pages > page_table.shape[1]:
             raise ValueError(
-                f"sequence {seq} has {rows} tokens on rank {layout.rank} and needs {needed} pages of {k.shape[1]} "
+                f"sequence {seq} has {rows} tokens on rank {layout.rank} and needs {num_pages} pages of {k.shape[1]} "
                 f"tokens, but page_table has {page_table.shape[1]} columns; add columns."
             )
-        if any(not 0 <= page < k.shape[0] for page in pages[seq][:needed]):
+        if any(not 0 <= page < k.shape[0] for page in pages[seq][:num_pages]):
             raise ValueError(
-                f"page_table has {pages[seq][:needed]} for sequence {seq} on rank {layout.rank}; pages must be 0 to "
+                f"page_table has {pages[seq][:num_pages]} for sequence {seq} on rank {layout.rank}; pages must be 0 to "
                 f"{k.shape[0] - 1}."
             )
     return PagedRows(k, pages), PagedRows(v, pages)
 
 
-def _gather_partial(partial: Tensor, description: str, tokens: int, schedule: Schedule, rank: int) -> Tensor:
-    """Gather `partial` of all ranks, [W, ...].
+def _gather_partial_outputs(
+    partial_output: Tensor, description: str, tokens: int, schedule: Schedule, rank: int
+) -> Tensor:
+    """Gather `partial_output` of all ranks, [W, ...].
 
     Checksums are sent with it, to check that `description`, a text of the arguments, and `tokens` are equal on all
     ranks.
     """
-    checksums = [partial.new_full((1,), value) for value in (checksum(description), tokens)]
-    flat = torch.cat([*checksums, partial.reshape(-1)]).unsqueeze(0)
-    gathered = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
-    if partial.device.type == "cpu" or settings.check_ranks():  # on a GPU, reading the checksums synchronizes the host
-        description_checksums, token_checksums = gathered[:, :NUM_CHECKSUMS].T.tolist()
+    checksums = [partial_output.new_full((1,), value) for value in (checksum(description), tokens)]
+    message = torch.cat([*checksums, partial_output.reshape(-1)]).unsqueeze(0)
+    gathered_messages = schedule.all_gather(message, gather_dim=0, gather_size=None).wait()
+    if (
+        partial_output.device.type == "cpu" or settings.check_ranks()
+    ):  # on a GPU, reading the checksums synchronizes the host
+        description_checksums, token_checksums = gathered_messages[:, :NUM_CHECKSUMS].T.tolist()
         difference = "call context_parallel_decode with different lengths or keywords"
         check_equal_checksums(
             description_checksums, difference, f"; rank {rank} passed {description}. Pass the same on all ranks."
@@ -336,7 +349,7 @@ def _gather_partial(partial: Tensor, description: str, tokens: int, schedule: Sc
             ". All ranks must sample the same tokens: call torch.manual_seed(seed) with the same seed on all ranks "
             "before generate().",
         )
-    return gathered[:, NUM_CHECKSUMS:].view(len(gathered), *partial.shape)
+    return gathered_messages[:, NUM_CHECKSUMS:].view(len(gathered_messages), *partial_output.shape)
 
 
 def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> DecodeArguments:

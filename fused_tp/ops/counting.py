@@ -42,7 +42,7 @@ _DEBUG_MODULE = "torch.distributed.tensor.debug"
 _counted_ops: set[str] = set()  # ops whose collectives CommDebugMode counts
 
 
-def count_by_modes(op: Any) -> None:
+def enable_flop_counting(op: Any) -> None:
     """Make FlopCounterMode count the matmuls inside `op`, an `Op`."""
 
     def decompose(*values: Any) -> Any:
@@ -58,14 +58,14 @@ def count_by_modes(op: Any) -> None:
     op.overload.decompose = decompose
 
 
-def count_collectives(ops: dict[str, Any]) -> None:
+def enable_collective_counting(ops: dict[str, Any]) -> None:
     """Make CommDebugMode, if it has been imported, count the collectives of `ops`."""
-    if (debug := sys.modules.get(_DEBUG_MODULE)) is None:  # do not import it here: that takes seconds
+    if (debug_module := sys.modules.get(_DEBUG_MODULE)) is None:  # importing it here would take seconds
         return
     for op in ops.values():
         if op.name not in _counted_ops:
             _counted_ops.add(op.name)
-            torch.library.register_torch_dispatch(op.qualified_name, debug.CommDebugMode, _counting_rule(op))
+            torch.library.register_torch_dispatch(op.qualified_name, debug_module.CommDebugMode, _counting_rule(op))
 
 
 def _counting_rule(op: Any) -> Callable[..., Any]:
@@ -126,7 +126,7 @@ def _matmul_sizes(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
     elif "grouped" in name:  # forward is one matmul; backward is one for each gradient that is needed
         rows, count = (
             len(a.routing.tokens),
-            sum(getattr(a, need, False) for need in _GROUPED_GRAD_FLAGS) or "backward" not in name,
+            sum(getattr(a, flag, False) for flag in _GROUPED_GRAD_FLAGS) or "backward" not in name,
         )
         yield from [(1, rows, *a.weight.shape[1:])] * count
     elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):

@@ -86,7 +86,7 @@ def explain(
     group: GroupLike = None,
     dim: int | None = None,
 ) -> Explanation:
-    """Explain which schedule `op` would use for tensors of `shapes` on every rank, and why. Print the result.
+    """Explain which schedule `op` would use for tensors of `shapes` on every rank, and why; print the returned object.
 
     Args:
         op: name of an op that communicates, as in `fused_tp.<op>`.
@@ -100,7 +100,7 @@ def explain(
         dim: dim that `all_gather` and `reduce_scatter` gather or scatter; None is 0.
 
     Raises:
-        ValueError: there is no such op, or the shapes do not fit it.
+        ValueError: `op` is not the name of an op that communicates, or the shapes do not fit the op.
         TypeError: a shape is not a sequence of ints.
 
     Example:
@@ -111,30 +111,32 @@ def explain(
     """
     tensors = [shape for shape in shapes if isinstance(shape, Tensor)]
     dtype = dtype or (tensors[0].dtype if tensors else torch.bfloat16)
-    resolved = resolve_group(group)
+    resolved_group = resolve_group(group)
     resolved_device = (
         torch.device(device) if device is not None else tensors[0].device if tensors else torch.device("cpu")
     )
 
     def decide_schedule(name: str, key: ScheduleKey) -> Decision:
         key = key._replace(device=resolved_device)
-        decision = describe_selection(key, resolved)
-        if not is_measured(name, key, resolved):
+        decision = describe_selection(key, resolved_group)
+        if not is_measured(name, key, resolved_group):
             return decision
-        if (choice := saved_choice(name, key, resolved)) is None:
-            who = "FUSED_TP_AUTOTUNE measures" if settings.autotune() else "the autotuner (FUSED_TP_AUTOTUNE) measures"
-            return replace(decision, reason=f"{decision.reason}, until {who} the first such call")
-        chosen = choice["schedule"]
-        transport = SCHEDULES[chosen].transport or backend_for_device(resolved, resolved_device.type)
-        return Decision(chosen, transport, f"measured here: {describe_choice(choice)}{describe_caveat(chosen)}")
+        if (choice := saved_choice(name, key, resolved_group)) is None:
+            autotune_clause = (
+                "FUSED_TP_AUTOTUNE measures" if settings.autotune() else "the autotuner (FUSED_TP_AUTOTUNE) measures"
+            )
+            return replace(decision, reason=f"{decision.reason}, until {autotune_clause} the first such call")
+        schedule_name = choice["schedule"]
+        transport = SCHEDULES[schedule_name].transport or backend_for_device(resolved_group, resolved_device.type)
+        return Decision(schedule_name, transport, f"measured here: {describe_choice(choice)}{describe_caveat(schedule_name)}")
 
     environment = _Environment(
-        resolved.size,
+        resolved_group.size,
         resolved_device.type,
         str(resolved_device),
         decide_schedule,
-        partial(backend_for_device, resolved, resolved_device.type),
-        partial(fused_ring_available_on_all_ranks, resolved),
+        partial(backend_for_device, resolved_group, resolved_device.type),
+        partial(fused_ring_available_on_all_ranks, resolved_group),
     )
     explanation = _explain_in(
         op, [shape.shape if isinstance(shape, Tensor) else shape for shape in shapes], dim, dtype, environment
@@ -142,7 +144,7 @@ def explain(
     if (
         explanation.provider is None
         and len(tensors) == 2
-        and tensor_arguments()[op][-1] == "weight"
+        and tensor_argument_names()[op][-1] == "weight"
         and tensors[1].ndim == 2
     ):
         uses_few_rows, few_rows_explanation = explain_few_rows(*tensors)
@@ -177,9 +179,12 @@ def explain_hypothetical(
     device_type = "cuda" if arch.startswith("sm_") else arch
     device_types_by_transport = {"shm": ["cpu"], "nvlink": ["cuda"], **dist.Backend.backend_capability}
     if device_type not in device_types_by_transport.get(transport, ()):
-        supporting = ", ".join(name for name, types in device_types_by_transport.items() if device_type in types)
+        supported_transports = ", ".join(
+            name for name, types in device_types_by_transport.items() if device_type in types
+        )
         raise ValueError(
-            f"transport is {transport!r}; it must be one that supports tensors on {device_type}: {supporting}."
+            f"transport is {transport!r}; it must be one that supports tensors on {device_type}: "
+            f"{supported_transports}."
         )
     shm_availability_here = (
         shm_supports_size(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
@@ -201,14 +206,14 @@ def explain_hypothetical(
         if world_size == 1:
             return SINGLE_RANK_DECISION
         reason = ""
-        if (forced := forced_schedule()) is not None:
-            spec = SCHEDULES[forced]
-            if supported := spec.supports(key.op, key.dtype):
-                if not (available := group_availability(spec)):
-                    raise ValueError(f"Schedule {forced!r} does not support this group: {available.reason}.")
-                forced_reason = f"FUSED_TP_SCHEDULE={forced} forces it{describe_caveat(forced)}"
-                return Decision(forced, spec.transport or message_backend, forced_reason)
-            reason = f"FUSED_TP_SCHEDULE={forced}, but {supported.reason}; "
+        if (forced_name := forced_schedule()) is not None:
+            spec = SCHEDULES[forced_name]
+            if op_availability := spec.supports(key.op, key.dtype):
+                if not (availability := group_availability(spec)):
+                    raise ValueError(f"Schedule {forced_name!r} does not support this group: {availability.reason}.")
+                forced_reason = f"FUSED_TP_SCHEDULE={forced_name} forces it{describe_caveat(forced_name)}"
+                return Decision(forced_name, spec.transport or message_backend, forced_reason)
+            reason = f"FUSED_TP_SCHEDULE={forced_name}, but {op_availability.reason}; "
 
         def schedule_availability(spec: ScheduleSpec) -> Availability:
             return spec.supports(key.op, key.dtype) and group_availability(spec)
@@ -233,10 +238,10 @@ class _Environment(NamedTuple):
     Attributes:
         size: number of ranks.
         device_type: type of the device.
-        where: description of the device, for the report.
-        ask: maps (op, dispatch key) to the schedule and the reason.
-        messages: returns the name of the torch.distributed backend that sends messages.
-        fused_ring: returns the availability of ring attention in one launch.
+        device_name: description of the device, for the report.
+        decide: maps (op, dispatch key) to the schedule and the reason.
+        message_backend: returns the name of the torch.distributed backend that sends messages.
+        fused_ring_availability: maps a kernel query to the availability of ring attention in one launch.
     """
 
     size: int
@@ -272,41 +277,45 @@ def _explain_in(
             provider = _step_provider(query)
     if op == "context_parallel_decode":
         provider = _decoding_provider(device, dtype, shapes[0], shapes[2][-1])
-    tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(tensor_arguments()[op], shapes, strict=True))
+    tensors = ", ".join(
+        f"{name} {list(shape)}" for name, shape in zip(tensor_argument_names()[op], shapes, strict=True)
+    )
     dim_text = "" if dim is None else f", dim={dim}"
     ranks = f"{environment.size} rank{'s' if environment.size != 1 else ''}"
     call = f"{op}({tensors}{dim_text}), {str(dtype).removeprefix('torch.')} on {environment.device_name}, {ranks}"
     return Explanation(op, call, forward, backward, provider)
 
 
-def _fused_ring_decisions(decision: Decision, available: Availability, messages: str) -> tuple[Decision, Decision]:
-    """Return the decisions for forward and backward of a fused ring; forward uses messages unless `available`."""
-    note = available.reason or "its backward runs step by step"
-    message_decision = Decision("pipelined", messages, f"{decision.reason}, but {note}")
-    return (decision if available else message_decision), message_decision
+def _fused_ring_decisions(
+    decision: Decision, availability: Availability, message_backend: str
+) -> tuple[Decision, Decision]:
+    """Return the decisions for forward and backward of a fused ring. Without `availability`, forward uses messages."""
+    note = availability.reason or "its backward runs step by step"
+    message_decision = Decision("pipelined", message_backend, f"{decision.reason}, but {note}")
+    return (decision if availability else message_decision), message_decision
 
 
 def _step_provider(query: KernelQuery) -> Provider:
-    """Choose the kernel for `query`.
+    """Return the kernel for `query`, and the reason for the choice.
 
     `explain` does not know scores and masks, so the reason names the conditions that they must meet.
     """
-    chosen, reason = choose_kernel(query)
-    if chosen in (TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL):
+    kernel, reason = choose_kernel(query)
+    if kernel in (TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL):
         condition = " and a mask of one tile" if query.allows_tile_rounding else ""
         reason += f"; this holds for plain scores{condition}"
-    backward, why = choose_kernel(replace(query, is_backward=True))
-    if backward is not chosen:
-        reason += f"; its backward uses {backward.name}: {why}"
-    return Provider(chosen.name, reason)
+    backward_kernel, backward_reason = choose_kernel(replace(query, is_backward=True))
+    if backward_kernel is not kernel:
+        reason += f"; its backward uses {backward_kernel.name}: {backward_reason}"
+    return Provider(kernel.name, reason)
 
 
 def _decoding_provider(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
-    new, head_dim = q_shape[1], q_shape[3]
+    num_queries, head_dim = q_shape[1], q_shape[3]
     query = KernelQuery(device, dtype, head_dim, v_head_dim)
-    if uses_decode_kernel(query, new):
+    if uses_decode_kernel(query, num_queries):
         return Provider("triton", "its split-KV kernel computes the queries of all sequences in one launch")
-    if new <= MAX_DECODE_QUERIES:
+    if num_queries <= MAX_DECODE_QUERIES:
         return Provider("torch", f"for up to {MAX_DECODE_QUERIES} queries matmuls read the cache once")
     return _step_provider(query)
 
@@ -316,7 +325,7 @@ def _decoding_provider(device: torch.device, dtype: torch.dtype, q_shape: Sequen
 
 @cache
 def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
-    """Map the name of each public function to its op and the names of its `example` parameters.
+    """Map the name of each public function to its op and the names of the parameters of its `make_example_args`.
 
     The parameters, without the group size, are the tensors whose shapes `explain` accepts, and `dim`. The map is built
     at first use: at import, some ops are not defined yet.
@@ -330,9 +339,9 @@ def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
     return dict(sorted(ops.items()))
 
 
-def tensor_arguments() -> dict[str, tuple[str, ...]]:
+def tensor_argument_names() -> dict[str, tuple[str, ...]]:
     """Names of the tensors whose shapes `explain` accepts, by op."""
-    return {name: tuple(one for one in names if one != "dim") for name, (_, names) in explained_ops().items()}
+    return {name: tuple(name for name in names if name != "dim") for name, (_, names) in explained_ops().items()}
 
 
 def dispatch_keys(
@@ -340,7 +349,7 @@ def dispatch_keys(
 ) -> tuple[ScheduleKey | None, ...]:
     """Return the dispatch keys of forward and backward of `op` for tensors of `shapes` on each rank.
 
-    Raises the errors of `explain`.
+    Raises the same errors as `explain`.
     """
     if op == "context_parallel_attention":
         raise ValueError(
@@ -349,7 +358,7 @@ def dispatch_keys(
         )
     if op not in explained_ops():
         raise ValueError(f"op is {op!r}; it must be one of {', '.join(explained_ops())}.")
-    requested, names = explained_ops()[op][0], tensor_arguments()[op]
+    requested_op, names = explained_ops()[op][0], tensor_argument_names()[op]
     if len(shapes) != len(names):
         raise ValueError(f"{op} needs {len(names)} shapes ({', '.join(names)}), got {len(shapes)}.")
     for name, shape in zip(names, shapes, strict=True):
@@ -361,9 +370,9 @@ def dispatch_keys(
             )
     tensors: list[Any] = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     if dim is not None:
-        with_dim = [name for name, (_, parameters) in explained_ops().items() if "dim" in parameters]
-        if op not in with_dim:
-            raise ValueError(f"dim={dim!r} is supported for {', '.join(with_dim)}, not for {op}; omit it.")
+        ops_with_dim = [name for name, (_, parameters) in explained_ops().items() if "dim" in parameters]
+        if op not in ops_with_dim:
+            raise ValueError(f"dim={dim!r} is supported for {', '.join(ops_with_dim)}, not for {op}; omit dim.")
         tensors.append(normalize_dim("dim", dim, names[0], tensors[0]))
     check_tensor(names[0], tensors[0], min_dims=2 if "scatter" in op or op.startswith("all_gather_") else 1)
     if "grouped" in op:
@@ -371,6 +380,6 @@ def dispatch_keys(
         checked_grouped(names[0], x, weight, *make_example_routing(x, weight))
     elif names[-1] == "weight":
         check_linear(names[0], tensors[0], tensors[1], None)
-    assert requested.make_example_args is not None
-    args = requested.make_example_args(size, *tensors)
-    return requested.key and requested.key(args), requested.backward_key and requested.backward_key(args)
+    assert requested_op.make_example_args is not None
+    args = requested_op.make_example_args(size, *tensors)
+    return requested_op.key and requested_op.key(args), requested_op.backward_key and requested_op.backward_key(args)

@@ -81,7 +81,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     d_output: Tensor
     x: Tensor
     weight: Tensor
@@ -126,23 +126,23 @@ def grouped_row_grads(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
 # -- backward: a custom op, because a tracer cannot read the number of rows of each expert ----------------------------
 
 
-def _compute_grads(schedule: None, g: _Grads) -> tuple[Tensor, Tensor]:
+def _compute_grads(schedule: None, g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     """Return (dy @ W for each row, dW); a result that is not needed is an empty tensor."""
-    d_rows, empty = g.routing.gather_rows(g.d_output), g.x.new_empty(0)
-    d_scaled = grouped_linear(d_rows, g.weight.transpose(1, 2), g.routing) if g.needs_rows else empty
+    d_rows, empty_tensor = g.routing.gather_rows(g.d_output), g.x.new_empty(0)
+    d_scaled = grouped_linear(d_rows, g.weight.transpose(1, 2), g.routing) if g.needs_rows else empty_tensor
     if not g.needs_weight:
-        return d_scaled, empty
+        return d_scaled, empty_tensor
     x = g.x if g.scale is None else scale_rows(g.x, g.scale)
     return d_scaled, grouped_weight_grad(d_rows, x, g.weight, g.routing)
 
 
-def _grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
+def _grouped_matmul_backward_fake(g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     return fake_grouped_grads(g.x, g.needs_rows, g.weight, g.needs_weight)
 
 
-GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
+GROUPED_MATMUL_BACKWARD: Op[_BackwardArgs] = Op(
     "grouped_matmul_backward",
-    _Grads,
+    _BackwardArgs,
     "(Tensor, Tensor)",
     _compute_grads,
     _grouped_matmul_backward_fake,

@@ -82,7 +82,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     d_shard: Tensor
     weight: Tensor
     routing: Routing
@@ -132,7 +132,7 @@ def _backward(s: SavedForBackward[_Args], d_shard: Tensor) -> dict[str, Any]:
 # -- backward: dx is an all_gather_grouped_matmul of dy; dW uses the gathered dy --------------------------------------
 
 
-def _gather_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
+def _gather_grads(schedule: Schedule, g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     """Return (dy @ W for each row, gathered dy); a result that is not needed is an empty tensor."""
     size = g.shape[g.scatter_dim]
 
@@ -148,12 +148,12 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
     return g.d_shard.new_empty(0), g.d_shard.clone() if d_output is g.d_shard else d_output
 
 
-def _grads_key(g: _Args | _Grads) -> ScheduleKey:
+def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:
     dtype, device = g.weight.dtype, g.weight.device
     return ScheduleKey("all_gather_grouped_matmul", dtype, device, prod(g.shape), g.weight.shape[1], None)
 
 
-def _grads_fake(g: _Grads) -> tuple[Tensor, Tensor]:
+def _grads_fake(g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     rows, columns = len(g.routing.tokens), g.weight.shape[2]
     return (
         g.d_shard.new_empty((rows, columns) if g.needs_rows else 0),
@@ -161,8 +161,13 @@ def _grads_fake(g: _Grads) -> tuple[Tensor, Tensor]:
     )
 
 
-GROUPED_MATMUL_REDUCE_SCATTER_BACKWARD: Op[_Grads] = Op(
-    "grouped_matmul_reduce_scatter_backward", _Grads, "(Tensor, Tensor)", _gather_grads, _grads_fake, key=_grads_key
+GROUPED_MATMUL_REDUCE_SCATTER_BACKWARD: Op[_BackwardArgs] = Op(
+    "grouped_matmul_reduce_scatter_backward",
+    _BackwardArgs,
+    "(Tensor, Tensor)",
+    _gather_grads,
+    _grads_fake,
+    key=_grads_key,
 )
 
 

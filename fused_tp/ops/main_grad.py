@@ -22,7 +22,7 @@ def redirect_to_main_grad(parameter: T) -> T:
     Follows Megatron-Core (gradient_accumulation_fusion in tensor_parallel/layers.py). If a parameter has the attribute
     `grad_added_to_main_grad`, it is set to True, so that the data-parallel hook does not add the gradient again. Such a
     parameter gets a `.grad` of zeros, because the hook asserts that a gradient exists. Any other parameter gets no
-    `.grad`. torch.autograd.grad requires a gradient, so for it the node returns zeros.
+    `.grad`. torch.autograd.grad requires a gradient, so the node then returns zeros.
 
     Under torch.compile this function returns `parameter` itself, so the gradient is in `.grad`.
     """

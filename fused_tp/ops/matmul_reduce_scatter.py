@@ -64,7 +64,7 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     d_shard: Tensor
     x: Tensor
     weight: Tensor
@@ -104,28 +104,28 @@ def _backward(s: SavedForBackward[_Args], d_shard: Tensor) -> dict[str, Any]:
 # -- backward: dx is an all_gather_matmul of dy; dW and db use the gathered dy ----------------------------------------
 
 
-def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
+def _gather_grads(schedule: Schedule, g: _BackwardArgs) -> list[Tensor]:
     """Return [dx, gathered dy], omitting those not needed."""
     size = g.x.shape[g.scatter_dim]
     if not g.needs_x:
         d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
         return [g.d_shard.clone() if d_output is g.d_shard else d_output]
     call = GatherMatmul(g.d_shard, [g.weight.t()], [None], g.scatter_dim, size, g.needs_d_output)
-    grads, gathered = schedule.all_gather_matmul(call)
-    return grads if gathered is None else [*grads, gathered]
+    grads, gathered_d_output = schedule.all_gather_matmul(call)
+    return grads if gathered_d_output is None else [*grads, gathered_d_output]
 
 
-def _grads_key(g: _Args | _Grads) -> ScheduleKey:
+def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:
     return ScheduleKey.from_shard("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
 
 
-def _grads_fake(g: _Grads) -> list[Tensor]:
+def _grads_fake(g: _BackwardArgs) -> list[Tensor]:
     shapes = [(g.x.shape, g.needs_x), ((*g.x.shape[:-1], g.weight.shape[0]), g.needs_d_output)]
     return [g.x.new_empty(shape) for shape, needed in shapes if needed]
 
 
-MATMUL_REDUCE_SCATTER_BACKWARD: Op[_Grads] = Op(
-    "matmul_reduce_scatter_backward", _Grads, "Tensor[]", _gather_grads, _grads_fake, key=_grads_key
+MATMUL_REDUCE_SCATTER_BACKWARD: Op[_BackwardArgs] = Op(
+    "matmul_reduce_scatter_backward", _BackwardArgs, "Tensor[]", _gather_grads, _grads_fake, key=_grads_key
 )
 
 

@@ -36,7 +36,7 @@ from fused_tp.core.dispatch import ScheduleKey as ScheduleKey
 from fused_tp.core.group import GroupName, GroupSlot, cached_group, empty_dict, group_by_name, group_identity
 from fused_tp.core.subclass import result_type
 from fused_tp.core.tracing import is_recording, op_span
-from fused_tp.ops.counting import count_by_modes, count_collectives
+from fused_tp.ops.counting import enable_collective_counting, enable_flop_counting
 from fused_tp.ops.main_grad import redirect_to_main_grad
 from fused_tp.ops.split_backward import apply_split, is_backward_split
 
@@ -47,14 +47,14 @@ AnyGroup: TypeAlias = Any
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 # Module-level bindings of functions and settings that every call reads, to save attribute lookups.
 _SCHEDULE_KEY, _SHM_KEY, _TABLE_KEY = settings.ROUTING_KEYS
-_raw_setting, _NVTX_SETTING_KEY = settings.RAW_ENVIRON.get, tracing.NVTX_KEY
+_get_raw_setting, _NVTX_SETTING_KEY = settings.RAW_ENVIRON.get, tracing.NVTX_KEY
 _in_dispatch_mode = torch._C._len_torch_dispatch_stack
 _in_autocast = torch._C._is_any_autocast_enabled
 _in_functorch = torch._C._are_functorch_transforms_active
-_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
-# Results of the checks, reused by all calls of one shape: the schedule, its `repeatable` form, the arguments that
-# `prepare` changes, as (index, new value), and the group.
+# Results of the checks, reused by all calls of one shape: the schedule, its repeatable forward
+# (`Schedule.make_repeatable`), the arguments that `prepare` changes, as (index, new value), and the group's name.
 _Plan: TypeAlias = tuple["Schedule | None", "Callable[..., Any] | None", tuple[tuple[int, Any], ...], GroupName]
 _MAX_PLANS = 1024  # maximum plans per op and group, which limits the memory of programs whose shapes keep changing
 _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
@@ -83,7 +83,7 @@ class SavedForBackward(Generic[A]):
         all_needs: `needs` without this restriction.
         shapes: shapes of the arguments that are tensors; None for the others.
         outputs: the results that were saved.
-        kept: values that the first half of a split backward passes to the second half.
+        carry: values that the first half of a split backward passes to the second half; None if there are none.
     """
 
     def __init__(self, args: A, needs: Any, shapes: Any, outputs: Sequence[Tensor]) -> None:
@@ -91,13 +91,13 @@ class SavedForBackward(Generic[A]):
         self.carry: Any = None
 
     @contextmanager
-    def restrict_needs(self, weights: bool) -> Iterator[None]:
-        """Context manager that restricts `needs` to weights or, if not `weights`, to all other arguments."""
-        masked = [
-            need if (name in _WEIGHTS) == weights else [False] * len(need) if isinstance(need, list) else False
+    def restrict_needs(self, to_weights: bool) -> Iterator[None]:
+        """Context manager that restricts `needs` to weights or, if not `to_weights`, to all other arguments."""
+        restricted_needs = [
+            need if (name in _WEIGHTS) == to_weights else [False] * len(need) if isinstance(need, list) else False
             for name, need in zip(self.all_needs._fields, self.all_needs, strict=True)
         ]
-        self.needs = type(self.all_needs)(*masked)
+        self.needs = type(self.all_needs)(*restricted_needs)
         try:
             yield
         finally:
@@ -120,8 +120,8 @@ class Op(Generic[A]):
         fake: computes results without data from the arguments.
         key: computes the key for dispatch from the arguments; returns None for a call without communication.
         backward_key: computes the key for dispatch of backward from the arguments of forward.
-        example: builds arguments for `explain` from the group size and one rank's tensors. All values that `key` and
-            `backward_key` read must be as in a real call.
+        make_example_args: builds arguments for `explain` from the group size and one rank's tensors. All values that
+            `key` and `backward_key` read must be as in a real call.
         prepare: checks, casts and normalizes the arguments. Without autocast its result must depend only on shapes,
             dtypes, devices and arguments that are not tensors.
         saves: values that backward needs: tensor arguments by name, results by index.
@@ -129,8 +129,8 @@ class Op(Generic[A]):
             for an op that is not differentiable, such as an op that computes gradients.
         materialize_grads: True if the gradients of unused results are zeros, not None.
         non_differentiable: indices of the results without a gradient.
-        once: True if backward is local. A second derivative over several ranks would then miss the terms of other
-            ranks, so it raises. On one rank it raises only if some results have no gradient.
+        has_local_backward: True if backward does not communicate. A second derivative over several ranks would then
+            miss the terms of other ranks, so it raises. On one rank it raises only if some results have no gradient.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Op(Generic[A]):
             )
         self.overload = getattr(torch.ops.fused_tp, name).default
         OPS[name] = self
-        count_by_modes(self)
+        enable_flop_counting(self)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Op(Generic[A]):
             or _in_autocast()
             or _profiler._is_profiler_enabled
             or tracing.HAS_NVTX_TOOL
-            or _raw_setting(_NVTX_SETTING_KEY)
+            or _get_raw_setting(_NVTX_SETTING_KEY)
             or forward_ad._current_level >= 0
             or _in_functorch()
             or (group := cached_group(values[-1])) is None
@@ -201,8 +201,8 @@ class Op(Generic[A]):
             return self._call_without_plan(values)
         args: Sequence[Any] = values[:-1]
         # The key is built as nested tuples, because appending to a list would take a quarter of this function's time.
-        key: tuple[Any, ...] = _raw_setting(_SCHEDULE_KEY), _raw_setting(_SHM_KEY), _raw_setting(_TABLE_KEY)
-        grad_mode, needs_grad = _grad_enabled(), False
+        key: tuple[Any, ...] = _get_raw_setting(_SCHEDULE_KEY), _get_raw_setting(_SHM_KEY), _get_raw_setting(_TABLE_KEY)
+        grad_mode, needs_grad = _is_grad_enabled(), False
         for value in args:
             value_type = type(value)
             if value_type is Tensor or value_type is Parameter:
@@ -239,15 +239,35 @@ class Op(Generic[A]):
             return self._call_without_plan(values)
         if plan is None:
             return self._call_without_plan(values, key)
+<<<<<<< ours
         schedule, fast_call, changed_args, name = plan
+||||||| base
+        schedule, repeatable, changed_args, name = plan
+=======
+        schedule, repeatable_forward, changed_args, group_name = plan
+>>>>>>> theirs
         if changed_args:
-            args = replaced = list(args)
+            args = new_args = list(args)
             for index, value in changed_args:
+<<<<<<< ours
                 replaced[index] = value
         # `repeatable` begins with a torch op, which handles conjugate and negative bits, so they are not checked here.
         if fast_call is not None and not needs_grad:
             found = fast_call(*args)
             return self._call_without_plan(values) if found is None else found
+||||||| base
+                replaced[index] = value
+        # `repeatable` begins with a torch op, which handles conjugate and negative bits, so they are not checked here.
+        if repeatable is not None and not needs_grad:
+            found = repeatable(*args)
+            return self._call_without_plan(values) if found is None else found
+=======
+                new_args[index] = value
+        # `repeatable_forward` begins with a torch op, which handles conjugate and negative bits: no check here.
+        if repeatable_forward is not None and not needs_grad:
+            repeated_result = repeatable_forward(*args)
+            return self._call_without_plan(values) if repeated_result is None else repeated_result
+>>>>>>> theirs
         for value in args:
             for item in value if type(value) is list else (value,):
                 if type(item) in _PLAIN_TYPES and (
@@ -255,8 +275,8 @@ class Op(Generic[A]):
                 ):
                     return self._call_without_plan(values)
         if needs_grad:
-            return self._run_with_grad(schedule, self.pack((*self._redirect_main_grads(args), name)))
-        result = self.forward(schedule, self.pack((*args, name)))
+            return self._run_with_grad(schedule, self.pack((*self._redirect_main_grads(args), group_name)))
+        result = self.forward(schedule, self.pack((*args, group_name)))
         if type(result) is Tensor:
             return result.data if result._is_view() else result  # inlined `_detach_views`
         for item in result:
@@ -274,11 +294,11 @@ class Op(Generic[A]):
         """Call the op with tensors of Tensor subclasses.
 
         If the memory of all of them holds plain values, the op runs on plain tensors. Its results then have the type
-        that torch's own functions would return. Other subclasses are handled by `_call`.
+        that torch's own functions would return. Other subclasses are handled by `_call_without_plan`.
         """
         values = self._redirect_main_grads(values)  # before `as_subclass`, whose results have no main_grad
         result_class: type[Tensor] = Tensor
-        plain: list[Any] = []
+        plain_values: list[Any] = []
         for value in values:
             items: Sequence[Any] = value if type(value) is list or type(value) is tuple else (value,)
             plain_items = []
@@ -292,10 +312,10 @@ class Op(Generic[A]):
                     )
                     item = item.as_subclass(Tensor)
                 plain_items.append(item)
-            plain.append(
+            plain_values.append(
                 (plain_items if type(value) is list else tuple(plain_items)) if items is value else plain_items[0]
             )
-        results = self(*plain)
+        results = self(*plain_values)
         if result_class is Tensor:
             return results
         return (
@@ -309,42 +329,48 @@ class Op(Generic[A]):
         values = self._redirect_main_grads(values)  # before autocast casts weights: the casts have no main_grad
         if not is_dynamo_compiling():  # compiled code calls torch's dispatcher, which resolves conjugate tensors
             values = [_materialize(value) for value in values]
-        *prepared, group = values if self.prepare is None else _flatten(self.prepare(self.pack(values)))
-        name = str(group) if isinstance(group, GroupName) else group_identity(group).name
+        *prepared_args, group = values if self.prepare is None else _flatten(self.prepare(self.pack(values)))
+        group_name = str(group) if isinstance(group, GroupName) else group_identity(group).name
         if not is_dynamo_compiling() and _in_dispatch_mode():
-            count_collectives(OPS)
+            enable_collective_counting(OPS)
         if (
             is_dynamo_compiling()
             or _in_dispatch_mode()
-            or any(type(t) not in _PLAIN_TYPES for t in _iterate_tensors(prepared))
+            or any(type(t) not in _PLAIN_TYPES for t in _iterate_tensors(prepared_args))
         ):
             if is_backward_split() and not is_dynamo_compiling() and torch.is_grad_enabled():
-                args = self.pack((*prepared, name))
-                split_results = apply_split(self, partial(self.overload, *prepared, name), args, prepared)
+                args = self.pack((*prepared_args, group_name))
+                split_results = apply_split(
+                    self, partial(self.overload, *prepared_args, group_name), args, prepared_args
+                )
                 if split_results is not None:
                     return split_results
-            return self.overload(*prepared, name)
+            return self.overload(*prepared_args, group_name)
         if forward_ad._current_level >= 0:
             raise RuntimeError(
                 f"{self.qualified_name} does not support forward-mode AD, because ranks do not exchange tangents. Use "
-                "backward, or call it outside of forward_ad.dual_level()."
+                "backward, or call the op outside of forward_ad.dual_level()."
             )
         if _in_functorch():
             raise RuntimeError(
                 f"{self.qualified_name} does not support torch.func transforms (grad, vmap, ...), because it sends the "
-                "values of its tensors to other ranks. Call it with a batch dim, and use backward() or "
-                "torch.autograd.grad."
+                "values of its tensors to other ranks. Instead of vmap, call the op with a batch dim; instead of grad, "
+                "use backward() or torch.autograd.grad."
             )
-        args = self.pack((*prepared, GroupName(name)))
-        if self.key is not None and group_by_name(name).size > 1 and any(t.is_meta for t in _iterate_tensors(prepared)):
+        args = self.pack((*prepared_args, GroupName(group_name)))
+        if (
+            self.key is not None
+            and group_by_name(group_name).size > 1
+            and any(t.is_meta for t in _iterate_tensors(prepared_args))
+        ):
             raise ValueError(
                 f"{self.name} does not support meta tensors on several ranks: they have no data to send. Use "
                 "FakeTensorMode to trace shapes."
             )
-        schedule = self.select(args)
+        schedule = self.select_schedule(args)
         if key is not None:
             self._save_plan(key, values, args, schedule)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _iterate_tensors(prepared))
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _iterate_tensors(prepared_args))
         run = self._run_with_grad if needs_grad else self._run
         if not is_recording():
             return run(schedule, args)
@@ -360,12 +386,12 @@ class Op(Generic[A]):
             value = values[index]
             for t in value if type(value) is list else (value,):
                 if getattr(t, "main_grad", None) is not None:
-                    redirected = (
-                        [redirect_to_main_grad(one) for one in value]
+                    redirected_value = (
+                        [redirect_to_main_grad(weight) for weight in value]
                         if type(value) is list
                         else redirect_to_main_grad(value)
                     )
-                    values = (*values[:index], redirected, *values[index + 1 :])
+                    values = (*values[:index], redirected_value, *values[index + 1 :])
                     break
         return values
 
@@ -379,10 +405,18 @@ class Op(Generic[A]):
         plans = self._plans[group_by_name(args[-1])]
         if len(plans) >= _MAX_PLANS:
             plans.clear()
+<<<<<<< ours
         fast_call = None if schedule is None else schedule.make_fast_call(self.name, args)
         plans[key] = schedule, fast_call, tuple(changed_args), args[-1]
+||||||| base
+        repeatable = None if schedule is None else schedule.make_repeatable(self.name, args)
+        plans[key] = schedule, repeatable, tuple(changed_args), args[-1]
+=======
+        repeatable_forward = None if schedule is None else schedule.make_repeatable(self.name, args)
+        plans[key] = schedule, repeatable_forward, tuple(changed_args), args[-1]
+>>>>>>> theirs
 
-    def select(self, args: A) -> Schedule | None:
+    def select_schedule(self, args: A) -> Schedule | None:
         """Select the schedule for a call with `args`; None if the call does not communicate."""
         key = None if self.key is None else self.key(args)
         if key is None:
@@ -394,19 +428,19 @@ class Op(Generic[A]):
         from fused_tp.backends.autotune import is_measured, tuned_schedule
         from fused_tp.backends.registry import select_schedule
 
-        selected = select_schedule(key, group)
+        selected_schedule = select_schedule(key, group)
         if is_measured(self.name, key, group):
 
             def run(schedule: Schedule) -> Any:
                 return self.forward(schedule, args)
 
-            return tuned_schedule(self.name, key, group, run) or selected
-        return selected
+            return tuned_schedule(self.name, key, group, run) or selected_schedule
+        return selected_schedule
 
     def _run_dispatched(self, *values: Any) -> Any:
         """Run the op when torch's dispatcher calls it."""
         args = self.pack((*values[:-1], GroupName(values[-1])))
-        schedule = self.select(args)
+        schedule = self.select_schedule(args)
         if not is_recording():
             return self._run(schedule, args)
         with self._op_span(schedule, args):
@@ -430,7 +464,7 @@ class Op(Generic[A]):
         times. The first half stores values for the second half in `saved`, so that nothing is communicated twice.
         """
         assert self.backward is not None
-        with saved.restrict_needs(weights=False):
+        with saved.restrict_needs(to_weights=False):
             return self.backward(saved, *grads)
 
     def grad_weight(self, saved: SavedForBackward[A], *grads: Any) -> dict[str, Any]:
@@ -438,7 +472,7 @@ class Op(Generic[A]):
         assert self.backward is not None
         if _WEIGHTS.isdisjoint(self.fields):
             return {}
-        with saved.restrict_needs(weights=True):
+        with saved.restrict_needs(to_weights=True):
             return self.backward(saved, *grads)
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -473,24 +507,24 @@ class Op(Generic[A]):
             ctx.mark_non_differentiable(*(output[index] for index in self._non_differentiable))
         ctx.save_for_backward(*tensors, *outputs)
 
-    def saved(self, ctx: Any) -> SavedForBackward[A]:
+    def load_saved(self, ctx: Any) -> SavedForBackward[A]:
         """Return the values that `setup_context` saved in `ctx`."""
         tensors = ctx.saved_tensors
         args = list(ctx.args)
-        for index, where in ctx.saved_positions.items():
-            args[index] = list(tensors[where]) if isinstance(where, slice) else tensors[where]
+        for index, position in ctx.saved_positions.items():
+            args[index] = list(tensors[position]) if isinstance(position, slice) else tensors[position]
         outputs = tensors[len(tensors) - ctx.outputs :]
         return SavedForBackward(self.pack(args), self.pack(ctx.needs), self.pack(ctx.shapes), outputs)
 
     def run_backward(self, ctx: Any, *grads: Any) -> Any:
         """Run `backward` and return the gradients in the order of the arguments, as autograd requires."""
         assert self.backward is not None
-        return self._order_gradients(ctx, self.run_half(ctx, self.backward, self.saved(ctx), grads))
+        return self._order_gradients(ctx, self.run_half(ctx, self.backward, self.load_saved(ctx), grads))
 
     def run_half(
         self, ctx: Any, half: Callable[..., dict[str, Any]], saved: SavedForBackward[A], grads: Sequence[Any]
     ) -> dict[str, Any]:
-        """Run `half(saved, *grads)` in a profiler range. Under a dispatch mode, which would trace the range, omit it.
+        """Run `half(saved, *grads)` in a profiler range. Under a dispatch mode, which would trace it, omit the range.
 
         Args:
             half: `backward`, `grad_input` or `grad_weight`.
@@ -532,16 +566,16 @@ class Op(Generic[A]):
             and (split_results := apply_split(self, partial(self._run, schedule, args), args, values)) is not None
         ):
             return split_results
-        flat: list[Any] = []
+        flat_values: list[Any] = []
         lengths = []  # for each argument, the length of a list of tensors; -1 for anything else
         for arg in values:
             if type(arg) is list and (not arg or isinstance(arg[0], Tensor)):
                 lengths.append(len(arg))
-                flat += arg
+                flat_values += arg
             else:
                 lengths.append(-1)
-                flat.append(arg)
-        outputs = _EagerFunction.apply(self, schedule, lengths, *flat)
+                flat_values.append(arg)
+        outputs = _EagerFunction.apply(self, schedule, lengths, *flat_values)
         return list(outputs) if self.returns_list else outputs
 
 
@@ -549,11 +583,11 @@ class _EagerFunction(torch.autograd.Function):
     """Autograd node of an eager call. Lists are flattened, because autograd does not track tensors inside lists."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op[Any], schedule: Schedule | None, lengths: list[int], *flat: Any) -> Any:
+    def forward(ctx: Any, op: Op[Any], schedule: Schedule | None, lengths: list[int], *flat_values: Any) -> Any:
         values: list[Any] = []
         start = 0
         for length in lengths:
-            values.append(flat[start] if length < 0 else list(flat[start : start + length]))
+            values.append(flat_values[start] if length < 0 else list(flat_values[start : start + length]))
             start += abs(length)
         args = op.pack(values)
         output = op._run(schedule, args)
@@ -565,13 +599,13 @@ class _EagerFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         op = ctx.op
         result = op.run_backward(ctx, list(grads)) if op.returns_list else op.run_backward(ctx, *grads)
-        flat: list[Any] = [None, None, None]
+        flat_grads: list[Any] = [None, None, None]
         for value, length in zip(result, ctx.lengths, strict=True):
             if length < 0:
-                flat.append(value)
+                flat_grads.append(value)
             else:
-                flat += value
-        return tuple(flat)
+                flat_grads += value
+        return tuple(flat_grads)
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
@@ -582,14 +616,14 @@ def _schema_types(arguments: Any) -> dict[str, str]:
     types: dict[str, str] = {}
     for name, annotation in arguments.__annotations__.items():
         type_name = getattr(annotation, "__forward_arg__", annotation)
-        if (nested := _nested_type(arguments, name)) is not None:
-            types |= _schema_types(nested)
+        if (nested_type := _nested_type(arguments, name)) is not None:
+            types |= _schema_types(nested_type)
             continue
-        optional = "?" if type_name.endswith(" | None") else ""
+        optional_suffix = "?" if type_name.endswith(" | None") else ""
         type_name = type_name.removesuffix(" | None")
         if type_name.startswith("list["):
             type_name = f"{type_name.removeprefix('list[').removesuffix(']')}[]"
-        types[name] = ("str" if type_name == "AnyGroup" else type_name) + optional
+        types[name] = ("str" if type_name == "AnyGroup" else type_name) + optional_suffix
     return types
 
 
@@ -605,17 +639,17 @@ def _make_packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
 
     Without nested NamedTuples it is `tuple.__new__`, a C function, because the generated constructor is slower.
     """
-    nested = [
+    nested_types = [
         (index, nested_type)
         for index, name in enumerate(arguments._fields)
         if (nested_type := _nested_type(arguments, name)) is not None
     ]
-    if not nested:
+    if not nested_types:
         return partial(tuple.__new__, arguments)
 
     def pack(values: Sequence[Any]) -> Any:
         parts = list(values)
-        for index, nested_type in nested:
+        for index, nested_type in nested_types:
             stop = index + len(nested_type._fields)
             parts[index:stop] = [tuple.__new__(nested_type, parts[index:stop])]
         return tuple.__new__(arguments, parts)
@@ -642,7 +676,7 @@ def _materialize(value: Any) -> Any:
 
 
 def _detach_views(result: Any) -> Any:
-    """Return results that are views as tensors that autograd does not treat as views.
+    """Return `result` with views replaced by tensors in the same memory that autograd does not treat as views.
 
     Callers may write to results in place, which autograd rejects for some views. The schedule decides which results are
     views of a buffer.

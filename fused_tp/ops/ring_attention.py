@@ -12,7 +12,7 @@ from fused_tp.attention.kernels.select import select_kernel
 from fused_tp.attention.kernels.triton import TRITON_KERNEL
 from fused_tp.attention.ring import RING_OP, LocalRing, RingCall, RingSaved, RingSchedule
 from fused_tp.attention.ring_plan import RingPlan, ring_plan
-from fused_tp.attention.spec import AttentionArguments, Scores
+from fused_tp.attention.spec import AttentionArguments, ScoreFunction
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
 from fused_tp.core.group import SINGLE_GROUP_NAME, Group, GroupLike, group_by_name, group_identity
@@ -140,14 +140,14 @@ def ring_attention_from_head(
     """
     arguments, out = build_arguments(RING_OP, keywords, first_head=first_head), q
     if is_unsharded:
-        q, k, v, arguments = checked_call(q, k, v, arguments, 1, 0)
+        q, k, v, arguments = checked_call_arguments(q, k, v, arguments, 1, 0)
         out, _ = RING_ATTENTION.call_prepared(q, k, v, *arguments, SINGLE_GROUP_NAME)
     else:
         out, _ = RING_ATTENTION(q, k, v, *arguments, group)
     return out
 
 
-def checked_call(
+def checked_call_arguments(
     q: Any, k: Any, v: Any, arguments: AttentionArguments, size: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
     """Cast q, k and v to autocast's dtype and check all arguments."""
@@ -169,10 +169,10 @@ def _prepare(a: _Args) -> _Args:
     if a.attention.joined:  # Ulysses attention has already checked the arguments, for all ranks that share the sequence
         return a
     _, size, rank = group_identity(a.group)
-    return _Args(*checked_call(*a[:4], size, rank), a.group)
+    return _Args(*checked_call_arguments(*a[:4], size, rank), a.group)
 
 
-class _Grads(NamedTuple):
+class _BackwardArgs(NamedTuple):
     grad_out: Tensor | None
     grad_lse: Tensor | None
     q: Tensor
@@ -184,14 +184,14 @@ class _Grads(NamedTuple):
     group: AnyGroup
 
 
-def _key(a: _Args | _Grads) -> ScheduleKey:
+def _key(a: _Args | _BackwardArgs) -> ScheduleKey:
     """Key for dispatch, by the size of the K/V of all ranks (in the dtype of q), which a plain schedule gathers."""
     batch, _, heads, head_dim = a.k.shape
     columns = heads * (head_dim + a.v.shape[3])
     return ScheduleKey(RING_OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
 
 
-def _select_ring(schedule: Schedule, a: _Args | _Grads) -> RingSchedule:
+def _select_ring(schedule: Schedule, a: _Args | _BackwardArgs) -> RingSchedule:
     """Return the ring for `schedule`. Imports only the module of this ring: a process uses one or two of them."""
     if schedule.name == "local":
         return LocalRing()
@@ -214,7 +214,7 @@ def _select_ring(schedule: Schedule, a: _Args | _Grads) -> RingSchedule:
 # bytes per token and step, and every batch of documents needs another plan.
 _call_cache: dict[Any, tuple[RingCall, str]] = {}
 _MAX_CACHED_CALLS = 16
-_raw_setting = settings.RAW_ENVIRON.get
+_get_raw_setting = settings.RAW_ENVIRON.get
 _ATTENTION_KEY, _TABLE_KEY, _NARROW_GRADIENTS_KEY = (
     settings.forced_attention.key,
     settings.table_path.key,
@@ -222,32 +222,34 @@ _ATTENTION_KEY, _TABLE_KEY, _NARROW_GRADIENTS_KEY = (
 )
 
 
-def _prepare_call(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[RingSchedule, RingCall, str]:
+def _prepare_call(
+    schedule: Schedule, a: _Args | _BackwardArgs, has_grad_lse: bool
+) -> tuple[RingSchedule, RingCall, str]:
     """Return the ring, its call, and a text of all arguments that must be equal on all ranks."""
     q, arguments, group, ring = a.q, a.attention, group_by_name(a.group), _select_ring(schedule, a)
-    slopes, sinks, bounds, bounds_kv, seed, causal, window, *others = arguments
+    slopes, sinks, bounds, bounds_kv, seed, causal, window, *other_arguments = arguments
     key = (
         *(ring.name, group.size, group.rank, q.shape, q.dtype, q.device, a.k.shape[2], a.v.shape[3]),
         *(
             type(a),
-            grad_lse,
-            _raw_setting(_ATTENTION_KEY),
-            _raw_setting(_TABLE_KEY),
-            _raw_setting(_NARROW_GRADIENTS_KEY),
+            has_grad_lse,
+            _get_raw_setting(_ATTENTION_KEY),
+            _get_raw_setting(_TABLE_KEY),
+            _get_raw_setting(_NARROW_GRADIENTS_KEY),
         ),
-        *(slopes is None, sinks is None, seed is None, causal, *window, *others),
+        *(slopes is None, sinks is None, seed is None, causal, *window, *other_arguments),
         bounds is not None and tuple(bounds.tolist()),
         bounds_kv is not None and tuple(bounds_kv.tolist()),
     )
-    cached = _call_cache.get(key)
-    if cached is None:
-        cached = _make_call(ring, group, a, grad_lse)
+    cached_call = _call_cache.get(key)
+    if cached_call is None:
+        cached_call = _make_call(ring, group, a, has_grad_lse)
         if len(_call_cache) >= _MAX_CACHED_CALLS:
             _call_cache.clear()
-        _call_cache[key] = cached
-    call, description = cached
+        _call_cache[key] = cached_call
+    call, description = cached_call
     if slopes is not None or sinks is not None or seed is not None:
-        call = call._replace(scores=arguments.scores(q.dtype))
+        call = call._replace(score_function=arguments.score_function(q.dtype))
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         if seed is not None:
             raise ValueError(
@@ -258,18 +260,18 @@ def _prepare_call(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tupl
     return ring, call, description
 
 
-def _make_call(ring: RingSchedule, group: Group, a: _Args | _Grads, grad_lse: bool) -> tuple[RingCall, str]:
-    """Return a call without the tensors of its scores, and its description."""
+def _make_call(ring: RingSchedule, group: Group, a: _Args | _BackwardArgs, has_grad_lse: bool) -> tuple[RingCall, str]:
+    """Return a call without the tensors of its score function, and the description of the call."""
     q, k, v, arguments, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
     kernel: AttentionKernel = TRITON_KERNEL
     if ring.name != "fused_kernel":
         allows_tile_rounding = mask.is_single_tile and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
-        is_backward = isinstance(a, _Grads)
+        is_backward = isinstance(a, _BackwardArgs)
         kernel = select_kernel(
             q,
             v,
-            arguments.scores(q.dtype),
-            has_grad_lse=grad_lse,
+            arguments.score_function(q.dtype),
+            has_grad_lse=has_grad_lse,
             allows_tile_rounding=allows_tile_rounding,
             is_backward=is_backward,
         )
@@ -278,7 +280,7 @@ def _make_call(ring: RingSchedule, group: Group, a: _Args | _Grads, grad_lse: bo
     description = f"{describe_call(arguments, mask, **flags)}, ring {ring.name}"
     dims = (q.shape[0], arguments.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(description))
     rank_plan = ring_plan(mask, group.size, arguments.token_layout).rank_plan(group.rank, ring.kv_view)
-    return RingCall(rank_plan, kernel, Scores(arguments.scale, arguments.softcap), dims), description
+    return RingCall(rank_plan, kernel, ScoreFunction(arguments.scale, arguments.softcap), dims), description
 
 
 _PER_HEAD_ARGUMENTS = ("alibi_slopes", "sinks")  # differentiable arguments with one number per head
@@ -299,7 +301,7 @@ def _to_kernel_inputs(*tensors: Tensor) -> list[Tensor]:
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
-    ring, call, description = _prepare_call(schedule, a, grad_lse=False)
+    ring, call, description = _prepare_call(schedule, a, has_grad_lse=False)
     with span(f"ring_attention ({ring.name}, {call.kernel.name})"), annotate_mismatch(RING_OP, call.rank, description):
         return ring.forward(call, *_to_kernel_inputs(a.q, a.k, a.v))
 
@@ -318,9 +320,9 @@ def _backward(s: SavedForBackward[_Args], grad_out: Tensor | None, grad_lse: Ten
     return dict(zip(names, grads, strict=True))
 
 
-def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
-    """Return dq, dk, dv and, if given, the gradients of slopes and sinks."""
-    ring, call, description = _prepare_call(schedule, g, grad_lse=g.grad_lse is not None)
+def _compute_grads(schedule: Schedule, g: _BackwardArgs) -> list[Tensor]:
+    """Return dq, dk, dv, and the gradients of alibi_slopes and sinks if the call has them."""
+    ring, call, description = _prepare_call(schedule, g, has_grad_lse=g.grad_lse is not None)
     grad_out = g.out.new_zeros(g.out.shape) if g.grad_out is None else g.grad_out
     q, k, v, grad_out = _to_kernel_inputs(g.q, g.k, g.v, grad_out)
     saved = RingSaved(q, k, v, g.out, g.lse, grad_out, g.grad_lse, g.k.dtype)
@@ -337,13 +339,13 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     return grads
 
 
-def _grads_fake(g: _Grads) -> list[Tensor]:
-    given = (g.q, g.k, g.v, g.attention.alibi_slopes, g.attention.sinks)
-    return [x.new_empty(x.shape) for x in given if x is not None]
+def _grads_fake(g: _BackwardArgs) -> list[Tensor]:
+    differentiable_inputs = (g.q, g.k, g.v, g.attention.alibi_slopes, g.attention.sinks)
+    return [x.new_empty(x.shape) for x in differentiable_inputs if x is not None]
 
 
-RING_ATTENTION_BACKWARD: Op[_Grads] = Op(
-    "ring_attention_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_key
+RING_ATTENTION_BACKWARD: Op[_BackwardArgs] = Op(
+    "ring_attention_backward", _BackwardArgs, "Tensor[]", _compute_grads, _grads_fake, key=_key
 )
 
 
@@ -352,7 +354,7 @@ def _ring_attention_fake(a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _ring_attention_example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
-    return _Args(*checked_call(q, k, v, AttentionArguments(), size, 0), None)
+    return _Args(*checked_call_arguments(q, k, v, AttentionArguments(), size, 0), None)
 
 
 RING_ATTENTION: Op[_Args] = Op(

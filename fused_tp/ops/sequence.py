@@ -72,8 +72,8 @@ def sequence_positions(
         return positions.to(torch.empty(0, dtype=torch.int64, device=device).device)
     _, size, rank = group_identity(group)
     ranges = tokens_by_rank(seq_len, size, layout)[rank].ranges
-    parts = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+    range_positions = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
+    return torch.cat(range_positions) if range_positions else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def shard_sequence(
@@ -153,7 +153,7 @@ def _checked_dim(x: Any, name: str, dim: Any) -> int:
 def _checked_documents(layout: Any, cu_seqlens: Any) -> Tensor | None:
     """Move `cu_seqlens` to the CPU and check `layout`. The op checks the values, which torch.compile cannot trace."""
     bounds = move_to_cpu("cu_seqlens", cu_seqlens)
-    check_layout(layout, documents=bounds is not None)
+    check_layout(layout, has_documents=bounds is not None)
     return bounds
 
 
@@ -192,12 +192,12 @@ class _UnshardArgs(NamedTuple):
         return resized_shape(self.x_shard, self.dim, self.seq_len)
 
 
-def _positions(schedule: None, a: _PositionsArgs) -> Tensor:
+def _compute_positions(schedule: None, a: _PositionsArgs) -> Tensor:
     group = group_by_name(a.group)
     indices = _read_tokens_by_rank(a.seq_len, group.size, a.layout, a.cu_seqlens)[group.rank].indices
     if a.within_documents:
-        begins = a.cu_seqlens[:-1].numpy().astype(np.int64)
-        return torch.from_numpy(indices - begins[np.searchsorted(begins, indices, side="right") - 1])
+        document_starts = a.cu_seqlens[:-1].numpy().astype(np.int64)
+        return torch.from_numpy(indices - document_starts[np.searchsorted(document_starts, indices, side="right") - 1])
     return torch.from_numpy(indices.copy())
 
 
@@ -224,13 +224,13 @@ def _shard_backward(s: SavedForBackward[_ShardArgs], grad: Tensor) -> dict[str, 
 
 def _unshard_key(a: _UnshardArgs) -> ScheduleKey | None:
     shape, dtype, size = a.x_shard.shape, a.x_shard.dtype, group_by_name(a.group).size
-    row = prod(shape[: a.dim]) * prod(shape[a.dim + 1 :])
-    if row * a.seq_len == 0:
+    row_elements = prod(shape[: a.dim]) * prod(shape[a.dim + 1 :])
+    if row_elements * a.seq_len == 0:
         return None
     if dtype not in _SENT_UNCHANGED_DTYPES:
-        dtype, row = torch.uint8, row * dtype.itemsize
+        dtype, row_elements = torch.uint8, row_elements * dtype.itemsize
     rows = max(local_length(a.seq_len, size, rank, a.layout) for rank in range(size))
-    return ScheduleKey("all_gather", dtype, a.x_shard.device, rows * size, None, row)
+    return ScheduleKey("all_gather", dtype, a.x_shard.device, rows * size, None, row_elements)
 
 
 def _unshard(schedule: Schedule | None, a: _UnshardArgs) -> Tensor:
@@ -242,28 +242,33 @@ def _unshard(schedule: Schedule | None, a: _UnshardArgs) -> Tensor:
         return out
     # Shard lengths differ by one or two tokens. Shards are padded to the longest, so that one plain all-gather is
     # enough. Additional rows at the end hold a checksum of the arguments that must be equal on all ranks.
-    longest, row = max(tokens.length for tokens in rank_tokens), (*x_shard.shape[:dim], *x_shard.shape[dim + 1 :])
+    max_length, row_shape = (
+        max(tokens.length for tokens in rank_tokens),
+        (*x_shard.shape[:dim], *x_shard.shape[dim + 1 :]),
+    )
     is_checked = x_shard.device.type == "cpu" or settings.check_ranks()
-    rows = longest + (-(-_CHECKSUM_BYTES // (prod(row) * x_shard.itemsize)) if is_checked else 0)
-    padded = x_shard.new_zeros((rows, *row))
-    padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
+    rows = max_length + (-(-_CHECKSUM_BYTES // (prod(row_shape) * x_shard.itemsize)) if is_checked else 0)
+    padded_shard = x_shard.new_zeros((rows, *row_shape))
+    padded_shard[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
     description = _describe_unshard(a) if is_checked else ""
     if is_checked:
         own_checksum = list(checksum(description).to_bytes(_CHECKSUM_BYTES, "little"))
-        _checksum_bytes(padded, 1).copy_(torch.tensor(own_checksum, dtype=torch.uint8, device="cpu"))
-    sendable = padded if padded.dtype in _SENT_UNCHANGED_DTYPES else padded.unsqueeze(-1).view(torch.uint8)
+        _checksum_bytes(padded_shard, 1).copy_(torch.tensor(own_checksum, dtype=torch.uint8, device="cpu"))
+    sent_tensor = (
+        padded_shard if padded_shard.dtype in _SENT_UNCHANGED_DTYPES else padded_shard.unsqueeze(-1).view(torch.uint8)
+    )
     try:
-        gathered = schedule.all_gather(sendable, gather_dim=0, gather_size=None).wait()
+        gathered_rows = schedule.all_gather(sent_tensor, gather_dim=0, gather_size=None).wait()
     except RankMismatchError as error:
         raise RankMismatchError(
             f"{str(error).rstrip('.')}. This is the all-gather of an unshard_sequence, with seq_len={seq_len} on rank "
             f"{group.rank}. If ranks hold different numbers of tokens, pass seq_len, the length of the full sequence."
         ) from error
-    gathered = gathered.view(padded.dtype).view(-1, *padded.shape[1:])
+    gathered_rows = gathered_rows.view(padded_shard.dtype).view(-1, *padded_shard.shape[1:])
     if is_checked:
         checksums = [
             int.from_bytes(bytes(rank_checksum), "little")
-            for rank_checksum in _checksum_bytes(gathered, group.size).tolist()
+            for rank_checksum in _checksum_bytes(gathered_rows, group.size).tolist()
         ]
         difference = (
             "call unshard_sequence (or the backward of shard_sequence) with different shapes, dtypes, layouts or "
@@ -276,7 +281,7 @@ def _unshard(schedule: Schedule | None, a: _UnshardArgs) -> Tensor:
     for rank, tokens in enumerate(rank_tokens):
         start = rank * rows
         for r in tokens.ranges:
-            out_rows[r.start : r.stop].copy_(gathered[start : start + len(r)])
+            out_rows[r.start : r.stop].copy_(gathered_rows[start : start + len(r)])
             start += len(r)
     return out
 
@@ -296,7 +301,9 @@ def _unshard_backward(s: SavedForBackward[_UnshardArgs], grad: Tensor) -> dict[s
     return {"x_shard": SHARD_SEQUENCE(grad, a.dim, a.layout, a.cu_seqlens, a.group)}
 
 
-SEQUENCE_POSITIONS: Op[_PositionsArgs] = Op("sequence_positions", _PositionsArgs, "Tensor", _positions, _positions_fake)
+SEQUENCE_POSITIONS: Op[_PositionsArgs] = Op(
+    "sequence_positions", _PositionsArgs, "Tensor", _compute_positions, _positions_fake
+)
 
 SHARD_SEQUENCE: Op[_ShardArgs] = Op(
     "shard_sequence", _ShardArgs, "Tensor", _shard, _shard_fake, saves=("cu_seqlens",), backward=_shard_backward

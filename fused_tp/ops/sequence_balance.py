@@ -20,7 +20,7 @@ class SequenceBalance:
     """Number of tokens and attention work per rank; `print` shows a table.
 
     Attributes:
-        what: description of layout, lengths and mask.
+        description: layout, lengths and mask as text.
         tokens: number of tokens per rank.
         work: attention work per rank: the number of (query, key) pairs that the mask does not hide.
         runs: number of contiguous ranges of tokens per rank.
@@ -94,7 +94,7 @@ def sequence_balance(
     size = group_identity(group)[1] if world_size is None else world_size
     check_int("world_size", size, minimum=1)
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
-    check_layout(layout, documents=bool(bounds))
+    check_layout(layout, has_documents=bool(bounds))
     window_limits = checked_window(window)
     check_bool(causal=causal)
     mask = AttentionMask(length, length, causal, window_limits, bounds, bounds)
@@ -103,12 +103,12 @@ def sequence_balance(
     tokens_per_rank = tokens_by_rank(length, size, layout, bounds)
     description = [
         layout,
-        _count_with_unit(length, "token"),
-        _count_with_unit(size, "rank"),
+        _format_count(length, "token"),
+        _format_count(size, "rank"),
         "causal" if causal else "not causal",
     ]
     if bounds:
-        description.insert(2, _count_with_unit(len(bounds) - 1, "document"))
+        description.insert(2, _format_count(len(bounds) - 1, "document"))
     if window is not None:
         description.append(f"window {window_limits}")
     return SequenceBalance(
@@ -122,5 +122,5 @@ def sequence_balance(
     )
 
 
-def _count_with_unit(count: int, unit: str) -> str:
+def _format_count(count: int, unit: str) -> str:
     return f"{count} {unit}" + "s" * (count != 1)

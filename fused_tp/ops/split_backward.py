@@ -6,9 +6,9 @@ later for the weights. A node cannot determine which gradients a pass requests (
 single node would compute both halves in both passes. Inside `split_backward` an op therefore creates three nodes, and
 autograd runs only the nodes that lead to the requested gradients:
 
-    inputs  ---> _Half (inputs)  ---.
-                                    +--> _Join ---> outputs
-    weights ---> _Half (weights) ---'
+    inputs  ---> _HalfFunction (inputs)  ---.
+                                            +--> _JoinFunction ---> outputs
+    weights ---> _HalfFunction (weights) ---'
 
 The forward of a half returns expanded scalars with the shapes of the outputs, which need no memory. If both halves are
 requested, the half for the inputs runs first, because other ranks and stages wait for its results.
@@ -50,10 +50,10 @@ class _BackwardMode:
 
 def is_backward_split() -> bool:
     """True if ops called now create separate nodes for the gradients of inputs and of weights."""
-    return _BackwardMode.depth > 0 or _active_list() is not None
+    return _BackwardMode.depth > 0 or _active_deferred_list() is not None
 
 
-def _active_list() -> DeferredList | None:
+def _active_deferred_list() -> DeferredList | None:
     if _BackwardMode.pending is None or torch._C._current_graph_task_id() != _BackwardMode.graph_task_id:
         return None
     return _BackwardMode.pending
@@ -86,8 +86,8 @@ def split_backward() -> Iterator[None]:
 class DeferredWeightGradients:
     """Weight gradients of one pipeline stage that are computed after backward.
 
-    Ops that run between `begin_forward` or `begin_backward` and `end` defer their weight gradients. `take` returns the
-    gradients deferred since its last call.
+    Ops that run between `begin_forward` or `begin_backward` and `end` defer their weight gradients. `take_pending`
+    returns a function that computes the gradients deferred since its last call.
     """
 
     def __init__(self) -> None:
@@ -129,34 +129,45 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
         args: arguments of the op.
         values: `args` with nested NamedTuples flattened.
     """
-    inputs, weights = _tensors_needing_grad(op, values, weights=False), _tensors_needing_grad(op, values, weights=True)
-    pending = _active_list()
-    if not weights or not (inputs or pending is not None):
+    input_tensors, weight_tensors = (
+        _tensors_needing_grad(op, values, of_weights=False),
+        _tensors_needing_grad(op, values, of_weights=True),
+    )
+    pending = _active_deferred_list()
+    if not weight_tensors or not (input_tensors or pending is not None):
         return None
     with torch.no_grad():
         outputs = run()
-    split = _SplitCall(op, args, [outputs] if isinstance(outputs, Tensor) else outputs)
+    split_call = _SplitCall(op, args, [outputs] if isinstance(outputs, Tensor) else outputs)
     if pending is not None:
         # An empty leaf that requires a gradient. Without it, autograd would not create a node for a call whose inputs
         # need no gradient.
         empty_leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-        input_half = _HalfFunction.apply(split, False, *inputs) if inputs else ()
-        joined = _JoinDeferredFunction.apply(
-            split, [get_gradient_edge(w) for w in weights], pending, empty_leaf, *input_half
+        input_half = _HalfFunction.apply(split_call, False, *input_tensors) if input_tensors else ()
+        joined_outputs = _JoinDeferredFunction.apply(
+            split_call, [get_gradient_edge(w) for w in weight_tensors], pending, empty_leaf, *input_half
         )
     else:
         # Of the nodes that are ready, the autograd engine runs the one created last: so create the inputs' half last.
-        weight_half = _HalfFunction.apply(split, True, *weights)
-        joined = _JoinFunction.apply(split, *weight_half, *_HalfFunction.apply(split, False, *inputs))
-    del split.args, split.outputs  # the nodes have saved them with ctx.save_for_backward
-    return list(joined) if op.returns_list else joined[0] if isinstance(outputs, Tensor) else joined
+        weight_half = _HalfFunction.apply(split_call, True, *weight_tensors)
+        joined_outputs = _JoinFunction.apply(
+            split_call, *weight_half, *_HalfFunction.apply(split_call, False, *input_tensors)
+        )
+    del split_call.args, split_call.outputs  # the nodes have saved them with ctx.save_for_backward
+    return (
+        list(joined_outputs)
+        if op.returns_list
+        else joined_outputs[0]
+        if isinstance(outputs, Tensor)
+        else joined_outputs
+    )
 
 
-def _tensors_needing_grad(op: Op[Any], values: Sequence[Any], *, weights: bool) -> list[Tensor]:
+def _tensors_needing_grad(op: Op[Any], values: Sequence[Any], *, of_weights: bool) -> list[Tensor]:
     return [
         t
-        for at, value in enumerate(values)
-        if (at in op.weight_indices) == weights
+        for index, value in enumerate(values)
+        if (index in op.weight_indices) == of_weights
         for t in (value if type(value) is list else (value,))
         if isinstance(t, Tensor) and t.requires_grad
     ]
@@ -167,7 +178,8 @@ class _SplitCall:
 
     Attributes:
         args, outputs: arguments and results; deleted once the nodes exist.
-        kept: output gradients (with their versions) and the value that the inputs' half keeps for the weights' half.
+        carry: output gradients (with their versions) and the `SavedForBackward.carry` that the inputs' half leaves for
+            the weights' half.
     """
 
     def __init__(self, op: Op[Any], args: Any, outputs: Sequence[Tensor]) -> None:
@@ -175,27 +187,27 @@ class _SplitCall:
         self.carry: tuple[list[Any], Any] | None = None
 
     def save(self, ctx: Any) -> None:
-        ctx.split = self
+        ctx.split_call = self
         # Detached, to avoid a reference cycle: outputs reference the node that returns them, and the node this object.
         self.op.setup_context(ctx, self.args, [y.detach() for y in self.outputs])
 
-    def gradients(
-        self, ctx: Any, saved: SavedForBackward[Any], grads: Sequence[Any], *, weights: bool
+    def compute_gradients(
+        self, ctx: Any, saved: SavedForBackward[Any], grads: Sequence[Any], *, of_weights: bool
     ) -> list[Tensor | None]:
         """Compute the gradients of the tensors that `_tensors_needing_grad` returns, in the same order.
 
         `grads` are the gradients of the outputs.
         """
         op, grads_with_versions = self.op, [(d, None if d is None else d._version) for d in grads]
-        if weights and self.carry is not None and _are_same_grads(self.carry[0], grads_with_versions):
+        if of_weights and self.carry is not None and _are_same_grads(self.carry[0], grads_with_versions):
             saved.carry = self.carry[1]
-        half = op.grad_weight if weights else op.grad_input
+        half = op.grad_weight if of_weights else op.grad_input
         grads_by_name = op.run_half(ctx, half, saved, [list(grads)] if op.returns_list else grads)
-        self.carry = None if weights or saved.carry is None else (grads_with_versions, saved.carry)
+        self.carry = None if of_weights or saved.carry is None else (grads_with_versions, saved.carry)
         return [
             grad
-            for at, (name, needs) in enumerate(zip(op.fields, ctx.needs, strict=True))
-            if (at in op.weight_indices) == weights
+            for index, (name, needs) in enumerate(zip(op.fields, ctx.needs, strict=True))
+            if (index in op.weight_indices) == of_weights
             for grad, needed in _grads_with_needs(grads_by_name.get(name), needs)
             if needed
         ]
@@ -218,22 +230,26 @@ class _HalfFunction(Function):
     """Autograd node for one half of backward. Each tensor that gets a gradient is a separate argument."""
 
     @staticmethod
-    def forward(ctx: Any, split: _SplitCall, weights: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        split.save(ctx)
-        ctx.weights = weights
-        return tuple(y.new_empty(()).expand(y.shape) for y in split.outputs)
+    def forward(ctx: Any, split_call: _SplitCall, of_weights: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        split_call.save(ctx)
+        ctx.of_weights = of_weights
+        return tuple(y.new_empty(()).expand(y.shape) for y in split_call.outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        split: _SplitCall = ctx.split
-        return None, None, *split.gradients(ctx, split.op.saved(ctx), grads, weights=ctx.weights)
+        split_call: _SplitCall = ctx.split_call
+        return (
+            None,
+            None,
+            *split_call.compute_gradients(ctx, split_call.op.load_saved(ctx), grads, of_weights=ctx.of_weights),
+        )
 
 
 class _JoinFunction(Function):
     @staticmethod
-    def forward(ctx: Any, split: _SplitCall, *halves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, split_call: _SplitCall, *halves: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(split.outputs)
+        return tuple(split_call.outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -248,22 +264,27 @@ class _JoinDeferredFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, split: _SplitCall, edges: list[GradientEdge], pending: DeferredList, leaf: Tensor, *half: Tensor
+        ctx: Any,
+        split_call: _SplitCall,
+        edges: list[GradientEdge],
+        pending: DeferredList,
+        leaf: Tensor,
+        *input_half: Tensor,
     ) -> tuple[Tensor, ...]:
-        split.save(ctx)
-        ctx.edges, ctx.pending, ctx.inputs = edges, pending, bool(half)
-        return tuple(split.outputs)
+        split_call.save(ctx)
+        ctx.edges, ctx.pending, ctx.has_input_half = edges, pending, bool(input_half)
+        return tuple(split_call.outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        saved = ctx.split.op.saved(ctx)  # unpack now: autograd frees the saved tensors after this backward
+        saved = ctx.split_call.op.load_saved(ctx)  # unpack now: autograd frees the saved tensors after this backward
         ctx.pending.append(partial(_accumulate, ctx, saved, grads))
-        return None, None, None, None, *(grads if ctx.inputs else ())
+        return None, None, None, None, *(grads if ctx.has_input_half else ())
 
 
 @torch.no_grad()
 def _accumulate(ctx: Any, saved: SavedForBackward[Any], grads: Sequence[Tensor | None]) -> None:
-    found = ctx.split.gradients(ctx, saved, grads, weights=True)
-    pairs = [(edge, grad) for edge, grad in zip(ctx.edges, found, strict=True) if grad is not None]
+    weight_grads = ctx.split_call.compute_gradients(ctx, saved, grads, of_weights=True)
+    pairs = [(edge, grad) for edge, grad in zip(ctx.edges, weight_grads, strict=True) if grad is not None]
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])

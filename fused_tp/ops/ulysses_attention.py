@@ -32,7 +32,7 @@ from fused_tp.ops.attention_arguments import (
     build_arguments,
     with_keywords,
 )
-from fused_tp.ops.ring_attention import RING_ATTENTION, checked_call
+from fused_tp.ops.ring_attention import RING_ATTENTION, checked_call_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -140,20 +140,25 @@ def head_sharded_attention(
     i * ring_group.size + r.
     """
     check_bool(return_lse=return_lse)
-    first, stride = (ring_group.rank, ring_group.size) if strided else (ring_group.rank * head_group.size, 1)
+    first_shard, stride = (ring_group.rank, ring_group.size) if strided else (ring_group.rank * head_group.size, 1)
     num_shards = head_group.size * ring_group.size
-    q, k, v, arguments = checked_call(q, k, v, arguments, num_shards, first + head_group.rank * stride)
+    q, k, v, arguments = checked_call_arguments(q, k, v, arguments, num_shards, first_shard + head_group.rank * stride)
     check_head_count(q.shape[2], head_group.size)
     if head_group.size == 1:
         out, lse = RING_ATTENTION.call_prepared(q, k, v, *arguments, ring_group.name)
         return (out, lse) if return_lse else out
-    heads, columns = HeadShares(q.shape[2], k.shape[2], head_group.size), elements_per_token(q.shape, k.shape, v.shape)
+    head_shares, columns = (
+        HeadShares(q.shape[2], k.shape[2], head_group.size),
+        elements_per_token(q.shape, k.shape, v.shape),
+    )
     flags = (arguments.alibi_slopes is not None, arguments.sinks is not None, return_lse)
-    exchange = HeadsExchange("qkk", heads.heads, heads.kv_heads, columns, *flags, num_shards, first, stride)
+    exchange = HeadsExchange(
+        "qkk", head_shares.num_heads, head_shares.num_kv_heads, columns, *flags, num_shards, first_shard, stride
+    )
     attention_args = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), head_group.name)
     q, k, v = SEQUENCE_TO_HEADS.call_prepared([q, k, v], *exchange, *attention_args)
-    k, v = (_repeat_key_heads(x, heads, head_group.rank) for x in (k, v))
-    own_heads = heads.heads_of_rank("q", head_group.rank)
+    k, v = (_repeat_key_heads(x, head_shares, head_group.rank) for x in (k, v))
+    own_heads = head_shares.heads_of_rank("q", head_group.rank)
     alibi_slopes, sinks = (None if x is None else x[own_heads.start : own_heads.stop] for x in arguments[:2])
     first_head = arguments.first_head + own_heads.start
     arguments = arguments._replace(alibi_slopes=alibi_slopes, sinks=sinks, first_head=first_head)
@@ -171,16 +176,20 @@ def head_sharded_attention(
     return out, lse.squeeze(-1).transpose(1, 2).contiguous()
 
 
-def _repeat_key_heads(x: Tensor, heads: HeadShares, rank: int) -> Tensor:
+def _repeat_key_heads(x: Tensor, head_shares: HeadShares, rank: int) -> Tensor:
     """Repeat the key heads of `rank` if needed, so that each is read by the same number of the rank's query heads."""
-    own_heads, per_kv_head = heads.heads_of_rank("q", rank), heads.heads // heads.kv_heads
-    repeats, remainder = len(own_heads), per_kv_head
+    own_heads, heads_per_kv_head = (
+        head_shares.heads_of_rank("q", rank),
+        head_shares.num_heads // head_shares.num_kv_heads,
+    )
+    repeats, remainder = len(own_heads), heads_per_kv_head
     while remainder:  # greatest common divisor; math.gcd does not support symbolic sizes
         repeats, remainder = remainder, repeats % remainder
-    readers = [
-        head // per_kv_head - own_heads.start // per_kv_head for head in range(own_heads.start, own_heads.stop, repeats)
+    key_heads = [
+        head // heads_per_kv_head - own_heads.start // heads_per_kv_head
+        for head in range(own_heads.start, own_heads.stop, repeats)
     ]
-    if readers == list(range(x.shape[2])):
+    if key_heads == list(range(x.shape[2])):
         return x
     # Slices, not an index: the backward of an index may sum the gradients of repeated heads in any order.
-    return torch.cat([x[:, :, head : head + 1] for head in readers], 2)
+    return torch.cat([x[:, :, head : head + 1] for head in key_heads], 2)

@@ -3,7 +3,7 @@
     values    results and gradients of two sets of inputs equal the float64 reference, up to rounding
     again     bitwise equal to the first results in many calls with alternating inputs: no stale data is read
     late      the same, while each rank in turn is late
-    beside    the same, while torch.distributed runs another collective
+    during    the same, while torch.distributed runs another collective
     graph     the same, captured in a CUDA graph and replayed with other inputs (GPUs only)
 
 Bitwise differences between calls are allowed if the plain schedule also has them. For ops whose result is equal on all
@@ -49,7 +49,7 @@ LATE_CYCLES = 20_000_000  # GPU cycles
 CONCURRENT_ELEMENTS = 1 << 18
 EPS = 1e-6
 HEAD_DIM = 64
-_STARTED = "a check of it was started and did not come back; delete this line to check it again"
+_STARTED_PROBLEM = "a check of this op was started and never finished; delete this line to check it again"
 
 TensorsByRank = list[list[Tensor]]
 
@@ -60,17 +60,17 @@ class Example(NamedTuple):
     Attributes:
         op: name of the op.
         run: maps (*inputs, group=group) to the results of this rank.
-        reference: maps the inputs of all ranks to the results of all ranks; differentiable.
+        compute_reference: maps the inputs of all ranks to the results of all ranks; differentiable.
         shapes: shapes of the inputs of each rank.
-        replicated: indices of the inputs that are equal on all ranks.
+        replicated_indices: indices of the inputs that are equal on all ranks.
         has_one_result: True if the result and its gradient are equal on all ranks.
     """
 
     op: str
     run: Callable[..., Any]
-    reference: Callable[[TensorsByRank], TensorsByRank]
+    compute_reference: Callable[[TensorsByRank], TensorsByRank]
     shapes: Sequence[Sequence[tuple[int, ...]]]
-    replicated: frozenset[int] = frozenset()
+    replicated_indices: frozenset[int] = frozenset()
     has_one_result: bool = False
 
 
@@ -115,50 +115,50 @@ def verify(
         raise ValueError("The group has one rank, so there is no communication to verify. Pass at least two ranks.")
     # A failed check may leave its group unusable, so checks use new groups: one for the ops, and one for the concurrent
     # collectives.
-    current, other_group = dist.new_group(ranks), dist.new_group(ranks)
+    op_group, concurrent_group = dist.new_group(ranks), dist.new_group(ranks)
     examples: dict[str, list[Example]] = {}
-    for one in (made for size in sizes for made in make_examples(len(ranks), *size)):
-        examples.setdefault(one.op, []).append(one)
+    for example in (example for size in sizes for example in make_examples(len(ranks), *size)):
+        examples.setdefault(example.op, []).append(example)
     for op, op_examples in examples.items():
-        may_differ = False
-        sets = [
-            [_make_inputs(one, group_info.rank, group_info.size, device, dtype, seed) for seed in (1, 2)]
-            for one in op_examples
+        bits_may_differ = False
+        input_sets = [
+            [_make_inputs(example, group_info.rank, group_info.size, device, dtype, seed) for seed in (1, 2)]
+            for example in op_examples
         ]
-        for schedule in usable_schedules(op, dtype, device, resolve_group(current)):
-            what, problem = (schedule, op, dtype), ""
-            if known := known_problem(group_info, device, *what):
-                yield OpVerdict(schedule, op, dtype, known)
+        for schedule in usable_schedules(op, dtype, device, resolve_group(op_group)):
+            check_key, problem = (schedule, op, dtype), ""
+            if known_failure := known_problem(group_info, device, *check_key):
+                yield OpVerdict(schedule, op, dtype, known_failure)
                 continue
-            record_problems(group_info, device, {what: _STARTED})
-            for example, inputs in zip(op_examples, sets, strict=True):
+            record_problems(group_info, device, {check_key: _STARTED_PROBLEM})
+            for example, inputs in zip(op_examples, input_sets, strict=True):
                 try:
-                    report = _check_example(schedule, example, inputs, current, other_group, device, calls)
+                    report = _check_example(schedule, example, inputs, op_group, concurrent_group, device, calls)
                 except KeyboardInterrupt:  # interrupted by the user: not a failure of the schedule
-                    record_problems(group_info, device, {what: ""})
+                    record_problems(group_info, device, {check_key: ""})
                     raise
                 # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
-                patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
-                with settings.override_environment(patience):
+                longer_timeout = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
+                with settings.override_environment(longer_timeout):
                     reports = exchange(group_info, f"check of {op} on {schedule}", report)
-                may_differ |= schedule == "plain" and any(report["other_bits"] for report in reports)
-                problem = problem or _find_problem(reports, op in REPLICATED_OPS, may_differ)
+                bits_may_differ |= schedule == "plain" and any(report["other_bits"] for report in reports)
+                problem = problem or _find_problem(reports, op in REPLICATED_OPS, bits_may_differ)
                 if any(report["unusable"] for report in reports):
-                    current, other_group = dist.new_group(ranks), dist.new_group(ranks)
+                    op_group, concurrent_group = dist.new_group(ranks), dist.new_group(ranks)
                     break
             backward = {(schedule, f"{op}_backward", dtype): problem} if problem else {}
-            record_problems(group_info, device, {what: problem, **backward})
+            record_problems(group_info, device, {check_key: problem, **backward})
             if not problem:
-                record_verified(group_info, device, [what, (schedule, f"{op}_backward", dtype)])
+                record_verified(group_info, device, [check_key, (schedule, f"{op}_backward", dtype)])
             yield OpVerdict(schedule, op, dtype, problem)
 
 
-def _find_problem(reports: Sequence[dict[str, Any]], everywhere: bool, may_differ: bool) -> str:
-    for kind in ("unusable", "wrong", *([] if may_differ else ["other_bits"])):
+def _find_problem(reports: Sequence[dict[str, Any]], is_replicated: bool, bits_may_differ: bool) -> str:
+    for kind in ("unusable", "wrong", *([] if bits_may_differ else ["other_bits"])):
         for rank, report in enumerate(reports):
             if report[kind]:
                 return f"on rank {rank} {report[kind]}"
-    if everywhere and not may_differ and len({tuple(report["bits"]) for report in reports}) > 1:
+    if is_replicated and not bits_may_differ and len({tuple(report["bits"]) for report in reports}) > 1:
         return "ranks hold different bits"
     return ""
 
@@ -172,27 +172,32 @@ class _InputSet(NamedTuple):
 def _check_example(
     schedule: str,
     example: Example,
-    sets: Sequence[_InputSet],
+    input_sets: Sequence[_InputSet],
     group: dist.ProcessGroup,
-    other_group: dist.ProcessGroup,
+    concurrent_group: dist.ProcessGroup,
     device: torch.device,
     calls: int,
 ) -> dict[str, Any]:
-    """Check one example on this rank. A wrong result does not end the check: peers continue with their calls."""
+    """Check one example on this rank, and return its report.
+
+    A wrong result does not end the check, because peers continue with their calls.
+    """
     report: dict[str, Any] = {"unusable": "", "wrong": "", "other_bits": "", "bits": []}
     try:
         with settings.override_environment({"FUSED_TP_SCHEDULE": schedule}):
-            first = [_run_with_gradients(example, one, group) for one in sets]
-            for found, one in zip(first, sets, strict=True):
-                report["wrong"] = report["wrong"] or describe_difference(found, one.expected)
-            results = len(sets[0].grads)
-            report["bits"] = [tensor_checksum(t) for found in first for t in found[:results]]
-            for when, again in _situations(example, sets, group, other_group, device, calls):
-                for number, found in again:
-                    if not all(map(torch.equal, found, first[number])):
-                        wrong = describe_difference(found, first[number])
-                        kind = "wrong" if wrong else "other_bits"
-                        report[kind] = report[kind] or f"{wrong or 'other bits'} {when}"
+            first_results = [_run_with_gradients(example, input_set, group) for input_set in input_sets]
+            for results_and_grads, input_set in zip(first_results, input_sets, strict=True):
+                report["wrong"] = report["wrong"] or describe_difference(results_and_grads, input_set.expected)
+            num_results = len(input_sets[0].grads)
+            report["bits"] = [
+                tensor_checksum(t) for results_and_grads in first_results for t in results_and_grads[:num_results]
+            ]
+            for situation, repeated_results in _situations(example, input_sets, group, concurrent_group, device, calls):
+                for set_index, results_and_grads in repeated_results:
+                    if not all(map(torch.equal, results_and_grads, first_results[set_index])):
+                        difference = describe_difference(results_and_grads, first_results[set_index])
+                        kind = "wrong" if difference else "other_bits"
+                        report[kind] = report[kind] or f"{difference or 'different bits'} {situation}"
     except Exception as error:
         report["unusable"] = f"{type(error).__name__}: {error}"
         if not isinstance(error, FusedTPError):
@@ -205,62 +210,65 @@ RepeatedResults = Iterator[tuple[int, list[Tensor]]]
 
 def _situations(
     example: Example,
-    sets: Sequence[_InputSet],
+    input_sets: Sequence[_InputSet],
     group: dist.ProcessGroup,
-    other_group: dist.ProcessGroup,
+    concurrent_group: dist.ProcessGroup,
     device: torch.device,
     calls: int,
 ) -> Iterator[tuple[str, RepeatedResults]]:
-    """Yield (situation, iterator of (index of the input set, results and gradients) over calls in this situation)."""
+    """Yield (situation, iterator over calls in this situation), for each situation of the module's docstring.
 
-    def repeatedly() -> RepeatedResults:
-        for call in range(calls):
-            yield call % 2, _run_with_gradients(example, sets[call % 2], group)
+    The iterator yields (index of the input set, results and gradients) of each call.
+    """
 
-    def with_late_rank() -> RepeatedResults:
-        for call, rank in enumerate(range(group.size())):
+    def call_repeatedly() -> RepeatedResults:
+        for call_index in range(calls):
+            yield call_index % 2, _run_with_gradients(example, input_sets[call_index % 2], group)
+
+    def call_with_late_rank() -> RepeatedResults:
+        for call_index, rank in enumerate(range(group.size())):
             if rank == group.rank():
                 time.sleep(LATE_SECONDS)  # first the host is late, then the device
                 if device.type == "cuda":
                     torch.cuda._sleep(LATE_CYCLES)
-            yield call % 2, _run_with_gradients(example, sets[call % 2], group)
+            yield call_index % 2, _run_with_gradients(example, input_sets[call_index % 2], group)
 
-    def beside_collective() -> RepeatedResults:
-        summed = torch.ones(CONCURRENT_ELEMENTS, dtype=torch.float32, device=device)
-        for call in range(4):
-            work = dist.all_reduce(summed, group=other_group, async_op=True)
-            found = _run_with_gradients(example, sets[call % 2], group)
+    def call_during_collective() -> RepeatedResults:
+        operand = torch.ones(CONCURRENT_ELEMENTS, dtype=torch.float32, device=device)
+        for call_index in range(4):
+            work = dist.all_reduce(operand, group=concurrent_group, async_op=True)
+            results_and_grads = _run_with_gradients(example, input_sets[call_index % 2], group)
             assert work is not None
             work.wait()
-            yield call % 2, found
+            yield call_index % 2, results_and_grads
 
-    def in_graph() -> RepeatedResults:
-        static = _InputSet([x.clone() for x in sets[0].inputs], sets[0].grads, [])
+    def replay_graph() -> RepeatedResults:
+        static_set = _InputSet([x.clone() for x in input_sets[0].inputs], input_sets[0].grads, [])
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            results = _to_list(example.run(*static.inputs, group=group))
-        for call in range(6):
-            for static_input, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
-                static_input.copy_(given)
+            results = _to_list(example.run(*static_set.inputs, group=group))
+        for call_index in range(6):
+            for static_input, new_input in zip(static_set.inputs, input_sets[call_index % 2].inputs, strict=True):
+                static_input.copy_(new_input)
             graph.replay()
             # The graph computes no gradients. A call outside of the graph does, and also tests calls between replays.
-            gradients = _run_with_gradients(example, sets[call % 2], group)[len(results) :]
-            yield call % 2, [*(t.clone() for t in results), *gradients]
+            gradients = _run_with_gradients(example, input_sets[call_index % 2], group)[len(results) :]
+            yield call_index % 2, [*(t.clone() for t in results), *gradients]
 
-    yield "in a later call", repeatedly()
-    yield "where a rank was late", with_late_rank()
-    yield "beside a collective of torch.distributed", beside_collective()
+    yield "in a later call", call_repeatedly()
+    yield "with a late rank", call_with_late_rank()
+    yield "during another collective of torch.distributed", call_during_collective()
     if device.type == "cuda":
-        yield "in a CUDA graph", in_graph()
+        yield "in a CUDA graph", replay_graph()
 
 
-def _run_with_gradients(example: Example, one: _InputSet, group: dist.ProcessGroup) -> list[Tensor]:
+def _run_with_gradients(example: Example, input_set: _InputSet, group: dist.ProcessGroup) -> list[Tensor]:
     """Run the example; return its results and gradients."""
-    leaves = [x.detach().requires_grad_() for x in one.inputs]
+    leaves = [x.detach().requires_grad_() for x in input_set.inputs]
     results = _to_list(example.run(*leaves, group=group))
-    return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, one.grads)]
+    return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, input_set.grads)]
 
 
 def _to_list(results: Any) -> list[Tensor]:
@@ -268,40 +276,45 @@ def _to_list(results: Any) -> list[Tensor]:
 
 
 def _make_inputs(
-    example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int
+    example: Example, rank: int, world_size: int, device: torch.device, dtype: torch.dtype, seed: int
 ) -> _InputSet:
     """Generate the inputs and output gradients of `rank`, and compute their float64 reference."""
 
-    def random(shape: Sequence[int], *number: int) -> Tensor:
-        name = 0
-        for part in (seed, *number):
-            name = 1009 * name + part
-        seeded = torch.Generator().manual_seed(name)
-        return torch.randn(shape, generator=seeded, dtype=torch.float32, device="cpu").to(device, dtype)
+    def draw(shape: Sequence[int], *stream: int) -> Tensor:
+        stream_seed = 0
+        for part in (seed, *stream):
+            stream_seed = 1009 * stream_seed + part
+        rng = torch.Generator().manual_seed(stream_seed)
+        return torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu").to(device, dtype)
 
     inputs = [
-        [random(shape, 1, 0 if i in example.replicated else peer, i) for i, shape in enumerate(shapes)]
+        [draw(shape, 1, 0 if i in example.replicated_indices else peer, i) for i, shape in enumerate(shapes)]
         for peer, shapes in enumerate(example.shapes)
     ]
-    wide: TensorsByRank = []
-    for of_peer in inputs:
-        shared = {i: wide[0][i] for i in example.replicated} if wide else {}
-        wide.append([shared[i] if i in shared else x.double().requires_grad_() for i, x in enumerate(of_peer)])
-    results = example.reference(wide)
+    fp64_inputs: TensorsByRank = []
+    for peer_tensors in inputs:
+        replicated_inputs = {i: fp64_inputs[0][i] for i in example.replicated_indices} if fp64_inputs else {}
+        fp64_inputs.append(
+            [
+                replicated_inputs[i] if i in replicated_inputs else x.double().requires_grad_()
+                for i, x in enumerate(peer_tensors)
+            ]
+        )
+    results = example.compute_reference(fp64_inputs)
     grads = [
-        [random(t.shape, 2, 0 if example.has_one_result else peer, i) for i, t in enumerate(of_peer)]
-        for peer, of_peer in enumerate(results)
+        [draw(t.shape, 2, 0 if example.has_one_result else peer, i) for i, t in enumerate(peer_tensors)]
+        for peer, peer_tensors in enumerate(results)
     ]
-    counted = range(1) if example.has_one_result else range(world)  # a replicated result counts once
-    terms = [(t * g.double()).sum() for peer in counted for t, g in zip(results[peer], grads[peer], strict=True)]
-    wanted = [*(t.detach() for t in results[rank]), *torch.autograd.grad(torch.stack(terms).sum(), wide[rank])]
-    return _InputSet(inputs[rank], grads[rank], [t.to(dtype) for t in wanted])
+    counted_ranks = range(1) if example.has_one_result else range(world_size)  # a replicated result counts once
+    terms = [(t * g.double()).sum() for peer in counted_ranks for t, g in zip(results[peer], grads[peer], strict=True)]
+    expected = [*(t.detach() for t in results[rank]), *torch.autograd.grad(torch.stack(terms).sum(), fp64_inputs[rank])]
+    return _InputSet(inputs[rank], grads[rank], [t.to(dtype) for t in expected])
 
 
-def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
+def make_examples(world_size: int, m: int, k: int, n: int) -> list[Example]:
     """Return the examples of all verified ops for one size; `m`, `k`, `n` are as in `verify`."""
-    share = -(-m // world)
-    rows = [min(share, max(0, m - rank * share)) for rank in range(world)]
+    max_rows = -(-m // world_size)
+    rows = [min(max_rows, max(0, m - rank * max_rows)) for rank in range(world_size)]
 
     def reference_gather(ranks: TensorsByRank) -> TensorsByRank:
         x = torch.cat([x for x, *_ in ranks])
@@ -314,35 +327,37 @@ def make_examples(world: int, m: int, k: int, n: int) -> list[Example]:
         return [[part] for part in reference_sum(ranks).split(rows)]
 
     def reference_reduce(ranks: TensorsByRank) -> TensorsByRank:
-        return [[reference_sum(ranks)]] * world
+        return [[reference_sum(ranks)]] * world_size
 
     def reference_norm(ranks: TensorsByRank) -> TensorsByRank:
         residual = reference_sum(ranks) + ranks[0][2]
         scale = (residual.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        return [[residual * scale * ranks[0][3], residual]] * world
+        return [[residual * scale * ranks[0][3], residual]] * world_size
 
     def reference_attention(ranks: TensorsByRank) -> TensorsByRank:
         q, keys, values = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(*ranks, strict=True))
         out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2)
-        return [[part] for part in out.split(share, 1)]
+        return [[part] for part in out.split(max_rows, 1)]
 
     gather = partial(all_gather_matmul, gather_size=m)
     norm = partial(matmul_all_reduce_rms_norm, eps=EPS)
     attend = partial(ring_attention, causal=True, layout="contiguous")
-    shards, columns = [[(rows_here, k), (n, k)] for rows_here in rows], [[(m, k), (n, k)]] * world
-    normed_shapes = [[(m, k), (n, k), (m, n), (n,)]] * world
-    heads = [[(1, share, max(1, n // HEAD_DIM), HEAD_DIM)] * 3] * world  # equal shards: uneven ones need the layout
+    shard_shapes, column_shapes = [[(num_rows, k), (n, k)] for num_rows in rows], [[(m, k), (n, k)]] * world_size
+    normed_shapes = [[(m, k), (n, k), (m, n), (n,)]] * world_size
+    qkv_shapes = [
+        [(1, max_rows, max(1, n // HEAD_DIM), HEAD_DIM)] * 3
+    ] * world_size  # equal shards: uneven ones need the layout
     gather_rows = partial(collectives.all_gather, dim=0, gather_size=m)
     scatter_rows = partial(collectives.reduce_scatter, dim=0)
     return [
-        Example("all_gather_matmul", gather, reference_gather, shards),
-        Example("matmul_reduce_scatter", matmul_reduce_scatter, reference_scatter, columns),
-        Example("matmul_all_reduce", matmul_all_reduce, reference_reduce, columns, has_one_result=True),
+        Example("all_gather_matmul", gather, reference_gather, shard_shapes),
+        Example("matmul_reduce_scatter", matmul_reduce_scatter, reference_scatter, column_shapes),
+        Example("matmul_all_reduce", matmul_all_reduce, reference_reduce, column_shapes, has_one_result=True),
         Example(
             "matmul_all_reduce_rms_norm", norm, reference_norm, normed_shapes, frozenset({2, 3}), has_one_result=True
         ),
-        Example("all_gather", gather_rows, reference_gather, [[(own, k)] for own in rows]),
-        Example("reduce_scatter", scatter_rows, reference_scatter, [[(m, n)]] * world),
-        Example("all_reduce", collectives.all_reduce, reference_reduce, [[(m, n)]] * world, has_one_result=True),
-        Example("ring_attention", attend, reference_attention, heads),
+        Example("all_gather", gather_rows, reference_gather, [[(num_rows, k)] for num_rows in rows]),
+        Example("reduce_scatter", scatter_rows, reference_scatter, [[(m, n)]] * world_size),
+        Example("all_reduce", collectives.all_reduce, reference_reduce, [[(m, n)]] * world_size, has_one_result=True),
+        Example("ring_attention", attend, reference_attention, qkv_shapes),
     ]

@@ -26,7 +26,7 @@ from fused_tp.ops.arguments import (
 from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 _REDUCTIONS = ("mean", "sum", "none")
-_NUM_STATISTICS = 4  # numbers per token that ranks exchange; see `_local_stats`
+_NUM_STATISTICS = 4  # numbers per token that ranks exchange; see `_compute_local_stats`
 
 
 def vocab_parallel_cross_entropy(
@@ -87,8 +87,8 @@ def _check_target(target: Any, logits_shard: Tensor) -> None:
     check_local("target", target)
     if target.dtype != torch.int64:
         raise TypeError(f"target has dtype {target.dtype}; it must be int64 class indices, not class probabilities.")
-    why = f"one for each row of logits_shard of shape {tuple(logits_shard.shape)} (the vocabulary is the last dim)"
-    check_shape("target", target, logits_shard.shape[:-1], why)
+    reason = f"one for each row of logits_shard of shape {tuple(logits_shard.shape)} (the vocabulary is the last dim)"
+    check_shape("target", target, logits_shard.shape[:-1], reason)
     check_device("target", target, "logits_shard", logits_shard)
 
 
@@ -121,8 +121,10 @@ def _prepare(a: _Args) -> _Args:
     smoothing = checked_number("label_smoothing", label_smoothing, _is_valid_smoothing, "between 0 and 1")
     check_int("ignore_index", ignore_index)
     _, size, rank = group_identity(group)
-    vocab = total_size("vocab_size", vocab_size, logits_shard.shape[-1], size, rank, "the last dim of logits_shard")
-    return _Args(logits_shard, target, vocab, smoothing, ignore_index, reduction, group)
+    full_vocab_size = total_size(
+        "vocab_size", vocab_size, logits_shard.shape[-1], size, rank, "the last dim of logits_shard"
+    )
+    return _Args(logits_shard, target, full_vocab_size, smoothing, ignore_index, reduction, group)
 
 
 def _key(a: _Args) -> ScheduleKey:
@@ -143,12 +145,12 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
                 f"target holds {target[is_invalid][0].item()}; class indices are 0 to {vocab_size - 1}, "
                 f"or ignore_index={ignore_index}."
             )
-    stats = _local_stats(
+    stats = _compute_local_stats(
         logits_shard, target, shard_range(vocab_size, resolved_group.size, resolved_group.rank), label_smoothing != 0.0
     )
     is_checked = resolved_group.size > 1 and (
         target.device.type == "cpu" or settings.check_ranks()
-    )  # on a GPU it synchronizes
+    )  # on a GPU, the checksum of the targets synchronizes the host
     if is_checked:
         description = str(a)
         checksums = checksum(description), checksum(target.cpu().contiguous().numpy())
@@ -169,9 +171,9 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     global_maximum = maximum.amax(0)
     # exp(-inf - -inf) would be NaN: the logits of a rank, or of all ranks, may all be -inf.
     shift = torch.where(global_maximum.isinf(), torch.zeros_like(global_maximum), global_maximum)
-    scaled = exp_sum * torch.exp(maximum - shift)
+    scaled_exp_sum = exp_sum * torch.exp(maximum - shift)
     # The loss is lse - target logit. Both are computed relative to the shift, to avoid cancellation.
-    log_sum = torch.log(_sum_over_ranks(scaled))
+    log_sum = torch.log(_sum_over_ranks(scaled_exp_sum))
     log_sum_exp = log_sum + shift
     losses = log_sum + (1.0 - label_smoothing) * (shift - _sum_over_ranks(target_logit))
     if label_smoothing != 0.0:
@@ -180,11 +182,13 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     return losses.view(target.shape), log_sum_exp.view(target.shape)
 
 
-def _local_stats(logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, int], smoothed: bool) -> Tensor:
+def _compute_local_stats(
+    logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, int], needs_logit_sum: bool
+) -> Tensor:
     """Return [tokens + 1, 4] for this rank's shard; the last row is reserved for checksums.
 
-    Columns: maximum, sum of exp(logit - maximum), the target's logit (0 if it is on another rank), and, if `smoothed`,
-    the sum of logits.
+    Columns: maximum, sum of exp(logit - maximum), the target's logit (0 if it is on another rank), and, if
+    `needs_logit_sum`, the sum of logits.
     """
     dtype = accumulate_dtype(logits_shard.dtype)
     logits = as_rows(logits_shard).to(dtype)
@@ -196,20 +200,23 @@ def _local_stats(logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, i
     stats[:, 0] = logits.amax(-1)
     shift = torch.where(stats[:, 0].isinf(), torch.zeros_like(stats[:, 0]), stats[:, 0])
     stats[:, 1] = torch.exp(logits - shift[:, None]).sum(-1)
-    local_index, is_local = _local_target(target, vocab_range)
+    local_index, is_local = _find_local_targets(target, vocab_range)
     stats[:, 2] = torch.where(is_local, logits.gather(-1, local_index[:, None])[:, 0], 0.0)
-    if smoothed:
+    if needs_logit_sum:
         stats[:, 3] = logits.sum(-1)
     # The sums of exponentials are relative to the shift, so send the shift. It is the maximum unless that is infinite.
     stats[:, 0] = torch.where(stats[:, 1] > 0, shift, stats[:, 0])
     return rows
 
 
-def _local_target(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return (indices of the targets in the vocabulary shard `vocab_range`, mask of targets in it); else index 0."""
-    flat = target.reshape(-1)
-    is_local = (flat >= vocab_range[0]) & (flat < vocab_range[1])
-    return torch.where(is_local, flat - vocab_range[0], 0), is_local
+def _find_local_targets(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return (index of each target in the vocabulary shard `vocab_range`, True for targets in the shard).
+
+    The index of a target that is not in the shard is 0.
+    """
+    flat_target = target.reshape(-1)
+    is_local = (flat_target >= vocab_range[0]) & (flat_target < vocab_range[1])
+    return torch.where(is_local, flat_target - vocab_range[0], 0), is_local
 
 
 def _sum_over_ranks(terms: Tensor) -> Tensor:
@@ -238,7 +245,7 @@ def _backward(s: SavedForBackward[_Args], d_losses: Tensor, _: Tensor) -> dict[s
         d_logits = d_logits - a.label_smoothing / a.vocab_size
     d_logits = d_logits * d_rows
     if logits_shard.shape[-1] > 0:
-        local_index, is_local = _local_target(
+        local_index, is_local = _find_local_targets(
             target, shard_range(a.vocab_size, resolved_group.size, resolved_group.rank)
         )
         d_target = torch.where(is_local.view(target.shape)[..., None], (a.label_smoothing - 1.0) * d_rows, 0.0)

@@ -291,7 +291,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": K[:1]}, ValueError, "k_cache_shard has a batch of 1, but q has 2"),
     ({"k": K.bfloat16()}, TypeError, "k_cache_shard has dtype torch.bfloat16, but q has torch.float32"),
     ({"k": K[..., :4]}, ValueError, "k_cache_shard has head_dim 4, but q has 8"),
-    ({"k": torch.ones(2, 5, 3, 8)}, ValueError, "k_cache_shard has 3 heads; the 4 heads of q must be a"),
+    (
+        {"k": torch.ones(2, 5, 3, 8)},
+        ValueError,
+        "q has 4 heads; their number must be a multiple of the 3 heads of k_cache",
+    ),
     ({"v": K[:, :4]}, ValueError, "v_cache_shard has shape (2, 4, 2, 8), but k_cache_shard (2, 5, 2, 8)"),
     ({"cache_seqlens": [3, 5]}, TypeError, "cache_seqlens must be a Tensor, not list."),
     ({"cache_seqlens": LENGTHS.float()}, TypeError, "cache_seqlens has dtype torch.float32; it must be int32"),
@@ -353,7 +357,7 @@ def test_caches_refuse_what_does_not_fit() -> None:
     refuses(ValueError, said, cache.append_sharded, K, K, seq_len=9)
     said = r"sequences must be numbers from 0 to 1, got \[2\]"
     refuses(ValueError, said, cache.reorder, torch.tensor([2]))
-    refuses(ValueError, "length is -1; it must be at least 0: how many tokens of a sequence are kept", cache.crop, -1)
+    refuses(ValueError, "length is -1; it must be at least 0, the number of tokens that are kept", cache.crop, -1)
     for wrong in (K.tolist(), None):
         refuses(TypeError, "k must be a Tensor", cache.append, wrong, K)
         refuses(TypeError, "q must be a Tensor", cache.attend, wrong)
@@ -366,5 +370,5 @@ def test_caches_refuse_what_does_not_fit() -> None:
     refuses(ValueError, "length is -3", pool.crop, number, -3)
     cache.reset()
     cache.append(K, K, [5, 2])
-    said = r"append_sharded needs sequences of equal length, but those of the cache have \[5, 2\] tokens"
+    said = r"append_sharded needs sequences of equal length, but the cached sequences have \[5, 2\] tokens"
     refuses(ValueError, said, cache.append_sharded, K[:, :1], K[:, :1])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import fused_tp
 from fused_tp.backends import registry
 from fused_tp.core.dispatch import ScheduleKey
-from fused_tp.ops.explain import explain_hypothetical, tensor_arguments
+from fused_tp.ops.explain import explain_hypothetical, tensor_argument_names
 from fused_tp.ops.op import all_ops
 from tests.distributed.test_every_op import calls, public_ops
 from tests.workers import run_ranks
@@ -49,7 +49,7 @@ def asked() -> Iterator[Asked]:
 
 
 def explained_as(group: dist.ProcessGroup, op: str, tensors: list[torch.Tensor], **more: Any) -> Any:
-    shapes = [tuple(t.shape) for t in tensors[: len(tensor_arguments()[op])]]
+    shapes = [tuple(t.shape) for t in tensors[: len(tensor_argument_names()[op])]]
     return fused_tp.explain(op, *shapes, dtype=tensors[0].dtype, group=group, **more)
 
 
@@ -73,7 +73,7 @@ def compare(group: dist.ProcessGroup, op: str, call: Callable[..., Any], tensors
 
 
 def compare_all(group: dist.ProcessGroup, dtype: torch.dtype) -> list[str]:
-    known = {op: call for op, call in calls(group, dtype).items() if op in tensor_arguments()}
+    known = {op: call for op, call in calls(group, dtype).items() if op in tensor_argument_names()}
     said = [compare(group, op, *call) for op, call in known.items()]
     for op, dim in itertools.product(("all_gather", "reduce_scatter"), (0, 1, -1)):
         run = partial(getattr(fused_tp, op), dim=dim, group=group)
@@ -104,7 +104,7 @@ def test_a_table_that_prefers_collectives_where_there_is_shared_memory(tmp_path:
 def test_every_public_op_is_known() -> None:
     # The first two depend on the layout, not on dispatch; the last is composed of two known ops.
     others = {"shard_sequence", "unshard_sequence", "context_parallel_attention"}
-    assert set(tensor_arguments()) == public_ops() - others
+    assert set(tensor_argument_names()) == public_ops() - others
 
 
 def step_provider(group: dist.ProcessGroup, op: str, dtype: torch.dtype) -> tuple[str, str]:

@@ -381,7 +381,7 @@ def test_ranks_that_disagree(op: Op, route: str) -> None:
         for name, sentence in said:
             assert "rank 0 call" in sentence and "rank 1 call" in sentence
             assert (
-                f". The last number of a {op.__name__} is a checksum of its arguments; on rank {rank} they" in sentence
+                f". The last number of a {op.__name__} is a checksum of its arguments; on rank {rank} the" in sentence
             )
             assert f"{name}={DISAGREEMENTS[name][rank]!r}" in sentence
 

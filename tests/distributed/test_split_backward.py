@@ -68,19 +68,19 @@ def test_input_and_weight_gradients_apart_are_those_of_a_backward(group: dist.Pr
         args = op.pack((*values, name))
         context = Context()
         with torch.no_grad():
-            output = op.forward(op.select(args), args)
+            output = op.forward(op.select_schedule(args), args)
             op.setup_context(context, args, output)
             outputs = [output] if isinstance(output, Tensor) else list(output)
             grads: list[Any] = [seeded(*y.shape, dtype=y.dtype, seed=90 + i) for i, y in enumerate(outputs)]
             given = [grads] if op.returns_list else grads
             before = transport.calls
             assert op.backward is not None
-            joint = flattened(op.backward(op.saved(context), *given))
+            joint = flattened(op.backward(op.load_saved(context), *given))
             counted, before = transport.calls - before, transport.calls
-            saved = op.saved(context)
+            saved = op.load_saved(context)
             inputs, weights = flattened(op.grad_input(saved, *given)), flattened(op.grad_weight(saved, *given))
             assert transport.calls - before == counted, op.name
-            alone = flattened(op.grad_weight(op.saved(context), *given))
+            alone = flattened(op.grad_weight(op.load_saved(context), *given))
         assert not inputs.keys() & weights.keys()
         for found in ({**inputs, **weights}, {**inputs, **alone}):
             assert found.keys() == joint.keys(), op.name

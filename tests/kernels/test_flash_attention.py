@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
-from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
-from fused_tp.attention.spec import AttentionMask, Dropout, Scores
+from fused_tp.attention.softmax import SoftmaxState, compute_row_sums, compute_sink_gradient
+from fused_tp.attention.spec import AttentionMask, Dropout, ScoreFunction
 from tests.attention_reference import dense, dense_attention
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import assert_within_dtype_error, seeded
@@ -44,11 +44,11 @@ MASKS = {
 }
 SLOPES = torch.tensor([0.25, -0.1, 0.0, 0.01])
 SCORES = {
-    "plain": Scores(0.3),
-    "softcap": Scores(0.3, softcap=2.0),
-    "alibi": Scores(0.3, alibi_slopes=SLOPES),
-    "dropout": Scores(0.3, dropout=Dropout(0.3, (5 << 40) + 2**31 + 77, first_head=3)),
-    "all": Scores(0.3, 2.0, SLOPES, Dropout(0.6, 2**63 - 1)),
+    "plain": ScoreFunction(0.3),
+    "softcap": ScoreFunction(0.3, softcap=2.0),
+    "alibi": ScoreFunction(0.3, alibi_slopes=SLOPES),
+    "dropout": ScoreFunction(0.3, dropout=Dropout(0.3, (5 << 40) + 2**31 + 77, first_head=3)),
+    "all": ScoreFunction(0.3, 2.0, SLOPES, Dropout(0.6, 2**63 - 1)),
 }
 
 
@@ -57,7 +57,7 @@ class Case:
     """Inputs of one call, with the expected outputs and gradients."""
 
     step: Step
-    scores: Scores
+    scores: ScoreFunction
     q: Tensor
     k: Tensor
     v: Tensor
@@ -79,7 +79,7 @@ def whole_step(mask: AttentionMask) -> Step:
 
 def case(
     mask: AttentionMask,
-    scores: Scores = SCORES["plain"],
+    scores: ScoreFunction = SCORES["plain"],
     *,
     dtype: torch.dtype = torch.float32,
     dims: tuple[int, int] = (16, 16),
@@ -123,7 +123,7 @@ def tile(rows: int = 16, block: int = 16, *, tma: bool = False) -> Any:
     return AttentionConfig(rows, block, 4, 1, tma)
 
 
-def terms(scores: Scores) -> Any:
+def terms(scores: ScoreFunction) -> Any:
     from fused_tp.attention.kernels.triton import to_kernel_terms
 
     return to_kernel_terms(scores)
@@ -140,7 +140,7 @@ def run(c: Case, config: Any, lse: Tensor | None = None) -> dict[str, Tensor]:
     flash, own = kernels(), terms(c.scores)
     out, found = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=config)
     lse = found if lse is None else lse
-    sums = row_sums(c.grad_out, c.out.to(c.q.dtype), None)
+    sums = compute_row_sums(c.grad_out, c.out.to(c.q.dtype), None)
     results = {name: torch.zeros(x.shape) for name, x in (("q", c.q), ("k", c.k), ("v", c.v))}
     d_slopes = None if c.scores.alibi_slopes is None else torch.zeros(c.q.shape[2])
     flash.flash_backward(
@@ -150,7 +150,7 @@ def run(c: Case, config: Any, lse: Tensor | None = None) -> dict[str, Tensor]:
     if d_slopes is not None:
         results["slopes"] = d_slopes
     if c.sinks is not None:
-        results["sinks"] = sink_gradient(c.sinks, lse, sums)
+        results["sinks"] = compute_sink_gradient(c.sinks, lse, sums)
     return {"out": out, "lse": found, **results}
 
 
@@ -177,7 +177,7 @@ def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False)
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 PACKED = AttentionMask(41, 41, causal=True, window=(17, -1), cu_seqlens=(0, 1, 1, 30, 41))
-Given = tuple[AttentionMask, Scores, dict[str, Any], dict[str, Any]]  # and keywords of `case` and of `tile`
+Given = tuple[AttentionMask, ScoreFunction, dict[str, Any], dict[str, Any]]  # and keywords of `case` and of `tile`
 GQA = {"heads": (2, 1)}
 CASES: dict[str, Given] = {
     **{
@@ -196,7 +196,7 @@ for _dtype in (torch.bfloat16, torch.float16):
         MORE[f"{_dtype} tma {_tma}"] = (MASKS["causal"], SCORES["softcap"], {**_how, "sinks": True}, {"tma": _tma})
         MORE[f"{_dtype} documents tma {_tma}"] = (MASKS["documents"], SCORES["plain"], _how, {"rows": 32, "tma": _tma})
 for _dims in ((40, 40), (64, 128), (128, 40), (1, 3), (256, 256)):
-    _scores = Scores(_dims[0] ** -0.5)
+    _scores = ScoreFunction(_dims[0] ** -0.5)
     _how = {"dims": _dims, **GQA}
     MORE[f"dims {_dims}"] = (AttentionMask(33, 33, causal=True), _scores, _how, {"rows": 32, "block": 32})
 _how = {"dims": (40, 24), "dtype": torch.bfloat16}
@@ -242,7 +242,7 @@ def dropout_bits(_group: dist.ProcessGroup) -> None:
     for drop in (Dropout(0.5, 2**63 - 1), Dropout(0.1, 1 << 31, 2**20)):
         q, k = torch.zeros(2, 46, 2, 16), torch.zeros(2, 46, 1, 16)
         v = torch.eye(46)[None, :, None].expand(2, -1, 1, -1).contiguous()
-        out, _ = kernels().flash_attention(q, k, v, step, terms(Scores(1.0, dropout=drop)), config=tile())
+        out, _ = kernels().flash_attention(q, k, v, step, terms(ScoreFunction(1.0, dropout=drop)), config=tile())
         wanted = drop.keep_mask(2, 2, *[torch.from_numpy(indices)] * 2)
         assert torch.equal(out.transpose(1, 2) != 0, wanted)
 
@@ -273,8 +273,8 @@ def states(_group: dist.ProcessGroup) -> None:
     other = SoftmaxState.empty(c.q, 16)
     fold(other, slice(0, 16))
     other = SoftmaxState(other.weighted * 0.3, other.highest - torch.tensor(0.3).log(), other.total * 0.3)
-    out, lse = fold(other, slice(16, 37)).result(torch.float32)
-    torch.testing.assert_close((out, lse), whole.result(torch.float32), rtol=2e-6, atol=2e-6)
+    out, lse = fold(other, slice(16, 37)).finalize(torch.float32)
+    torch.testing.assert_close((out, lse), whole.finalize(torch.float32), rtol=2e-6, atol=2e-6)
 
 
 def leaks(_group: dist.ProcessGroup) -> None:
@@ -332,9 +332,9 @@ def strides(_group: dist.ProcessGroup) -> None:
     highest, total = (x[..., 1:-1] for x in log)
     flash, own = kernels(), terms(c.scores)
     flash.flash_forward(q, k, v, c.step, own, (weighted, highest, total), fresh=True, config=tile())
-    out, _ = SoftmaxState(weighted.clone(), highest, total).result(torch.float32)
+    out, _ = SoftmaxState(weighted.clone(), highest, total).finalize(torch.float32)
     torch.testing.assert_close(out, first["out"], rtol=1e-6, atol=1e-6)
-    sums = row_sums(c.grad_out, c.out.float(), None)
+    sums = compute_row_sums(c.grad_out, c.out.float(), None)
     for x in (dq, dk, dv):
         x.zero_()
     flash.flash_backward(

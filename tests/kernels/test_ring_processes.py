@@ -253,7 +253,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
 
     def by_messages(*args: Any) -> Any:
         ring = real(*args)
-        return MessageRing(ring._kernels.messages) if group.rank() == 1 else ring
+        return MessageRing(ring._schedule.messages) if group.rank() == 1 else ring
 
     checked = FUSED | {"FUSED_TP_CHECK": "1"}
     with (

@@ -214,7 +214,7 @@ CASES += [
     (
         lambda: explain("ring_attention", (1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)),
         ValueError,
-        "k has 2 heads; the 3 heads of q must be a multiple of them.",
+        "q has 3 heads; their number must be a multiple of the 2 heads of k.",
     ),
     (lambda: explain("all_reduce_rms_norm", 3), TypeError, "The shape of partial must be a sequence of ints"),
     (lambda: explain("all_reduce_rms_norm", (-1,)), ValueError, "The shape of partial is (-1,); it needs"),

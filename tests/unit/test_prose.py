@@ -70,6 +70,6 @@ def test_a_class_name_means_one_thing() -> None:
     for path in sources("fused_tp", "triton_kernels", "benchmarks"):
         if path.suffix == ".py":
             for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef) and node.name not in ("_Args", "_Grads"):
+                if isinstance(node, ast.ClassDef) and node.name not in ("_Args", "_BackwardArgs"):
                     places.setdefault(node.name.strip("_"), []).append(f"{path.relative_to(ROOT)}: {node.name}")
     assert not [several for several in places.values() if len(several) > 1]

@@ -20,7 +20,7 @@ from fused_tp.core.dispatch import ScheduleKey
 from fused_tp.core.group import check_mesh_order, group_by_name, resolve_group
 from fused_tp.core.partition import shard_range, shard_sizes
 from fused_tp.core.pending import sum_in_rank_order
-from fused_tp.ops.explain import explain_hypothetical, tensor_arguments
+from fused_tp.ops.explain import explain_hypothetical, tensor_argument_names
 
 
 def test_partition_is_that_of_torch_chunk() -> None:
@@ -243,7 +243,7 @@ def test_help_of_explain_lists_every_op(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
     listed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert all([op, *", ".join(names).split()] in listed for op, names in tensor_arguments().items())
+    assert all([op, *", ".join(names).split()] in listed for op, names in tensor_argument_names().items())
 
 
 def test_explain_of_ring_attention_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

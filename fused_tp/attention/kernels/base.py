@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.spec import ScoreFunction
 from fused_tp.core.availability import AVAILABLE, Availability
 
 
@@ -55,7 +55,7 @@ class StepRows(NamedTuple):
     row_sums: Tensor
 
     def select(self, rows: slice, keys: slice) -> StepRows:
-        """Views of the query rows `rows` and the key rows `keys`."""
+        """Return views of the query rows `rows` and the key rows `keys`."""
         q, out, grad_out = (x[:, rows] for x in (self.q, self.out, self.grad_out))
         return StepRows(
             q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], grad_out, self.row_sums[..., rows]
@@ -63,7 +63,7 @@ class StepRows(NamedTuple):
 
 
 class GradientSums(NamedTuple):
-    """Gradients to accumulate in, in fp32 (fp64 for fp64), shaped like q, k, v and the ALiBi slopes."""
+    """Tensors that accumulate gradients in fp32 (fp64 for fp64), shaped like q, k, v and the ALiBi slopes."""
 
     dq: Tensor
     dk: Tensor
@@ -71,7 +71,7 @@ class GradientSums(NamedTuple):
     d_slopes: Tensor | None
 
     def select(self, rows: slice, keys: slice) -> GradientSums:
-        """Views of the query rows `rows` and the key rows `keys`."""
+        """Return views of the query rows `rows` and the key rows `keys`."""
         return GradientSums(self.dq[:, rows], self.dk[:, keys], self.dv[:, keys], self.d_slopes)
 
 
@@ -86,7 +86,7 @@ class AttentionKernel(ABC):
 
     Attributes:
         name: value of FUSED_TP_ATTENTION that selects this kernel.
-        reason: why this kernel is chosen, for `explain`.
+        reason: the reason for choosing this kernel, for `explain`.
         devices: device types on which `explain` reports why this kernel was not chosen.
     """
 
@@ -104,22 +104,32 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def forward(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
+        self,
+        step: Step,
+        score_function: ScoreFunction,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
     ) -> None:
-        """Add the attention of q to the keys k with values v to `state`. With `fresh`, `state` is uninitialized memory,
-        and is overwritten."""
+        """Add the attention of q to the keys k with values v to `state`.
+
+        With `fresh`, `state` is uninitialized memory, and is overwritten.
+        """
 
     def forward_single_step(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor
+        self, step: Step, score_function: ScoreFunction, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return (out, lse), like `SoftmaxState.result`, for a call that consists of `step` only.
+        """Return (out, lse), like `SoftmaxState.finalize`, for a call that consists of `step` only.
 
         Return None if this kernel has no faster path than `forward` with a state.
         """
         return None
 
     @abstractmethod
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`.
 
         With p = exp(score - lse), p' = p after dropout, and dcap = the derivative of the softcap:

@@ -15,7 +15,7 @@ from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, Kerne
 from fused_tp.attention.kernels.torch_flash import plain_scores_availability
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.spec import ScoreFunction
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.pending import accumulate_dtype
@@ -27,7 +27,7 @@ try:
 except ImportError:  # the package was installed without its native core
     _HAS_CORE = False
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
 
 
 class NativeCpu(AttentionKernel):
@@ -53,7 +53,7 @@ class NativeCpu(AttentionKernel):
         if query.device.type != "cpu":
             return unavailable(f"it supports CPU tensors only, got tensors on {query.device}")
         settings.isa()  # raises if FUSED_TP_ISA is invalid, before anything is sent; the C++ core reads the variable
-        if query.dtype not in _DTYPES:
+        if query.dtype not in _DTYPE_CODES:
             dtype_name = str(query.dtype).removeprefix("torch.")
             return unavailable(f"it supports float32, bfloat16, float16 and float64, got {dtype_name}")
         return AVAILABLE
@@ -72,20 +72,28 @@ class NativeCpu(AttentionKernel):
         (AMX).
         """
         head_dim = max(query.head_dim, query.v_head_dim)
-        fastest = dispatch.choose_attention_kernel(query.dtype, head_dim, query.is_backward)
-        if fastest is not None:
-            return "" if fastest == self.name else "torch's kernels are faster here by the dispatch table"
+        fastest_kernel = dispatch.choose_attention_kernel(query.dtype, head_dim, query.is_backward)
+        if fastest_kernel is not None:
+            return "" if fastest_kernel == self.name else "torch's kernels are faster here by the dispatch table"
         has_tiles: bool = query.dtype == torch.bfloat16 and _core.has_matrix_tiles()
         return "torch's kernels use this CPU's matrix tiles (AMX)" if has_tiles else ""
 
     def forward(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
+        self,
+        step: Step,
+        score_function: ScoreFunction,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
     ) -> None:
         if fresh:
             state.clear()
-        slopes, vectors = _accumulation_slopes(scores, q.dtype), _step_vectors(step, scores)
+        slopes, vectors = _accumulation_slopes(score_function, q.dtype), _step_vectors(step, score_function)
         _core.attention_forward(
-            _make_problem(scores, slopes, vectors, q, k, v),
+            _make_problem(score_function, slopes, vectors, q, k, v),
             (state.weighted.data_ptr(), *state.weighted.stride()[:3]),
             _address_and_strides(state.highest),
             _address_and_strides(state.total),
@@ -93,7 +101,7 @@ class NativeCpu(AttentionKernel):
             self.isa,
         )
 
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
         q = saved.q
         # Autograd may pass gradients with stride 0 (expanded), or of another dtype.
         grad_out = saved.grad_out.to(q.dtype)
@@ -101,20 +109,22 @@ class NativeCpu(AttentionKernel):
             grad_out = grad_out.contiguous()
         wide_dtype = accumulate_dtype(q.dtype)
         lse, row_sums = saved.lse.to(wide_dtype), saved.row_sums.to(wide_dtype)
-        slopes, vectors = _accumulation_slopes(scores, q.dtype), _step_vectors(step, scores)
-        slope_terms = None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide_dtype)
+        slopes, vectors = _accumulation_slopes(score_function, q.dtype), _step_vectors(step, score_function)
+        slope_gradients = (
+            None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide_dtype)
+        )
         _core.attention_backward(
-            _make_problem(scores, slopes, vectors, q, saved.k, saved.v),
+            _make_problem(score_function, slopes, vectors, q, saved.k, saved.v),
             (grad_out.data_ptr(), *grad_out.stride()[:3]),
             _address_and_strides(lse),
             _address_and_strides(row_sums),
             *((x.data_ptr(), *x.stride()[:3]) for x in (sums.dq, sums.dk, sums.dv)),
-            0 if slope_terms is None else slope_terms.data_ptr(),
+            0 if slope_gradients is None else slope_gradients.data_ptr(),
             torch.get_num_threads(),
             self.isa,
         )
-        if sums.d_slopes is not None and slope_terms is not None:
-            sums.d_slopes.add_(slope_terms)
+        if sums.d_slopes is not None and slope_gradients is not None:
+            sums.d_slopes.add_(slope_gradients)
 
 
 # Addresses of a step's int32 vectors (0 for a vector that is not needed), and the tensors that own this memory. The
@@ -124,42 +134,44 @@ _StepVectors = tuple[list[int], list[Tensor]]
 _CPU = torch.device("cpu")
 
 
-def _step_vectors(step: Step, scores: Scores) -> _StepVectors:
+def _step_vectors(step: Step, score_function: ScoreFunction) -> _StepVectors:
     """Addresses of the intervals of seen keys, and of the positions if scores depend on them; cached in `step`."""
-    needs_positions = scores.alibi_slopes is not None or scores.dropout is not None
-    cached: _StepVectors | None = step.native_vectors.get(needs_positions)
-    if cached is None:
+    needs_positions = score_function.alibi_slopes is not None or score_function.dropout is not None
+    cached_vectors: _StepVectors | None = step.native_vectors.get(needs_positions)
+    if cached_vectors is None:
         device_vectors = step.vectors_on(_CPU)
         tensors = [
             device_vectors[name]
             for name in ("starts", "stops", *(("places", "q_indices", "k_indices") if needs_positions else ()))
         ]
-        cached = step.native_vectors[needs_positions] = (
+        cached_vectors = step.native_vectors[needs_positions] = (
             [*(x.data_ptr() for x in tensors), *[0] * (5 - len(tensors))],
             tensors,
         )
-    return cached
+    return cached_vectors
 
 
-def _accumulation_slopes(scores: Scores, dtype: torch.dtype) -> Tensor | None:
+def _accumulation_slopes(score_function: ScoreFunction, dtype: torch.dtype) -> Tensor | None:
     """ALiBi slopes in the accumulation dtype; None without ALiBi."""
-    slopes = scores.alibi_slopes
+    slopes = score_function.alibi_slopes
     return None if slopes is None else slopes.detach().to(accumulate_dtype(dtype)).contiguous()
 
 
-def _make_problem(scores: Scores, slopes: Tensor | None, vectors: _StepVectors, q: Tensor, k: Tensor, v: Tensor) -> Any:
+def _make_problem(
+    score_function: ScoreFunction, slopes: Tensor | None, vectors: _StepVectors, q: Tensor, k: Tensor, v: Tensor
+) -> Any:
     """Build the arguments that forward and backward share. They hold addresses, so callers must keep the tensors alive.
 
     q, k and v [batch, rows, heads, dim] are passed as address and strides of all dims but the last.
     """
-    dropout = scores.dropout
+    dropout = score_function.dropout
     batch, length, heads, dim = q.shape
     return _core.AttentionProblem(
-        _DTYPES[q.dtype],
+        _DTYPE_CODES[q.dtype],
         (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
         vectors[0],
-        scores.scale,
-        scores.softcap,
+        score_function.scale,
+        score_function.softcap,
         0 if slopes is None else slopes.data_ptr(),
         None
         if dropout is None

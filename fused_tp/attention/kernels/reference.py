@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.spec import ScoreFunction
 
 # Maximum number of scores per block (but at least 16 rows): 16 MB in fp32. A block needs a few tensors of this size;
 # with dropout about 16.
@@ -94,74 +94,89 @@ class ReferenceKernel(AttentionKernel):
     reason = "plain torch supports every device, dtype and score"
 
     def forward(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
+        self,
+        step: Step,
+        score_function: ScoreFunction,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
     ) -> None:
         if fresh:
             state.clear()
         for tile in self._tiles(step, q):
             rows = state.rows(tile.q_start, tile.q_stop)
             max_score, total = (_split_heads(x, k) for x in (rows.highest, rows.total))
-            block_scores = _block_scores(step, scores, tile, q, k, state.weighted.dtype)
+            block_scores = _compute_block_scores(step, score_function, tile, q, k, state.weighted.dtype)
             new_max = torch.maximum(max_score, block_scores.scores.amax(-1))
             shift = new_max.masked_fill(new_max == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
-            rescale, probabilities = torch.exp(max_score - shift), torch.exp(block_scores.scores - shift.unsqueeze(-1))
-            total.mul_(rescale).add_(probabilities.sum(-1))
+            rescale_factor, probabilities = (
+                torch.exp(max_score - shift),
+                torch.exp(block_scores.scores - shift.unsqueeze(-1)),
+            )
+            total.mul_(rescale_factor).add_(probabilities.sum(-1))
             max_score.copy_(new_max)
-            weighted = (
+            weighted_values = (
                 probabilities if block_scores.dropout_factor is None else probabilities * block_scores.dropout_factor
             ) @ _keys_by_kv_head(v[:, tile.keys], probabilities.dtype)
-            rows.weighted.mul_(_merge_heads(rescale.unsqueeze(-1))).add_(_merge_heads(weighted))
+            rows.weighted.mul_(_merge_heads(rescale_factor.unsqueeze(-1))).add_(_merge_heads(weighted_values))
 
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
         q, k, v, _, lse, grad_out, row_sums = saved
         dq, dk, dv, d_slopes = sums
         for tile in self._tiles(step, q):
             rows, keys = tile.rows, tile.keys
-            block_scores = _block_scores(step, scores, tile, q, k, dq.dtype)
+            block_scores = _compute_block_scores(step, score_function, tile, q, k, dq.dtype)
             finite_lse = lse[..., rows].masked_fill(lse[..., rows] == -torch.inf, 0.0)
             probabilities = torch.exp(block_scores.scores - _split_heads(finite_lse, k).unsqueeze(-1))
-            kept = probabilities if block_scores.dropout_factor is None else probabilities * block_scores.dropout_factor
+            kept_probabilities = (
+                probabilities if block_scores.dropout_factor is None else probabilities * block_scores.dropout_factor
+            )
             grad_out_block, q_block = (
                 _queries_by_kv_head(grad_out[:, rows], k, probabilities.dtype),
                 _queries_by_kv_head(q[:, rows], k, probabilities.dtype),
             )
-            d_scores = kept * (grad_out_block @ _keys_by_kv_head(v[:, keys], probabilities.dtype).mT)
+            d_scores = kept_probabilities * (grad_out_block @ _keys_by_kv_head(v[:, keys], probabilities.dtype).mT)
             d_scores -= probabilities * _split_heads(row_sums[..., rows], k).unsqueeze(-1)
             if d_slopes is not None and block_scores.distance is not None:
                 d_slopes -= (d_scores * block_scores.distance).sum((0, 3, 4)).flatten()
             if block_scores.softcap_derivative is not None:
                 d_scores = d_scores * block_scores.softcap_derivative
-            d_scores = d_scores * scores.scale
+            d_scores = d_scores * score_function.scale
             dq[:, rows] += _merge_heads(d_scores @ _keys_by_kv_head(k[:, keys], probabilities.dtype))
             dk[:, keys] += (d_scores.mT @ q_block).sum(2).transpose(1, 2)
-            dv[:, keys] += (kept.mT @ grad_out_block).sum(2).transpose(1, 2)
+            dv[:, keys] += (kept_probabilities.mT @ grad_out_block).sum(2).transpose(1, 2)
 
     def _tiles(self, step: Step, q: Tensor) -> Iterator[ReferenceTile]:
         keys = min(_MAX_BLOCK_KEYS, step.num_keys)
         return full_or_masked_tiles(step, max(16, _MAX_BLOCK_SCORES // (q.shape[0] * q.shape[2] * keys)), keys)
 
 
-def _block_scores(
-    step: Step, definition: Scores, tile: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
+def _compute_block_scores(
+    step: Step, score_function: ScoreFunction, tile: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
 ) -> _BlockScores:
     vectors = step.vectors_on(q.device)
     scores = _queries_by_kv_head(q[:, tile.rows], k, dtype) @ _keys_by_kv_head(k[:, tile.keys], dtype).mT
-    scores *= definition.scale
+    scores *= score_function.scale
     softcap_derivative = distance = dropout_factor = None
-    if definition.softcap:
-        tanh = torch.tanh(scores / definition.softcap)
-        scores, softcap_derivative = definition.softcap * tanh, 1 - tanh * tanh
-    if definition.alibi_slopes is not None:
+    if score_function.softcap:
+        tanh = torch.tanh(scores / score_function.softcap)
+        scores, softcap_derivative = score_function.softcap * tanh, 1 - tanh * tanh
+    if score_function.alibi_slopes is not None:
         distance = (vectors["places"][tile.rows, None] - vectors["k_indices"][tile.keys]).abs().to(dtype)
-        scores = scores - definition.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
+        scores = (
+            scores - score_function.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
+        )
     if tile.mask is TileMask.MASKED:
         columns = torch.arange(tile.k_start, tile.k_stop, device=q.device)
         starts, stops = vectors["starts"][tile.rows, None], vectors["stops"][tile.rows, None]
         scores = scores.masked_fill((columns < starts) | (columns >= stops), -torch.inf)
-    if definition.dropout is not None:
+    if score_function.dropout is not None:
         indices = vectors["q_indices"][tile.rows], vectors["k_indices"][tile.keys]
-        keep_mask = definition.dropout.keep_mask(q.shape[0], q.shape[2], *indices)
-        dropout_factor = _split_heads(keep_mask, k).to(dtype) / (1 - definition.dropout.p)
+        keep_mask = score_function.dropout.keep_mask(q.shape[0], q.shape[2], *indices)
+        dropout_factor = _split_heads(keep_mask, k).to(dtype) / (1 - score_function.dropout.p)
     return _BlockScores(scores, dropout_factor, softcap_derivative, distance)
 
 

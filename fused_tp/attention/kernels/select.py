@@ -18,7 +18,7 @@ from fused_tp.attention.kernels.native import NATIVE_KERNEL
 from fused_tp.attention.kernels.reference import REFERENCE_KERNEL
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL
 from fused_tp.attention.kernels.triton import TRITON_KERNEL
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.spec import ScoreFunction
 from fused_tp.core import settings
 
 KERNELS: dict[str, AttentionKernel] = {
@@ -42,41 +42,48 @@ def forced_kernel() -> str | None:
     Raises:
         ValueError: FUSED_TP_ATTENTION is not the name of a kernel.
     """
-    forced = settings.forced_attention()
-    if forced is not None and forced not in KERNELS:
-        raise ValueError(f"FUSED_TP_ATTENTION must be one of {', '.join(KERNELS)}, got {forced!r}.")
-    return forced
+    forced_name = settings.forced_attention()
+    if forced_name is not None and forced_name not in KERNELS:
+        raise ValueError(f"FUSED_TP_ATTENTION must be one of {', '.join(KERNELS)}, got {forced_name!r}.")
+    return forced_name
 
 
 def select_kernel(
     q: Tensor,
     v: Tensor,
-    scores: Scores,
+    score_function: ScoreFunction,
     *,
     has_grad_lse: bool = False,
     allows_tile_rounding: bool = True,
     is_backward: bool = False,
 ) -> AttentionKernel:
-    """Return the kernel for attention with `q`, `v` [B, S, H, D] and `scores`; other arguments as in `KernelQuery`."""
+    """Return the kernel for attention with `q`, `v` [B, S, H, D] and `score_function`; flags as in `KernelQuery`."""
     dims = q.shape[-1], v.shape[-1]
     return choose_kernel(
         KernelQuery(
-            q.device, q.dtype, *dims, scores.is_plain, has_grad_lse, allows_tile_rounding, scores.scale > 0, is_backward
+            q.device,
+            q.dtype,
+            *dims,
+            score_function.is_plain,
+            has_grad_lse,
+            allows_tile_rounding,
+            score_function.scale > 0,
+            is_backward,
         )
     )[0]
 
 
 @lru_cache(maxsize=256)
-def _choose_kernel(query: KernelQuery, forced: str | None, table: str | None) -> tuple[AttentionKernel, str]:
+def _choose_kernel(query: KernelQuery, forced_name: str | None, table: str | None) -> tuple[AttentionKernel, str]:
     """Implement `choose_kernel`. `table`, the path of the dispatch table, is only a cache key: the kernels read it."""
-    if forced is not None:
+    if forced_name is not None:
         # In the backward, lse may have a gradient on some ranks only. A forced kernel that does not support this
         # gradient must not raise on those ranks only: they use another kernel (below).
-        available = KERNELS[forced].available(replace(query, has_grad_lse=False))
-        if not available:
-            raise ValueError(f"FUSED_TP_ATTENTION={forced} does not support this call: {available.reason}.")
-        if KERNELS[forced].available(query):
-            return KERNELS[forced], f"FUSED_TP_ATTENTION={forced} forces it"
+        availability = KERNELS[forced_name].available(replace(query, has_grad_lse=False))
+        if not availability:
+            raise ValueError(f"FUSED_TP_ATTENTION={forced_name} does not support this call: {availability.reason}.")
+        if KERNELS[forced_name].available(query):
+            return KERNELS[forced_name], f"FUSED_TP_ATTENTION={forced_name} forces it"
     notes = ""
     for name, kernel in KERNELS.items():
         reason = kernel.available(query).reason or kernel.reason_to_avoid(query)

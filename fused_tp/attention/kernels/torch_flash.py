@@ -1,4 +1,4 @@
-"""Attention with torch's flash kernels, tile by tile, for plain scores. `Reference` computes tiles of irregular shape.
+"""Attention with torch's flash kernels, tile by tile, for plain scores. `ReferenceKernel` computes masked tiles.
 
 The kernels round the output and the gradients of every tile to the dtype of q, so each term of a sum is rounded once.
 Kernels that accumulate in fp32 from tile to tile round less.
@@ -29,7 +29,7 @@ from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, Kerne
 from fused_tp.attention.kernels.reference import REFERENCE_KERNEL, ReferenceTile, TileMask
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.spec import ScoreFunction
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 
 _CUDA_MAX_HEAD_DIM = 256
@@ -45,35 +45,35 @@ _cached_tiles: WeakKeyDictionary[Step, tuple[ReferenceTile, ...]] = WeakKeyDicti
 
 def step_tiles(step: Step) -> tuple[ReferenceTile, ...]:
     """Disjoint tiles that together cover all seen keys of a step; cached."""
-    cached = _cached_tiles.get(step)
-    if cached is None:
-        cached = _cached_tiles[step] = tuple(_make_tiles(step))
-    return cached
+    tiles = _cached_tiles.get(step)
+    if tiles is None:
+        tiles = _cached_tiles[step] = tuple(_make_tiles(step))
+    return tiles
 
 
 def _make_tiles(step: Step) -> Iterator[ReferenceTile]:
     if step.is_full:
         yield ReferenceTile(TileMask.FULL, 0, step.num_rows, 0, step.num_keys)
         return
-    first_uncovered = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
+    first_uncovered_row = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
     for start, stop in _regular_runs(step):
         if stop - start < _MIN_TILE_ROWS:
             continue
-        yield from _masked_tile(step, first_uncovered, start)
+        yield from _masked_tile(step, first_uncovered_row, start)
         yield from _band_tiles(step, start, stop)
-        first_uncovered = stop
-    yield from _masked_tile(step, first_uncovered, step.num_rows)
+        first_uncovered_row = stop
+    yield from _masked_tile(step, first_uncovered_row, step.num_rows)
 
 
 def _regular_runs(step: Step) -> Iterator[tuple[int, int]]:
     """Yield maximal runs [start, stop) of rows in which both interval ends advance by a constant 0 or 1 per row."""
-    slopes = np.stack([np.diff(step.starts), np.diff(step.stops)])
-    regular = ((slopes == 0) | (slopes == 1)).all(0)
-    # slopes[:, i] is the difference of rows i and i + 1. After an irregular difference i a run begins at row i + 1. If
-    # differences i and i + 1 are unequal but i is regular, row i + 1 still belongs to the run before; the next run
+    advances = np.stack([np.diff(step.starts), np.diff(step.stops)])
+    is_regular = ((advances == 0) | (advances == 1)).all(0)
+    # advances[:, i] is the difference of rows i and i + 1. After an irregular difference i, a run begins at row i + 1.
+    # If differences i and i + 1 are unequal but i is regular, row i + 1 still belongs to the run before; the next run
     # begins at row i + 2.
-    changed = (slopes[:, 1:] != slopes[:, :-1]).any(0) & regular[:-1]
-    begins = np.union1d(np.flatnonzero(~regular) + 1, np.flatnonzero(changed) + 2)
+    is_changed = (advances[:, 1:] != advances[:, :-1]).any(0) & is_regular[:-1]
+    begins = np.union1d(np.flatnonzero(~is_regular) + 1, np.flatnonzero(is_changed) + 2)
     bounds = [0, *map(int, begins), step.num_rows]
     yield from itertools.pairwise(bounds)
 
@@ -102,16 +102,16 @@ def _trapezoid_tiles(step: Step, start: int, stop: int) -> Iterator[ReferenceTil
 
 
 def _masked_tile(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
-    seeing = np.flatnonzero(step.stops[start:stop] > step.starts[start:stop])
-    if len(seeing):
-        first, last = start + int(seeing[0]), start + int(seeing[-1])
+    seeing_rows = np.flatnonzero(step.stops[start:stop] > step.starts[start:stop])
+    if len(seeing_rows):
+        first, last = start + int(seeing_rows[0]), start + int(seeing_rows[-1])
         yield ReferenceTile(TileMask.MASKED, first, last + 1, int(step.starts[first]), int(step.stops[last]))
 
 
 def plain_scores_availability(query: KernelQuery) -> Availability:
-    """Available if torch's flash kernels support such scores."""
+    """Available if torch's flash kernels support the scores of `query`, and the gradient of its log-sum-exp."""
     if not query.has_plain_scores:
-        return unavailable("torch's kernels do not support softcap, ALiBi and dropout by position")
+        return unavailable("torch's kernels do not support softcap, ALiBi, or dropout that depends on positions")
     if not query.has_positive_scale:
         return unavailable("torch's kernels mask scores before scaling them, so scale must be above 0")
     return (
@@ -129,7 +129,15 @@ class TorchFlash(AttentionKernel):
     head_dim_multiple = 1  # the kernels require a head_dim that is a multiple of this
 
     def forward(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
+        self,
+        step: Step,
+        score_function: ScoreFunction,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
     ) -> None:
         if fresh:
             state.clear()
@@ -137,36 +145,40 @@ class TorchFlash(AttentionKernel):
             rows, keys = tile.rows, tile.keys
             tile_state = state.rows(tile.q_start, tile.q_stop)
             if tile.mask is TileMask.MASKED:
-                REFERENCE_KERNEL.forward(_tile_step(step, tile), scores, q[:, rows], k[:, keys], v[:, keys], tile_state)
+                REFERENCE_KERNEL.forward(
+                    _tile_step(step, tile), score_function, q[:, rows], k[:, keys], v[:, keys], tile_state
+                )
                 continue
             reverse = _token_reversal(tile)
-            queries, keys_, values = (
+            queries, kernel_keys, values = (
                 self._to_kernel_layout(reverse(x), q, v) for x in (q[:, rows], k[:, keys], v[:, keys])
             )
-            out, lse = self._run_forward(queries, keys_, values, tile.mask is not TileMask.FULL, scores.scale)
+            out, lse = self._run_forward(
+                queries, kernel_keys, values, tile.mask is not TileMask.FULL, score_function.scale
+            )
             out, lse = reverse(out[..., : v.shape[-1]].transpose(1, 2)), reverse(lse.transpose(1, 2)).transpose(1, 2)
             tile_state.add(out, lse)
 
     def forward_single_step(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor
+        self, step: Step, score_function: ScoreFunction, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        shapes = [tile.mask for tile in step_tiles(step)]
-        if scores.sinks is not None or len(shapes) > 1 or not {*shapes} <= {TileMask.FULL, TileMask.LOWER}:
+        masks = [tile.mask for tile in step_tiles(step)]
+        if score_function.sinks is not None or len(masks) > 1 or not {*masks} <= {TileMask.FULL, TileMask.LOWER}:
             return None
         queries, keys, values = (self._to_kernel_layout(x, q, v) for x in (q, k, v))
-        out, lse = self._run_forward(queries, keys, values, TileMask.LOWER in shapes, scores.scale)
+        out, lse = self._run_forward(queries, keys, values, TileMask.LOWER in masks, score_function.scale)
         return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse.contiguous()
 
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`.
 
         The kernels do not read `row_sums`: they compute it from grad_out and out, so lse must not have a gradient.
         """
         sums = sums._replace(d_slopes=None)
         for tile in step_tiles(step):
-            tile_saved, totals = saved.select(tile.rows, tile.keys), sums.select(tile.rows, tile.keys)
+            tile_saved, tile_sums = saved.select(tile.rows, tile.keys), sums.select(tile.rows, tile.keys)
             if tile.mask is TileMask.MASKED:
-                REFERENCE_KERNEL.backward(_tile_step(step, tile), scores, tile_saved, totals)
+                REFERENCE_KERNEL.backward(_tile_step(step, tile), score_function, tile_saved, tile_sums)
                 continue
             reverse = _token_reversal(tile)
             grad_out, q, k, v, out = (
@@ -174,8 +186,10 @@ class TorchFlash(AttentionKernel):
                 for x in (tile_saved.grad_out, tile_saved.q, tile_saved.k, tile_saved.v, tile_saved.out)
             )
             lse = reverse(tile_saved.lse.transpose(1, 2)).transpose(1, 2)
-            grads = self._run_backward(grad_out, q, k, v, out, lse, tile.mask is not TileMask.FULL, scores.scale)
-            for total, term in zip(totals[:3], grads, strict=True):
+            grads = self._run_backward(
+                grad_out, q, k, v, out, lse, tile.mask is not TileMask.FULL, score_function.scale
+            )
+            for total, term in zip(tile_sums[:3], grads, strict=True):
                 total += reverse(term[..., : total.shape[-1]].transpose(1, 2))
 
     def _to_kernel_layout(self, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
@@ -267,7 +281,7 @@ class TorchCudaFlash(TorchFlash):
                 v,
                 out,
                 lse.contiguous(),
-                None,  # cumulative lengths of packed sequences: not packed
+                None,  # no cumulative lengths: the sequences are not packed
                 None,
                 q.shape[2],
                 k.shape[2],
@@ -283,12 +297,12 @@ class TorchCudaFlash(TorchFlash):
 @contextmanager
 def _deterministic_mode() -> Iterator[None]:
     """Context manager in which torch launches deterministic kernels."""
-    previous = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    previous_mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
+        torch.use_deterministic_algorithms(previous_mode[0], warn_only=previous_mode[1])
 
 
 TORCH_CPU_KERNEL = TorchCpuFlash()

@@ -13,12 +13,12 @@ from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, Kerne
 from fused_tp.attention.kernels.torch_flash import TORCH_CUDA_KERNEL
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.spec import ScoreFunction
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, unavailable
 
 
 def triton_availability(query: KernelQuery) -> Availability:
-    """Available if `TritonFlash` supports calls like `query`; `plain` and `grad_lse` do not matter."""
+    """Available if `TritonFlash` supports calls like `query`. All scores and a gradient of lse are supported."""
     if not has_triton():
         return unavailable("Triton is not installed")
     device = None if query.device.type == "cuda" and not torch.cuda.is_available() else query.device
@@ -52,18 +52,28 @@ class TritonFlash(AttentionKernel):
         return ""
 
     def forward(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
+        self,
+        step: Step,
+        score_function: ScoreFunction,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
     ) -> None:
         sums = (state.weighted, state.highest, state.total)
-        _load_kernels().flash_forward(q, k, v, step, to_kernel_terms(scores), sums, fresh=fresh)
+        _load_kernels().flash_forward(q, k, v, step, to_kernel_terms(score_function), sums, fresh=fresh)
 
-    def forward_single_step(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_single_step(
+        self, step: Step, score_function: ScoreFunction, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = _load_kernels().flash_attention(
-            q, k, v, step, to_kernel_terms(scores), sinks=scores.sinks
+            q, k, v, step, to_kernel_terms(score_function), sinks=score_function.sinks
         )
         return result
 
-    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`; bitwise equal in every run."""
         _load_kernels().flash_backward(
             saved.grad_out,
@@ -76,7 +86,7 @@ class TritonFlash(AttentionKernel):
             sums.dk,
             sums.dv,
             step,
-            to_kernel_terms(scores),
+            to_kernel_terms(score_function),
             d_slopes=sums.d_slopes,
         )
 
@@ -90,12 +100,16 @@ def _load_kernels() -> ModuleType:
     return attention
 
 
-def to_kernel_terms(scores: Scores) -> Any:
-    """Convert `scores` to `triton_kernels.attention.Terms`, the argument type of the Triton kernels."""
+def to_kernel_terms(score_function: ScoreFunction) -> Any:
+    """Convert `score_function` to `triton_kernels.attention.Terms`, the argument type of the Triton kernels."""
     kernels = _load_kernels()
-    drop = scores.dropout
-    dropout = None if drop is None else kernels.DropoutArguments(drop.p, drop.seed, drop.first_head)
-    return kernels.Terms(scores.scale, scores.softcap, scores.alibi_slopes, dropout)
+    dropout_spec = score_function.dropout
+    dropout = (
+        None
+        if dropout_spec is None
+        else kernels.DropoutArguments(dropout_spec.p, dropout_spec.seed, dropout_spec.first_head)
+    )
+    return kernels.Terms(score_function.scale, score_function.softcap, score_function.alibi_slopes, dropout)
 
 
 TRITON_KERNEL = TritonFlash()
