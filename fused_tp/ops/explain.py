@@ -128,7 +128,9 @@ def explain(
             return replace(decision, reason=f"{decision.reason}, until {autotune_clause} the first such call")
         schedule_name = choice["schedule"]
         transport = SCHEDULES[schedule_name].transport or backend_for_device(resolved_group, resolved_device.type)
-        return Decision(schedule_name, transport, f"measured here: {describe_choice(choice)}{describe_caveat(schedule_name)}")
+        return Decision(
+            schedule_name, transport, f"measured here: {describe_choice(choice)}{describe_caveat(schedule_name)}"
+        )
 
     environment = _Environment(
         resolved_group.size,
