@@ -239,35 +239,15 @@ class Op(Generic[A]):
             return self._call_without_plan(values)
         if plan is None:
             return self._call_without_plan(values, key)
-<<<<<<< ours
-        schedule, fast_call, changed_args, name = plan
-||||||| base
-        schedule, repeatable, changed_args, name = plan
-=======
-        schedule, repeatable_forward, changed_args, group_name = plan
->>>>>>> theirs
+        schedule, fast_call, changed_args, group_name = plan
         if changed_args:
             args = new_args = list(args)
             for index, value in changed_args:
-<<<<<<< ours
-                replaced[index] = value
-        # `repeatable` begins with a torch op, which handles conjugate and negative bits, so they are not checked here.
-        if fast_call is not None and not needs_grad:
-            found = fast_call(*args)
-            return self._call_without_plan(values) if found is None else found
-||||||| base
-                replaced[index] = value
-        # `repeatable` begins with a torch op, which handles conjugate and negative bits, so they are not checked here.
-        if repeatable is not None and not needs_grad:
-            found = repeatable(*args)
-            return self._call_without_plan(values) if found is None else found
-=======
                 new_args[index] = value
-        # `repeatable_forward` begins with a torch op, which handles conjugate and negative bits: no check here.
-        if repeatable_forward is not None and not needs_grad:
-            repeated_result = repeatable_forward(*args)
+        # `fast_call` begins with a torch op, which handles conjugate and negative bits: no check here.
+        if fast_call is not None and not needs_grad:
+            repeated_result = fast_call(*args)
             return self._call_without_plan(values) if repeated_result is None else repeated_result
->>>>>>> theirs
         for value in args:
             for item in value if type(value) is list else (value,):
                 if type(item) in _PLAIN_TYPES and (
@@ -405,16 +385,8 @@ class Op(Generic[A]):
         plans = self._plans[group_by_name(args[-1])]
         if len(plans) >= _MAX_PLANS:
             plans.clear()
-<<<<<<< ours
         fast_call = None if schedule is None else schedule.make_fast_call(self.name, args)
         plans[key] = schedule, fast_call, tuple(changed_args), args[-1]
-||||||| base
-        repeatable = None if schedule is None else schedule.make_repeatable(self.name, args)
-        plans[key] = schedule, repeatable, tuple(changed_args), args[-1]
-=======
-        repeatable_forward = None if schedule is None else schedule.make_repeatable(self.name, args)
-        plans[key] = schedule, repeatable_forward, tuple(changed_args), args[-1]
->>>>>>> theirs
 
     def select_schedule(self, args: A) -> Schedule | None:
         """Select the schedule for a call with `args`; None if the call does not communicate."""
