@@ -55,7 +55,7 @@ def now() -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RivalComparison:
     """Comparison of fused_tp with a contestant: `bar` is the required value, `aim` the desired one."""
 
     measure: str  # a key of case.MEASURES
@@ -73,7 +73,7 @@ class Record:
     ms: Quartiles
     rounds: int
     calls: int  # per round; several are timed together if one is too short for the clock
-    comparison: Comparison | None  # None for fused_tp itself
+    comparison: RivalComparison | None  # None for fused_tp itself
     world_size: int
     note: str
     machine: MeasuredMachine
@@ -97,7 +97,7 @@ class Record:
             if schema != SCHEMA:
                 raise ValueError(f"schema {schema} is not {SCHEMA}, which this version reads")
             comparison_fields = fields.pop("comparison")
-            comparison = comparison_fields and Comparison(
+            comparison = comparison_fields and RivalComparison(
                 **{**comparison_fields, "value": Quartiles(**comparison_fields["value"])}
             )
             ms, machine = Quartiles(**fields.pop("ms")), MeasuredMachine(**fields.pop("machine"))
@@ -130,7 +130,7 @@ def make_records(
         comparison = None
         if rival is not None and FUSED_TP in seconds:
             value = rival.measure.compare(seconds[FUSED_TP], rank_seconds, world_size)
-            comparison = Comparison(rival.measure.name, value, rival.bar, rival.aim)
+            comparison = RivalComparison(rival.measure.name, value, rival.bar, rival.aim)
         ms, note = Quartiles.from_values([1e3 * second for second in rank_seconds]), times[0].notes[name]
         if machine.gpu:
             note = "; ".join(filter(None, (case.format_rate(ms.median), note)))

@@ -97,7 +97,7 @@ def make_meta_model(config: Any) -> nn.Module:
 def count_model(model: Any) -> ModelShape:
     """Count a model created by `make_meta_model`. Removes all but one layer of each kind from the model."""
     name, text_config = _model_name(model.config), model.config.get_text_config()
-    model_layers = _ModelLayers(model)
+    model_layers = _LayerBlocks(model)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     hidden = config_value(text_config, "hidden_size") or embedding.weight.shape[-1]
     drop_repeated_layers(model, model_layers)
@@ -160,7 +160,7 @@ class _ModuleParameter:
         return self.parameter.ndim > 1 and not isinstance(self.module, nn.Embedding) and "bias" not in self.key
 
 
-class _ModelLayers:
+class _LayerBlocks:
     """Layers of a model with their parameters, and the parameters outside the layers.
 
     Attributes:
@@ -252,7 +252,7 @@ class _LayerKind:
     parameters: list[_ModuleParameter]
 
 
-def drop_repeated_layers(model: nn.Module, model_layers: _ModelLayers) -> None:
+def drop_repeated_layers(model: nn.Module, model_layers: _LayerBlocks) -> None:
     """Remove all but one layer of each kind from `model`, so that checks of deep models are fast."""
     if model_layers.container:
         layers: Any = model.get_submodule(model_layers.container)
@@ -452,7 +452,7 @@ class _LayerCounter:
         )
         return _first_positive_int(("sliding_window",), module) or config_window or None
 
-    def notes(self, model_layers: _ModelLayers, layers_by_kind: list[Layer]) -> Iterator[str]:
+    def notes(self, model_layers: _LayerBlocks, layers_by_kind: list[Layer]) -> Iterator[str]:
         """Yield messages about operations that the cost model omits."""
         counts = Counter(model_layers.kind_numbers)
         mixer_counts: Counter[str] = Counter()
@@ -542,7 +542,7 @@ def _outside_notes(parameters: list[_ModuleParameter], output: nn.Module | None)
 class PlanCheck:
     """Checks of `parallelize` and `build` that need no ranks, on a model on the meta device."""
 
-    def __init__(self, model: Any, model_layers: _ModelLayers, name: str) -> None:
+    def __init__(self, model: Any, model_layers: _LayerBlocks, name: str) -> None:
         self.model, self.model_layers, self.name = model, model_layers, name
         try:
             self.plan = choose_intermediate_styles(model, resolve_plan(model, "auto"))

@@ -33,9 +33,9 @@ from benchmarks.case import (
 )
 from benchmarks.ranks import RankContext, RankFailure, Ranks
 from benchmarks.results import (
-    Comparison,
     MeasuredMachine,
     Record,
+    RivalComparison,
     make_records,
     merge_records,
     read_records,
@@ -56,7 +56,7 @@ RECORD = Record(
     ms=Quartiles(2.0, 1.5, 2.5),
     rounds=9,
     calls=4,
-    comparison=Comparison("time ratio", Quartiles(0.9, 0.85, 0.95), bar=0.97, aim=None),
+    comparison=RivalComparison("time ratio", Quartiles(0.9, 0.85, 0.95), bar=0.97, aim=None),
     world_size=2,
     note="one_sided over shm",
     machine=MACHINE,
@@ -147,7 +147,7 @@ def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
     ours, floor, whole, unranked = make_records(case, times, 2, MACHINE, {})
     assert ours.comparison is None
     assert ours.ms.median == 2000.0 and ours.note == ""
-    assert floor.comparison == Comparison("time ratio", Quartiles(2.0, 2.0, 2.0), 1.1, None)
+    assert floor.comparison == RivalComparison("time ratio", Quartiles(2.0, 2.0, 2.0), 1.1, None)
     assert whole.comparison is not None and whole.comparison.value.median == 1.0
     assert unranked.comparison is None
     without_ours = CaseTimes({"floor": [1.0]}, {"floor": 1}, {"floor": ""}, {FUSED_TP: "absent"})
@@ -155,7 +155,9 @@ def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
 
 
 def test_table() -> None:
-    missed = replace(RECORD, contestant="other", comparison=Comparison("speedup", Quartiles(1.2, 1.1, 1.3), 1.3, 1.6))
+    missed = replace(
+        RECORD, contestant="other", comparison=RivalComparison("speedup", Quartiles(1.2, 1.1, 1.3), 1.3, 1.6)
+    )
     text = markdown(
         [replace(RECORD, contestant=FUSED_TP, comparison=None), RECORD, missed], ["fp8: no time left."], 7.5
     )
