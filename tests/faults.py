@@ -149,7 +149,7 @@ def failure_of(run: Callable[..., object]) -> Failure:
             begun = time.monotonic()
             run(lost=True)
     seconds = time.monotonic() - begun
-    with pytest.raises(FusedTPError, match="unusable since an earlier") as second:
+    with pytest.raises(FusedTPError, match="unusable because an earlier") as second:
         run(lost=True)
     return Failure(type(first.value).__name__, str(first.value), seconds, str(second.value))
 

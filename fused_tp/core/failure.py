@@ -386,7 +386,7 @@ class GroupCalls:
     def unusable_error(self) -> FusedTPError:
         """Return the error that calls raise after a failure of the group."""
         return FusedTPError(
-            "Group {group!r} is unusable since an earlier failure: {cause} Destroy the process group and create a new "
+            "Group {group!r} is unusable because an earlier call failed: {cause} Destroy the process group and create a new "
             "one.",
             group=self.group.name,
             cause=self.fatal_error,

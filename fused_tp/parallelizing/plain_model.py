@@ -49,6 +49,7 @@ from fused_tp.parallelizing.sequence_sharding import (
     sharded_head,
 )
 from fused_tp.parallelizing.shard_plan import Style, StyleSpec, spec_of
+from fused_tp.parallelizing.whole_blocks import mixes_tokens
 
 POSITION_NAMES = ("positions", "position_ids")
 CACHE_NAMES = ("cache", "kv_cache", "past_key_values")
@@ -68,7 +69,7 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
             f"{class_name}.forward must have an argument `positions` or `position_ids` for {option}: each rank "
             "passes the positions of its shard of the sequence. Add the argument."
         )
-    mixing_name = next((name for name, m in model.named_modules() if _mixes_tokens(m)), None)
+    mixing_name = next((name for name, m in model.named_modules() if mixes_tokens(m)), None)
     if parallelism.shards_sequence and mixing_name is not None:
         raise ValueError(
             f"{mixing_name!r} ({type(model.get_submodule(mixing_name)).__name__}) combines tokens by other means than "
@@ -111,12 +112,6 @@ def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
         + ". Split by .chunk(3, dim=-1) for q, k and v, or .chunk(2, dim=-1) for gate and up, which use the width on "
         f"the rank, and give {name!r} the style 'packed_colwise_3' or 'packed_colwise'; or use separate layers."
     )
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return any(size > 1 for size in module.kernel_size)
-    return isinstance(module, (nn.RNNBase, nn.modules.batchnorm._NormBase))
 
 
 class PlainSequence(SequenceSharding):

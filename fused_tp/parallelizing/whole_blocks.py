@@ -30,6 +30,13 @@ from fused_tp.parallelizing.sequence_sharding import SequenceSharding, restore_h
 from fused_tp.parallelizing.shard_plan import ShardingPlan, is_within, spec_of
 
 
+def mixes_tokens(module: nn.Module) -> bool:
+    """True if `module` is a layer of torch whose output at a token depends on other tokens."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return any(size > 1 for size in module.kernel_size)
+    return isinstance(module, (nn.RNNBase, nn.modules.batchnorm._NormBase))
+
+
 def find_blocks(model: nn.Module, plan: ShardingPlan, *, exchanges_expert_rows: bool) -> tuple[list[str], list[str]]:
     """Return (names of blocks that run on the full sequence, names of blocks with experts that run on a shard).
 
@@ -57,7 +64,12 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, exchanges_expert_rows: 
             )
         spec = spec_of(style)
         has_parameters = any(True for _ in module.parameters(recurse=False))
-        is_known = style is not None or "norm" in type(module).__name__.lower() or isinstance(module, nn.Embedding)
+        is_known = (
+            style is not None
+            or "norm" in type(module).__name__.lower()
+            or isinstance(module, nn.Embedding)
+            or (isinstance(module, nn.modules.conv._ConvNd) and not mixes_tokens(module))
+        )
         if not (spec.splits_input or spec.shares_rotary or spec.sums_output) and (is_known or not has_parameters):
             continue
         block = _find_block(name, modules)

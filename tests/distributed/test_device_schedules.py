@@ -304,7 +304,7 @@ def kernels_fail(group: Any) -> tuple[str, str]:
             transport.shift("shift", outside[:0], outside, 1).wait()
         assert time.perf_counter() - begun < 4.0  # the deadline is 60 s
         for run in (lambda: schedule.all_reduce(X), lambda: schedule.collectives.all_reduce(X, "two_shot")):
-            with pytest.raises(FusedTPError, match="unusable since an earlier failure") as refused:
+            with pytest.raises(FusedTPError, match="unusable because an earlier call failed") as refused:
                 run()
         return str(heard.value), str(refused.value)
 

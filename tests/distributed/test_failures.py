@@ -478,7 +478,7 @@ def test_error_midway_aborts_group(name: str) -> None:
     transport = PLACES[name].transport
     build_doubles(transport)
     own, *peers = run_ranks(WORLD, raises_midway, name)
-    assert "unusable since an earlier" in own.again and "OutOfMemory" in own.message, own
+    assert "unusable because an earlier" in own.again and "OutOfMemory" in own.message, own
     assert "no memory for 12 bytes" in own.message, own
     for one in peers:
         assert re.search(HEARD.get(transport, "rank 0 has aborted the group. Its error: "), one.message), one

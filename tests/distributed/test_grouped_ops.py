@@ -160,7 +160,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "one for each expert", up, x, w, routing.tokens, routing.offsets[:2], group=group)
     refuses(
         ValueError,
-        "ascending, with the number of rows, 8, last",
+        "ascending ends of the experts' rows, the last one equal to the number of rows, 8",
         up,
         x,
         w,

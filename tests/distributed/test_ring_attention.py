@@ -400,7 +400,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, r"k has 3 tokens on rank 0, but q has 4 \(dim 1 of \[batch, seq"),
     ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, "For cross-attention, pass seq_len_kv"),
     ({"k": Q[..., :4]}, ValueError, "k has head_dim 4"),
-    ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, ValueError, "k has 3 heads"),
+    ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, ValueError, "multiple of the 3 heads of k"),
     ({"v": Q[:, :, :2]}, ValueError, "v has shape .* only head_dim may differ"),
     ({"group": 3}, TypeError, "group must be"),
     ({"scale": torch.ones(1)}, TypeError, "scale must be a float"),

@@ -23,6 +23,8 @@ from examples.llama import KVCache, Llama, LlamaConfig
 from fused_tp.parallelizing import layers
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
+    LAYOUTS,
+    SIZES,
     assert_near,
     assert_same_calls,
     assert_same_gradients,
@@ -501,6 +503,29 @@ def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
     for keywords in ({"ignore_index": 3}, {"label_smoothing": 0.1}, {"weight": torch.ones(67)}):
         OtherLoss.keywords = keywords
         refuses(ValueError, f"loss_function with {next(iter(keywords))}", model, tokens, labels=tokens)
+
+
+class Pointwise(nn.Module):
+    """Convolution of one token at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv1d(SIZES["hidden_size"], SIZES["hidden_size"], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+@on_layouts("tp2_sp")
+def test_convolution_of_single_tokens(group: dist.ProcessGroup, layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    whole = make("plain")
+    for layer in whole.model.layers:
+        layer.post_attention_layernorm = nn.Sequential(layer.post_attention_layernorm, Pointwise())
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), verify=True, **keywords)
+    tokens = make_tokens(2, 10)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
 
 @on_ranks(2)

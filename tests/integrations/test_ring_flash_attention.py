@@ -218,7 +218,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
         24,
         group=group,
     )
-    refuses(ValueError, r"q has shape \(1, 12, 4, 8\)", varlen, row, row, row, bounds, 12, group=group)
+    refuses(ValueError, r"q must have shape .* got \(1, 12, 4, 8\)", varlen, row, row, row, bounds, 12, group=group)
     refuses(TypeError, "cu_seqlens must be a Tensor", varlen, t, t, t, [0, 12], 12, group=group)
     of_swift = ms_swift.zigzag_ring_flash_attn_varlen_func
     odd = torch.tensor([0, 7, 24])

@@ -177,7 +177,7 @@ def test_runs_that_cannot_be(tmp_path: Path) -> None:
     says += ("tp must be an int", "does not exist", "at least seq=", "at least global_batch")
     says += ("must be a multiple of 2", "cannot be split into 2 microbatches", "the model's vocabulary is 0 to 49")
     says += ("The text of data.evaluation has token -1", "data.seq must be at most 32")
-    says += ("its 3 key/value heads do not divide", "hidden_act cannot be 'foo'", "num_attention_heads cannot be 0")
+    says += ("the 3 key/value heads do not divide", "hidden_act cannot be 'foo'", "num_attention_heads cannot be 0")
     (found,) = run_fresh(1, refusals, tmp_path)
     for text, part in zip(found, says, strict=True):
         assert part in text, (part, text)
@@ -420,7 +420,7 @@ def test_export_takes_no_folder_in_use(tmp_path: Path) -> None:
         )
 
     assert "contains files that no export has written" in refusal(tmp_path)
-    assert "is not a folder" in refusal(tmp_path / "text" / "0.txt")
+    assert "must be a folder" in refusal(tmp_path / "text" / "0.txt")
     assert "the run starts from the model in" in refusal(tmp_path / "new", model={"pretrained": str(tmp_path / "new")})
     check_folder(TrainSettings.from_mapping(settings_of(tmp_path, export=str(tmp_path / "new"))))
     (tmp_path / "fused_tp.json").touch()

@@ -234,7 +234,7 @@ def test_a_rank_that_raises_half_way_gives_the_group_up() -> None:
         assert [name for name in ran if name != "relay_kernel"] == launched, (
             "all that may raise comes before a launch that peers count on"
         )
-        assert "unusable since an earlier failure: ring_attention" in said and "MemoryError" in said
+        assert "unusable because an earlier call failed: ring_attention" in said and "MemoryError" in said
 
 
 def of_two_minds(group: Any) -> tuple[str, str]:

@@ -102,7 +102,7 @@ def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(
     with pytest.raises(kind) as raised, workspaces.use("sum", 1, "op") as workspace:
         workspace.expired_wait.return_value = left
     assert str(raised.value) == sentence and workspace.leave.called, "a peer that comes later waits in vain"
-    with pytest.raises(FusedTPError, match="unusable since an earlier failure: "):
+    with pytest.raises(FusedTPError, match="unusable because an earlier call failed: "):
         workspaces.raise_if_failed()
 
 
@@ -110,7 +110,7 @@ def test_one_that_gives_up_tells_its_peers_in_all_workspaces() -> None:
     workspaces, of_kinds = both()
     workspaces.abort("why")
     assert all(one.leave.called for one in of_kinds)
-    with pytest.raises(FusedTPError, match="unusable since an earlier failure: why"):
+    with pytest.raises(FusedTPError, match="unusable because an earlier call failed: why"):
         workspaces.use("sum", 1, "op")
 
 

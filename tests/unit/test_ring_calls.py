@@ -90,7 +90,7 @@ def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None
     rest = (*checked_arguments(AttentionArguments(causal=True), q, q, q, 1, 0), "")
     for _ in range(3):
         args = ring_attention.RING_ATTENTION.pack((q.as_subclass(OnGpu), q, q, *rest))
-        ring_attention._prepare_call(LocalSchedule(), args, grad_lse=False)
+        ring_attention._prepare_call(LocalSchedule(), args, has_grad_lse=False)
     assert len(ring_attention._captured_plans) == 1
 
 

@@ -119,7 +119,7 @@ class GroupKernels(ABC, Generic[SlotT]):
         """
         if self.fatal_error is not None:
             sentence = (
-                f"The group's {self._kernels_name} are unusable since an earlier failure: {{cause}} Destroy the "
+                f"The group's {self._kernels_name} are unusable because an earlier call failed: {{cause}} Destroy the "
                 "process group and create a new one."
             )
             raise self._error(FusedTPError, sentence, cause=self.fatal_error)
