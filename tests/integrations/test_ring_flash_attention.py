@@ -237,7 +237,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
     slopes = seeded(1, HEADS)
     refuses(ValueError, r"alibi_slopes has shape \(1, 4\)", ring, row, row, row, alibi_slopes=slopes, group=group)
     refuses(TypeError, "return_attn_probs", ring, row, row, row, return_attn_probs=1, group=group)
-    refuses(ValueError, "qkv has shape", library.ring_flash_attn_qkvpacked_func, row, group=group)
+    refuses(ValueError, "qkv must have shape", library.ring_flash_attn_qkvpacked_func, row, group=group)
     llama3, prepare = library.llama3_flash_attn_varlen_func, library.llama3_flash_attn_prepare_cu_seqlens
     refuses(TypeError, "of fused_tp, got", llama3, t, t, t, bounds, bounds, 12, 12, 1, slice(0, 12))
     refuses(ValueError, "must be a multiple of world_size=2, got 25", prepare, torch.tensor([0, 25]), True, 0, 2)
