@@ -386,8 +386,8 @@ class GroupCalls:
     def unusable_error(self) -> FusedTPError:
         """Return the error that calls raise after a failure of the group."""
         return FusedTPError(
-            "Group {group!r} is unusable because an earlier call failed: {cause} Destroy the process group and create a "
-            "new one.",
+            "Group {group!r} is unusable because an earlier call failed: {cause} Destroy the process group and "
+            "create a new one.",
             group=self.group.name,
             cause=self.fatal_error,
         )
