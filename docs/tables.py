@@ -113,21 +113,20 @@ FEATURES = {
 
 # Reasons why `parallelize` rejects a model type, by a part of its error message.
 REASONS = {
-    "has no tp_plan of its own": "no plan",
+    "has no tp_plan": "no plan",
     "cannot be replaced": "attention cannot be replaced",
     "mix tokens by other means than attention": "tokens meet outside of attention",
-    "uses a custom attention mask": "a mask of its own",
-    "neither a causal language model nor": "not a causal language model alone",
-    "is not in the plan, and": "a module between sharded layers that no plan tells of",
-    "itself, and the plan cuts it": "reads a weight that the plan cuts",
-    "has parameters and is not in the plan": "a module that may not see a part of the sequence",
-    "which takes whole sequences": "a module that may not see a part of the sequence",
-    "tokens of all rows in one dim": "tokens of all rows in one dim",
-    "styles that fused_tp does not serve": "a style that is not served",
+    "uses a custom attention mask": "a custom mask",
+    "neither a causal language model nor": "more than a causal language model",
+    "is not in the plan, but": "a module between sharded layers without a style",
+    "directly, but the plan shards": "reads a weight that the plan shards",
+    "has parameters but is not in the plan": "a module that may need the full sequence",
+    "it needs the full sequence": "a module that may need the full sequence",
+    "Unsupported styles in the plan": "a style that is not supported",
     "uses attn_implementation=": "attention cannot be replaced",
-    "which needs a plain nn.": "a layer of a kind of its own",
-    "share evenly": "a size that two ranks cannot share",
-    "does not compute its loss by self.loss_function": "a loss of its own",
+    "needs a plain nn.": "a custom class of layer",
+    "tensor parallel ranks cannot share": "a size that two ranks cannot share",
+    "does not compute its loss by self.loss_function": "a custom loss",
 }
 
 # Columns of the table, and their names in the sweep.
