@@ -133,11 +133,6 @@ class _ModelPlan:
     sequence: SequenceSharding
     adapters: Any
 
-    def styles(self) -> dict[str, object]:
-        """Return the style of each module and parameter, also of adapters, by name."""
-        adapter_styles = self.adapters.make_plan(self.sharding_plan).modules if self.adapters else {}
-        return {**self.sharding_plan.modules, **self.sharding_plan.parameters, **adapter_styles}
-
     def without_adapters(self) -> AbstractContextManager[Any]:
         """Context manager in which LoRA wrappers are removed, so that modules have the names in the plan."""
         return self.adapters.without_wrappers() if self.adapters else nullcontext()
@@ -248,10 +243,10 @@ def parallelize(
             shard only.
         verify: compare the sharded model with the unsharded one, in two ways. First, both compute a few pseudo-random
             tokens without gradients, in the model's current mode, or without dropout or in eval mode if the model draws
-            random numbers. Above 32 million parameters, blocks that equal others are skipped; smaller 16-bit models
-            compute in fp32. Second, the first calls with gradients are compared on their own arguments: each rank
-            temporarily gathers the weights, and computes outputs and gradients as before sharding, with later changes
-            of the model. This costs about one step of the unsharded model. Both comparisons leave random states, modes,
+            random numbers; 16-bit models of up to 32 million parameters once more in fp32. Second, the first calls with
+            gradients are compared on their own arguments: each rank temporarily gathers the weights, and computes
+            outputs and gradients as before sharding, with later changes of the model.
+            This costs about one step of the unsharded model. Both comparisons leave random states, modes,
             buffers and gradients unchanged. "auto": make the first comparison if the unsharded model has values,
             accepts such tokens, and computes them within two seconds. If a comparison is skipped, a log line states the
             reason. True: raise if the first comparison is not possible. A dict: keyword arguments of forward for the
@@ -289,9 +284,7 @@ def parallelize(
     options = _check_arguments(base, mesh, keywords)
     tp_mesh, cp_mesh = options.parallelism.tp_mesh, options.parallelism.cp_mesh
     model_plan = _make_plan(base, options)
-    with compare_sharding(
-        base, verify, options.model_meshes, tp=tp_mesh, cp=cp_mesh, styles=model_plan.styles()
-    ) as outcome:
+    with compare_sharding(base, verify, options.model_meshes, tp=tp_mesh, cp=cp_mesh) as outcome:
         # Along a separate expert parallel dim ranks have different batches, so no rank can compute the full step alone.
         can_replay = verify is not False and options.meshes and options.separate_ep_mesh is None
         unsharded = UnshardedModel(base) if can_replay else None
@@ -299,9 +292,8 @@ def parallelize(
         _add_hooks(base, options, model_plan.sequence, sharding, unsharded)
     remember_code(base)
     sequence = model_plan.sequence
-    has_counted_calls = outcome.is_equal and outcome.has_run_all
     sequence.min_attention_calls = (
-        sequence.attention_calls if has_counted_calls else sequence.count_attention_layers(base)
+        sequence.attention_calls if outcome.is_equal else sequence.count_attention_layers(base)
     )
     if peft and base is not model:
         untyped_model: Any = model
@@ -384,6 +376,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
         with without_input_hooks(model):
             check_layers(model, plan, ranks)
         check_buffers(model, is_hf=is_hf)
+        _check_embeddings(model, parallelism)
         if is_hf:  # before `find_blocks`, whose message may request a style for a model that is not supported at all
             check_transformers_model(model, plan.modules, parallelism)
         exchanges_rows = expert_distribution is not None and expert_distribution.mesh is not tp_mesh
@@ -409,6 +402,17 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
         )
         sequence.gather_after, sequence.modules_after_layers = plan.gather_after, plan.modules_after_layers
     return _ModelPlan(plan, expert_distribution, sequence, adapters)
+
+
+def _check_embeddings(model: nn.Module, parallelism: Parallelism) -> None:
+    """Raise ValueError for an embedding that changes its weight in forward, by the tokens that it gets."""
+    for name, module in model.named_modules():
+        if parallelism.shards_sequence and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm:
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) has max_norm={module.max_norm:g}: its forward scales the rows of "
+                "its tokens in place, and ranks with other tokens would scale other rows. Set max_norm to None, and "
+                "scale the weight after each optimizer step."
+            )
 
 
 def _plan_experts(model: nn.Module, options: _CheckedArguments, plan: ShardingPlan) -> ExpertDistribution | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
-from fused_tp.parallelizing.checks import model_check, repeated_blocks, sharding_check
+from fused_tp.parallelizing.checks import model_check, sharding_check
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import SIZES, make, make_tokens, mesh_of
 from tests.workers import on_ranks
@@ -388,70 +388,34 @@ def test_small_models_of_16_bits_are_compared_in_fp32(group: dist.ProcessGroup) 
         def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return super().attend(*(t.bfloat16() for t in (q, k, v))).to(q.dtype)
 
-    parallelize(Casts().bfloat16(), tp, plan=PLAN, verify=True)  # compared in 16 bits, in which it computes anyway
+    parallelize(Casts().bfloat16(), tp, plan=PLAN, verify=True)  # compared in 16 bits only
 
+    class Mixes16Bits(Block):
+        """Model whose 16-bit weights take another way, which mixes tokens."""
 
-class Stack(nn.Module):
-    """Layers of equal classes; their blocks are skipped where a model counts as large."""
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return super().attend(q, k, v) if q.dtype == torch.float32 else v.roll(1, 2)
 
-    def __init__(self, count: int = 6, tuples: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head, self.tuples = nn.Embedding(37, 32), nn.Linear(32, 37), tuples
-        self.layers = nn.ModuleList(Layer(index) for index in range(count))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, self.tuples)[0] if self.tuples else layer(x, False)
-        return self.head(x)
-
-
-class Layer(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index, self.mixes = index, False
-        self.up, self.act, self.down = nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32)
-
-    def forward(self, x: Tensor, is_tuple: bool) -> Any:
-        up = self.up(x)
-        x = x + self.down(up.softmax(-1) if self.mixes else self.act(up))
-        return (x,) if is_tuple else x
+    with pytest.raises(ValueError, match=WRONG):
+        parallelize(Mixes16Bits().bfloat16(), cp, plan=dict.fromkeys(PLAN, "colwise"))
 
 
 @on_ranks(2)
-def test_repeated_blocks_of_large_models(group: dist.ProcessGroup) -> None:
-    """Two of several equal blocks run, and each block that differs in an attribute, its code or its style."""
+def test_random_numbers_in_training(group: dist.ProcessGroup) -> None:
+    """A model that draws random numbers is compared in eval mode, and a log line says so."""
     tp = mesh_of(group, 1, 2)["tp"]
-    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-    with mock.patch.object(sharding_check, "_LARGE_MODEL_PARAMETERS", 0):
-        for tuples in (False, True):
-            with mock.patch.object(repeated_blocks, "_first_argument", wraps=repeated_blocks._first_argument) as skip:
-                parallelize(Stack(tuples=tuples), tp, plan=plan, verify=True)
-            assert skip.call_count == 2 * 4  # by the unsharded and the sharded model
+    with log_lines() as lines:
+        model = Block(tokens=lambda x: 0.0 * torch.randn_like(x))
+        parallelize(model, tp, plan=PLAN, verify=True)
+        assert (group.rank() == 0) == any("because it draws random numbers in training mode" in line for line in lines)
 
-        def changed(change: Callable[[Layer], object]) -> Stack:
-            model = Stack()
-            change(model.layers[4])  # type: ignore[arg-type]
-            return model
 
-        def mixes(layer: Layer) -> None:
-            layer.mixes = True
-
-        def patched(layer: Layer) -> None:
-            layer.forward = lambda x, _: x + layer.down(layer.up(x).softmax(-1))  # type: ignore[method-assign]
-
-        def hooked(layer: Layer) -> None:
-            layer.act.register_forward_hook(lambda module, args, output: output.softmax(-1))
-
-        for change in (mixes, patched, hooked):
-            with pytest.raises(ValueError, match=WRONG):
-                parallelize(changed(change), tp, plan=plan)
-        # Another style in one block: what it returns is a shard, which the block after it takes for all features.
-        with pytest.raises(ValueError, match="sharded Stack"):
-            parallelize(
-                Stack(), tp, plan={**plan, "layers.3.down": "colwise", "layers.3.up": "replicated_with_grad_allreduce"}
-            )
+@on_ranks(2)
+def test_embeddings_that_change_their_weight(group: dist.ProcessGroup) -> None:
+    model = Block()
+    model.embed.max_norm = 1.0
+    with pytest.raises(ValueError, match="has max_norm=1: its forward scales the rows of its tokens"):
+        parallelize(model, mesh_of(group, 2, 1)["cp"], plan=dict.fromkeys(PLAN, "colwise"))
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@
 | | set the parameters back to their constant |
 | | if the error exceeds both the bound and the effect of rounding, raise on all ranks, naming the first wrong module |
 
-A small 16-bit model is compared in fp32 (`float32`). A large model skips blocks that equal others (`repeated_blocks`).
+A small 16-bit model is compared once more in fp32 (`float32`).
 
 The comparison restores modes, random states, buffers and attributes of the unsharded model. It does not cover
 gradients, caches, or windows longer than its few tokens.
@@ -23,7 +23,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -48,7 +48,6 @@ from fused_tp.parallelizing.checks.module_outputs import (
     first_difference,
     record_outputs,
 )
-from fused_tp.parallelizing.checks.repeated_blocks import NotSkippableError, RepeatedBlocks
 from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.outputs import find_tensors
@@ -80,14 +79,12 @@ class ShardingOutcome:
         modules: modules of this rank, whose submodules have the same names as in the unsharded model.
         run: function of the keyword arguments of forward that returns the output, or None on ranks without it.
         is_equal: True if the outputs match those of the unsharded model; False also if they were not compared.
-        has_run_all: False if the comparison has skipped repeated blocks.
     """
 
     sharded: Any
     modules: Sequence[nn.Module]
     run: Callable[[dict[str, Any]], Any]
     is_equal: bool = False
-    has_run_all: bool = True
 
 
 def check_verify(verify: object) -> None:
@@ -104,7 +101,6 @@ def compare_sharding(
     *,
     tp: DeviceMesh | None,
     cp: DeviceMesh | None,
-    styles: Mapping[str, object],
     rows: int = 1,
 ) -> Iterator[ShardingOutcome]:
     """Context manager in which the caller shards `model`; on exit it is compared with the unsharded model.
@@ -113,7 +109,6 @@ def compare_sharding(
         verify: see `parallelize`.
         meshes: 1-D meshes whose ranks share the model.
         tp, cp: the meshes among them that shard features and tokens.
-        styles: styles of the plan, by name of the module or parameter.
         rows: the pseudo-random batch has a multiple of this number of rows.
 
     Raises:
@@ -123,59 +118,82 @@ def compare_sharding(
     if verify is False or not meshes or are_checks_suspended():
         yield outcome
         return
+    failures: list[str] = []
     with ExitStack() as stack:
-        reason, unsharded = _obstacle(model), None
+        reason, runs = _obstacle(model), list[_UnshardedRun]()
         if not reason:
             stack.enter_context(_add_noise(model, outcome))
             ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
-            unsharded, reason = _run_unsharded(model, verify, rows, ranks, styles)
-        reason = next(filter(None, gather_over_meshes(meshes, "outputs of the unsharded model", reason)), "")
-        if unsharded is None or reason:
+            runs, reason = _run_unsharded(model, verify, rows, ranks)
+        reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])
+        reason = next((rank_reason for rank_reason, _ in reports if rank_reason), "")
+        if reason:
             stack.close()
             _report_skipped(verify, reason, meshes)
             yield outcome
             return
+        is_in_eval_mode = model.training and runs[0].mode is Mode.EVAL
         yield outcome
-        run = _ShardedRun(unsharded, outcome, tp, cp)
-        refusal = run.run()
-        dtype_bound = OUTPUT_BOUNDS.get(unsharded.dtype, OUTPUT_BOUNDS[torch.bfloat16])
-        reports = gather_over_meshes(
-            meshes, "outputs of the sharded model", [run.error, refusal, dtype_bound, run.failure]
-        )
-        if failure := next((report[3] for report in reports if report[3]), ""):
-            raise ValueError(failure) from run.cause
-        if refusals := [report[1] for report in reports if report[1]]:
-            _report_skipped(
-                verify, f"it does not support a batch that the unsharded model accepts: {refusals[0]}", meshes
-            )
-            return
-        # Maximum over ranks, so that all decide alike even if their processors or settings round differently.
-        error, bound = (max(report[field] for report in reports) for field in (0, 2))
-        if OUTPUT_BOUNDS[torch.float32] < bound < error < float("inf"):
-            rounding = max(gather_over_meshes(meshes, "rounding errors of the sharded model", run.rounding_error()))
-            bound = max(bound, ROUNDING_FACTOR * rounding)
-        if bound > MAX_BOUND:
-            class_name = type(model).__name__
-            _report_skipped(
-                verify, f"rounding alone changes outputs of the {class_name} by {bound / ROUNDING_FACTOR:.2g}", meshes
-            )
-            return
-        outcome.is_equal = error <= bound
-        outcome.has_run_all = not unsharded.blocks.skipped
-        first_module = None if outcome.is_equal else run.first_difference(bound)
-        names = (
-            []
-            if outcome.is_equal
-            else gather_over_meshes(meshes, "the first module that differs", [run.error, first_module])
-        )
+        results = [
+            _compare_run(run, outcome, meshes, tp, cp) for run in runs[: min(run_count for _, run_count in reports)]
+        ]
+        failures = [message for is_equal, message in results if is_equal is False]
+        outcome.is_equal = not failures and any(is_equal for is_equal, _ in results)
+    if failures:
+        raise ValueError(failures[0])
     if not outcome.is_equal:
-        first_module = max(names, key=lambda report: report[0])[1]
-        location = "The first module whose output differs is {!r} ({}). ".format(*first_module) if first_module else ""
-        raise ValueError(
-            f"the sharded {type(model).__name__} does not match the unsharded model: on {unsharded.description} its "
-            f"relative output error is {error:.2g}, above the rounding bound {bound:g}. {location}{advice(tp, cp)} "
-            "Pass verify=False to skip this check."
+        _report_skipped(verify, results[0][1], meshes)
+    elif is_in_eval_mode:
+        warn_once(
+            meshes,
+            f"{type(model).__name__} draws random numbers",
+            "parallelize compared the sharded %s with the unsharded one in eval mode, because it draws random numbers "
+            "in training mode. Code that runs in training mode only was not compared; compare it once without the "
+            "random numbers.",
+            type(model).__name__,
         )
+
+
+def _compare_run(
+    unsharded: _UnshardedRun,
+    outcome: ShardingOutcome,
+    meshes: Sequence[DeviceMesh],
+    tp: DeviceMesh | None,
+    cp: DeviceMesh | None,
+) -> tuple[bool | None, str]:
+    """Run the sharded model like `unsharded`.
+
+    Returns:
+        (True, "") if the outputs match, (False, error message), or (None, reason) if they cannot be compared.
+    """
+    class_name = type(outcome.modules[0]).__name__
+    run = _ShardedRun(unsharded, outcome, tp, cp)
+    refusal = run.run()
+    dtype_bound = OUTPUT_BOUNDS.get(unsharded.dtype, OUTPUT_BOUNDS[torch.bfloat16])
+    reports = gather_over_meshes(meshes, "outputs of the sharded model", [run.error, refusal, dtype_bound, run.failure])
+    if failure := next((report[3] for report in reports if report[3]), ""):
+        if unsharded.is_widened:  # code of the caller may not support fp32
+            return None, failure
+        raise ValueError(failure) from run.cause
+    if refusal := next((report[1] for report in reports if report[1]), ""):
+        return None, f"it does not support a batch that the unsharded model accepts: {refusal}"
+    # Maximum over ranks, so that all decide alike even if their processors or settings round differently.
+    error, bound = (max(report[field] for report in reports) for field in (0, 2))
+    if OUTPUT_BOUNDS[torch.float32] < bound < error < float("inf"):
+        rounding = max(gather_over_meshes(meshes, "rounding errors of the sharded model", run.rounding_error()))
+        bound = max(bound, ROUNDING_FACTOR * rounding)
+    if bound > MAX_BOUND:
+        return None, f"rounding alone changes outputs of the {class_name} by {bound / ROUNDING_FACTOR:.2g}"
+    if error <= bound:
+        return True, ""
+    names = gather_over_meshes(meshes, "the first module that differs", [run.error, run.first_difference(bound)])
+    first_module = max(names, key=lambda report: report[0])[1]
+    location = "The first module whose output differs is {!r} ({}). ".format(*first_module) if first_module else ""
+    return False, (
+        f"the sharded {class_name} does not match the unsharded model: on {unsharded.description} its "
+        f"relative output error is {error:.2g}, above the rounding bound {bound:g}. {location}{advice(tp, cp)} "
+        "Pass verify=False to skip this check."
+    )
 
 
 def advice(tp: DeviceMesh | None, cp: DeviceMesh | None) -> str:
@@ -228,7 +246,6 @@ class _UnshardedRun:
         is_routed: True if it routes tokens to experts in 16 bits, so that rounding may change the experts of some
             tokens.
         is_widened: True if its 16-bit parameters were fp32 copies.
-        blocks: repeated blocks, which were skipped if the model is large.
     """
 
     recording: Recording
@@ -239,7 +256,6 @@ class _UnshardedRun:
     mode: Mode
     is_routed: bool
     is_widened: bool
-    blocks: RepeatedBlocks
 
     @property
     def description(self) -> str:
@@ -287,8 +303,6 @@ class _ShardedRun:
                 self._run_outputs = self._compute_outputs()
         except FusedTPError:
             raise
-        except NotSkippableError as error:
-            return str(error)
         except Exception as error:
             if _is_unsupported_error(error):
                 return str(error)
@@ -327,7 +341,6 @@ class _ShardedRun:
         with (
             preserve_state(modules, unsharded.mode),
             in_float32(modules if unsharded.is_widened else ()),
-            unsharded.blocks.skipping_as_before(modules),
         ):
             return find_tensors(self._outcome.run(_copy_to_device(unsharded.arguments, modules)))
 
@@ -355,15 +368,15 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(errors.isnan(), float("inf"), errors)
 
 
-def _run_unsharded(
-    model: nn.Module, verify: object, rows: int, ranks: int, styles: Mapping[str, object]
-) -> tuple[_UnshardedRun | None, str]:
-    """Run the unsharded model. Return (outputs, ""), or (None, reason) if it cannot be compared."""
+def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple[list[_UnshardedRun], str]:
+    """Run the unsharded model. Return (runs, ""), or ([], reason) if it cannot be compared.
+
+    A small 16-bit model runs twice: as it is, and in fp32, in which errors exceed rounding.
+    """
     class_name, has_batch = type(model).__name__, isinstance(verify, Mapping)
     is_large = sum(p.numel() for p in model.parameters() if p.is_floating_point()) > _LARGE_MODEL_PARAMETERS
     rows *= 1 if is_large else 2
     tokens = max(4 if is_large else 8, 2 * ranks)
-    blocks = RepeatedBlocks(model if is_large else nn.Module(), styles)
     reason = f"no pseudo-random batch for {class_name}.forward is known; pass a batch as verify={{name: tensor}}"
     start = time.monotonic()
 
@@ -371,42 +384,50 @@ def _run_unsharded(
         if not has_batch and time.monotonic() - start > TIME_LIMIT_SECONDS:
             raise TooLongError
 
-    modes = Mode if model.training else (Mode.EVAL,)
-    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_candidate_batches(model, rows, tokens))
-    # A small 16-bit model is compared in fp32, in which errors are larger than rounding.
-    widths = (True, False) if not is_large and has_16_bit_parameters(model) else (False,)
-    for mode, batch, is_widened in itertools.product(modes, candidates, widths):
+    def run(mode: Mode, batch: dict[str, Any], is_widened: bool) -> _UnshardedRun | None:
+        """Return None if the run draws random numbers, or computes in 16 bits although its parameters are fp32."""
         arguments = widen_arguments(batch) if is_widened else batch
         operations = Find16BitResults()
-        try:
-            with (
-                preserve_state([model], mode) as drew_random,
-                in_float32([model] if is_widened else ()),
-                _fast_linears(model),
-                blocks.skipping(model),
-                record_outputs(model, stop_in_time) as recording,
-                operations if is_widened else nullcontext(),
-            ):
-                dtype = least_precise_dtype(model)
-                outputs = find_tensors(model(**_copy_to_device(arguments, [model])))
-        except TooLongError:
-            return None, f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this processor"
-        except Exception as error:
-            reason = f"the unsharded {class_name} fails on {[*arguments]}: {type(error).__name__}: {error}"
-            continue
+        with (
+            preserve_state([model], mode) as drew_random,
+            in_float32([model] if is_widened else ()),
+            _fast_linears(model),
+            record_outputs(model, stop_in_time) as recording,
+            operations if is_widened else nullcontext(),
+        ):
+            dtype = least_precise_dtype(model)
+            model(**_copy_to_device(arguments, [model]))
         if operations.found or (drew_random() and mode is not Mode.EVAL):
-            continue
-        if not outputs:
-            return None, f"{class_name}.forward returns no tensors"
-        if any(bool(t.isnan().any()) for t in outputs):
-            return None, f"the unsharded {class_name} returns NaN"
+            return None
         # Under autocast, modules compute in a less precise dtype than that of the parameters.
         found_dtypes = {t.dtype for t in recording.tensors() if t.is_floating_point()}
         dtype = max({dtype, *found_dtypes}, key=lambda one: torch.finfo(one).eps)
         is_routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
-        tokens = 0 if has_batch else tokens
-        return _UnshardedRun(recording, arguments, rows, tokens, dtype, mode, is_routed, is_widened, blocks), ""
-    return None, reason
+        return _UnshardedRun(recording, arguments, rows, 0 if has_batch else tokens, dtype, mode, is_routed, is_widened)
+
+    modes = Mode if model.training else (Mode.EVAL,)
+    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_candidate_batches(model, rows, tokens))
+    for mode, batch in itertools.product(modes, candidates):
+        try:
+            unsharded = run(mode, batch, is_widened=False)
+        except TooLongError:
+            return [], f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this processor"
+        except Exception as error:
+            reason = f"the unsharded {class_name} fails on {[*batch]}: {type(error).__name__}: {error}"
+            continue
+        if unsharded is None:
+            continue
+        outputs = unsharded.recording.outputs[""][0]
+        if not outputs:
+            return [], f"{class_name}.forward returns no tensors"
+        if any(bool(t.isnan().any()) for t in outputs):
+            return [], f"the unsharded {class_name} returns NaN"
+        widened = None
+        if not is_large and has_16_bit_parameters(model):
+            with suppress(Exception):  # code of the caller may not support fp32
+                widened = run(mode, batch, is_widened=True)
+        return [unsharded, *([] if widened is None else [widened])], ""
+    return [], reason
 
 
 @contextmanager
