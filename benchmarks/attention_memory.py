@@ -70,7 +70,7 @@ def measure(context: RankContext, way: str, tokens: int, setting: RunSetting) ->
 
 
 def measure_peak_mib(way: str, tokens: int, world_size: int, setting: RunSetting) -> float:
-    """Measure the MiB of this rank of `world_size` ranks. FUSED_TP_SHM must be set already."""
+    """Return by how many MiB attention raises this rank's peak memory; FUSED_TP_SHM must be set already."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
@@ -141,7 +141,10 @@ def _touch_peers(tokens: int, world_size: int, setting: RunSetting) -> None:
 def measure_peaks(
     ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: RunSetting
 ) -> Iterator[Peak]:
-    """Measure with `tokens` tokens per rank: W ranks hold a sequence W times as long. torch runs on one rank only."""
+    """Yield the peak memory of each way, for each number of tokens per rank and each number of ranks.
+
+    W ranks hold a sequence W times as long. torch runs on one rank only.
+    """
     for length, world_size, way in itertools.product(tokens, sorted(ranks), ways):
         if way in SDPA_BACKENDS and (world_size > 1 or (way == "torch, math" and length > MAX_MATH_TOKENS)):
             continue

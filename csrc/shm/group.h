@@ -134,7 +134,7 @@ class Group : public std::enable_shared_from_this<Group> {
   template <typename HasEnded>
   void wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature, uint64_t number);
   size_t allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number);
-  // Returns the number of a call: this rank has ended it and all earlier ones.
+  // Updates and returns own_last_ended_.
   uint64_t update_own_last_ended();
 
   int rank_;
@@ -147,7 +147,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Heap> heap_;
   std::mutex mutex_;                    // serializes `begin` and the recycling of workspaces
   std::atomic<uint64_t> last_call_{0};  // number of the last call; only written with mutex_ held
-  uint64_t own_last_ended_ = 0;         // number of a call: this rank has ended it and all earlier ones
+  uint64_t own_last_ended_ = 0;         // this rank has ended all calls up to this number
   std::atomic<uint64_t> known_last_ended_[kMaxRanks] = {};  // the same for rank r, as far as this rank knows
   struct HeapWorkspace {
     uint64_t number;

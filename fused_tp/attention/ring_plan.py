@@ -104,7 +104,7 @@ class Step:
     def _device_vectors(self) -> dict[torch.device, _DeviceVectors]:
         return {}
 
-    def vectors_on(self, device: torch.device) -> dict[str, Tensor]:
+    def index_tensors_on(self, device: torch.device) -> dict[str, Tensor]:
         """Map names to int32 tensors on `device`: this step's vectors, and "first" and "last" of `queries_per_key`."""
         if device not in self._device_vectors:
             self._device_vectors[device] = _DeviceVectors(self, device)

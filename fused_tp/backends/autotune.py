@@ -382,7 +382,7 @@ def tensor_checksum(t: Tensor) -> int:
 
 
 def _describe_call(op_name: str, key: ScheduleKey) -> str:
-    dims = ("up to m", _round_up(key.m)), ("k", key.k), ("n", key.n)
+    dims = ("up to m", _round_up_to_bucket(key.m)), ("k", key.k), ("n", key.n)
     sizes = ", ".join(f"{dim}={size}" for dim, size in dims if size is not None)
     return f"{op_name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
 
@@ -401,10 +401,10 @@ def _choice_keys(op_name: str, key: ScheduleKey) -> list[str]:
     )
 
 
-def _round_up(rows: int) -> int:
+def _round_up_to_bucket(rows: int) -> int:
     """Round `rows` up to 2^i or 1.5 * 2^i, so that a program with varying batch lengths measures few sizes.
 
-    >>> [_round_up(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
+    >>> [_round_up_to_bucket(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
     [0, 1, 3, 6, 6, 8, 128, 1536]
     """
     power = 1 << max(0, rows - 1).bit_length()

@@ -87,7 +87,11 @@ class Schedule(ABC):
         """Return the sum of `partial` over ranks, in newly allocated memory."""
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
-        """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
+        """Send the first send_sizes[0] rows to rank 0, the next send_sizes[1] to rank 1, and so on.
+
+        Returns:
+            The rows received, [sum(recv_sizes), ...], ordered by source rank.
+        """
         return self.messages.all_to_all("all_to_all", rows.contiguous(), send_sizes, recv_sizes).wait()
 
     # -- matmuls ------------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ _METADATA = "meta.pt"  # Lightning's name for the part of a checkpoint besides w
 _BATCH_DIMS = ("dp_replicate", "dp_shard", "ep")
 
 
-def parallel_strategy(kind: T) -> T:
-    """Extend `kind`, the ModelParallelStrategy of `lightning` or `pytorch_lightning`, to meshes of `make_mesh`.
+def parallel_strategy(strategy_class: T) -> T:
+    """Extend the ModelParallelStrategy of `lightning` or `pytorch_lightning` to meshes of `make_mesh`.
 
     The constructor takes the sizes of `make_mesh` (dp_replicate, dp_shard, ep, cp, tp) instead of Lightning's, and
     `process_group_backend` and `timeout`. `self.device_mesh` of the LightningModule is the mesh of these sizes. Ranks
@@ -43,23 +43,23 @@ def parallel_strategy(kind: T) -> T:
     torch.distributed.checkpoint in the unsharded model's shapes, so they load over a mesh of other sizes.
 
     Args:
-        kind: lightning.pytorch.strategies.ModelParallelStrategy, or a subclass of it.
+        strategy_class: lightning.pytorch.strategies.ModelParallelStrategy, or a subclass of it.
 
     Returns:
-        A subclass of `kind`. Fitting raises ValueError if `configure_model` omits a call that the mesh requires:
-        `parallelize` for cp and tp, `fully_shard` for ranks with different batches.
+        A subclass of `strategy_class`. Fitting raises ValueError if `configure_model` omits a call that the mesh
+        requires: `parallelize` for cp and tp, `fully_shard` for ranks with different batches.
 
     Example:
         >>> strategy = parallel_strategy(ModelParallelStrategy)(dp_shard=-1, cp=2, tp=4)
         >>> trainer = lightning.Trainer(strategy=strategy, devices=8, num_nodes=4)
     """
-    strategy_class: T = _make_parallel_class(kind)
-    return strategy_class
+    parallel_class: T = _make_parallel_class(strategy_class)
+    return parallel_class
 
 
 @cache
-def _make_parallel_class(kind: Any) -> Any:
-    return type(f"Parallel{kind.__name__}", (_ParallelStrategy, kind), {"__doc__": kind.__doc__})
+def _make_parallel_class(base_class: Any) -> Any:
+    return type(f"Parallel{base_class.__name__}", (_ParallelStrategy, base_class), {"__doc__": base_class.__doc__})
 
 
 class _ParallelStrategy:

@@ -112,8 +112,8 @@ def _bounds_of_all_ranks(cu_seqlens: Any, q: Tensor, group: ProcessGroup | None)
     bounds = cast("Tensor", move_to_cpu("cu_seqlens", cu_seqlens))
     if not torch.compiler.is_compiling() and len(bounds) and int(bounds[-1]) != q.shape[0]:
         raise ValueError(
-            f"cu_seqlens must end with the {q.shape[0]} tokens of q on this rank, got {int(bounds[-1])}. Pass the "
-            "cu_seqlens of the unsharded documents divided by the number of ranks."
+            f"the last value of cu_seqlens must be {q.shape[0]}, the number of tokens of q on this rank, got "
+            f"{int(bounds[-1])}. Divide the cu_seqlens of the unsharded documents by the number of ranks."
         )
     return bounds.long() * group_identity(group)[1]
 

@@ -126,7 +126,8 @@ class ParallelMLP(nn.Module):
                 )
         if activation is None:
             raise ValueError(
-                f"{type(module).__name__} has none of the attributes {', '.join(_ACTIVATION_NAMES)}. Pass activation=."
+                f"{type(module).__name__} has none of the attributes {', '.join(_ACTIVATION_NAMES)}. Pass the "
+                "activation function as `activation`."
             )
         mlp = cls.__new__(cls)
         nn.Module.__init__(mlp)

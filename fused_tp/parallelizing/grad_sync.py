@@ -1,10 +1,10 @@
 """Sum gradients over the context parallel ranks, each of which holds the derivative through its own tokens.
 
 A hook sums each gradient as soon as autograd produces it. Hooks that were registered before the first forward see the
-gradient from this rank's tokens ("this rank's share"); hooks registered later, and optimizers, see the sum. Rejected:
-buckets that are reduced during backward, as in DDP. Code that reads a gradient in the middle of backward (a hook, an
-optimizer that runs in backward, DDP itself) would see this rank's share. Also, ranks that do not run the same layers
-would start a full bucket at different points of their ring attention.
+gradient from this rank's tokens ("this rank's share"); hooks registered later, and optimizers, see the sum. Not done:
+reducing in buckets during backward, as DDP does. With buckets, code that reads a gradient in the middle of backward (a
+hook, an optimizer that runs in backward, DDP itself) would see this rank's share. Also, ranks that do not run the same
+layers would start a full bucket at different points of their ring attention.
 
 A parameter that only some ranks use (an expert that no token of a rank was routed to) is summed at the end of backward,
 because ranks that do not use it never run its hook. At the end of backward the ranks also compare the names of the

@@ -326,7 +326,7 @@ def _check_arguments(model: nn.Module, mesh: DeviceMesh, keywords: ParallelizeKe
             first_option = next(key for key, value in requested_options.items() if value)
             raise ValueError(
                 f"{first_option}=True needs tensor parallel ranks, but mesh has no dim {keywords.tp_dim!r}. Add it, or "
-                "pass tp_dim=."
+                "pass its name as tp_dim."
             )
         requested_options = dict.fromkeys(requested_options, False)  # nothing to shard over one rank
     _check_unwrapped(model)

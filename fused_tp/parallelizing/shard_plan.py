@@ -349,7 +349,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
             + (
                 "Pass the PeftModel to parallelize, or the model without adapters (use merge_and_unload())."
                 if has_adapters
-                else "Pass plan=."
+                else "Pass a plan."
             )
         )
     return resolved_plan

@@ -109,7 +109,7 @@ def test_bad_modules_are_refused(group: dist.ProcessGroup) -> None:
     conv = {"c_fc": nn.Conv1d(1, 1, 1), "c_proj": nn.Linear(3, 3), "act": nn.ReLU()}
     for children, kind, message in (
         (conv, TypeError, "c_fc must be an nn.Linear, got Conv1d"),
-        (fc, ValueError, "Pass activation="),
+        (fc, ValueError, "Pass the activation function"),
         ({**fc, "norm": nn.LayerNorm(3)}, ValueError, "submodule norm"),
         ({**fc, "act": nn.PReLU(3)}, ValueError, r"weight of PReLU has shape \(3,\)"),
         ({**fc, "drop": nn.Dropout(0.5)}, ValueError, "submodule drop"),

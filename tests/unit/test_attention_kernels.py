@@ -461,7 +461,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
             caller.join()
         assert len(results) == 15 and all(torch.equal(result, wanted) for result in results)
         step, state = one_step(mask), SoftmaxState.empty(x.q, 16)
-        step.vectors_on(x.q.device)
+        step.index_tensors_on(x.q.device)
         child = os.fork()
         if child == 0:  # without torch's own threads, so torch must not compute here
             signal.alarm(20)

@@ -132,11 +132,11 @@ def check_step(step: Step, queries: NDArray[np.int64], keys: NDArray[np.int64], 
     i = np.arange(step.num_rows)[:, None]
     assert np.array_equal((i >= first) & (i < last), inside)
     assert first.dtype == last.dtype == step.starts.dtype == step.stops.dtype == np.int32
-    on = step.vectors_on(torch.device("cpu"))
+    on = step.index_tensors_on(torch.device("cpu"))
     for name in ("starts", "stops", "places", "q_indices", "k_indices"):
         assert on[name].dtype == torch.int32 and np.array_equal(on[name], getattr(step, name))
     assert np.array_equal(on["last"], last) and np.array_equal(on["first"], first)
-    assert step.vectors_on(torch.device("cpu")) is on
+    assert step.index_tensors_on(torch.device("cpu")) is on
 
 
 def check_compact(

@@ -276,7 +276,7 @@ def flash_backward(
     check_row_strides(q=q, k=k, v=v, grad_out=grad_out)
     if q.numel() == 0 or k.numel() == 0:
         return
-    vectors = step.vectors_on(q.device)
+    index_tensors = step.index_tensors_on(q.device)
     tensors: dict[str, Any] = {"grad_out": heads_tensor(grad_out), "lse": heads_tensor(lse), "sums": heads_tensor(sums)}
     qkv = q, k, v
 
@@ -288,7 +288,7 @@ def flash_backward(
     arguments: dict[str, Any] = {
         "dq": heads_tensor(dq),
         "d_slopes": tile_slope_grads,
-        "mask": mask_arguments(vectors, "starts", "stops"),
+        "mask": mask_arguments(index_tensors, "starts", "stops"),
     }
     tma_tensors = {"k_tma": k, "v_tma": v}
     launch_tiles(queries_kernel, tiles, config, qkv, terms, precision, tma_tensors, **tensors, **arguments)
@@ -297,7 +297,7 @@ def flash_backward(
 
     config = keys_config or default_config("keys", q, v, terms, precision)
     tiles = key_tiles(step, config.rows, config.block, q.device)
-    arguments = {"dk": heads_tensor(dk), "dv": heads_tensor(dv), "mask": mask_arguments(vectors, "first", "last")}
+    arguments = {"dk": heads_tensor(dk), "dv": heads_tensor(dv), "mask": mask_arguments(index_tensors, "first", "last")}
     tma_tensors = {"q_tma": q, "grad_tma": grad_out}
     launch_tiles(
         keys_kernel, tiles, config, qkv, terms, precision, tma_tensors, are_key_tiles=True, **tensors, **arguments

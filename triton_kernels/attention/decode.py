@@ -33,7 +33,7 @@ from .forward import add_key_block, empty_sums, normalize_sums
 from .launch import Terms, check_row_strides, heads_tensor, kernel_constants
 
 _PROGRAMS_PER_SM = 2
-_FEWEST_BLOCKS = 4  # fewest blocks of keys in a part; below, merging parts costs more than it saves
+_FEWEST_BLOCKS = 4  # minimum key blocks per part: with fewer, merging the parts costs more than splitting saves
 UNSPECIALIZED = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
 
 

@@ -285,7 +285,7 @@ def _launch(
     arguments = {
         **dict.fromkeys(("state", "out", "lse", "sinks")),
         **results,
-        "mask": mask_arguments(step.vectors_on(q.device), "starts", "stops"),
+        "mask": mask_arguments(step.index_tensors_on(q.device), "starts", "stops"),
     }
     launch_tiles(
         forward_kernel,

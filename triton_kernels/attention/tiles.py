@@ -27,7 +27,7 @@ class StepMask(Protocol):
     """Mask of `rows` queries over `keys` keys, such as those of one step of a ring.
 
     `starts`, `stops` and `queries_per_key` (first, last) are int32 arrays; the breaks are rows before which tokens of
-    the whole sequence are missing. `vectors_on` returns int32 tensors on a device by name: starts, stops, first, last,
+    the whole sequence are missing. `index_tensors_on` returns int32 tensors on a device by name: starts, stops, first, last,
     places, q_indices and k_indices; the tiles are cached in the same dict.
     """
 
@@ -39,7 +39,7 @@ class StepMask(Protocol):
     stops: Any
     queries_per_key: tuple[Any, Any]
 
-    def vectors_on(self, device: torch.device) -> dict[str, Tensor]: ...
+    def index_tensors_on(self, device: torch.device) -> dict[str, Tensor]: ...
 
 
 def query_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:
@@ -55,7 +55,7 @@ def key_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Te
 
 
 def _cached_tiles(step: StepMask, name: str, device: torch.device, *arguments: Any) -> Tensor:
-    vectors = step.vectors_on(device)
+    vectors = step.index_tensors_on(device)
     if name not in vectors:
         vectors[name] = torch.from_numpy(tiles_of(*arguments)).to(device)
     return vectors[name]

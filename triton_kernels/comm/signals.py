@@ -471,10 +471,14 @@ class Workspace:
         return {"ws": ws, "rank": self.rank}
 
     def slot_offsets(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
-        """Return the byte offset, in a half, of each run of slots, given as (number of slots, bytes of each).
+        """Return the byte offset of each run of slots in a half of the workspace.
+
+        Args:
+            slot_bytes: (number of slots, bytes per slot) of each run.
+            counters: number of counters that the launch uses.
 
         Raises:
-            ValueError: the workspace is too small; the message states the bytes that the launch needs.
+            ValueError: the workspace has too few bytes or counters; the message states the number that is needed.
         """
         needed = needed_bytes(self.world_size, slot_bytes)
         if needed > 2 * self.half_bytes:

@@ -31,7 +31,7 @@ from ..device import operand_kind, tma_descriptor
 from ..language import dot, rounded, split_columns, zeros
 
 ARCHITECTURES = (80, 90, 100)
-# Most products that one launch adds: the operands of each are arguments of the kernel.
+# Maximum number of products that one launch sums; each one's operands are kernel arguments.
 MAX_PRODUCTS = 4
 
 

@@ -139,7 +139,7 @@ def _step_vectors(step: Step, score_function: ScoreFunction) -> _StepVectors:
     needs_positions = score_function.alibi_slopes is not None or score_function.dropout is not None
     cached_vectors: _StepVectors | None = step.native_vectors.get(needs_positions)
     if cached_vectors is None:
-        device_vectors = step.vectors_on(_CPU)
+        device_vectors = step.index_tensors_on(_CPU)
         tensors = [
             device_vectors[name]
             for name in ("starts", "stops", *(("places", "q_indices", "k_indices") if needs_positions else ()))

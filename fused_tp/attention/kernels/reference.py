@@ -157,7 +157,7 @@ class ReferenceKernel(AttentionKernel):
 def _compute_block_scores(
     step: Step, score_function: ScoreFunction, tile: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
 ) -> _BlockScores:
-    vectors = step.vectors_on(q.device)
+    index_tensors = step.index_tensors_on(q.device)
     scores = _queries_by_kv_head(q[:, tile.rows], k, dtype) @ _keys_by_kv_head(k[:, tile.keys], dtype).mT
     scores *= score_function.scale
     softcap_derivative = distance = dropout_factor = None
@@ -165,16 +165,16 @@ def _compute_block_scores(
         tanh = torch.tanh(scores / score_function.softcap)
         scores, softcap_derivative = score_function.softcap * tanh, 1 - tanh * tanh
     if score_function.alibi_slopes is not None:
-        distance = (vectors["places"][tile.rows, None] - vectors["k_indices"][tile.keys]).abs().to(dtype)
+        distance = (index_tensors["places"][tile.rows, None] - index_tensors["k_indices"][tile.keys]).abs().to(dtype)
         scores = (
             scores - score_function.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
         )
     if tile.mask is TileMask.MASKED:
         columns = torch.arange(tile.k_start, tile.k_stop, device=q.device)
-        starts, stops = vectors["starts"][tile.rows, None], vectors["stops"][tile.rows, None]
+        starts, stops = index_tensors["starts"][tile.rows, None], index_tensors["stops"][tile.rows, None]
         scores = scores.masked_fill((columns < starts) | (columns >= stops), -torch.inf)
     if score_function.dropout is not None:
-        indices = vectors["q_indices"][tile.rows], vectors["k_indices"][tile.keys]
+        indices = index_tensors["q_indices"][tile.rows], index_tensors["k_indices"][tile.keys]
         keep_mask = score_function.dropout.keep_mask(q.shape[0], q.shape[2], *indices)
         dropout_factor = _split_heads(keep_mask, k).to(dtype) / (1 - score_function.dropout.p)
     return _BlockScores(scores, dropout_factor, softcap_derivative, distance)

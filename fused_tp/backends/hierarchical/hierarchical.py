@@ -222,7 +222,11 @@ class Hierarchical(Schedule):
         bias: Tensor | None = None,
         overlapped_work: OverlappedWork = None,
     ) -> Tensor:
-        """Return the sum of all hosts' terms for this host; `host_term` computes this host's term for another host."""
+        """Return the sum over hosts of their terms for this host, plus the bias.
+
+        Args:
+            host_term: computes this host's term for the host of the given index.
+        """
         num_hosts, own_host = self._hosts.num_hosts, self._hosts.host_index
 
         def traced_term(host: int) -> Tensor:

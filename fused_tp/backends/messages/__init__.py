@@ -1,1 +1,1 @@
-"""Messages of torch.distributed: works on every group, CPU or GPU."""
+"""Transport and schedules over torch.distributed, for every group, on CPU or GPU."""

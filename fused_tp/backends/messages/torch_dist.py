@@ -226,7 +226,11 @@ class TorchDist(GroupCalls):
         return pending_output(pending, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
-        """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
+        """Send the first send_sizes[0] rows to rank 0, the next send_sizes[1] to rank 1, and so on.
+
+        Returns:
+            The rows received, [sum(recv_sizes), ...], ordered by source rank.
+        """
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
         pending = self._start_transfer(
             op,

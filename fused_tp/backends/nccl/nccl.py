@@ -1,4 +1,4 @@
-"""A group's own NCCL communicator: the transfers of torch_dist, and the exchanges of pipelines.
+"""Transport over a group's own NCCL communicator, with the chunked exchanges of `nccl_pipeline`.
 
 All work is enqueued on the communicator's stream, with an event after each exchange, and no call waits for data. (The
 host does wait for NCCL's launches, which run on a thread of NCCL. In the first exchange with a peer it waits for the

@@ -191,7 +191,7 @@ class FusedKernel(KernelSchedule):
     def _gather_launch(self, request: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
         max_width = max(w.shape[0] for w in request.weights)
-        return self._launch_options(request.x_shard.dtype, sum(dim_shards.row_counts), max_width, min_margin=1)
+        return self._choose_launch(request.x_shard.dtype, sum(dim_shards.row_counts), max_width, min_margin=1)
 
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
@@ -201,7 +201,7 @@ class FusedKernel(KernelSchedule):
         x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
-        launch = self._launch_options(x.dtype, sum(counts), n, min_margin=1)
+        launch = self._choose_launch(x.dtype, sum(counts), n, min_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
         nbytes = reduce_scatter_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
         with (
@@ -228,7 +228,7 @@ class FusedKernel(KernelSchedule):
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         rows = prod(x.shape[:-1])
-        tile_rows, _ = self._launch_options(x.dtype, rows, weight.shape[0]).tile_counts(rows, 1)
+        tile_rows, _ = self._choose_launch(x.dtype, rows, weight.shape[0]).tile_counts(rows, 1)
         if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_norm_tile_rows:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
@@ -252,7 +252,7 @@ class FusedKernel(KernelSchedule):
 
         x, w = products[0]
         m, n = len(x), w.shape[0]
-        launch = self._launch_options(x.dtype, m, n)
+        launch = self._choose_launch(x.dtype, m, n)
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self._check_launch(op, launch, x)
         nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
@@ -264,7 +264,7 @@ class FusedKernel(KernelSchedule):
 
     # -- launch options -----------------------------------------------------------------------------------------------
 
-    def _launch_options(self, dtype: torch.dtype, m: int, n: int, min_margin: int = 0) -> Any:
+    def _choose_launch(self, dtype: torch.dtype, m: int, n: int, min_margin: int = 0) -> Any:
         from fused_tp.triton_kernels.gemm.tiles import launch_for
 
         return launch_for(
