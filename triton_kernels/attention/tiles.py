@@ -27,8 +27,8 @@ class StepMask(Protocol):
     """Mask of `rows` queries over `keys` keys, such as those of one step of a ring.
 
     `starts`, `stops` and `queries_per_key` (first, last) are int32 arrays; the breaks are rows before which tokens of
-    the whole sequence are missing. `index_tensors_on` returns int32 tensors on a device by name: starts, stops, first, last,
-    places, q_indices and k_indices; the tiles are cached in the same dict.
+    the whole sequence are missing. `index_tensors_on` returns int32 tensors on a device by name: starts, stops, first,
+    last, places, q_indices and k_indices; the tiles are cached in the same dict.
     """
 
     rows: int
