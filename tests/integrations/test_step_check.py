@@ -304,6 +304,19 @@ def test_what_cannot_be_compared_is_said_once(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+def test_steps_in_a_reentrant_checkpoint_or_of_inputs_only(group: dist.ProcessGroup) -> None:
+    tp, tokens = mesh_of(group, 1, 2)["tp"], make_tokens(2, 8) % 37
+    with log_lines() as lines:
+        model = parallelize(Block(), tp, plan=PLAN)
+        checkpoint(lambda x: model(tokens) * x, torch.ones(1, requires_grad=True), use_reentrant=True).sum().backward()
+        assert (group.rank() == 0) == any("checkpoint with use_reentrant=True" in line for line in lines)
+    with log_lines() as lines:
+        model = parallelize(llama(), tp).requires_grad_(False)
+        model(inputs_embeds=torch.randn(1, 8, 32, requires_grad=True), use_cache=False).logits.sum().backward()
+        assert (group.rank() == 0) == any("only its inputs require gradients" in line for line in lines)
+
+
+@on_ranks(2)
 def test_replaced_layers_keep_no_values(group: dist.ProcessGroup) -> None:
     tp = mesh_of(group, 1, 2)["tp"]
     model = Block()

@@ -111,9 +111,15 @@ class StepCheck:
         if are_checks_suspended():
             return
         self.is_compared = False
-        if not torch.is_grad_enabled() or running_node_number() is not None:
+        if not torch.is_grad_enabled():
+            return
+        if running_node_number() is not None:
+            if not self._compared_keys:
+                self._report_skipped("it runs in an activation checkpoint with use_reentrant=True")
             return
         if not any(p.requires_grad for p in model.parameters()):
+            if any(t.requires_grad for t in find_tensors((args, kwargs))):
+                self._report_skipped("its parameters are frozen, and only its inputs require gradients")
             return
         self.calls += 1
         if not is_check_due(self.calls):
@@ -135,6 +141,9 @@ class StepCheck:
             self.is_compared = True
             remember_code(model)
             return
+        self._report_skipped(reason)
+
+    def _report_skipped(self, reason: str) -> None:
         warn_once(
             self.meshes,
             reason,
