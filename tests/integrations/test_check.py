@@ -158,7 +158,7 @@ def right_ones(group: dist.ProcessGroup) -> None:
     packed = partial(random_batch, packed=True)
     report = check_model(make_transformers_llama, ParallelConfig(cp=2), batch=packed, dtype=torch.float64)
     assert report.right, report
-    with pytest.raises(ValueError, match="3 rows, which 2 microbatches"):
+    with pytest.raises(ValueError, match="has 3 rows; use a multiple of 2"):
         check_model(make_llama, ParallelConfig(dp_shard=2), batch=partial(random_batch, rows=3))
 
 

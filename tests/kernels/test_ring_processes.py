@@ -219,7 +219,7 @@ def half_way(_: Any, place: str) -> list[str]:
             if place == "kernel":  # this call only waits for data that rank 0 has already sent
                 fused_tp.ring_attention(q, q, q, group=group)
             begun = time.perf_counter()
-            with pytest.raises(PeerLostError, match=r"waited for .* gave up, .*Rank 0 has aborted.*MemoryError"):
+            with pytest.raises(PeerLostError, match=r"waited for .* gave up: .*Rank 0 has aborted.*MemoryError"):
                 fused_tp.ring_attention(q, q, q, group=group)
             assert time.perf_counter() - begun < NOTICE_SECONDS
     dist.barrier()

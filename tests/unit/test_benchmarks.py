@@ -307,7 +307,7 @@ def test_a_case_from_end_to_end() -> None:
         "small/fp32: absent is left out: Rank 1 lacks it.",
     ]
     assert said[2].startswith("small/fp32: wrong failed. AssertionError: small/fp32: wrong computes a wrong result")
-    assert len(said) == 4 and "small/wrong: fused_tp computes a wrong result: off by up to 1" in said[3]
+    assert len(said) == 4 and "small/wrong: fused_tp computes a wrong result: the result is off by up to 1" in said[3]
 
 
 def test_ranks_are_pinned_and_a_failing_one_ends_all() -> None:

@@ -228,7 +228,7 @@ for folder in ("triton_kernels", "examples", "benchmarks"):
     assert found.submodule_search_locations == [str(here / folder)], found
     assert __import__(f"fused_tp.{folder}") is fused_tp
 import fused_tp.triton_kernels.comm.streams, fused_tp.benchmarks.case
-assert fused_tp.triton_kernels.comm.streams._NON_BLOCKING == 1 and "triton_kernels" not in sys.modules
+assert fused_tp.triton_kernels.comm.streams._STREAM_NON_BLOCKING == 1 and "triton_kernels" not in sys.modules
 """
 BESIDE_OTHERS = """
 import sys
