@@ -29,7 +29,7 @@ _RANDOM_WRITES = (
     *("normal_", "uniform_", "bernoulli_.float", "exponential_", "log_normal_", "cauchy_", "geometric_"),
     *("random_", "random_.to", "random_.from"),
 )
-_CONSTANT_WRITES = ("zero_", "fill_.Scalar")
+_CONSTANT_WRITES = ("zero_", "fill_.Scalar", "fill_.Tensor")  # assignment of a number to a slice is the last
 _RANDOM_CONSTRUCTORS = ("rand_like", "randn_like")
 
 

@@ -41,6 +41,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "row of data": lambda w: (init.ones_(w), w.data[-2].fill_(3)),
     "rows": lambda w: w.data[1:4].normal_(),
     "block": lambda w: w.detach()[2:5, 1:4].zero_(),
+    "assigned row": lambda w: w.data.__setitem__(2, 0.5),
+    "assigned rows": lambda w: w.data.__setitem__(slice(1, 3), 0),
     "column": lambda w: w[:, 2].uniform_(),
 }
 

@@ -317,6 +317,34 @@ def test_steps_in_a_reentrant_checkpoint_or_of_inputs_only(group: dist.ProcessGr
 
 
 @on_ranks(2)
+def test_parameters_that_forward_writes_and_copies_of_the_model(group: dist.ProcessGroup) -> None:
+    """The comparisons restore parameters that forward writes to; a copy of a parallel model logs no changes."""
+
+    class Momentum(Block):
+        """Model whose second embedding follows the first, as in momentum contrast."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = nn.Embedding(37, 32).requires_grad_(False)
+
+        def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+            with torch.no_grad():
+                self.average.weight.lerp_(self.embed.weight, 0.5)
+            return super().forward(tokens, positions) + self.average(tokens).sum(-1, keepdim=True)
+
+    tp, tokens = mesh_of(group, 1, 2)["tp"], make_tokens(2, 8) % 37
+    torch.manual_seed(0)
+    whole = Momentum()
+    model = parallelize(copy.deepcopy(whole), tp, plan=PLAN, verify=True)
+    for one in (model, whole):
+        one(tokens).square().mean().backward()
+    torch.testing.assert_close(gather_state_dict(model)["average.weight"], whole.average.weight.data)
+    with log_lines() as lines:
+        copy.deepcopy(model)(tokens)
+    assert not any("was changed after parallelize" in line for line in lines), lines
+
+
+@on_ranks(2)
 def test_replaced_layers_keep_no_values(group: dist.ProcessGroup) -> None:
     tp = mesh_of(group, 1, 2)["tp"]
     model = Block()

@@ -111,10 +111,10 @@ class ModuleCheck:
         """Log changed code. This hook runs last, after a comparison has recorded the code that it covers."""
         if are_checks_suspended() or not self._is_due:
             return
-        for name, module in model.named_modules():
-            code = callers_code(module)
-            before, self._code[name] = self._code.get(name, {}), code
-            changed_parts = [part for part, value in code.items() if self._code and before.get(part) != value]
+        recorded_code, self._code = self._code, {name: callers_code(module) for name, module in model.named_modules()}
+        for name, module in model.named_modules() if recorded_code else ():  # a copy of a model has no record
+            before = recorded_code.get(name, {})
+            changed_parts = [part for part, value in self._code[name].items() if before.get(part) != value]
             if changed_parts and is_first_rank(self.parallelism):
                 _LOG.warning(
                     "%r (%s) was changed after parallelize: %s. Its outputs were not compared with the unsharded "

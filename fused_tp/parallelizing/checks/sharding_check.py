@@ -48,13 +48,11 @@ from fused_tp.parallelizing.checks.module_outputs import (
     first_difference,
     record_outputs,
 )
-from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
+from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.outputs import find_tensors
 
 TIME_LIMIT_SECONDS = 2.0  # time limit for the unsharded model; the sharded one takes about as long
-# Models with more parameters get a batch of one short row, which keeps the comparison cheap.
-_LARGE_MODEL_PARAMETERS = 32_000_000
 _NOISE_SCALE = 0.1
 _ID_OPTIONS: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
 _FLOAT_OPTIONS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -374,8 +372,8 @@ def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> t
     A small 16-bit model runs twice: as it is, and in fp32, in which errors exceed rounding.
     """
     class_name, has_batch = type(model).__name__, isinstance(verify, Mapping)
-    is_large = sum(p.numel() for p in model.parameters() if p.is_floating_point()) > _LARGE_MODEL_PARAMETERS
-    rows *= 1 if is_large else 2
+    is_large = sum(p.numel() for p in model.parameters() if p.is_floating_point()) > LARGE_MODEL_PARAMETERS
+    rows *= 1 if is_large else 2  # one short row keeps the comparison of a large model cheap
     tokens = max(4 if is_large else 8, 2 * ranks)
     reason = f"no pseudo-random batch for {class_name}.forward is known; pass a batch as verify={{name: tensor}}"
     start = time.monotonic()

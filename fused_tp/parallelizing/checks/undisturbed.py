@@ -1,8 +1,8 @@
 """Context for forward passes that leave a model, random states and variables of the callers' code unchanged.
 
-On exit it restores attributes, hooks and buffers of modules. It also restores variables that the callers' code
-(forwards, hooks, helpers) can reach: containers, closures, globals that it assigns, and objects of the callers'
-classes. Output to files and terminals cannot be undone.
+On exit it restores attributes, hooks and buffers of modules and, unless the model is large, parameters. It also
+restores variables that the callers' code (forwards, hooks, helpers) can reach: containers, closures, globals that it
+assigns, and objects of the callers' classes. Output to files and terminals cannot be undone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fused_tp.parallelizing.checks.batch_check import suspend_checks
 from fused_tp.parallelizing.checks.model_check import callers_code, is_library_function
@@ -32,6 +33,7 @@ from fused_tp.parallelizing.forward_shard import tensor_version
 _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict)
 _COMPILED_ATTRIBUTE = "_compiled_call_impl"  # attribute set by `module.compile()`
 _LEAF_TYPES = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
+LARGE_MODEL_PARAMETERS = 32_000_000  # parameters of larger models are not copied
 _MAX_DEPTH, _MAX_ENTRIES = 5, 1000  # limits of the search: nesting of containers, and entries of one container
 _INSTALL_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -64,7 +66,7 @@ def preserve_state(
     """
     modules = [module for model in models for module in model.modules()]
     module_states = [ModuleState.from_module(module) for module in modules]
-    buffers = [(b, b.detach().clone(), tensor_version(b)) for model in models for b in model.buffers() if not b.is_meta]
+    saved_tensors = [(t, t.detach().clone(), tensor_version(t)) for t in _tensors_to_save(models) if not t.is_meta]
     try:
         with (
             _restore_on_exit(_reachable_state(modules)),
@@ -97,9 +99,18 @@ def preserve_state(
             else:
                 saved.apply()
         with torch.no_grad():
-            for buffer, value, version in buffers:
-                if tensor_version(buffer) != version:
-                    buffer.copy_(value)
+            for t, value, version in saved_tensors:
+                if tensor_version(t) != version:
+                    t.copy_(value)
+
+
+def _tensors_to_save(models: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that forward may write to: buffers and, unless the models are large, parameters."""
+    parameters = [p._local_tensor if isinstance(p, DTensor) else p for model in models for p in model.parameters()]
+    for model in models:
+        yield from model.buffers()
+    if sum(p.numel() for p in parameters) <= LARGE_MODEL_PARAMETERS:
+        yield from parameters
 
 
 @contextmanager
