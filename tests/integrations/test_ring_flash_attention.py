@@ -209,7 +209,7 @@ def test_refusals(group: dist.ProcessGroup) -> None:
     varlen, bounds = library.zigzag_ring_flash_attn_varlen_func, torch.tensor([0, 12])
     refuses(
         ValueError,
-        "must end with the 12 tokens of q on this rank, got 24",
+        "the last value of cu_seqlens must be 12, the number of tokens of q on this rank, got 24",
         varlen,
         t,
         t,
