@@ -145,9 +145,9 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<int> pidfds_;
   std::shared_ptr<Heap> heap_;
-  std::mutex mutex_;                    // serializes `begin` and the recycling of workspaces
-  std::atomic<uint64_t> last_call_{0};  // number of the last call; only written with mutex_ held
-  uint64_t own_last_ended_ = 0;         // this rank has ended all calls up to this number
+  std::mutex mutex_;                                        // serializes `begin` and the recycling of workspaces
+  std::atomic<uint64_t> last_call_{0};                      // number of the last call; only written with mutex_ held
+  uint64_t own_last_ended_ = 0;                             // this rank has ended all calls up to this number
   std::atomic<uint64_t> known_last_ended_[kMaxRanks] = {};  // the same for rank r, as far as this rank knows
   struct HeapWorkspace {
     uint64_t number;
