@@ -10,7 +10,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import tables  # noqa: E402  # found only now
+import tables  # noqa: E402  # needs the sys.path entries above
 
 project = "fused_tp"
 author = copyright = "the fused_tp developers"

@@ -57,7 +57,7 @@ def _draw(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
 
 def _fill(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     target, *other_args = args
-    if any(other_args):
+    if any(isinstance(value, Tensor) or value for value in other_args):
         _check_not_partial(func, target)
     if not _write_through(target, func, other_args, kwargs):
         func(target._local_tensor, *other_args, **(kwargs or {}))

@@ -407,7 +407,11 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
 def _check_embeddings(model: nn.Module, parallelism: Parallelism) -> None:
     """Raise ValueError for an embedding that changes its weight in forward, by the tokens that it gets."""
     for name, module in model.named_modules():
-        if parallelism.shards_sequence and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm:
+        if (
+            parallelism.shards_sequence
+            and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.max_norm is not None
+        ):
             raise ValueError(
                 f"{name!r} ({type(module).__name__}) has max_norm={module.max_norm:g}: its forward scales the rows of "
                 "its tokens in place, and ranks with other tokens would scale other rows. Set max_norm to None, and "

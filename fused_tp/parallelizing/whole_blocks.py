@@ -33,7 +33,9 @@ from fused_tp.parallelizing.shard_plan import ShardingPlan, is_within, spec_of
 def mixes_tokens(module: nn.Module) -> bool:
     """True if `module` is a layer of torch whose output at a token depends on other tokens."""
     if isinstance(module, nn.modules.conv._ConvNd):
-        return any(size > 1 for size in module.kernel_size)
+        # A stride drops tokens, and padding adds some: both depend on where a shard begins.
+        padding = () if isinstance(module.padding, str) else module.padding  # "same" adds none if the size is 1
+        return any(size > 1 for size in (*module.kernel_size, *module.stride)) or any(padding)
     return isinstance(module, (nn.RNNBase, nn.modules.batchnorm._NormBase))
 
 

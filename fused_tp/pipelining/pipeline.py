@@ -215,7 +215,9 @@ def pipeline(
         disable_input_grads()  # hooks from gradient_checkpointing_enable, which parallel embeddings do not support
     stages: dict[int, Stage] = {}
     checked_meshes = [pp_mesh, *meshes.values()]
-    with compare_sharding(model, verify, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches) as outcome:
+    with compare_sharding(
+        model, verify, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches, has_fixed_dtype=True
+    ) as outcome:
         error_of_stage: Exception | None = None
         try:
             for number, (stage_model, boundary) in take_stages(

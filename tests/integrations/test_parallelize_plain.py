@@ -540,7 +540,7 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     refuses(TypeError, "the model inside", parallelize, wrapped, tp_mesh, plan={"module.score": "colwise_rep"})
     refuses(ValueError, r"on every rank", parallelize, Tagger(), tp_mesh, plan={"score": "colwize"})
     refuses(ValueError, "attn_mask", parallelize(Masked(), cp_mesh), torch.randn(1, 6, 16))
-    for mixes in (nn.Conv1d(16, 16, 3), nn.GRU(16, 16), nn.BatchNorm1d(16)):
+    for mixes in (nn.Conv1d(16, 16, 3), nn.Conv1d(16, 16, 1, stride=2), nn.GRU(16, 16), nn.BatchNorm1d(16)):
         tagger = Tagger()
         tagger.blocks.append(mixes)
         refuses(ValueError, r"'blocks\.2' .* combines tokens", parallelize, tagger, cp_mesh)

@@ -100,6 +100,7 @@ def compare_sharding(
     tp: DeviceMesh | None,
     cp: DeviceMesh | None,
     rows: int = 1,
+    has_fixed_dtype: bool = False,
 ) -> Iterator[ShardingOutcome]:
     """Context manager in which the caller shards `model`; on exit it is compared with the unsharded model.
 
@@ -108,6 +109,8 @@ def compare_sharding(
         meshes: 1-D meshes whose ranks share the model.
         tp, cp: the meshes among them that shard features and tokens.
         rows: the pseudo-random batch has a multiple of this number of rows.
+        has_fixed_dtype: the sharded model, such as a pipeline, sends tensors of the model's dtype, so it cannot compute
+            in fp32.
 
     Raises:
         ValueError: raised on all ranks if the models differ, or cannot be compared and `verify` is not "auto".
@@ -122,7 +125,7 @@ def compare_sharding(
         if not reason:
             stack.enter_context(_add_noise(model, outcome))
             ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
-            runs, reason = _run_unsharded(model, verify, rows, ranks)
+            runs, reason = _run_unsharded(model, verify, rows, ranks, has_fixed_dtype)
         reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])
         reason = next((rank_reason for rank_reason, _ in reports if rank_reason), "")
         if reason:
@@ -366,10 +369,12 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(errors.isnan(), float("inf"), errors)
 
 
-def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple[list[_UnshardedRun], str]:
+def _run_unsharded(
+    model: nn.Module, verify: object, rows: int, ranks: int, has_fixed_dtype: bool
+) -> tuple[list[_UnshardedRun], str]:
     """Run the unsharded model. Return (runs, ""), or ([], reason) if it cannot be compared.
 
-    A small 16-bit model runs twice: as it is, and in fp32, in which errors exceed rounding.
+    A small 16-bit model runs twice unless `has_fixed_dtype`: as it is, and in fp32, in which errors exceed rounding.
     """
     class_name, has_batch = type(model).__name__, isinstance(verify, Mapping)
     is_large = sum(p.numel() for p in model.parameters() if p.is_floating_point()) > LARGE_MODEL_PARAMETERS
@@ -421,7 +426,7 @@ def _run_unsharded(model: nn.Module, verify: object, rows: int, ranks: int) -> t
         if any(bool(t.isnan().any()) for t in outputs):
             return [], f"the unsharded {class_name} returns NaN"
         widened = None
-        if not is_large and has_16_bit_parameters(model):
+        if not (is_large or has_fixed_dtype) and has_16_bit_parameters(model):
             with suppress(Exception):  # code of the caller may not support fp32
                 widened = run(mode, batch, is_widened=True)
         return [unsharded, *([] if widened is None else [widened])], ""

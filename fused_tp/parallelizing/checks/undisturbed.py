@@ -110,7 +110,8 @@ def _tensors_to_save(models: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
     for model in models:
         yield from model.buffers()
     if sum(p.numel() for p in parameters) <= LARGE_MODEL_PARAMETERS:
-        yield from parameters
+        # Other classes, such as quantized weights, may not support copies.
+        yield from (p for p in parameters if type(p).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
 
 
 @contextmanager
