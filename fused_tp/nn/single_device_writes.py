@@ -1,6 +1,6 @@
 """In-place writes to DTensors that produce the same numbers as a single process.
 
-torch's own DTensor operations differ from one process in two ways that affect the initialization of a sharded model:
+torch's own DTensor operations differ from one process in two ways:
 
 | write                     | torch                                                | here                             |
 |---------------------------|------------------------------------------------------|----------------------------------|
@@ -8,9 +8,11 @@ torch's own DTensor operations differ from one process in two ways that affect t
 |                           | all shards are equal                                 | keeps its shard                  |
 | `weight.normal_()`, GPUs  | shards differ, and depend on the number of ranks     | the same                         |
 | `weight[padding].zero_()` | along a sharded dim it writes to a copy: no effect   | writes to the parameter          |
+| `weight[60:] = rows`      | the same                                             | writes to the parameter          |
 
 So `torch.nn.init`, `model.apply(init)`, transformers' `init_weights()` and loops over parameters produce the same
-values as in one process with the same random state. A draw temporarily allocates the whole tensor.
+values as in one process with the same random state. A draw, and a write to a slice along a sharded dim, temporarily
+allocate the whole tensor; all ranks must call them.
 
 Rejected: passing initializers a plain, full tensor in place of the parameter. Initializers may also freeze, mark or
 collect parameters, and would do so with the substitute.
@@ -18,11 +20,13 @@ collect parameters, and would do so with the substitute.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 _RANDOM_WRITES = (
@@ -31,6 +35,7 @@ _RANDOM_WRITES = (
 )
 _CONSTANT_WRITES = ("zero_", "fill_.Scalar", "fill_.Tensor")  # assignment of a number to a slice is the last
 _RANDOM_CONSTRUCTORS = ("rand_like", "randn_like")
+_OUT_OF_PLACE: dict[OpOverload, OpOverload] = {}  # such as aten.mul_.Tensor: aten.mul.Tensor
 
 
 @cache
@@ -39,9 +44,29 @@ def write_as_one_process() -> None:
 
     `torch.library.register_torch_dispatch` is torch's public API for this.
     """
-    for names, rule in ((_RANDOM_WRITES, _draw), (_CONSTANT_WRITES, _fill), (_RANDOM_CONSTRUCTORS, _draw_new)):
-        for name in names:
-            torch.library.register_torch_dispatch(f"aten::{name}", DTensor, rule)
+    special_rules = (
+        *((_RANDOM_WRITES, _draw), (_RANDOM_CONSTRUCTORS, _draw_new)),
+        *((_CONSTANT_WRITES, _fill), (("copy_",), _copy)),
+    )
+    rules = {f"aten::{name}": rule for names, rule in special_rules for name in names}
+    _OUT_OF_PLACE.update((write, form) for write, form in _writes_and_out_of_place() if write.name() not in rules)
+    for name, rule in [*rules.items(), *((write.name(), _write) for write in _OUT_OF_PLACE)]:
+        torch.library.register_torch_dispatch(name, DTensor, rule)
+
+
+def _writes_and_out_of_place() -> Iterator[tuple[OpOverload, OpOverload]]:
+    """Yield each operation of torch that writes its first argument, such as `mul_`, with its out-of-place form."""
+    for name in dir(torch.ops.aten):
+        if not name.endswith("_") or name.startswith("_"):
+            continue
+        for overload_name in getattr(torch.ops.aten, name).overloads():
+            write = getattr(getattr(torch.ops.aten, name), overload_name)
+            out_of_place = getattr(getattr(torch.ops.aten, name[:-1], None), overload_name, None)
+            if out_of_place is None or not torch._C._dispatch_has_kernel(write.name()):  # TorchScript's own
+                continue
+            # Operations that change the shape write no values. Composite ones call others of this list.
+            if not (torch.Tag.inplace_view in write.tags or write._can_decompose()):
+                yield write, out_of_place
 
 
 def _draw(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,6 +89,61 @@ def _fill(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     return target
 
 
+@torch.no_grad()
+def _write(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    target, *other_args = args
+    kwargs = kwargs or {}
+    if isinstance(target, DTensor) and _write_through(target, func, other_args, kwargs):
+        return target
+    if torch.Tag.pointwise in func.tags and all(_is_sharded_like(target, value) for value in other_args):
+        local_args = (value._local_tensor if isinstance(value, DTensor) else value for value in other_args)
+        func(target._local_tensor, *local_args, **kwargs)
+        return target
+    # torch has no way back from a rule to its own. Its rule for the out-of-place form computes the same values.
+    result = _OUT_OF_PLACE[func](target, *other_args, **kwargs)
+    if isinstance(target, DTensor):
+        if result.placements != target.placements:
+            _check_not_partial(func, target)
+        target._local_tensor.copy_(result.redistribute(placements=target.placements)._local_tensor)
+    else:  # with torch's `implicit_replication`
+        target.copy_(result.full_tensor())
+    return target
+
+
+@torch.no_grad()
+def _copy(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    target, source, *other_args = args
+    is_mixed = not (isinstance(target, DTensor) and isinstance(source, DTensor))
+    if is_mixed and not DTensor._op_dispatcher._allow_implicit_replication:
+        given = [f"a {type(t).__name__} of shape {tuple(t.shape)}" for t in (source, target)]
+        raise RuntimeError(
+            f"copy_ cannot copy {given[0]} to {given[1]}: they are mixed torch.Tensor and DTensor. Convert the first "
+            "with torch.distributed.tensor.distribute_tensor or full_tensor(), or use load_full_state_dict."
+        )
+    if not isinstance(target, DTensor):
+        target.copy_(source.full_tensor(), *other_args, **(kwargs or {}))
+    elif not _write_through(target, func, [source, *other_args], kwargs):
+        mesh, expanded = target.device_mesh, source.expand(target.shape)
+        if not isinstance(expanded, DTensor):
+            expanded = DTensor.from_local(expanded, mesh, [Replicate()] * mesh.ndim)
+        shard = expanded.redistribute(mesh, target.placements)
+        target._local_tensor.copy_(shard._local_tensor, *other_args, **(kwargs or {}))
+    return target
+
+
+def _is_sharded_like(target: DTensor, value: object) -> bool:
+    """True if a pointwise operation on the shard of `target` can use the local tensor of `value`, or a number."""
+    if not isinstance(target, DTensor) or any(isinstance(placement, Partial) for placement in target.placements):
+        return False
+    if isinstance(value, DTensor):
+        return value.shape == target.shape and _layout(value) == _layout(target)
+    return not isinstance(value, Tensor) or value.ndim == 0
+
+
+def _layout(tensor: DTensor) -> tuple[object, object]:
+    return tensor.device_mesh, tensor.placements
+
+
 def _draw_new(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     like = args[0]
     _check_not_partial(func, like)
@@ -81,14 +161,15 @@ def _write_through(target: DTensor, func: Any, other_args: list[Any], kwargs: An
     layout: dict[str, Any] = {"shape": base.shape, "stride": base.stride(), "run_check": False}
     full_tensor = DTensor.from_local(local, base.device_mesh, base.placements, **layout).full_tensor().clone()
     view = target._view_func_unsafe(full_tensor)
-    func(view, *other_args, **(kwargs or {}))
+    full_args = (value.full_tensor() if isinstance(value, DTensor) else value for value in other_args)
+    func(view, *full_args, **(kwargs or {}))
     _write_local_shard(base, full_tensor)
     _write_local_shard(target, view)
     return True
 
 
 def _storage_address(tensor: DTensor) -> int:
-    return tensor._local_tensor.untyped_storage().data_ptr()
+    return tensor._local_tensor.untyped_storage()._cdata  # data_ptr() raises while tracing
 
 
 def _empty_full_tensor(tensor: DTensor) -> Tensor:

@@ -44,6 +44,16 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "assigned row": lambda w: w.data.__setitem__(2, 0.5),
     "assigned rows": lambda w: w.data.__setitem__(slice(1, 3), 0),
     "column": lambda w: w[:, 2].uniform_(),
+    "scaled rows": lambda w: w[1:4].mul_(2),
+    "sum of a row": lambda w: w[3].add_(w[1], alpha=2),
+    "clamped block": lambda w: w.data[1:3, 2:4].clamp_(-0.1, 0.1),
+    "copied rows": lambda w: w[1:3].copy_(w[3:5]),
+    "rows of one": lambda w: w.__setitem__(slice(4, None), w[1]),
+    "scaled row": lambda w: w.__setitem__(2, w[2] * 3),
+    "rows of a transposed view": lambda w: w.t()[:, 1:].mul_(2),
+    "filled rows": lambda w: w[2:5].index_fill_(0, torch.tensor([1]), 3.0),
+    "broadcast": lambda w: w.mul_(w[:1].clone()),
+    "whole": lambda w: w.addcmul_(w, w.neg(), value=0.5).copy_(w[1:2].clone()),
 }
 
 
@@ -80,6 +90,10 @@ def test_writes_to_sharded_parameters_are_those_of_one_process(group: dist.Proce
     terms = DTensor.from_local(weight.to_local(), weight.device_mesh, [Partial()])
     refuses(ValueError, "whose ranks hold partial sums", terms.normal_)
     refuses(ValueError, "whose ranks hold partial sums", terms.fill_, 1.0)
+    terms = DTensor.from_local(torch.ones(3), weight.device_mesh, [Partial()])
+    assert torch.equal(terms.mul_(2).full_tensor(), torch.full((3,), 2.0 * group.size()))
+    refuses(ValueError, "whose ranks hold partial sums", terms.add_, 1.0)
+    refuses(RuntimeError, "mixed torch.Tensor and DTensor", weight[1:3].copy_, torch.ones(2, 6))
 
 
 @on_ranks(2)
