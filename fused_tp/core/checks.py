@@ -1,4 +1,4 @@
-"""Selection of the calls at which ranks compare their data: the first 3, then every `FUSED_TP_CHECK_BATCH`-th."""
+"""Selection of the calls that are checked: the first 3, then every `FUSED_TP_CHECK_BATCH`-th."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def is_check_due(call: int) -> bool:
     """True if ranks compare their data at call number `call`, counted from 1. False during CUDA graph capture."""
     interval = settings.batch_check_every()
     return interval > 0 and (call <= FIRST_CALLS or call % interval == 0) and not is_capturing()
+
+
+def is_repetition_due(call: int) -> bool:
+    """True if a costly check is repeated at call `call` without a sign of a change: at the first 3, 10th, 100th, ..."""
+    is_power_of_ten = call >= 10 and call == 10 ** (len(str(call)) - 1)
+    return settings.batch_check_every() > 0 and (call <= FIRST_CALLS or is_power_of_ten) and not is_capturing()
 
 
 def is_capturing() -> bool:

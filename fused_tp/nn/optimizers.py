@@ -59,6 +59,8 @@ class ShardedLayout(NamedTuple):
 
 # Attributes of a model: the 1-D meshes whose ranks share it, and the number of steps of each of its optimizers.
 _MESHES_ATTRIBUTE, _STEPS_ATTRIBUTE = "_fused_tp_shared_over", "_fused_tp_optimizer_steps"
+# Attribute of a model: function of the model that runs before the first step of each of its optimizers.
+BEFORE_FIRST_STEP_ATTRIBUTE = "_fused_tp_before_first_step"
 _SAMPLE_ELEMENTS = 61  # number of elements of each tensor that are compared
 # Name of the exchange before a step and in a forward pass, and the two kinds of messages in it. Both use the same
 # exchange, so that ranks notice if some are at a step and others at a forward pass.
@@ -156,6 +158,8 @@ def _check_step(optimizer: Optimizer, record: _StepRecord) -> None:
     if len(parameters) == 1:
         return  # stepped during backward, in which ranks with different experts may step different parameters
     for model in models:
+        if record.steps == 1 and (before_first_step := getattr(model, BEFORE_FIRST_STEP_ATTRIBUTE, None)) is not None:
+            before_first_step(model)
         if model not in record.indices:
             steps = getattr(model, _STEPS_ATTRIBUTE)
             record.indices[model] = len(steps)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.nn.optimizers import record_replaced_parameters, watch_model
+from fused_tp.nn.optimizers import BEFORE_FIRST_STEP_ATTRIBUTE, record_replaced_parameters, watch_model
 from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.ops.arguments import check_bool
 from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
@@ -516,8 +516,10 @@ def _add_hooks(
     if unsharded is not None:
         step_check = StepCheck(sequence, meshes, unsharded)
         loss_check = LossCheck(step_check)
+        setattr(model, BEFORE_FIRST_STEP_ATTRIBUTE, step_check.before_first_step)
         model.register_forward_pre_hook(loss_check.before_forward, with_kwargs=True, prepend=True)
         model.register_forward_pre_hook(step_check, with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(loss_check.end_last_call, prepend=True)
         model.register_forward_hook(loss_check.after_forward, with_kwargs=True)
     if meshes:
         module_check = ModuleCheck(parallelism, model, is_from_meta=options.is_from_meta)

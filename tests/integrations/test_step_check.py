@@ -111,6 +111,52 @@ def test_plain_models(group: dist.ProcessGroup) -> None:
     model(tokens)
 
 
+class Late(Block):
+    """Model that mixes tokens from some call on."""
+
+    def __init__(self, first_call: int) -> None:
+        super().__init__()
+        self.calls, self.first_call = 0, first_call
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mixing: float = 0.0) -> Tensor:
+        self.calls += 1
+        output = super().forward(tokens, positions)
+        is_mixing = self.calls >= self.first_call or mixing
+        return output + 0.1 * output.roll(1, 1) if is_mixing else output
+
+
+@on_ranks(2)
+def test_what_changes_after_the_first_step(group: dist.ProcessGroup) -> None:
+    """The comparison runs again at calls 2, 3, 10, 100, ..., and at the calls that are due if arguments differ."""
+    cp, tokens = mesh_of(group, 2, 1)["cp"], make_tokens(2, 8) % 37
+    for first_call, found_at in ((2, 2), (3, 3), (5, 10)):
+        model = parallelize(Late(first_call), cp, plan=PLAN)
+        for _ in range(found_at - 1):
+            model(tokens)
+        with pytest.raises(ValueError, match=WRONG):
+            model(tokens)
+    model = parallelize(Late(1000), cp, plan=PLAN)
+    for _ in range(3):
+        model(tokens, mixing=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_TP_CHECK_BATCH", "5")
+        for _ in range(2):
+            model(tokens, mixing=0.0)
+        assert not compared(model)
+        for _ in range(5):
+            model(tokens, mixing=0.0)
+        for _ in range(4):
+            model(tokens, mixing=0.5)
+        with pytest.raises(ValueError, match=WRONG):
+            model(tokens, mixing=0.5)
+        model = parallelize(Late(1000), cp, plan=PLAN)
+        for call in range(15):
+            model(tokens)
+            if call == 11:
+                model.down.requires_grad_(False)
+        assert compared(model)
+
+
 @on_ranks(2)
 def test_the_first_module_is_named(group: dist.ProcessGroup) -> None:
     cp, tokens = mesh_of(group, 2, 1)["cp"], make_tokens(2, 16)
@@ -179,15 +225,15 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
         model.up.weight.register_post_accumulate_grad_hook(lambda parameter, steps=steps: steps.append(1))
         optimizer = torch.optim.AdamW(model.parameters())
         torch.manual_seed(5)
-        for step in range(2):
+        for step in range(4):
             loss = model(tokens).square().mean()
-            assert verify is False or compared(model) == (step == 0)
+            assert verify is False or compared(model) == (step < 3)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(model.kept) == len(outside) == len(steps) == model.calls == int(model.seen) == 2
-        assert len(model.nested["a"]["b"]) == model.recorder.count == len(model.recorder.by_name["outputs"]) == 2
-        assert COUNT == RECORDER.count == len(RECORDER.by_name["outputs"]) == 2
+        assert len(model.kept) == len(outside) == len(steps) == model.calls == int(model.seen) == 4
+        assert len(model.nested["a"]["b"]) == model.recorder.count == len(model.recorder.by_name["outputs"]) == 4
+        assert COUNT == RECORDER.count == len(RECORDER.by_name["outputs"]) == 4
         outside.clear()
         globals()["COUNT"] = RECORDER.count = 0
         RECORDER.by_name["outputs"].clear()
@@ -199,6 +245,18 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
 def add_in_place(module: nn.Module, args: tuple[Tensor]) -> None:
     """Change the input in place, as models scale embeddings that they receive."""
     args[0].add_(1).remainder_(37)
+
+
+class Counting(Block):
+    """Model with a factor that changes with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        self.count.add_(1)
+        return super().forward(tokens, positions) * self.count.item()
 
 
 class Checkpointed(Block):
@@ -256,6 +314,11 @@ def test_models_that_are_right(group: dist.ProcessGroup) -> None:
         (model(tokens) - model(tokens.flip(0))).square().mean().backward()
         model(tokens).square().mean().backward()
         copy.deepcopy(model)(tokens).square().mean().backward()
+        # A forward that cannot be repeated after backward, because it counts.
+        model = parallelize(Counting(), cp, plan=PLAN)
+        for _ in range(3):
+            model.zero_grad()
+            model(tokens).square().mean().backward()
     assert not lines, lines
 
 
@@ -277,9 +340,12 @@ def test_losses_of_what_is_inside(group: dist.ProcessGroup) -> None:
         (
             model(tokens).square().mean() + sum(p.square().sum() for p in model.down.parameters()).full_tensor()
         ).backward()
+        model = fresh(cp)  # the outputs are not used
+        model(tokens)
+        torch.autograd.grad(inner[-1].square().mean(), list(model.parameters()), allow_unused=True)
     if dist.get_rank(group) == 0:
-        assert len(lines) == 2, lines
-        assert all("does not come from the outputs of the model's forward" in line for line in lines), lines
+        assert len(lines) == 3, lines
+        assert all("not come from the outputs of the model's forward" in line for line in lines), lines
         assert "'down.weight'" in lines[1]
     model = fresh(tp)
     output = model(tokens)  # before the losses, which differ by rank
@@ -314,6 +380,24 @@ def test_steps_in_a_reentrant_checkpoint_or_of_inputs_only(group: dist.ProcessGr
         model = parallelize(llama(), tp).requires_grad_(False)
         model(inputs_embeds=torch.randn(1, 8, 32, requires_grad=True), use_cache=False).logits.sum().backward()
         assert (group.rank() == 0) == any("only its inputs require gradients" in line for line in lines)
+
+
+@on_ranks(2)
+def test_steps_of_compiled_code_and_flags_that_change(group: dist.ProcessGroup) -> None:
+    tp, tokens = mesh_of(group, 1, 2)["tp"], make_tokens(2, 8) % 37
+    model = parallelize(Block(), tp, plan=PLAN)
+    optimizer = torch.optim.SGD(model.parameters())
+    with log_lines() as lines:
+        torch.compile(model, backend="eager")(tokens).sum().backward()
+        optimizer.step()
+        assert (group.rank() == 0) == any("has not run outside torch.compile" in line for line in lines), lines
+    model = parallelize(Late(1000), tp, plan=PLAN).eval()
+    model.first_call = 999
+    with log_lines() as lines, torch.no_grad():
+        for _ in range(3):  # `calls` changes too, in each
+            model(tokens)
+        assert sum("'first_call'" in line for line in lines) == (group.rank() == 0), lines
+        assert len(lines) <= 2, lines
 
 
 @on_ranks(2)

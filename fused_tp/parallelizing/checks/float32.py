@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+T = TypeVar("T")
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def has_16_bit_parameters(model: nn.Module) -> bool:
-    """True if `model` has parameters in fp16 or bf16, and all of these are plain tensors."""
+    """True if `model` has parameters in fp16 or bf16, and all of these are plain tensors or DTensors of such."""
     parameters = [p for p in model.parameters() if p.dtype in _DTYPES]
-    return bool(parameters) and all(type(p) is nn.Parameter and p.layout == torch.strided for p in parameters)
+    shards = [p._local_tensor if isinstance(p, DTensor) else p for p in parameters]
+    return bool(parameters) and all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in shards)
 
 
 @contextmanager
@@ -49,11 +52,9 @@ def in_float32(models: Sequence[nn.Module]) -> Iterator[None]:
             table[name] = t
 
 
-def widen_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `arguments` with 16-bit tensors in fp32."""
-    widened: dict[str, Any] = tree_map(
-        lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _DTYPES else t, dict(arguments)
-    )
+def widen_arguments(arguments: T) -> T:
+    """Return a copy of nested `arguments` with 16-bit tensors in fp32."""
+    widened: T = tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _DTYPES else t, arguments)
     return widened
 
 

@@ -2,11 +2,12 @@
 
 | when             | action                                                                                       |
 |------------------|----------------------------------------------------------------------------------------------|
-| around forward   | store arguments and random states; register hooks on the outputs                             |
+| around forward   | store arguments and random states; register hooks on the outputs and on the parameters       |
 | during backward  | store the gradients of the outputs                                                           |
 | end of backward  | the sharded model repeats forward, and backward from the stored gradients of the outputs     |
 |                  | all ranks raise if their gradients of outputs differ                                         |
-|                  | a warning is logged if a parameter's gradient differs from that of the repeated backward     |
+|                  | a warning is logged if a parameter's gradient differs from that of the repeated backward,    |
+|                  | unless the repeated forward has other outputs, because it depends on state that it changes   |
 
 The last difference is not an error, because a penalty on parameters, or a loss of which each rank computes its share,
 may be intended.
@@ -56,26 +57,35 @@ class LossCheck:
     def __init__(self, step_check: StepCheck) -> None:
         self.step_check = step_check
         self._call: _WatchedCall | None = None
+        self._awaits_backward = False  # True from a forward pass until the backward pass of its outputs
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_call": None}
+        return {**vars(self), "_call": None, "_awaits_backward": False}
+
+    def end_last_call(self, model: nn.Module, args: object) -> None:
+        """Stop watching the last call. This hook runs before `step_check`, whose backward is not the caller's."""
+        if self._call is not None and torch.is_grad_enabled() and not are_checks_suspended():
+            self._call.finish()  # the next backward pass may belong to both calls
+            self._call = None
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if are_checks_suspended() or not torch.is_grad_enabled():
+        if are_checks_suspended() or not torch.is_grad_enabled() or not self.step_check.is_compared:
             return
-        if self._call is not None:
-            self._call.is_finished = True  # the next backward pass may belong to both calls
-            self._call = None
-        if self.step_check.is_compared and not any(
-            gather_over_meshes(
-                self.step_check.meshes, "gradients of outputs", _has_other_gradients(model, (args, kwargs))
-            )
-        ):
+        has_other_gradients = self._awaits_backward or _has_other_gradients(model, (args, kwargs))
+        if not any(gather_over_meshes(self.step_check.meshes, "gradients of outputs", has_other_gradients)):
             self._call = _WatchedCall(model, self.step_check, args, kwargs)
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._call is not None and not are_checks_suspended():
+        if are_checks_suspended() or not torch.is_grad_enabled():
+            return
+        if (first := next((t for t in find_tensors(output) if t.requires_grad), None)) is not None:
+            self._awaits_backward = True
+            first.register_hook(self._note_backward)
+        if self._call is not None:
             self._call.watch_outputs(output)
+
+    def _note_backward(self, grad: Tensor) -> None:
+        self._awaits_backward = False
 
 
 def _has_other_gradients(model: nn.Module, arguments: object) -> bool:
@@ -113,29 +123,49 @@ class _WatchedCall:
         self._replicated_indices = step_check.replicated
         self.is_finished = False
         self._output_gradients: dict[int, Tensor] = {}  # by index of the output
+        self._output_sketches: dict[int, Tensor] = {}  # `norm_and_projection` by index of the output
         self._is_queued = False
+        self._handles: list[Any] = []  # of hooks on parameters
+
+    def finish(self) -> None:
+        """Ignore backward passes from now on."""
+        self.is_finished = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def watch_outputs(self, output: object) -> None:
         """Register hooks that store the gradients of the tensors in `output`, the result of the call."""
         outputs = {i: t for i, t in enumerate(output_tensors(output)) if t.requires_grad}
         self.is_finished = not 0 < len(outputs) <= _MAX_OUTPUTS
-        for i, t in {}.items() if self.is_finished else outputs.items():
-            t.register_hook(partial(self._store_gradient, i))
-
-    def _store_gradient(self, index: int, grad: Tensor) -> None:
         if self.is_finished:
             return
-        self._output_gradients[index] = grad.detach()
-        if not self._is_queued:
+        for i, t in outputs.items():
+            t.register_hook(partial(self._store_gradient, i))
+            self._output_sketches[i] = norm_and_projection(t.detach())
+        # For a backward pass that does not reach the outputs. Hooks also run for torch.autograd.grad.
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._handles = [p.register_hook(self._queue_comparison) for p in parameters]
+
+    def _store_gradient(self, index: int, grad: Tensor) -> None:
+        if not self.is_finished:
+            self._output_gradients[index] = grad.detach()
+            self._queue_comparison(grad)
+
+    def _queue_comparison(self, grad: Tensor) -> None:
+        if not (self.is_finished or self._is_queued):
             self._is_queued = True
             Variable._execution_engine.queue_callback(self._compare)
 
     def _compare(self) -> None:
         if self.is_finished:
             return
-        self.is_finished = True
+        self.finish()
         output_gradients, self._output_gradients = self._output_gradients, {}
         trainable_parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not output_gradients:
+            self._warn("gradients of parameters do", "*")
+            return
         if all(p.grad is None for p in trainable_parameters.values()):
             return  # the caller has used torch.autograd.grad, which leaves `grad` unset
         with isolated_passes(self.model, Mode.AS_IT_IS, self.random_states):
@@ -143,6 +173,8 @@ class _WatchedCall:
                 outputs = run_on_copies(self.model, self.args, self.kwargs)
             if any(node.name() == REENTRANT_NODE for i in output_gradients for node in reachable_nodes(outputs[i])):
                 return  # torch.autograd.grad does not support reentrant checkpoints
+            if any(self._differs(i, outputs[i]) for i in output_gradients):
+                return  # forward depends on state that it changes, so it cannot be repeated
             gradients = _parameter_gradients(outputs, output_gradients, list(trainable_parameters.values()))
         expected = gradient_shards(
             self.model, self.parallelism, dict(zip(trainable_parameters, gradients, strict=True)), is_summed=False
@@ -162,17 +194,25 @@ class _WatchedCall:
             self._raise_if_different([rank_sketches.get(index, (0.0, 0.0, 8)) for *_, rank_sketches in rank_reports])
         error, name = max((report[0], report[1]) for report in rank_reports)
         if _PARAMETER_BOUND < error < inf:
-            warn_once(
-                self.meshes,
-                name,
-                "after backward, %.2g of the gradient of %r does not come from the outputs of the model's forward: the "
-                "loss also depends on parameters, or on tensors inside the model, which hold only %s. This dependence "
-                "is not compared with a single process. Compute the loss from the outputs of forward (use "
-                "output_hidden_states=True for hidden states), or make sure that each rank adds only its share.",
-                error,
-                name,
-                _describe_rank_contents(self.parallelism),
-            )
+            self._warn(f"{error:.2g} of the gradient of {name!r} does", name)
+
+    def _warn(self, gradients_do: str, key: str) -> None:
+        warn_once(
+            self.meshes,
+            key,
+            "after backward, %s not come from the outputs of the model's forward: the loss depends on parameters, or "
+            "on tensors inside the model, which hold only %s. This dependence is not compared with a single process. "
+            "Compute the loss from the outputs of forward (use output_hidden_states=True for hidden states), or make "
+            "sure that each rank adds only its share.",
+            gradients_do,
+            _describe_rank_contents(self.parallelism),
+        )
+
+    @torch.no_grad()
+    def _differs(self, index: int, output: Tensor) -> bool:
+        norm, projection = norm_and_projection(output)
+        _, first_projection = self._output_sketches[index]
+        return bool((projection - first_projection).abs() > _OUTPUT_BOUNDS[output.element_size()] * norm)
 
     def _raise_if_different(self, rank_sketches: Sequence[tuple[float, float, int]]) -> None:
         """Raise ValueError if the ranks' sketches of the gradient of an output differ."""

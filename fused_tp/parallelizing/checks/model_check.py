@@ -45,8 +45,8 @@ class ModuleCheck:
     """Forward pre-hooks that check, at the first calls and periodically, for changes made after sharding.
 
     New or replaced parameters raise an error, because nothing else would detect them. A new module without parameters,
-    or a forward, method or hook that the caller has changed, is logged, because it was not compared with the unsharded
-    model.
+    and a forward, method, hook, number or flag that the caller has changed, is logged, because it was not compared with
+    the unsharded model.
 
     Args:
         parallelism: value of the attribute `PARALLELISM_ATTRIBUTE` of the model's modules.
@@ -63,11 +63,12 @@ class ModuleCheck:
         self.is_from_meta = is_from_meta
         self.call_count, self._is_due = 0, False
         self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the unsharded model
+        self._logged_values: set[tuple[str, str]] = set()  # (module, label) of changed numbers, which are logged once
         self.storages = _parameter_storages(model)
 
     def record_code(self, model: nn.Module) -> None:
         """Record that the current code of `model` has been compared with the unsharded model."""
-        self._code = {name: callers_code(module) for name, module in model.named_modules()}
+        self._code = {name: {**callers_code(m), **_callers_values(m)} for name, m in model.named_modules()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "storages": {}, "_code": {}}  # a copy has other parameters and modules
@@ -111,17 +112,20 @@ class ModuleCheck:
         """Log changed code. This hook runs last, after a comparison has recorded the code that it covers."""
         if are_checks_suspended() or not self._is_due:
             return
-        recorded_code, self._code = self._code, {name: callers_code(module) for name, module in model.named_modules()}
+        recorded_code = self._code
+        self.record_code(model)
         for name, module in model.named_modules() if recorded_code else ():  # a copy of a model has no record
             before = recorded_code.get(name, {})
             changed_parts = [part for part, value in self._code[name].items() if before.get(part) != value]
-            if changed_parts and is_first_rank(self.parallelism):
+            new_parts = [part for part in changed_parts if (name, part) not in self._logged_values]
+            self._logged_values |= {(name, part) for part in _callers_values(module) if part in changed_parts}
+            if new_parts and is_first_rank(self.parallelism):
                 _LOG.warning(
                     "%r (%s) was changed after parallelize: %s. Its outputs were not compared with the unsharded "
                     "model, and its tensors may be this rank's shards. Change it before parallelize, which compares.",
                     name,
                     type(module).__name__,
-                    ", ".join(changed_parts),
+                    ", ".join(new_parts),
                 )
 
     def _check_storages(self, model: nn.Module) -> None:
@@ -205,6 +209,17 @@ def callers_code(module: nn.Module) -> dict[str, object]:
         if not isinstance(function, (nn.Module, Tensor, type)) and not is_library_function(function):
             code[label] = function
     return code
+
+
+def _callers_values(module: nn.Module) -> dict[str, object]:
+    """Return the numbers, flags and texts that are attributes of `module`, if its class is the caller's, by name."""
+    if f"{type(module).__module__}.".startswith(_LIBRARIES):
+        return {}
+    return {
+        f"attribute {name!r}": value
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and name != "training" and not name.startswith("_")
+    }
 
 
 def is_library_function(function: Any) -> bool:

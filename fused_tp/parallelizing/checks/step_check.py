@@ -1,7 +1,8 @@
 """Compare the first training steps of a parallel model with the unsharded model: outputs and gradients.
 
-The comparison runs at each call that is due, requires gradients, and differs in mode, arguments or size from the calls
-compared before:
+The comparison runs at the first 3 calls that require gradients and at the 10th, 100th, ..., because what forward does
+may depend on the batch and change with time. It also runs at each call that is due (`is_check_due`), if the callers'
+code, the mode, arguments, trainable parameters or autocast differ from the calls compared before:
 
 | model     | computes                                                                                             |
 |-----------|------------------------------------------------------------------------------------------------------|
@@ -36,12 +37,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from fused_tp.core.checks import is_check_due
+from fused_tp.core.checks import is_check_due, is_repetition_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
+from fused_tp.parallelizing.checks.float32 import has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import callers_code, remember_code, warn_once
 from fused_tp.parallelizing.checks.module_outputs import OutputComparison, RankShards, first_difference, record_outputs
 from fused_tp.parallelizing.checks.sharding_check import (
@@ -54,7 +56,7 @@ from fused_tp.parallelizing.checks.sharding_check import (
     least_precise_dtype,
     token_errors,
 )
-from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
+from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node_number
 from fused_tp.parallelizing.grad_sync import find_gradient_syncs, has_distributed_experts
@@ -103,6 +105,7 @@ class StepCheck:
         self.replicated: frozenset[int] = frozenset()
         self._compared_keys: set[object] = set()  # `_call_key` of each call that has been compared
         self._code: Any = None  # the callers' code in the model at the last comparison
+        self._is_skip_reported = False  # True if the log says why steps are not compared
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_code": None}
@@ -122,12 +125,13 @@ class StepCheck:
                 self._report_skipped("its parameters are frozen, and only its inputs require gradients")
             return
         self.calls += 1
-        if not is_check_due(self.calls):
+        is_repetition = is_repetition_due(self.calls)
+        if not (is_repetition or is_check_due(self.calls)):
             return
         code = {name: callers_code(module) for name, module in model.named_modules()}
         arguments = self._named_arguments(args, kwargs)
         key = _call_key(model, arguments)
-        needs_comparison = key not in self._compared_keys or code != self._code
+        needs_comparison = is_repetition or key not in self._compared_keys or code != self._code
         ranks = gather_over_meshes(self.meshes, "a training step", [needs_comparison, self._obstacle(model, arguments)])
         if not any(is_needed for is_needed, _ in ranks):
             return
@@ -137,13 +141,34 @@ class StepCheck:
             next((rank_reason for _, rank_reason in ranks if rank_reason), "")
             or _StepComparison(self, model, args, kwargs, arguments).compare()
         )
+        if not reason and _is_small_16_bit(model):
+            self._compare_in_float32(model, args, kwargs)
         if not reason:
             self.is_compared = True
             remember_code(model)
             return
         self._report_skipped(reason)
 
+    def _compare_in_float32(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the step once more in fp32, in which no rounding hides errors, unless the model does not allow it."""
+        device = next(model.parameters()).device.type
+        replicated = self.replicated
+        with in_float32([model]), torch.autocast(device, enabled=False):
+            args, kwargs = widen_arguments((args, kwargs))
+            arguments = self._named_arguments(args, kwargs)
+            _StepComparison(self, model, args, kwargs, arguments).compare()
+        self.replicated = replicated
+
+    def before_first_step(self, model: nn.Module) -> None:
+        """Log that no step was compared, if an optimizer steps and these hooks have not run."""
+        if self.calls == 0 and not self._is_skip_reported and is_repetition_due(1):
+            self._report_skipped(
+                f"{type(model).__name__}.forward has not run outside torch.compile; the outputs of modules inside it, "
+                "and of compiled code, are not compared"
+            )
+
     def _report_skipped(self, reason: str) -> None:
+        self._is_skip_reported = True
         warn_once(
             self.meshes,
             reason,
@@ -198,10 +223,22 @@ class StepCheck:
 
 
 def _call_key(model: nn.Module, arguments: dict[str, Any]) -> object:
-    """Return a key that is equal for similar calls: the mode, the names of arguments, and the magnitude of the size."""
-    names = frozenset(name for name, value in arguments.items() if value is not None)
+    """Return a key that is equal for calls with similar arguments and the same modes and trainable parameters."""
+    scalars = {
+        name: value if isinstance(value, (bool, int, float, str)) else None
+        for name, value in arguments.items()
+        if value is not None
+    }
     sizes = [t.numel().bit_length() for t in find_tensors(arguments)[:1]]
-    return model.training, names, *sizes
+    device = next(model.parameters()).device.type
+    autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    trainable = tuple(p.requires_grad for p in model.parameters())
+    return model.training, frozenset(scalars.items()), *sizes, autocast_dtype, trainable
+
+
+def _is_small_16_bit(model: nn.Module) -> bool:
+    """True if `model` has 16-bit parameters, and is small enough for copies in fp32."""
+    return has_16_bit_parameters(model) and sum(p.numel() for p in model.parameters()) <= LARGE_MODEL_PARAMETERS
 
 
 def _is_cache(value: object) -> bool:

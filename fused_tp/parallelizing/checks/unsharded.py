@@ -5,6 +5,7 @@
 | class, attributes      | as before sharding, except attributes assigned since then                      |
 | hooks                  | hooks from before sharding, and hooks registered since then                    |
 | submodules             | the layers from before sharding, with changes made since to their replacements |
+|                        | (modules that the caller has replaced since then stay, with full parameters)   |
 | parameters             | full tensors, passed by the caller                                             |
 | buffers                | the current buffers, and the buffers of replaced layers                        |
 
@@ -15,6 +16,7 @@ would be missing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +133,7 @@ class UnshardedModel:
             state.dicts["_parameters"] = dict.fromkeys(state.dicts["_parameters"])
         self._config_states = {id(config): ModuleState.from_module(config) for config in _configs(model)}
         self._sharded_states: dict[str, ModuleState] = {}
+        self._sharded_modules: dict[str, weakref.ref[nn.Module]] = {}
         self._sharded_config_states: dict[int, ModuleState] = {}
 
     def __reduce__(self) -> Any:
@@ -141,6 +144,7 @@ class UnshardedModel:
         self._sharded_states = {
             name: ModuleState.from_module(module).without_tensors() for name, module in model.named_modules()
         }
+        self._sharded_modules = {name: weakref.ref(module) for name, module in model.named_modules()}
         for name, original_state in self._original_states.items():  # keep only buffers that the replacing layer lacks
             new_buffers = self._sharded_states[name].dicts["_buffers"] if name in self._sharded_states else {}
             original_state.dicts["_buffers"] = {
@@ -171,12 +175,19 @@ class UnshardedModel:
         device = next(iter(parameters.values())).device
         unsharded_states: list[ModuleState] = []
         for name, original_state in self._original_states.items():
-            state = original_state.with_changes(self._sharded_states[name], current_states[name])
+            current_state = current_states[name]
+            is_replaced = current_state.module is not self._sharded_modules[name]()  # since sharding, by the caller
+            state = (
+                ModuleState.from_module(current_state.module)
+                if is_replaced
+                else original_state.with_changes(self._sharded_states[name], current_state)
+            )
             prefix = f"{name}." if name else ""
-            parameter_names = original_state.dicts["_parameters"]
+            parameter_names = (current_state if is_replaced else original_state).dicts["_parameters"]
             state.dicts["_parameters"] = {key: parameters.get(f"{prefix}{key}") for key in parameter_names}
-            replaced_buffers = {key: _to_device(device, b) for key, b in original_state.dicts["_buffers"].items()}
-            state.dicts["_buffers"] = replaced_buffers | current_states[name].dicts["_buffers"]
+            if not is_replaced:
+                replaced_buffers = {key: _to_device(device, b) for key, b in original_state.dicts["_buffers"].items()}
+                state.dicts["_buffers"] = replaced_buffers | current_state.dicts["_buffers"]
             unsharded_states.append(state)
         for config, config_state in zip(_configs(model), self._config_states.values(), strict=False):
             if (sharded_config_state := self._sharded_config_states.get(id(config))) is not None:
