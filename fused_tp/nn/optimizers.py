@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,6 @@ class ShardedLayout(NamedTuple):
 
 # Attributes of a model: the 1-D meshes whose ranks share it, and the number of steps of each of its optimizers.
 _MESHES_ATTRIBUTE, _STEPS_ATTRIBUTE = "_fused_tp_shared_over", "_fused_tp_optimizer_steps"
-# Attribute of a model: function of the model that runs before the first step of each of its optimizers.
-BEFORE_FIRST_STEP_ATTRIBUTE = "_fused_tp_before_first_step"
 _SAMPLE_ELEMENTS = 61  # number of elements of each tensor that are compared
 # Name of the exchange before a step and in a forward pass, and the two kinds of messages in it. Both use the same
 # exchange, so that ranks notice if some are at a step and others at a forward pass.
@@ -68,6 +66,7 @@ STEP_EXCHANGE_NAME, STEP_MOMENT, FORWARD_MOMENT = "parts and steps", "step", "fo
 _NORM_TOLERANCE = 1e-3  # relative to the norm of all gradients; larger than rounding errors
 
 _watched_models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+_methods_before_steps: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[nn.Module], None]]] = WeakKeyDictionary()
 _replaced_parameters: Any = (
     WeakIdKeyDictionary()
 )  # names of parameters that were replaced, and that no model uses any more
@@ -98,6 +97,14 @@ def rewatch_model(model: nn.Module) -> None:
     if model not in _watched_models:
         _watched_models[model] = None
         install_hooks()
+
+
+def call_before_steps(model: nn.Module, method: Callable[[nn.Module], None]) -> None:
+    """Call the bound `method` with `model` before each checked step of its optimizers, while its object exists.
+
+    Ranks may have different numbers of optimizers, so `method` must not communicate.
+    """
+    _methods_before_steps[model] = WeakMethod(method)
 
 
 def optimizer_step_counts(model: nn.Module) -> list[int]:
@@ -158,8 +165,9 @@ def _check_step(optimizer: Optimizer, record: _StepRecord) -> None:
     if len(parameters) == 1:
         return  # stepped during backward, in which ranks with different experts may step different parameters
     for model in models:
-        if record.steps == 1 and (before_first_step := getattr(model, BEFORE_FIRST_STEP_ATTRIBUTE, None)) is not None:
-            before_first_step(model)
+        method = _methods_before_steps.get(model, lambda: None)()
+        if method is not None:
+            method(model)
         if model not in record.indices:
             steps = getattr(model, _STEPS_ATTRIBUTE)
             record.indices[model] = len(steps)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.nn.optimizers import BEFORE_FIRST_STEP_ATTRIBUTE, record_replaced_parameters, watch_model
+from fused_tp.nn.optimizers import call_before_steps, record_replaced_parameters, watch_model
 from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.ops.arguments import check_bool
 from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
@@ -516,7 +516,7 @@ def _add_hooks(
     if unsharded is not None:
         step_check = StepCheck(sequence, meshes, unsharded)
         loss_check = LossCheck(step_check)
-        setattr(model, BEFORE_FIRST_STEP_ATTRIBUTE, step_check.before_first_step)
+        call_before_steps(model, step_check.before_step)
         model.register_forward_pre_hook(loss_check.before_forward, with_kwargs=True, prepend=True)
         model.register_forward_pre_hook(step_check, with_kwargs=True, prepend=True)
         model.register_forward_pre_hook(loss_check.end_last_call, prepend=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -22,17 +23,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fused_tp.backends.messages.torch_dist import TorchDist, torch_dist
+from fused_tp.core import settings
 from fused_tp.core.checks import is_check_due
-from fused_tp.core.errors import FusedTPError
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.core.group import resolve_group
 from fused_tp.core.partition import shard_range
 from fused_tp.core.store import exchange
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.grad_norm import clip_by_norm_, grad_norm
-from fused_tp.nn.optimizers import optimizer_step_counts, watch_model
+from fused_tp.nn.optimizers import call_before_steps, optimizer_step_counts, watch_model
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
+from fused_tp.parallelizing.checks.model_check import check_equal_models
 from fused_tp.parallelizing.checks.shard_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.grad_sync import average_gradients, has_distributed_experts
@@ -54,6 +57,7 @@ from fused_tp.pipelining.stages import (
     training_mode,
     zeros_for_meta_tensors,
 )
+from fused_tp.pipelining.step_check import compare_step
 from fused_tp.pipelining.timeline import Recorder, Span
 
 if TYPE_CHECKING:
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
 
 LossFunction = Callable[[Any, Any], Tensor]
 _IGNORED_LABEL = -100  # label of ignored tokens, as everywhere in transformers
+_SCALE_TOLERANCE = 0.01  # relative difference of factors between stages that rounding may explain
 _LABEL_NAMES = ("labels", "shift_labels")
 # Argument of forward: divisor of the sum over targets, in place of a microbatch's own number of targets.
 _TARGET_COUNT_NAME = "num_items_in_batch"
@@ -215,9 +220,15 @@ def pipeline(
         disable_input_grads()  # hooks from gradient_checkpointing_enable, which parallel embeddings do not support
     stages: dict[int, Stage] = {}
     checked_meshes = [pp_mesh, *meshes.values()]
-    with compare_sharding(
-        model, verify, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches, has_fixed_dtype=True
-    ) as outcome:
+    if verify is not False:  # each rank computes the whole model
+        check_equal_models(model, checked_meshes)
+    whole_stage = Stage(model, Boundary(), 0, 1, is_hf, loss_fn)
+    with (
+        compare_sharding(
+            model, verify, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches, is_pipeline=True
+        ) as outcome,
+        compare_step(model, whole_stage, verify, checked_meshes, microbatches=microbatches) as step_outcome,
+    ):
         error_of_stage: Exception | None = None
         try:
             for number, (stage_model, boundary) in take_stages(
@@ -261,6 +272,7 @@ def pipeline(
             grad_sync=grad_sync,
         )
         outcome.sharded, outcome.modules, outcome.run = pipe, [stage.model for stage in stages.values()], pipe.eval
+        step_outcome.pipe = pipe
     return pipe
 
 
@@ -385,6 +397,15 @@ class Stage(nn.Module):
             return self.loss_fn(output.logits if self.is_hf else output, labels["labels"]) / self.microbatches
         return output.loss * (1 if self.takes_target_count else 1 / self.microbatches)
 
+    def sum_of_losses(self, batch: Mapping[str, Any], microbatches: int) -> Tensor:
+        """Return the loss of `batch`, computed microbatch by microbatch, if this stage is the whole model."""
+        shared_arguments = {name: value for name, value in batch.items() if not _is_split(value)}
+        if self.loss_fn is None:
+            shared_arguments.setdefault(_TARGET_COUNT_NAME, count_targets(batch))
+        self.shared_arguments, self.microbatches = shared_arguments, microbatches
+        parts = {name: t.chunk(microbatches) for name, t in batch.items() if _is_split(t)}
+        return torch.stack([self(**{name: t[i] for name, t in parts.items()}) for i in range(microbatches)]).sum()
+
     def _check_sent_hidden(self, hidden: Tensor | None) -> Tensor:
         assert hidden is not None and self.hidden_spec is not None
         if (tuple(hidden.shape), hidden.dtype) != self.hidden_spec:
@@ -395,6 +416,11 @@ class Stage(nn.Module):
             )
         # torch detaches the sent tensor in place, which fails for views.
         return hidden.clone() if hidden._is_view() else hidden.contiguous()
+
+
+def _is_split(value: object) -> bool:
+    """True if each microbatch has a part of `value`, an argument of the batch."""
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def takes_target_count(model: nn.Module, *, is_hf: bool) -> bool:
@@ -440,7 +466,7 @@ class Pipeline:
         self._schedule_kind, self._layers, self._tied_names = kind, layers, tied
         self._pp_mesh, self._group = pp_mesh, pp_mesh.get_group()
         self._tp_mesh, self._cp_mesh = tp_mesh, cp_mesh
-        self._sequence_parallel, self._grad_sync = sequence_parallel, grad_sync
+        self._sequence_parallel, self.grad_sync = sequence_parallel, grad_sync
         self._schedules: dict[tuple[int, ...], Any] = {}  # by the shape of the hidden state
         for stage in stages.values():
             stage.microbatches = microbatches
@@ -459,8 +485,13 @@ class Pipeline:
         self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first_argument,)
         self._batch_check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
         self._step_count = 0  # calls of `step`
+        # After a checked step: norm of this rank's gradients, and the factor by which they were scaled before the
+        # optimizer's step.
+        self._gradient_norm: float | None = None
+        self._gradient_scale: float | None = None
         for stage in stages.values():
             watch_model(stage.model, [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None])
+            call_before_steps(stage.model, self._record_gradient_scale)
         self._recorder = Recorder()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -498,6 +529,8 @@ class Pipeline:
             raise
         for parameter, grad in earlier_gradients:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        self._gradient_norm = self._local_gradient_norm() if is_check_due(self._step_count) else None
+        self._gradient_scale = None
         return self._broadcast_loss(losses)
 
     @torch.no_grad()
@@ -514,10 +547,19 @@ class Pipeline:
             return self._broadcast_loss(outputs)
         return tree_map(_concatenate, *outputs) if outputs else None
 
+    @contextmanager
+    def preserve_steps(self) -> Iterator[None]:
+        """Context for a step that does not count, and after which schedules are made anew."""
+        step_count = self._step_count
+        try:
+            yield
+        finally:
+            self._step_count, self._schedules, self._gradient_norm = step_count, {}, None
+
     def _check_parameters(self) -> None:
         for name, parameter in self.named_parameters():
             if getattr(parameter, "main_grad", None) is not None:
-                if self._tied_names is not None or (self._cp_mesh is not None and self._grad_sync):
+                if self._tied_names is not None or (self._cp_mesh is not None and self.grad_sync):
                     reason = (
                         "the first stage and the last share a weight"
                         if self._tied_names
@@ -537,18 +579,42 @@ class Pipeline:
                     )
 
     def _check_steps(self) -> None:
-        """Raise RankMismatchError if optimizers stepped the stages a different number of times.
+        """Compare over pipeline ranks what optimizers did since the last step.
 
-        Each stage reports its most-stepped optimizer: several optimizers may divide parameters differently per stage.
+        Raises:
+            RankMismatchError: optimizers stepped the stages a different number of times. Each stage reports its
+                most-stepped optimizer: several optimizers may divide parameters differently per stage.
+            ValueError: gradients of the stages were scaled by different factors.
         """
         self._step_count += 1
-        if not is_check_due(self._step_count) or self._pp_mesh.size() == 1:
+        is_due, was_due = (is_check_due(count) for count in (self._step_count, self._step_count - 1))
+        if not (is_due or was_due) or self._pp_mesh.size() == 1:
             return
         steps = max(
             (count for stage in self.stages.values() for count in optimizer_step_counts(stage.model)), default=0
         )
-        rank_steps = gather_over_meshes([self._pp_mesh], "optimizer steps", steps)
-        check_equal_steps([self._pp_mesh], [count for count in rank_steps if count])  # frozen stages report 0
+        reports = gather_over_meshes([self._pp_mesh], "optimizer steps", [steps, self._gradient_scale])
+        if is_due:
+            check_equal_steps([self._pp_mesh], [count for count, _ in reports if count])  # frozen stages report 0
+        scales = [scale for _, scale in reports if scale is not None]
+        if scales and max(scales) - min(scales) > _SCALE_TOLERANCE * max(scales):
+            raise ValueError(
+                "between the pipeline's step and the optimizer's, gradients of the stages were scaled by different "
+                f"factors, from {min(scales):.4g} to {max(scales):.4g}. Most likely torch.nn.utils.clip_grad_norm_ "
+                "scaled each stage by its own norm. Use the pipeline's clip_grad_norm_(max_norm)."
+            )
+
+    def _record_gradient_scale(self, model: nn.Module) -> None:
+        """Record by how much gradients have changed since the pipeline's step. Runs before an optimizer's step."""
+        if self._gradient_norm and self._gradient_scale is None:
+            scale = self._local_gradient_norm() / self._gradient_norm
+            self._gradient_scale = scale if math.isfinite(scale) else None
+
+    def _local_gradient_norm(self) -> float:
+        """Return the norm of the gradient shards of this rank."""
+        gradients = [_local_tensor(p.grad) for p in self.parameters() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in gradients]
+        return float(torch.stack([norm.double() for norm in norms]).norm()) if norms else 0.0
 
     def _backward_context(self) -> AbstractContextManager[None]:
         return split_backward() if self._schedule_kind.splits_backward else nullcontext()
@@ -567,7 +633,7 @@ class Pipeline:
 
     def _split_arguments(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Pass the arguments common to all microbatches to the stages; return the tensors to split."""
-        tensors = {name: t for name, t in batch.items() if isinstance(t, Tensor) and t.ndim}
+        tensors = {name: t for name, t in batch.items() if _is_split(t)}
         for stage in self.stages.values():
             stage.shared_arguments = {name: value for name, value in batch.items() if name not in tensors}
             stage.hidden_spec = self._hidden_spec(batch)
@@ -583,7 +649,7 @@ class Pipeline:
         microbatch_tensors = {name: t.chunk(self.microbatches) for name, t in tensors.items()}
         shape, dtype = self._hidden_spec(batch)
         hidden_states: dict[int, list[Any]] = {}  # outputs by the next stage's number, if this rank has that stage, too
-        pending_sends: list[dist.Work] = []
+        pending_sends: list[tuple[dist.Work | None, int]] = []
         for number, stage in sorted(self.stages.items()):
             outputs = []
             for index in range(self.microbatches):
@@ -592,17 +658,17 @@ class Pipeline:
                     received_hidden.append(hidden_states[number][index])
                 elif number:
                     received_hidden.append(torch.empty(shape, dtype=dtype, device=self._pp_mesh.device_type))
-                    dist.recv(received_hidden[0], self._global_rank_of(number - 1), group=self._group)
+                    peer = self._global_rank_of(number - 1)
+                    _wait(dist.irecv(received_hidden[0], peer, group=self._group), peer, f"stage {number - 1}")
                 microbatch = {name: parts[index] for name, parts in microbatch_tensors.items()}
                 output = stage(*received_hidden, **microbatch)
                 outputs.append(output)
                 if not stage.is_last and number + 1 not in self.stages:
-                    work = dist.isend(output, self._global_rank_of(number + 1), group=self._group)
-                    assert work is not None
-                    pending_sends.append(work)
+                    peer = self._global_rank_of(number + 1)
+                    pending_sends.append((dist.isend(output, peer, group=self._group), peer))
             hidden_states = {number + 1: outputs}
-        for work in pending_sends:
-            work.wait()
+        for work, peer in pending_sends:
+            _wait(work, peer, "the next stage")
         return outputs if self._has_last_stage else []
 
     def _global_rank_of(self, stage: int) -> int:
@@ -621,7 +687,7 @@ class Pipeline:
             raise ValueError("batch has no 'labels', which are needed to compute the loss. Add 'labels' to the batch.")
         if arguments.get("return_dict") is False:
             raise ValueError("batch has return_dict=False; a pipeline reads loss and logits by name. Remove it.")
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
+        tensors = {name: value for name, value in arguments.items() if _is_split(value)}
         rows = len(self._find_tokens(arguments))
         if not rows or rows % self.microbatches:
             raise ValueError(
@@ -753,7 +819,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _sync_gradients(self) -> None:
-        if self._cp_mesh is not None and self._grad_sync:
+        if self._cp_mesh is not None and self.grad_sync:
             mesh = self._cp_mesh
             replicated = [p for p in self.parameters() if p.requires_grad and not has_distributed_experts(p, mesh)]
             average_gradients(mesh, replicated, [p.grad is not None for p in replicated])
@@ -950,6 +1016,20 @@ def _send_to_rank(
     recv_sizes[owner_rank] = math.prod(shape) * dtype.itemsize if rank == destination_rank else 0
     received_bytes = transport.all_to_all("save_pretrained", sent_bytes, send_sizes, recv_sizes).wait()
     return received_bytes.cpu().view(dtype).view(list(shape)) if rank == destination_rank else None
+
+
+def _wait(work: dist.Work | None, peer: int, stage: str) -> None:
+    """Wait for a message at most `FUSED_TP_TIMEOUT` seconds; the group's own timeout may be half an hour."""
+    assert work is not None
+    seconds = settings.timeout_seconds()
+    try:
+        work.wait(timeout=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise CollectiveTimeoutError(
+            f"a message between stages was not exchanged with {stage} (global rank {peer}) within {seconds:g} s, or "
+            f"that rank has failed: {str(error).splitlines()[0]} The pipeline's group is unusable now. Look for the "
+            "first error in the logs of the other ranks, or raise FUSED_TP_TIMEOUT if they were only slow."
+        ) from error
 
 
 def reshards_after_forward(module: FSDPModule) -> bool:

@@ -23,13 +23,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fused_tp
 from fused_tp.backends.messages.torch_dist import torch_dist
+from fused_tp.core.errors import RankMismatchError
 from fused_tp.core.group import resolve_group
 from fused_tp.nn.sharding import packed_dims
 from fused_tp.pipelining import Pipeline, Span, bubble, draw, dw_builder, share_out
 from fused_tp.pipelining.schedules import SCHEDULES
 from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens
 from tests.integrations.sweep import make_model
-from tests.reference import seeded
+from tests.reference import refuses, seeded
 from tests.tiers import quick
 from tests.workers import error_of, fresh_ranks, on_ranks
 
@@ -260,6 +261,82 @@ def three_kinds(group: dist.ProcessGroup) -> None:
     mesh = fused_tp.make_mesh("cpu", pp=2, cp=2, tp=2)
     for schedule in ("1F1B", "ZBV"):
         compare(mesh, "llama", schedule=schedule, microbatches=4, sequence_parallel=True, loss_parallel=True)
+
+
+class ScaledGradient(torch.autograd.Function):
+    """Identity whose gradient is divided by its norm, over this rank's part of the microbatch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad / grad.norm()
+
+
+class Layered(nn.Module):
+    """Model of layers, with code that runs in training mode, in backward, or on what all layers keep."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(37, 16), nn.Linear(16, 37)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.scale = 0.0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        if self.fault == "training" and self.training:
+            x = x * (1 + len([layer for layer in self.layers if isinstance(layer, nn.Linear)]))
+        elif self.fault == "microbatch" and self.training:
+            x = x - x.mean((0, 1))
+        elif self.fault == "backward":
+            x = x + ScaledGradient.apply(x) if len({type(layer) for layer in self.layers}) == 1 else x + x
+        return self.head(x)
+
+
+@on_ranks(4)
+def test_a_training_step_is_compared(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(dp=2, pp=2)["pp"]
+    for fault, message in (("training", "relative error of the loss"), ("backward", "error of the gradient of")):
+        for training in (True, False):
+            refuses(
+                ValueError,
+                message,
+                fused_tp.pipeline,
+                Layered(fault).train(training),
+                mesh,
+                microbatches=2,
+                loss_fn=mean_loss,
+            )
+    for fault in ("none", "microbatch"):
+        model = Layered(fault)
+        parameter = model.layers[0].weight
+        parameter.grad = torch.ones_like(parameter)
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        pipe = fused_tp.pipeline(model, mesh, microbatches=2, loss_fn=mean_loss)
+        assert torch.equal(torch.get_rng_state(), state)
+        grads = [p.grad for p in pipe.parameters() if p.grad is not None]
+        assert len(grads) == (0 in pipe.stages) and all(bool((grad == 1).all()) for grad in grads)
+    model = Layered("none")
+    if group.rank() % 2:
+        nn.init.ones_(model.head.weight)
+    refuses(RankMismatchError, "different models", fused_tp.pipeline, model, mesh, microbatches=2, loss_fn=mean_loss)
+    # torch's own clipping scales each stage by its own norm.
+    tokens = make_tokens(4, 8) % 37
+    pipe = fused_tp.pipeline(Layered("none"), mesh, microbatches=2, loss_fn=mean_loss)
+    optimizer = torch.optim.SGD(list(pipe.parameters()), 1e-3)
+    for clip in (lambda: pipe.clip_grad_norm_(1e-3), lambda: torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)):
+        pipe.step({"tokens": tokens, "labels": tokens})
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+    refuses(ValueError, "scaled by different factors", pipe.step, {"tokens": tokens, "labels": tokens})
 
 
 @on_ranks(4)

@@ -5,7 +5,7 @@ On exit modules get their own parameters and buffers back. The copies take twice
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 

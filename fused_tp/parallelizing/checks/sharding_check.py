@@ -100,7 +100,7 @@ def compare_sharding(
     tp: DeviceMesh | None,
     cp: DeviceMesh | None,
     rows: int = 1,
-    has_fixed_dtype: bool = False,
+    is_pipeline: bool = False,
 ) -> Iterator[ShardingOutcome]:
     """Context manager in which the caller shards `model`; on exit it is compared with the unsharded model.
 
@@ -109,8 +109,8 @@ def compare_sharding(
         meshes: 1-D meshes whose ranks share the model.
         tp, cp: the meshes among them that shard features and tokens.
         rows: the pseudo-random batch has a multiple of this number of rows.
-        has_fixed_dtype: the sharded model, such as a pipeline, sends tensors of the model's dtype, so it cannot compute
-            in fp32.
+        is_pipeline: the sharded model runs in eval mode only (`pipelining.step_check` compares training), and sends
+            tensors of the model's dtype, so it cannot compute in fp32.
 
     Raises:
         ValueError: raised on all ranks if the models differ, or cannot be compared and `verify` is not "auto".
@@ -121,11 +121,11 @@ def compare_sharding(
         return
     failures: list[str] = []
     with ExitStack() as stack:
-        reason, runs = _obstacle(model), list[_UnshardedRun]()
+        reason, runs = model_obstacle(model), list[_UnshardedRun]()
         if not reason:
             stack.enter_context(_add_noise(model, outcome))
             ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
-            runs, reason = _run_unsharded(model, verify, rows, ranks, has_fixed_dtype)
+            runs, reason = _run_unsharded(model, verify, rows, ranks, is_pipeline)
         reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])
         reason = next((rank_reason for rank_reason, _ in reports if rank_reason), "")
         if reason:
@@ -133,7 +133,7 @@ def compare_sharding(
             _report_skipped(verify, reason, meshes)
             yield outcome
             return
-        is_in_eval_mode = model.training and runs[0].mode is Mode.EVAL
+        is_in_eval_mode = model.training and runs[0].mode is Mode.EVAL and not is_pipeline
         yield outcome
         results = [
             _compare_run(run, outcome, meshes, tp, cp) for run in runs[: min(run_count for _, run_count in reports)]
@@ -223,7 +223,7 @@ def _report_skipped(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -
     )
 
 
-def _obstacle(model: nn.Module) -> str:
+def model_obstacle(model: nn.Module) -> str:
     """Return the reason why `model` cannot run by itself, or an empty string."""
     for name, t in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(t) or t.is_meta:
@@ -370,11 +370,11 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _run_unsharded(
-    model: nn.Module, verify: object, rows: int, ranks: int, has_fixed_dtype: bool
+    model: nn.Module, verify: object, rows: int, ranks: int, is_pipeline: bool
 ) -> tuple[list[_UnshardedRun], str]:
     """Run the unsharded model. Return (runs, ""), or ([], reason) if it cannot be compared.
 
-    A small 16-bit model runs twice unless `has_fixed_dtype`: as it is, and in fp32, in which errors exceed rounding.
+    A small 16-bit model runs twice, unless `is_pipeline`: as it is, and in fp32, in which errors exceed rounding.
     """
     class_name, has_batch = type(model).__name__, isinstance(verify, Mapping)
     is_large = sum(p.numel() for p in model.parameters() if p.is_floating_point()) > LARGE_MODEL_PARAMETERS
@@ -408,8 +408,8 @@ def _run_unsharded(
         is_routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
         return _UnshardedRun(recording, arguments, rows, 0 if has_batch else tokens, dtype, mode, is_routed, is_widened)
 
-    modes = Mode if model.training else (Mode.EVAL,)
-    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_candidate_batches(model, rows, tokens))
+    modes = Mode if model.training and not is_pipeline else (Mode.EVAL,)
+    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(candidate_batches(model, rows, tokens))
     for mode, batch in itertools.product(modes, candidates):
         try:
             unsharded = run(mode, batch, is_widened=False)
@@ -426,7 +426,7 @@ def _run_unsharded(
         if any(bool(t.isnan().any()) for t in outputs):
             return [], f"the unsharded {class_name} returns NaN"
         widened = None
-        if not (is_large or has_fixed_dtype) and has_16_bit_parameters(model):
+        if not (is_large or is_pipeline) and has_16_bit_parameters(model):
             with suppress(Exception):  # code of the caller may not support fp32
                 widened = run(mode, batch, is_widened=True)
         return [unsharded, *([] if widened is None else [widened])], ""
@@ -492,7 +492,7 @@ def add_rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             handle.remove()
 
 
-def _candidate_batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+def candidate_batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Yield sets of keyword arguments that `model` may accept, the most likely set first."""
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)

@@ -159,7 +159,7 @@ class StepCheck:
             _StepComparison(self, model, args, kwargs, arguments).compare()
         self.replicated = replicated
 
-    def before_first_step(self, model: nn.Module) -> None:
+    def before_step(self, model: nn.Module) -> None:
         """Log that no step was compared, if an optimizer steps and these hooks have not run."""
         if self.calls == 0 and not self._is_skip_reported and is_repetition_due(1):
             self._report_skipped(
@@ -329,7 +329,7 @@ class _StepComparison:
             errors = gradient_errors(sharded_gradients, expected_gradients)
             gradient_error = max(errors.values(), default=0.0)
         bound = OUTPUT_BOUNDS.get(self.dtype, OUTPUT_BOUNDS[torch.bfloat16])
-        gradient_bound = inf if self.is_routed else _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
+        gradient_bound = inf if self.is_routed else accepted_gradient_error(self.dtype)
         ranks = gather_over_meshes(meshes, "errors of a training step", [output_error, gradient_error])
         if any(error is None for _, error in ranks):  # gradients are compared on all ranks or on none
             errors, expected_gradients = {}, None
@@ -459,10 +459,7 @@ class _StepComparison:
                 gradient = torch.zeros_like(parameters[name])
             sharded: Any = dtensors.get(id(p), p)
             norm = two_norm(gradient)
-            shard = gradient.reshape(sharded.shape)
-            if isinstance(sharded, DTensor):
-                shard = distribute_tensor(shard, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
-            shards[name] = shard.clone(), norm
+            shards[name] = shard_like(gradient, sharded).clone(), norm
         return shards, ""
 
     def _sharded_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
@@ -487,7 +484,7 @@ class _StepComparison:
         if any(node.name() == REENTRANT_NODE for node in reachable_nodes(total)):
             if DistributedDataParallel._get_active_ddp_module() is not None:  # DDP would reduce these gradients
                 return None
-            return dict(zip(parameters, _gradients_by_backward(total, [*parameters.values()]), strict=True))
+            return dict(zip(parameters, gradients_by_backward(total, [*parameters.values()]), strict=True))
         gradients = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
         return dict(zip(parameters, gradients, strict=True))
 
@@ -614,7 +611,15 @@ def gradient_shards(
     return shards
 
 
-def _gradients_by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None]:
+def shard_like(full_tensor: Tensor, sharded: Any) -> Tensor:
+    """Return this rank's shard of `full_tensor`, sharded like the parameter `sharded`."""
+    shard = full_tensor.reshape(sharded.shape)
+    if isinstance(sharded, DTensor):
+        return distribute_tensor(shard, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+    return shard
+
+
+def gradients_by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None]:
     """Return the gradients of leaf `parameters` by `total.backward()`, and leave their `grad` unchanged.
 
     For reentrant checkpoints, which do not support torch.autograd.grad.
@@ -635,9 +640,22 @@ def two_norm(t: Tensor) -> float:
     return float(torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)))
 
 
-def gradient_errors(found: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, float]:
-    """Return the errors of this rank's gradient shards, relative to the norm of the full gradient, by name."""
-    total_norm = sum(norm**2 for _, norm in expected.values() if norm < inf) ** 0.5
+def accepted_gradient_error(dtype: torch.dtype) -> float:
+    """Return the error of a gradient that is accepted without measuring the effect of rounding."""
+    return _GRADIENT_BOUNDS.get(dtype, _GRADIENT_BOUND_16_BIT)
+
+
+def gradient_errors(
+    found: Mapping[str, Tensor], expected: Mapping[str, tuple[Tensor, float]], total_norm: float | None = None
+) -> dict[str, float]:
+    """Return the errors of this rank's gradient shards, relative to the norm of the full gradient, by name.
+
+    Args:
+        expected: (this rank's shard, norm of the full gradient) by name.
+        total_norm: norm of all gradients of the model; by default, that of `expected`.
+    """
+    if total_norm is None:
+        total_norm = sum(norm**2 for _, norm in expected.values() if norm < inf) ** 0.5
     errors = {}
     for name, (shard, norm) in expected.items():
         error = two_norm(found[name].to(shard.device) - shard) / max(norm, TOTAL_NORM_SHARE * total_norm, 1e-30)
