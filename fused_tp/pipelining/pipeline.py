@@ -127,8 +127,8 @@ def pipeline(
             transformers model). The loss of a batch is the mean over its microbatches. None: the model's own loss, the
             `loss` that forward returns for `labels` (not shifted; -100 is ignored), averaged over the batch's targets.
         example: keyword arguments of a forward pass on a few tokens, with which the model is examined; None: token ids.
-        verify: compare the pipeline with the whole model, as `parallelize` does; the tensors of a dict must have
-            `microbatches` rows, or a multiple.
+        verify: compare the pipeline with the whole model: outputs as `parallelize` does, and loss and gradients of one
+            training step; the tensors of a dict must have `microbatches` rows, or a multiple, and may include "labels".
         stage_keywords: keywords of `parallelize`, for each stage: tp_dim, cp_dim, ep_dim (one of these two), plan,
             sequence_parallel, loss_parallel, ulysses_size, grad_sync. With grad_sync, gradients are averaged over the
             context parallel ranks at the end of a step.
@@ -223,9 +223,12 @@ def pipeline(
     if verify is not False:  # each rank computes the whole model
         check_equal_models(model, checked_meshes)
     whole_stage = Stage(model, Boundary(), 0, 1, is_hf, loss_fn)
+    verify_outputs = verify
+    if isinstance(verify, Mapping):
+        verify_outputs = {name: value for name, value in verify.items() if name not in _LABEL_NAMES}
     with (
         compare_sharding(
-            model, verify, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches, is_pipeline=True
+            model, verify_outputs, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches, is_pipeline=True
         ) as outcome,
         compare_step(model, whole_stage, verify, checked_meshes, microbatches=microbatches) as step_outcome,
     ):

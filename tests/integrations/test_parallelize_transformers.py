@@ -789,6 +789,19 @@ def test_labels_of_kept_tokens(group: dist.ProcessGroup) -> None:
         parallel(tokens, labels=tokens[:, -5:], logits_to_keep=4)
 
 
+@on_ranks(2)
+def test_attention_weights_of_all_heads(group: dist.ProcessGroup) -> None:
+    whole, tokens = make("llama", attn_implementation="eager"), make_tokens(2, 9)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
+
+    def loss_of(model: Any) -> Tensor:
+        output = model(input_ids=tokens, labels=tokens, output_attentions=True)
+        assert all(weights.shape == (2, model.config.num_attention_heads, 9, 9) for weights in output.attentions)
+        return output.loss + sum(weights.square().mean() for weights in output.attentions)
+
+    assert_trains_alike(parallel, whole, loss_of)
+
+
 @pytest.mark.parametrize("from_rank0", [True, pytest.param(False, marks=pytest.mark.full)])
 @on_ranks(4)  # torch broadcasts over all ranks of the default group
 def test_full_state_of_packed_parameters(group: dist.ProcessGroup, from_rank0: bool) -> None:

@@ -323,6 +323,18 @@ def test_a_training_step_is_compared(group: dist.ProcessGroup) -> None:
         assert torch.equal(torch.get_rng_state(), state)
         grads = [p.grad for p in pipe.parameters() if p.grad is not None]
         assert len(grads) == (0 in pipe.stages) and all(bool((grad == 1).all()) for grad in grads)
+    batch = {"tokens": make_tokens(4, 8) % 37, "labels": make_tokens(4, 8) % 37}
+    fused_tp.pipeline(Layered("none"), mesh, microbatches=2, loss_fn=mean_loss, verify=batch)
+    refuses(
+        ValueError,
+        "of the loss is",
+        fused_tp.pipeline,
+        Layered("training"),
+        mesh,
+        microbatches=2,
+        loss_fn=mean_loss,
+        verify=batch,
+    )
     model = Layered("none")
     if group.rank() % 2:
         nn.init.ones_(model.head.weight)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fused_tp.nn import gather_state_dict
@@ -314,6 +316,8 @@ def test_models_that_are_right(group: dist.ProcessGroup) -> None:
         (model(tokens) - model(tokens.flip(0))).square().mean().backward()
         model(tokens).square().mean().backward()
         copy.deepcopy(model)(tokens).square().mean().backward()
+        model = parallelize(Block(), cp, plan=PLAN)
+        model(tokens).square().mean().backward(inputs=[model.head.weight])
         # A forward that cannot be repeated after backward, because it counts.
         model = parallelize(Counting(), cp, plan=PLAN)
         for _ in range(3):
@@ -343,6 +347,11 @@ def test_losses_of_what_is_inside(group: dist.ProcessGroup) -> None:
         model = fresh(cp)  # the outputs are not used
         model(tokens)
         torch.autograd.grad(inner[-1].square().mean(), list(model.parameters()), allow_unused=True)
+        assert sum("differentiated by torch.autograd.grad" in line for line in lines) == 0
+        model = fresh(cp)
+        torch.autograd.grad(model(tokens).square().mean(), list(model.parameters()), allow_unused=True)
+        assert sum("differentiated by torch.autograd.grad" in line for line in lines) == (group.rank() == 0)
+    lines = [line for line in lines if "torch.autograd.grad" not in line]
     if dist.get_rank(group) == 0:
         assert len(lines) == 3, lines
         assert all("not come from the outputs of the model's forward" in line for line in lines), lines
@@ -370,16 +379,20 @@ def test_what_cannot_be_compared_is_said_once(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
-def test_steps_in_a_reentrant_checkpoint_or_of_inputs_only(group: dist.ProcessGroup) -> None:
+def test_steps_in_a_reentrant_checkpoint_or_of_frozen_parameters(group: dist.ProcessGroup) -> None:
     tp, tokens = mesh_of(group, 1, 2)["tp"], make_tokens(2, 8) % 37
     with log_lines() as lines:
         model = parallelize(Block(), tp, plan=PLAN)
         checkpoint(lambda x: model(tokens) * x, torch.ones(1, requires_grad=True), use_reentrant=True).sum().backward()
         assert (group.rank() == 0) == any("checkpoint with use_reentrant=True" in line for line in lines)
-    with log_lines() as lines:
-        model = parallelize(llama(), tp).requires_grad_(False)
-        model(inputs_embeds=torch.randn(1, 8, 32, requires_grad=True), use_cache=False).logits.sum().backward()
-        assert (group.rank() == 0) == any("only its inputs require gradients" in line for line in lines)
+    model = parallelize(llama(), mesh_of(group, 2, 1)["cp"]).requires_grad_(False)
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 32, requires_grad=True)
+    model(inputs_embeds=x, use_cache=False).logits.sum().backward()
+    assert compared(model) and x.grad is not None
+    model.model.layers[0].register_forward_hook(lambda module, args, output: OtherGradient.apply(output))
+    with pytest.raises(ValueError, match="the gradient of 'argument inputs_embeds'"):
+        model(inputs_embeds=x, use_cache=False)
 
 
 @on_ranks(2)
@@ -398,6 +411,45 @@ def test_steps_of_compiled_code_and_flags_that_change(group: dist.ProcessGroup) 
             model(tokens)
         assert sum("'first_call'" in line for line in lines) == (group.rank() == 0), lines
         assert len(lines) <= 2, lines
+
+
+class OfEmbeddings(Block):
+    """Model of embeddings [batch, seq, 32] instead of tokens."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.head(self.function(x) + self.down(F.silu(self.up(x))))
+
+
+@on_ranks(2)
+def test_fully_shard_is_no_change(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("dp", "tp"))
+    model, tokens = parallelize(Block(), mesh, plan=PLAN), make_tokens(2, 8) % 37
+    fully_shard(model, mesh=mesh["dp"])
+    with log_lines() as lines:
+        model(tokens).sum().backward()
+    assert (group.rank() == 0) == any("fully_shard manages its parameters" in line for line in lines)
+    assert not any("was changed after parallelize" in line for line in lines), lines
+
+
+@on_ranks(2)
+def test_gradients_of_inputs(group: dist.ProcessGroup) -> None:
+    tp, cp = mesh_of(group, 1, 2)["tp"], mesh_of(group, 2, 1)["cp"]
+    for mesh in (tp, cp):
+        torch.manual_seed(0)
+        whole = OfEmbeddings(lambda x: x)
+        model, x = parallelize(copy.deepcopy(whole), mesh, plan=PLAN), torch.randn(2, 8, 32)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        for one, given in zip((model, whole), inputs, strict=True):
+            one(given * 2).square().mean().backward()
+        assert compared(model)
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    model = parallelize(OfEmbeddings(OtherGradient.apply), cp, plan=PLAN)
+    with pytest.raises(ValueError, match="the gradient of 'argument "):
+        model(inputs[0])
 
 
 @on_ranks(2)

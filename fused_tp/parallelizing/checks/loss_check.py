@@ -124,7 +124,7 @@ class _WatchedCall:
         self.is_finished = False
         self._output_gradients: dict[int, Tensor] = {}  # by index of the output
         self._output_sketches: dict[int, Tensor] = {}  # `norm_and_projection` by index of the output
-        self._is_queued = False
+        self._is_queued = self._has_parameter_gradient = False
         self._handles: list[Any] = []  # of hooks on parameters
 
     def finish(self) -> None:
@@ -145,14 +145,18 @@ class _WatchedCall:
             self._output_sketches[i] = norm_and_projection(t.detach())
         # For a backward pass that does not reach the outputs. Hooks also run for torch.autograd.grad.
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._handles = [p.register_hook(self._queue_comparison) for p in parameters]
+        self._handles = [p.register_hook(self._note_parameter_gradient) for p in parameters]
 
     def _store_gradient(self, index: int, grad: Tensor) -> None:
         if not self.is_finished:
             self._output_gradients[index] = grad.detach()
-            self._queue_comparison(grad)
+            self._queue_comparison()
 
-    def _queue_comparison(self, grad: Tensor) -> None:
+    def _note_parameter_gradient(self, grad: Tensor) -> None:
+        self._has_parameter_gradient = True
+        self._queue_comparison()
+
+    def _queue_comparison(self) -> None:
         if not (self.is_finished or self._is_queued):
             self._is_queued = True
             Variable._execution_engine.queue_callback(self._compare)
@@ -166,8 +170,16 @@ class _WatchedCall:
         if not output_gradients:
             self._warn("gradients of parameters do", "*")
             return
-        if all(p.grad is None for p in trainable_parameters.values()):
-            return  # the caller has used torch.autograd.grad, which leaves `grad` unset
+        if all(p.grad is None for p in trainable_parameters.values()):  # torch.autograd.grad leaves `grad` unset
+            if self._has_parameter_gradient:
+                warn_once(
+                    self.meshes,
+                    "torch.autograd.grad",
+                    "the loss is differentiated by torch.autograd.grad, so it is not checked whether it depends on "
+                    "tensors inside the model, which hold only %s. Compute it from the outputs of forward.",
+                    _describe_rank_contents(self.parallelism),
+                )
+            return
         with isolated_passes(self.model, Mode.AS_IT_IS, self.random_states):
             with self.autocast():  # the caller's modes at forward; this code runs in backward, outside autocast
                 outputs = run_on_copies(self.model, self.args, self.kwargs)
@@ -182,6 +194,8 @@ class _WatchedCall:
         actual = gradient_shards(
             self.model, self.parallelism, {name: p.grad for name, p in trainable_parameters.items()}, is_summed=True
         )
+        # backward(inputs=...) leaves the gradients of other parameters unset.
+        actual = {name: t for name, t in actual.items() if trainable_parameters[name].grad is not None}
         errors = gradient_errors(expected, {name: (t, two_norm(t)) for name, t in actual.items()})
         name = max(errors, key=lambda name: errors[name], default="")
         replicated_gradients = {i: grad for i, grad in output_gradients.items() if i in self._replicated_indices}

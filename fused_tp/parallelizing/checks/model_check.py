@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
@@ -199,7 +200,10 @@ def callers_code(module: nn.Module) -> dict[str, object]:
 
     Functions of `_LIBRARIES` are omitted, because libraries may register hooks at any time.
     """
-    code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
+    own_class = next(
+        base for base in type(module).__mro__ if not issubclass(base, FSDPModule)
+    )  # fully_shard subclasses
+    code: dict[str, object] = {"class": own_class, "forward": getattr(own_class, "forward", None)}
     callables = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     hooks = [hook for table in tables for hook in table.values()]

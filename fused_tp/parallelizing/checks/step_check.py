@@ -120,9 +120,7 @@ class StepCheck:
             if not self._compared_keys:
                 self._report_skipped("it runs in an activation checkpoint with use_reentrant=True")
             return
-        if not any(p.requires_grad for p in model.parameters()):
-            if any(t.requires_grad for t in find_tensors((args, kwargs))):
-                self._report_skipped("its parameters are frozen, and only its inputs require gradients")
+        if not any(t.requires_grad for t in (*model.parameters(), *find_tensors((args, kwargs)))):
             return
         self.calls += 1
         is_repetition = is_repetition_due(self.calls)
@@ -276,6 +274,13 @@ class _StepComparison:
         self.check, self.model, self.args, self.kwargs = check, model, args, kwargs
         self.tp, self.cp = check.parallelism.tp_mesh, check.parallelism.cp_mesh
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Arguments that require gradients, such as embeddings, by a name for messages; and their copies in each run.
+        self.trained_inputs = {
+            f"argument {name}": t
+            for name, t in arguments.items()
+            if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()
+        }
+        self.input_copies: dict[str, Tensor] = {}
         self.mode = Mode.AS_IT_IS
         self.dtype = least_precise_dtype(model)
         device = next(model.parameters()).device.type
@@ -384,11 +389,18 @@ class _StepComparison:
     def _run(self, replacements: Mapping[int, Tensor] | None = None) -> list[Tensor]:
         """Return the outputs for the call's arguments; `replacements` replaces some of them, by id."""
 
-        def replace_argument(value: Any) -> Any:
-            return (replacements or {}).get(id(value), value)
+        self.input_copies = {name: t.detach().clone().requires_grad_() for name, t in self.trained_inputs.items()}
+        # Not the leaves themselves, into which a model must not write.
+        given = {id(self.trained_inputs[name]): copy.clone() for name, copy in self.input_copies.items()}
+        given |= replacements or {}
 
-        args, kwargs = tree_map(replace_argument, (self.args, self.kwargs))
-        return run_on_copies(self.model, args, kwargs)
+        def copy_argument(value: Any) -> Any:
+            if id(value) in given:
+                return given[id(value)]
+            return value.detach().clone() if isinstance(value, Tensor) else value
+
+        args, kwargs = tree_map(copy_argument, (self.args, dict(self.kwargs)))
+        return output_tensors(self.model(*args, **kwargs))
 
     def _gather_parameters(self) -> str:
         """Gather full parameters; return the reason if that fails, or "". A collective call."""
@@ -441,7 +453,7 @@ class _StepComparison:
 
         If the gradients cannot be compared, return (None, reason). The reason is "" if backward is not allowed here.
         """
-        parameters = {name: self.full_parameters[name] for name in self.trainable}
+        parameters = {name: self.full_parameters[name] for name in self.trainable} | self.input_copies
         try:
             with self._unsharded():
                 gradients = self._gradients(outputs, weights, parameters)
@@ -453,7 +465,7 @@ class _StepComparison:
             return None, ""
         dtensors = as_dtensors(self.model)
         shards = {}
-        for name, p in self.trainable.items():
+        for name, p in {**self.trainable, **self.input_copies}.items():
             gradient = gradients[name]
             if gradient is None:
                 gradient = torch.zeros_like(parameters[name])
@@ -465,12 +477,14 @@ class _StepComparison:
     def _sharded_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
         """Return this rank's shards of gradients, by parameter name."""
         with isolated_passes(self.model, self.mode):
-            gradients = self._gradients(outputs, weights, self.trainable)
-        return (
-            None
-            if gradients is None
-            else gradient_shards(self.model, self.check.parallelism, gradients, is_summed=False)
-        )
+            gradients = self._gradients(outputs, weights, {**self.trainable, **self.input_copies})
+        if gradients is None:
+            return None
+        inputs = {name: gradients.pop(name) for name in self.input_copies}
+        shards = gradient_shards(self.model, self.check.parallelism, gradients, is_summed=False)
+        return shards | {
+            name: torch.zeros_like(self.input_copies[name]) if grad is None else grad for name, grad in inputs.items()
+        }
 
     def _gradients(
         self, outputs: Sequence[Tensor], weights: Mapping[int, Tensor], parameters: Mapping[str, Tensor]

@@ -317,6 +317,8 @@ class TransformersSequence(SequenceSharding):
         if parallelism.sequence_parallel and not self.gather_after:
             model.base_model.register_forward_hook(self._gather_scored_states)
         entry_modules = self.entry_modules(model)
+        for module in (entry_modules or [model]) if parallelism.tp_mesh is not None else ():
+            module.register_forward_hook(self._gather_attentions)
         if parallelism.tp_mesh is not None and not (
             parallelism.computes_loss or self.is_base_model or len(entry_modules) > 1
         ):
@@ -325,6 +327,20 @@ class TransformersSequence(SequenceSharding):
             if routers and (have_full_sequence or all(map(self.may_get_flat_tokens, routers))):
                 self._returns_router_logits = True
                 entry_modules[0].register_forward_hook(partial(self._gather_router_logits, have_full_sequence))
+
+    def _gather_attentions(self, base: nn.Module, args: Any, output: Any) -> None:
+        """Replace attention weights [batch, heads of this rank, seq, seq] in the output of `base` with those of all."""
+        weights = getattr(output, "attentions", None)
+        heads = getattr(self.config.get_text_config(decoder=True), "num_attention_heads", None)
+        if weights is None or not isinstance(heads, int):
+            return
+        mesh = self.parallelism.tp_mesh
+        output["attentions"] = tuple(
+            gather(t, 1, group=mesh, gather_size=heads)
+            if isinstance(t, Tensor) and t.ndim == 4 and t.shape[1] < heads
+            else t
+            for t in weights
+        )
 
     def _gather_router_logits(self, have_full_sequence: bool, base: nn.Module, args: Any, output: Any) -> None:
         """Replace the router logits in the output of `base`, if present, with the logits of all tokens, in order.
