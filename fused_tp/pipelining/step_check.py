@@ -121,11 +121,7 @@ def compare_step(
 
 
 def _run_whole(
-    model: nn.Module,
-    stage: Any,
-    verify: object,
-    microbatches: int,
-    tokens: int,
+    model: nn.Module, stage: Any, verify: object, microbatches: int, tokens: int
 ) -> tuple[_WholeStep | None, str]:
     """Return (step of the whole model, ""), or (None, reason)."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -187,9 +183,9 @@ def _labelled(batch: Mapping[str, Any], device: torch.device) -> Iterator[dict[s
 
 
 def _set_training_mode(modules: Sequence[nn.Module], mode: Mode) -> None:
+    """Set the mode inside `preserve_state`, which has set the probability of dropout that `train` enables."""
     for module in modules:
         module.train(mode is not Mode.EVAL)
-    # `train` may have enabled dropout of modules that were in eval mode; `preserve_state` has set its probability.
 
 
 def _relative_error(found: float, expected: float) -> float:
