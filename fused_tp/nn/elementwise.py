@@ -59,6 +59,23 @@ def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, An
     return _trial_differs(optimizer, options, like, step_shards)
 
 
+def couples_parameters(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor) -> bool:
+    """True if an update of `optimizer` depends on its other parameters, as by the norm of all gradients.
+
+    The arguments and errors are those of `differs_on_shards`. No communication.
+    """
+    if type(optimizer) in _ELEMENTWISE_OPTIMIZERS:
+        return False
+    if isinstance(optimizer, _CLOSURE_OPTIMIZERS):
+        return True
+
+    def step_with_another(tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        pairs = [[gradient, 10 * gradient.flip(0)] for gradient in gradients]
+        return _run_trial_steps(optimizer, options, [tensor.clone(), tensor.flip(0)], pairs)[0]
+
+    return _trial_differs(optimizer, options, like, step_with_another)
+
+
 def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:
     """True if `optimizer` updates a DTensor with the placements of `parameter` differently from a full tensor.
 

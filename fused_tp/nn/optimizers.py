@@ -8,6 +8,8 @@ scaler checks that gradients are finite. Both detect steps that would silently g
 | a parameter of the optimizer was replaced when its model was sharded    | ValueError                                |
 | no parameter has a gradient, or belongs to a sharded model              | ValueError                                |
 | parameters are plain shards, and the update is not elementwise          | ValueError                                |
+| a rank has shards or a pipeline stage, and updates depend on all        | ValueError                                |
+| parameters                                                              |                                           |
 | parameters are DTensors, which this optimizer does not support          | ValueError                                |
 | gradients of plain shards were reduced or clipped like full gradients   | ValueError                                |
 | with a gradient scaler, one rank's gradients are not finite             | all ranks of the model skip the step      |
@@ -41,7 +43,7 @@ from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.core.group import resolve_group
 from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
-from fused_tp.nn.elementwise import differs_on_dtensors, differs_on_shards
+from fused_tp.nn.elementwise import couples_parameters, differs_on_dtensors, differs_on_shards
 from fused_tp.ops.collectives import all_reduce
 
 _log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class ShardedLayout(NamedTuple):
 
 # Attributes of a model: the 1-D meshes whose ranks share it, and the number of steps of each of its optimizers.
 _MESHES_ATTRIBUTE, _STEPS_ATTRIBUTE = "_fused_tp_shared_over", "_fused_tp_optimizer_steps"
+_IS_STAGE_ATTRIBUTE = "_fused_tp_is_stage"
 _SAMPLE_ELEMENTS = 61  # number of elements of each tensor that are compared
 # Name of the exchange before a step and in a forward pass, and the two kinds of messages in it. Both use the same
 # exchange, so that ranks notice if some are at a step and others at a forward pass.
@@ -84,9 +87,15 @@ class _StepRecord:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def watch_model(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
-    """Check the optimizers and gradient scalers of `model` from now on. `meshes`: the 1-D meshes that share `model`."""
+def watch_model(model: nn.Module, meshes: Sequence[DeviceMesh], *, is_stage: bool = False) -> None:
+    """Check the optimizers and gradient scalers of `model` from now on.
+
+    Args:
+        meshes: the 1-D meshes that share `model`.
+        is_stage: True if other ranks hold other parameters of the same model.
+    """
     setattr(model, _MESHES_ATTRIBUTE, tuple(meshes))
+    setattr(model, _IS_STAGE_ATTRIBUTE, is_stage)
     if not hasattr(model, _STEPS_ATTRIBUTE):
         setattr(model, _STEPS_ATTRIBUTE, [])
     rewatch_model(model)
@@ -162,6 +171,8 @@ def _check_step(optimizer: Optimizer, record: _StepRecord) -> None:
     shardings = {key: sharding for model in models for key, sharding in _plain_shardings(model)}
     _refuse_sharing_of_shards(optimizer, shardings)
     _refuse_wrong_updates(optimizer, shardings)
+    if shardings or any(getattr(model, _IS_STAGE_ATTRIBUTE, False) for model in models):
+        _refuse_coupled_updates(optimizer)
     if len(parameters) == 1:
         return  # stepped during backward, in which ranks with different experts may step different parameters
     for model in models:
@@ -251,6 +262,26 @@ def _refuse_wrong_updates(optimizer: Optimizer, shardings: Mapping[int, ShardedL
             else:
                 continue
             tried_keys.add(key)
+
+
+def _refuse_coupled_updates(optimizer: Optimizer) -> None:
+    """Raise ValueError if updates depend on other parameters, of which this rank has only some, or only shards."""
+    if any(isinstance(attribute, Optimizer) for attribute in vars(optimizer).values()):
+        return  # a wrapper: the optimizer inside is checked before its own step
+    for group in optimizer.param_groups:
+        for like in {parameter.ndim: parameter for parameter in group["params"]}.values():
+            try:
+                is_coupled = couples_parameters(optimizer, group, like)
+            except Exception:
+                continue  # it does not accept the trial's parameters
+            if is_coupled:
+                name = type(optimizer).__name__
+                raise ValueError(
+                    f"{name} computes the update of a parameter also from other parameters (a norm of all gradients, a "
+                    "line search), which is not supported in a pipeline, where each rank has the parameters of its "
+                    "stages, or with parameters='plain', where it has shards. Use an optimizer that updates each "
+                    "parameter by itself, such as AdamW, and clip_grad_norm_ of fused_tp."
+                )
 
 
 def _try_shards(name: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, dim: int) -> None:

@@ -1,18 +1,17 @@
-"""In-place writes to DTensors that produce the same numbers as a single process.
+"""Operations on DTensors that torch computes differently from a single process, mostly in-place writes:
 
-torch's own DTensor operations differ from one process in two ways:
-
-| write                     | torch                                                | here                             |
+| operation                 | torch                                                | here                             |
 |---------------------------|------------------------------------------------------|----------------------------------|
 | `weight.normal_()`, CPU   | each rank draws its shard: with equal random states  | each rank draws the whole and    |
 |                           | all shards are equal                                 | keeps its shard                  |
 | `weight.normal_()`, GPUs  | shards differ, and depend on the number of ranks     | the same                         |
 | `weight[padding].zero_()` | along a sharded dim it writes to a copy: no effect   | writes to the parameter          |
 | `weight[60:] = rows`      | the same                                             | writes to the parameter          |
+| `float(weight.norm())`    | the norm of this rank's shard                        | the norm                         |
 
 So `torch.nn.init`, `model.apply(init)`, transformers' `init_weights()` and loops over parameters produce the same
 values as in one process with the same random state. A draw, and a write to a slice along a sharded dim, temporarily
-allocate the whole tensor; all ranks must call them.
+allocate the whole tensor. All ranks must call these operations, `float()` and `item()` too.
 
 Rejected: passing initializers a plain, full tensor in place of the parameter. Initializers may also freeze, mark or
 collect parameters, and would do so with the substitute.
@@ -20,14 +19,19 @@ collect parameters, and would do so with the substitute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from fused_tp.core.group import resolve_group
+from fused_tp.core.store import exchange
 
 _RANDOM_WRITES = (
     *("normal_", "uniform_", "bernoulli_.float", "exponential_", "log_normal_", "cauchy_", "geometric_"),
@@ -46,7 +50,7 @@ def write_as_one_process() -> None:
     """
     special_rules = (
         *((_RANDOM_WRITES, _draw), (_RANDOM_CONSTRUCTORS, _draw_new)),
-        *((_CONSTANT_WRITES, _fill), (("copy_",), _copy)),
+        *((_CONSTANT_WRITES, _fill), (("copy_",), _copy), (("_local_scalar_dense",), _item)),
     )
     rules = {f"aten::{name}": rule for names, rule in special_rules for name in names}
     _OUT_OF_PLACE.update((write, form) for write, form in _writes_and_out_of_place() if write.name() not in rules)
@@ -129,6 +133,34 @@ def _copy(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         shard = expanded.redistribute(mesh, target.placements)
         target._local_tensor.copy_(shard._local_tensor, *other_args, **(kwargs or {}))
     return target
+
+
+def _item(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    (tensor,) = args
+    result = func(tensor._local_tensor)
+    if is_fake(tensor._local_tensor):  # while tracing
+        return result
+    value_type = type(result)
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Partial) and tensor.device_mesh.size(mesh_dim) > 1:
+            # Rejected: full_tensor(). If only one rank calls item(), as for a log, it waits for the group's timeout.
+            group = resolve_group(tensor.device_mesh.get_group(mesh_dim))
+            result = _reduce(placement, exchange(group, "item() of a DTensor", result))
+    return value_type(result)
+
+
+def _reduce(placement: Partial, values: Sequence[Any]) -> Any:
+    """Return the number of which ranks hold the partial `values`."""
+    if (norm_type := getattr(placement, "norm_type", None)) is not None:  # a norm of shards
+        return torch.linalg.vector_norm(torch.tensor(values, dtype=torch.float64, device="cpu"), norm_type).item()
+    reductions: dict[str, Callable[[Sequence[Any]], Any]] = {
+        "sum": sum,
+        "product": prod,
+        "max": max,
+        "min": min,
+        "avg": lambda numbers: sum(numbers) / len(numbers),
+    }
+    return reductions[placement.reduce_op](values)
 
 
 def _is_sharded_like(target: DTensor, value: object) -> bool:

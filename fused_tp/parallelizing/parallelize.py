@@ -514,7 +514,7 @@ def _add_hooks(
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
     if unsharded is not None:
-        step_check = StepCheck(sequence, meshes, unsharded)
+        step_check = StepCheck(sequence, meshes, unsharded, was_training=model.training)
         loss_check = LossCheck(step_check)
         call_before_steps(model, step_check.before_step)
         model.register_forward_pre_hook(loss_check.before_forward, with_kwargs=True, prepend=True)
@@ -527,6 +527,7 @@ def _add_hooks(
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         restore_hook_order(model._forward_pre_hooks)
         model.register_forward_pre_hook(module_check.log_changes)
+        model.register_forward_hook(module_check.record_values)
     model_meshes = [*meshes, *([] if options.separate_ep_mesh is None else [options.separate_ep_mesh])]
     if model_meshes:
         watch_model(model, model_meshes)

@@ -35,7 +35,7 @@ from fused_tp.nn.optimizers import call_before_steps, optimizer_step_counts, wat
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
-from fused_tp.parallelizing.checks.model_check import check_equal_models
+from fused_tp.parallelizing.checks.model_check import check_equal_models, warn_once
 from fused_tp.parallelizing.checks.shard_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.grad_sync import average_gradients, has_distributed_experts
@@ -368,6 +368,7 @@ class Stage(nn.Module):
         self.is_hf, self.loss_fn = is_hf, loss_fn
         self.shared_arguments: dict[str, Any] = {}  # arguments equal for all microbatches of the running batch
         self.microbatches = 1
+        self.recorded_outputs: list[Tensor] | None = None  # arguments of loss_fn, if they are recorded
         self.hidden_spec: tuple[tuple[int, ...], torch.dtype] | None = None  # shape and dtype sent and received
         self.takes_target_count = takes_target_count(model, is_hf=is_hf)
 
@@ -397,17 +398,30 @@ class Stage(nn.Module):
         if labels["labels"] is None:
             return output.logits if self.is_hf else output
         if self.loss_fn is not None:
-            return self.loss_fn(output.logits if self.is_hf else output, labels["labels"]) / self.microbatches
+            scored = output.logits if self.is_hf else output
+            if self.recorded_outputs is not None:
+                self.recorded_outputs.append(scored)
+            return self.loss_fn(scored, labels["labels"]) / self.microbatches
         return output.loss * (1 if self.takes_target_count else 1 / self.microbatches)
 
-    def sum_of_losses(self, batch: Mapping[str, Any], microbatches: int) -> Tensor:
-        """Return the loss of `batch`, computed microbatch by microbatch, if this stage is the whole model."""
+    def compute_batch_loss(self, batch: Mapping[str, Any], microbatches: int) -> tuple[Tensor, float]:
+        """Compute the loss of `batch`, microbatch by microbatch, if this stage is the whole model.
+
+        Returns:
+            The loss, and the relative difference of `loss_fn` of the whole batch's output.
+        """
         shared_arguments = {name: value for name, value in batch.items() if not _is_split(value)}
         if self.loss_fn is None:
             shared_arguments.setdefault(_TARGET_COUNT_NAME, count_targets(batch))
-        self.shared_arguments, self.microbatches = shared_arguments, microbatches
+        self.shared_arguments, self.microbatches, self.recorded_outputs = shared_arguments, microbatches, []
         parts = {name: t.chunk(microbatches) for name, t in batch.items() if _is_split(t)}
-        return torch.stack([self(**{name: t[i] for name, t in parts.items()}) for i in range(microbatches)]).sum()
+        loss = torch.stack([self(**{name: t[i] for name, t in parts.items()}) for i in range(microbatches)]).sum()
+        outputs, self.recorded_outputs = self.recorded_outputs, None
+        if self.loss_fn is None or not all(isinstance(t, Tensor) and t.ndim for t in outputs):
+            return loss, 0.0
+        with torch.no_grad():
+            whole_loss = self.loss_fn(torch.cat(outputs), batch["labels"])
+            return loss, float((whole_loss - loss).abs() / loss.abs().clamp_min(1e-3))
 
     def _check_sent_hidden(self, hidden: Tensor | None) -> Tensor:
         assert hidden is not None and self.hidden_spec is not None
@@ -488,12 +502,13 @@ class Pipeline:
         self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first_argument,)
         self._batch_check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
         self._step_count = 0  # calls of `step`
-        # After a checked step: norm of this rank's gradients, and the factor by which they were scaled before the
-        # optimizer's step.
-        self._gradient_norm: float | None = None
+        # After a checked step: norms of this rank's gradients, and the factor by which all of them were scaled before
+        # the optimizer's step.
+        self._gradient_norms: Tensor | None = None
         self._gradient_scale: float | None = None
         for stage in stages.values():
-            watch_model(stage.model, [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None])
+            shared_meshes = [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None]
+            watch_model(stage.model, shared_meshes, is_stage=pp_mesh.size() > 1)
             call_before_steps(stage.model, self._record_gradient_scale)
         self._recorder = Recorder()
 
@@ -532,7 +547,7 @@ class Pipeline:
             raise
         for parameter, grad in earlier_gradients:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        self._gradient_norm = self._local_gradient_norm() if is_check_due(self._step_count) else None
+        self._gradient_norms = self._local_gradient_norms() if is_check_due(self._step_count) else None
         self._gradient_scale = None
         return self._broadcast_loss(losses)
 
@@ -557,7 +572,7 @@ class Pipeline:
         try:
             yield
         finally:
-            self._step_count, self._schedules, self._gradient_norm = step_count, {}, None
+            self._step_count, self._schedules, self._gradient_norms = step_count, {}, None
 
     def _check_parameters(self) -> None:
         for name, parameter in self.named_parameters():
@@ -608,16 +623,23 @@ class Pipeline:
             )
 
     def _record_gradient_scale(self, model: nn.Module) -> None:
-        """Record by how much gradients have changed since the pipeline's step. Runs before an optimizer's step."""
-        if self._gradient_norm and self._gradient_scale is None:
-            scale = self._local_gradient_norm() / self._gradient_norm
-            self._gradient_scale = scale if math.isfinite(scale) else None
+        """Record the factor by which all gradients were scaled since the pipeline's step, if it is the same for all.
 
-    def _local_gradient_norm(self) -> float:
-        """Return the norm of the gradient shards of this rank."""
+        Runs before an optimizer's step.
+        """
+        if self._gradient_norms is None or self._gradient_scale is not None:
+            return
+        norms = self._local_gradient_norms()
+        if len(norms) == len(self._gradient_norms):
+            factors = (norms / self._gradient_norms)[self._gradient_norms > 0]
+            if len(factors) and float(factors.max() - factors.min()) <= _SCALE_TOLERANCE * float(factors.max()):
+                self._gradient_scale = float(factors.mean())
+
+    def _local_gradient_norms(self) -> Tensor:
+        """Return the norms of the gradient shards of this rank."""
         gradients = [_local_tensor(p.grad) for p in self.parameters() if p.grad is not None]
         norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in gradients]
-        return float(torch.stack([norm.double() for norm in norms]).norm()) if norms else 0.0
+        return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.float64)
 
     def _backward_context(self) -> AbstractContextManager[None]:
         return split_backward() if self._schedule_kind.splits_backward else nullcontext()
@@ -717,6 +739,8 @@ class Pipeline:
                 arguments[_TARGET_COUNT_NAME] = count_targets(arguments)
             if not self._takes_target_count:
                 self._check_equal_counts(arguments["labels"])
+        elif with_labels and is_check_due(self._step_count):
+            self._report_unequal_counts(arguments["labels"])
         if self._batch_check is not None:
             self._batch_check(next(iter(self.stages.values())), (), arguments)
         return arguments
@@ -737,6 +761,20 @@ class Pipeline:
                     f"in microbatch {index}: the model's loss does not accept num_items_in_batch, so the result would "
                     "be a mean of means. Make the numbers equal, or pass loss_fn(output, labels) to pipeline."
                 )
+
+    def _report_unequal_counts(self, labels: Tensor) -> None:
+        """Log that microbatches have different numbers of ignored labels, over which `loss_fn` may take means."""
+        counts = [int((part != _IGNORED_LABEL).sum()) for part in labels.chunk(self.microbatches)]
+        if len(set(counts)) > 1:
+            warn_once(
+                [mesh for mesh in (self._pp_mesh, self._tp_mesh, self._cp_mesh) if mesh is not None],
+                "unequal numbers of targets",
+                "microbatches have %d to %d labels other than -100. The loss of a batch is the mean over its "
+                "microbatches, so if loss_fn is a mean over targets, a target counts more in a microbatch with few. "
+                "Divide a sum by the mean number of targets of a microbatch, or make the numbers equal.",
+                min(counts),
+                max(counts),
+            )
 
     def _find_tokens(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the tokens of a batch, or their embeddings."""

@@ -68,6 +68,7 @@ class _WholeStep:
         rounding: effect of rounding on the loss ("") and on gradients, by name; empty if not measured.
         dtype: dtype in which the model computes.
         mode: mode in which both models run.
+        loss_difference: relative difference between loss_fn of the batch and its mean over microbatches.
     """
 
     batch: dict[str, Any]
@@ -76,6 +77,7 @@ class _WholeStep:
     rounding: dict[str, float]
     dtype: torch.dtype
     mode: Mode
+    loss_difference: float
 
 
 @contextmanager
@@ -115,6 +117,15 @@ def compare_step(
         yield outcome
         return
     assert whole is not None
+    if whole.loss_difference > OUTPUT_BOUNDS.get(whole.dtype, OUTPUT_BOUNDS[torch.bfloat16]):
+        warn_once(
+            meshes,
+            "loss_fn",
+            "loss_fn of a batch differs by %.2g from its mean over microbatches, which is the loss of a pipeline: it is "
+            "no mean over rows (a sum, or weights or statistics of the batch). Return a mean over the rows of a "
+            "microbatch for the same loss as without a pipeline.",
+            whole.loss_difference,
+        )
     yield outcome
     if outcome.pipe is not None:
         _compare(whole, outcome.pipe, meshes, type(model).__name__)
@@ -132,12 +143,14 @@ def _run_whole(
     device = next(model.parameters()).device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     dtype = dtype or least_precise_dtype(model)
+    loss_difference = 0.0
 
     def run(mode: Mode, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]] | None:
-        """Return loss and gradients, or None if random numbers were drawn."""
+        """Return loss and gradients, or None if random numbers were drawn. Sets `loss_difference`."""
+        nonlocal loss_difference
         with preserve_state([model], mode, gradients=True) as drew_random:
             _set_training_mode([model], mode)
-            total = stage.sum_of_losses(copy_arguments(dict(batch)), microbatches)
+            total, loss_difference = stage.compute_batch_loss(copy_arguments(dict(batch)), microbatches)
             gradients = gradients_by_backward(total, [*parameters.values()])
         if drew_random() and mode is not Mode.EVAL:
             return None
@@ -167,7 +180,7 @@ def _run_whole(
                 continue
             if loss != loss:
                 return None, "the loss of the whole model is NaN"
-            return _WholeStep(batch, loss, gradients, rounding, dtype, mode), ""
+            return _WholeStep(batch, loss, gradients, rounding, dtype, mode, loss_difference), ""
     return None, reason
 
 

@@ -93,6 +93,16 @@ def test_writes_to_sharded_parameters_are_those_of_one_process(group: dist.Proce
     terms = DTensor.from_local(torch.ones(3), weight.device_mesh, [Partial()])
     assert torch.equal(terms.mul_(2).full_tensor(), torch.full((3,), 2.0 * group.size()))
     refuses(ValueError, "whose ranks hold partial sums", terms.add_, 1.0)
+    for number in (
+        torch.norm,
+        torch.sum,
+        torch.mean,
+        torch.max,
+        torch.min,
+        lambda w: w.norm(1),
+        lambda w: (w > 1).any(),
+    ):
+        assert number(weight).item() == pytest.approx(number(whole[0].weight).item(), rel=1e-5, abs=1e-6)
     refuses(RuntimeError, "mixed torch.Tensor and DTensor", weight[1:3].copy_, torch.ones(2, 6))
 
 

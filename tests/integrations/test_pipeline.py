@@ -30,6 +30,7 @@ from fused_tp.pipelining import Pipeline, Span, bubble, draw, dw_builder, share_
 from fused_tp.pipelining.schedules import SCHEDULES
 from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens
 from tests.integrations.sweep import make_model
+from tests.integrations.test_sharding_check import log_lines
 from tests.reference import refuses, seeded
 from tests.tiers import quick
 from tests.workers import error_of, fresh_ranks, on_ranks
@@ -349,6 +350,51 @@ def test_a_training_step_is_compared(group: dist.ProcessGroup) -> None:
         optimizer.step()
         optimizer.zero_grad()
     refuses(ValueError, "scaled by different factors", pipe.step, {"tokens": tokens, "labels": tokens})
+
+
+class ByGlobalNorm(torch.optim.SGD):
+    """SGD whose steps have the length of the learning rate, over all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+        return super().step(closure)
+
+
+@on_ranks(4)
+def test_what_a_pipeline_does_not_see_as_a_whole(group: dist.ProcessGroup) -> None:
+    """Optimizers that couple parameters are refused; losses that are no means over rows are logged."""
+    mesh, tokens = mesh_of(dp=2, pp=2)["pp"], make_tokens(4, 8) % 37
+    batch = {"tokens": tokens, "labels": tokens}
+    with log_lines() as lines:
+        pipe = fused_tp.pipeline(Layered("none"), mesh, microbatches=2, loss_fn=mean_loss)
+        for kind in (torch.optim.LBFGS, ByGlobalNorm):
+            optimizer = kind(list(pipe.parameters()), lr=0.1)
+            pipe.step(batch)
+            refuses(
+                ValueError, "also from other parameters", optimizer.step, *([lambda: 0] * (kind is torch.optim.LBFGS))
+            )
+        optimizer = torch.optim.Adafactor(list(pipe.parameters()))
+        for _ in range(3):
+            pipe.step(batch)
+            for parameter in pipe.parameters():  # the caller's own scaling of each gradient
+                parameter.grad.sign_()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not lines, lines
+    with log_lines() as lines:
+        pipe = fused_tp.pipeline(
+            Layered("none"),
+            mesh,
+            microbatches=2,
+            loss_fn=lambda output, labels: 100 * mean_loss(output, labels) * len(output),
+        )
+        pipe.step({**batch, "labels": tokens.masked_fill(torch.arange(4).view(4, 1) == 3, -100)})
+    if group.rank() % 2 == 0:
+        assert sum("loss_fn of a batch differs by 1" in line for line in lines) == 1, lines
+        assert sum("microbatches have 8 to 16 labels" in line for line in lines) == 1, lines
 
 
 @on_ranks(4)

@@ -64,15 +64,22 @@ class ModuleCheck:
         self.is_from_meta = is_from_meta
         self.call_count, self._is_due = 0, False
         self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the unsharded model
-        self._logged_values: set[tuple[str, str]] = set()  # (module, label) of changed numbers, which are logged once
+        self._values: dict[str, dict[str, object]] = {}  # by module name, after the last forward; {} if not recorded
         self.storages = _parameter_storages(model)
 
     def record_code(self, model: nn.Module) -> None:
         """Record that the current code of `model` has been compared with the unsharded model."""
-        self._code = {name: {**callers_code(m), **_callers_values(m)} for name, m in model.named_modules()}
+        self._code = {name: callers_code(module) for name, module in model.named_modules()}
+        self._values = {name: _callers_values(module) for name, module in model.named_modules()}
+
+    def record_values(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Record values before the next check, so that it logs no changes by forward itself. A forward hook."""
+        if not are_checks_suspended():
+            is_next_due = is_check_due(self.call_count + 1)
+            self._values = {n: _callers_values(m) for n, m in model.named_modules()} if is_next_due else {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "storages": {}, "_code": {}}  # a copy has other parameters and modules
+        return {**vars(self), "storages": {}, "_code": {}, "_values": {}}  # a copy has other parameters and modules
 
     def check_parameters(self, model: nn.Module, args: Any) -> None:
         """Raise ValueError for changed parameters. This hook runs before the hooks that restore the unsharded model."""
@@ -113,20 +120,19 @@ class ModuleCheck:
         """Log changed code. This hook runs last, after a comparison has recorded the code that it covers."""
         if are_checks_suspended() or not self._is_due:
             return
-        recorded_code = self._code
+        recorded_code, recorded_values = self._code, self._values
         self.record_code(model)
         for name, module in model.named_modules() if recorded_code else ():  # a copy of a model has no record
-            before = recorded_code.get(name, {})
-            changed_parts = [part for part, value in self._code[name].items() if before.get(part) != value]
-            new_parts = [part for part in changed_parts if (name, part) not in self._logged_values]
-            self._logged_values |= {(name, part) for part in _callers_values(module) if part in changed_parts}
-            if new_parts and is_first_rank(self.parallelism):
+            before = {**recorded_code.get(name, {}), **recorded_values.get(name, self._values[name])}
+            now = {**self._code[name], **self._values[name]}
+            changed_parts = [part for part, value in now.items() if before.get(part) != value]
+            if changed_parts and is_first_rank(self.parallelism):
                 _LOG.warning(
                     "%r (%s) was changed after parallelize: %s. Its outputs were not compared with the unsharded "
                     "model, and its tensors may be this rank's shards. Change it before parallelize, which compares.",
                     name,
                     type(module).__name__,
-                    ", ".join(new_parts),
+                    ", ".join(changed_parts),
                 )
 
     def _check_storages(self, model: nn.Module) -> None:

@@ -180,7 +180,7 @@ def _compare_run(
         return None, f"it does not support a batch that the unsharded model accepts: {refusal}"
     # Maximum over ranks, so that all decide alike even if their processors or settings round differently.
     error, bound = (max(report[field] for report in reports) for field in (0, 2))
-    if OUTPUT_BOUNDS[torch.float32] < bound < error < float("inf"):
+    if bound < error < float("inf"):
         rounding = max(gather_over_meshes(meshes, "rounding errors of the sharded model", run.rounding_error()))
         bound = max(bound, ROUNDING_FACTOR * rounding)
     if bound > MAX_BOUND:

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from fused_tp.core.checks import is_check_due, is_repetition_due
+from fused_tp.core.checks import FIRST_CALLS, is_check_due, is_repetition_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors
@@ -87,12 +87,20 @@ class StepCheck:
         sequence: object that shards the sequence of each forward pass.
         meshes: 1-D meshes whose ranks share the model.
         unsharded: state of the model before it is sharded.
+        was_training: True if the comparison after sharding ran in training mode, so that eval mode is to be compared.
 
     Raises:
         ValueError: raised on all ranks if the models differ. It states the largest difference and likely causes.
     """
 
-    def __init__(self, sequence: SequenceSharding, meshes: Sequence[DeviceMesh], unsharded: UnshardedModel) -> None:
+    def __init__(
+        self,
+        sequence: SequenceSharding,
+        meshes: Sequence[DeviceMesh],
+        unsharded: UnshardedModel,
+        *,
+        was_training: bool = False,
+    ) -> None:
         self.sequence, self.parallelism, self.meshes, self.unsharded = (
             sequence,
             sequence.parallelism,
@@ -100,6 +108,7 @@ class StepCheck:
             unsharded,
         )
         self.calls = 0
+        self.evaluations_to_try = FIRST_CALLS if was_training else 0
         self.is_compared = False  # True if the running call has been compared
         # Indices of the running call's outputs that every rank has in full and that require gradients.
         self.replicated: frozenset[int] = frozenset()
@@ -115,6 +124,9 @@ class StepCheck:
             return
         self.is_compared = False
         if not torch.is_grad_enabled():
+            if self.evaluations_to_try and not model.training and is_repetition_due(1):
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    self._compare_evaluation(model, args, kwargs)
             return
         if running_node_number() is not None:
             if not self._compared_keys:
@@ -146,6 +158,22 @@ class StepCheck:
             remember_code(model)
             return
         self._report_skipped(reason)
+
+    def _compare_evaluation(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the outputs of the first call in eval mode that has no obstacle, such as a cache."""
+        self.evaluations_to_try -= 1
+        arguments = self._named_arguments(args, kwargs)
+        if any(gather_over_meshes(self.meshes, "a call in eval mode", self._obstacle(model, arguments))):
+            return
+        self.evaluations_to_try = 0
+        reason = _StepComparison(self, model, args, kwargs, arguments, with_gradients=False).compare()
+        if reason:
+            warn_once(
+                self.meshes,
+                f"eval mode: {reason}",
+                "the first call in eval mode was not compared with the unsharded model: %s.",
+                reason,
+            )
 
     def _compare_in_float32(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the step once more in fp32, in which no rounding hides errors, unless the model does not allow it."""
@@ -261,6 +289,7 @@ class _StepComparison:
     Args:
         args, kwargs: arguments of the call.
         arguments: the same arguments by name, from `StepCheck._named_arguments`.
+        with_gradients: compare gradients, too.
     """
 
     def __init__(
@@ -270,7 +299,10 @@ class _StepComparison:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         arguments: dict[str, Any],
+        *,
+        with_gradients: bool = True,
     ) -> None:
+        self.with_gradients = with_gradients
         self.check, self.model, self.args, self.kwargs = check, model, args, kwargs
         self.tp, self.cp = check.parallelism.tp_mesh, check.parallelism.cp_mesh
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -288,7 +320,9 @@ class _StepComparison:
             self.dtype = torch.get_autocast_dtype(device)
         self.is_routed = self.dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
         # A weight with a `main_grad` would accumulate into it in backward, but it belongs to the caller.
-        self.has_gradients = all(getattr(p, "main_grad", None) is None for p in self.trainable.values())
+        self.has_gradients = with_gradients and all(
+            getattr(p, "main_grad", None) is None for p in self.trainable.values()
+        )
         self.full_parameters: dict[str, Tensor] = {}
         self.tokens = check.call_tokens(arguments)
         self.rank_shards = RankShards(self.tp, self.cp, 1 if self.tokens is None else self.tokens.shape[1])
@@ -302,7 +336,7 @@ class _StepComparison:
     def compare(self) -> str:
         """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
         meshes = self.check.meshes
-        with isolated_passes(self.model, self.mode):
+        with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
             shapes = [t.shape for t in self._run()]
         expected, weights, expected_gradients = list[Tensor](), dict[int, Tensor](), None
         reason = self._gather_parameters()
@@ -321,7 +355,7 @@ class _StepComparison:
         ]:
             return str(reasons[0])
         self.check.replicated = frozenset(weights)
-        with isolated_passes(self.model, self.mode):
+        with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
             outputs = self._run()
         if documents := self.check.sequence.documents:
             self.rank_shards = RankShards(self.tp, self.cp, documents[-1], documents)
@@ -421,7 +455,7 @@ class _StepComparison:
     def _unsharded(self) -> Iterator[Callable[[], bool]]:
         with (
             self.check.unsharded.restore(self.model, self.full_parameters),
-            preserve_state([self.model], self.mode, gradients=True) as drew_random,
+            preserve_state([self.model], self.mode, gradients=self.with_gradients) as drew_random,
         ):
             yield drew_random
 
@@ -476,7 +510,7 @@ class _StepComparison:
 
     def _sharded_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
         """Return this rank's shards of gradients, by parameter name."""
-        with isolated_passes(self.model, self.mode):
+        with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
             gradients = self._gradients(outputs, weights, {**self.trainable, **self.input_copies})
         if gradients is None:
             return None
@@ -568,12 +602,14 @@ class _StepComparison:
 
 
 @contextmanager
-def isolated_passes(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
+def isolated_passes(
+    model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = (), *, gradients: bool = True
+) -> Iterator[None]:
     """Context in which passes of the sharded model have no side effects, and do not sum gradients over ranks."""
     with ExitStack() as stack:
         for sync in find_gradient_syncs(model):
             stack.enter_context(sync.disable())
-        stack.enter_context(preserve_state([model], mode, gradients=True, random_states=random_states))
+        stack.enter_context(preserve_state([model], mode, gradients=gradients, random_states=random_states))
         yield
 
 
