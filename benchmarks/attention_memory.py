@@ -31,7 +31,7 @@ from .results import now, this_machine, versions
 
 HEADS, HEAD_DIM, DTYPE = 2, 64, torch.bfloat16
 TOKENS_PER_RANK, RANK_COUNTS = (4096, 8192, 16384, 32768, 65536), (1, 2, 4)
-SHM_BY_WAY = {"fused_tp, messages": "0", "fused_tp, shared memory": "1"}  # FUSED_TP_SHM
+SHM_BY_WAY = {"fused_tp, messages": "0", "fused_tp, shared memory": "1"}  # values of the setting FUSED_TP_SHM
 SDPA_BACKENDS = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, math": SDPBackend.MATH}
 MAX_MATH_TOKENS = 8192  # the scores of this many tokens take 2 GiB
 TIMEOUT_SECONDS = 3600.0
@@ -187,9 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limit_text = (
             ""
             if limit_mib is None
-            else f"; one rank of {peak.tokens // peak.ranks}, and two chunks of K/V: {limit_mib:.1f}"
+            else f" (expected: {limit_mib:.1f} = one rank with {peak.tokens // peak.ranks} tokens + two K/V chunks)"
         )
-        print(f"{peak.way}, {peak.tokens} tokens on {peak.ranks}: {peak.mib:.1f} MiB a rank{limit_text}", flush=True)
+        print(
+            f"{peak.way}, {peak.tokens} tokens on {peak.ranks} ranks: {peak.mib:.1f} MiB per rank{limit_text}",
+            flush=True,
+        )
     print(f"Results: {path}")
     return 0
 

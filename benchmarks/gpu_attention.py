@@ -26,7 +26,7 @@ from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.ring import LocalRing, RingBackward, RingCall, RingForward, RingSaved, fp32_accumulator
 from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import ring_plan
-from fused_tp.attention.spec import AttentionMask, ScoreFunction
+from fused_tp.attention.spec import AttentionMask, ScoreParameters
 
 from .case import FUSED_TP, SPEEDUP, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import KernelRanks, random_normal
@@ -262,7 +262,7 @@ def _shard_inputs(inputs: AttentionInputs, ranks: int) -> tuple[list[RingCall], 
 def _make_ring_call(inputs: AttentionInputs, ranks: int, rank: int, causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
     plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, TokenLayout("zigzag"))
-    return RingCall(plan.rank_plan(rank), TRITON_KERNEL, ScoreFunction(head_dim**-0.5))
+    return RingCall(plan.rank_plan(rank), TRITON_KERNEL, ScoreParameters(head_dim**-0.5))
 
 
 class RingRanks:
@@ -290,7 +290,7 @@ class RingRanks:
     def _launch(self, rank: int, number: int, workspace: Any) -> Tensor:
         from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 
-        plan, scores = self.calls[rank].plan, self.calls[rank].score_function
+        plan, scores = self.calls[rank].plan, self.calls[rank].score_parameters
         shards = self.q[rank], self.k[rank], self.v[rank]
         chunks, layout = kv_chunks(plan, rank), self.layouts[rank]
         out: Tensor = ring_forward(

@@ -167,7 +167,7 @@ def draw(rows: Sequence[PlannerRow], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, train, print and store."""
+    """Measure this machine, time training under each configuration, print a table, and write the results."""
     parser = argparse.ArgumentParser(prog="benchmarks.planner", description=__doc__)
     parser.add_argument("--steps", type=at_least(WARMUP + 1), default=10, help="of each run (10)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="for planner.json, planner.svg (out/bench)")

@@ -139,7 +139,7 @@ class Arch:
     """A GPU architecture by its name in nvcc, such as 80 or 90a. `ptx`: also embed PTX, which later GPUs can run."""
 
     name: str
-    ptx: bool = False
+    embeds_ptx: bool = False
 
     @property
     def number(self) -> int:
@@ -148,7 +148,7 @@ class Arch:
     @property
     def flags(self) -> list[str]:
         real = f"arch=compute_{self.name},code=sm_{self.name}"
-        if not self.ptx:
+        if not self.embeds_ptx:
             return ["-gencode", real]
         # PTX for 90a runs on no other architecture, and PTX for 100f only within its family, so embed PTX without the
         # letter.
@@ -192,7 +192,7 @@ class CudaBuild:
             )
         if not supported:
             raise NotBuiltError(f"nvcc {self.version} supports none of the architectures {DEFAULT_ARCHS}", TOOLKIT_HINT)
-        return [*supported[:-1], Arch(supported[-1].name, ptx=True)]
+        return [*supported[:-1], Arch(supported[-1].name, embeds_ptx=True)]
 
     def supports(self, arch: Arch) -> bool:
         with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +205,7 @@ class CudaBuild:
     def built_for(self) -> str:
         """Architectures and nvcc version, a text that native_kernels.py reads from the compiled library."""
         names = [f"sm_{arch.name}" for arch in self.archs]
-        names += [f"compute_{arch.number}" for arch in self.archs if arch.ptx]
+        names += [f"compute_{arch.number}" for arch in self.archs if arch.embeds_ptx]
         return f"{' '.join(names)}, nvcc {self.version}"
 
     @property
@@ -329,7 +329,7 @@ def parse_archs(text: str) -> list[Arch]:
     """Parse architectures in the format of FUSED_TP_CUDA_ARCHS: `80;90a;100a+PTX`."""
     words = [word for word in re.split(r"[;,\s]+", text.lower()) if word]
     matches = [re.fullmatch(r"(?:sm_)?(\d+)\.?(\d[af]?)(\+ptx)?", word) for word in words]
-    archs = [Arch(match[1] + match[2], ptx=bool(match[3])) for match in matches if match is not None]
+    archs = [Arch(match[1] + match[2], embeds_ptx=bool(match[3])) for match in matches if match is not None]
     if not archs or len(archs) < len(words):
         raise SettingError(
             f"FUSED_TP_CUDA_ARCHS is {text!r}; set it to architectures like {DEFAULT_ARCHS}. +PTX embeds code "

@@ -15,7 +15,7 @@ from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepR
 from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, compute_row_sums
-from fused_tp.attention.spec import AttentionMask, Dropout, ScoreFunction
+from fused_tp.attention.spec import AttentionMask, Dropout, ScoreParameters
 from fused_tp.core.pending import accumulate_dtype
 from tests.reference import seeded
 
@@ -128,7 +128,7 @@ def kernel_inputs(
     return Inputs(*(seeded(*shape, dtype=dtype, seed=seed + number) for number, shape in enumerate(shapes)))
 
 
-def whole_reference(mask: AttentionMask, scores: ScoreFunction, x: Inputs) -> tuple[Tensor, Tensor, Gradients]:
+def whole_reference(mask: AttentionMask, scores: ScoreParameters, x: Inputs) -> tuple[Tensor, Tensor, Gradients]:
     """(out, lse, gradients) in fp64."""
     leaves = [t.detach().double().requires_grad_() for t in x[:3]]
     slopes = torch.zeros(x.q.shape[2]) if scores.alibi_slopes is None else scores.alibi_slopes
@@ -151,8 +151,13 @@ def one_step(mask: AttentionMask) -> Step:
 
 
 def forward(
-    kernel: AttentionKernel, mask: AttentionMask, scores: ScoreFunction, x: Inputs, *, keys: Sequence[TokenRanges] = ()
-) -> SoftmaxState:  # fmt: skip
+    kernel: AttentionKernel,
+    mask: AttentionMask,
+    scores: ScoreParameters,
+    x: Inputs,
+    *,
+    keys: Sequence[TokenRanges] = (),
+) -> SoftmaxState:
     """Softmax state of all queries after one step per element of `keys`; by default one step over all keys."""
     queries, all_keys = everything(mask)
     state = SoftmaxState.empty(x.q, x.v.shape[-1])
@@ -167,7 +172,7 @@ def forward(
 
 
 def backward(
-    kernel: AttentionKernel, mask: AttentionMask, scores: ScoreFunction, x: Inputs, out: Tensor, lse: Tensor,
+    kernel: AttentionKernel, mask: AttentionMask, scores: ScoreParameters, x: Inputs, out: Tensor, lse: Tensor,
     sums: Tensor | None = None, *, keys: Sequence[TokenRanges] = (), start: float = 0.0,
 ) -> Gradients:  # fmt: skip
     """Gradients over one step per element of `keys` (default: one step over all keys), accumulated onto `start`."""

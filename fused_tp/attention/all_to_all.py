@@ -353,7 +353,8 @@ def _aligned_bytes(shape: Shape, dtype: torch.dtype, alignment: int) -> int:
 class SharedMemoryAllToAll(AllToAll):
     """All-to-all of CPU tensors between ranks on one host.
 
-    Each rank writes the blocks that its peers read to shared memory once, and the peers copy them into their results.
+    Each rank writes once, to shared memory, the blocks that its peers read. The peers copy them from there into their
+    results.
     The results are allocated from the transport's pool, whose pages are already mapped.
     """
 

@@ -30,7 +30,7 @@ from fused_tp.attention.kernels.triton import to_kernel_terms, triton_availabili
 from fused_tp.attention.layout import BlockCyclicLayout, TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import AttentionMask, ScoreFunction
+from fused_tp.attention.spec import AttentionMask, ScoreParameters
 from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core.pending import accumulate_dtype
 
@@ -54,7 +54,7 @@ class CacheCall:
     """
 
     layout: BlockCyclicLayout
-    score_function: ScoreFunction
+    score_parameters: ScoreParameters
     visible_window: tuple[int, int]
     kernel: AttentionKernel
     is_paged: bool
@@ -90,9 +90,10 @@ def attend_to_cache(
 
 
 def merge_partial_outputs(partials: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge the ranks' partial outputs [W, ...] into (out [batch, new, heads, dim], lse [batch, heads, new]).
+    """Merge the ranks' partial outputs into (out [batch, new, heads, dim], lse [batch, heads, new]).
 
-    Sums are in the order of the ranks, so all ranks compute the same bits. `sinks` [heads] count once, not per rank.
+    `partials` [W, batch, new, heads, dim + 1] holds each rank's output, followed by its log-sum-exp. Sums are in the
+    order of the ranks, so all ranks compute the same bits. `sinks` [heads] count once, not per rank.
     """
     out, lse = partials[..., :-1], partials[..., -1]
     max_lse = lse.amax(0)
@@ -149,7 +150,7 @@ def _attend_few_queries(
         k = k[0].to(dtype).permute(1, 2, 0)
         if scores is None:
             q_by_head = q.to(dtype).unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, G, new, head_dim]
-            queries = (q_by_head * call.score_function.scale).flatten(1, 2)
+            queries = (q_by_head * call.score_parameters.scale).flatten(1, 2)
             if k.shape[2] == stop - start:
                 scores = queries @ k
                 break
@@ -185,13 +186,13 @@ def _transform_scores(
     call: CacheCall, scores: Tensor, length: int, start: int, stop: int, intervals: Sequence[tuple[int, int]]
 ) -> None:
     """Apply softcap, ALiBi and the mask (-inf) in place to `scores` [kv_heads, G, new, stop - start]."""
-    score_function, num_new = call.score_function, scores.shape[2]
-    if score_function.softcap:
-        scores.div_(score_function.softcap).tanh_().mul_(score_function.softcap)
-    if score_function.alibi_slopes is not None:
+    score_parameters, num_new = call.score_parameters, scores.shape[2]
+    if score_parameters.softcap:
+        scores.div_(score_parameters.softcap).tanh_().mul_(score_parameters.softcap)
+    if score_parameters.alibi_slopes is not None:
         positions = torch.arange(length - num_new, length, device=scores.device).unsqueeze(-1)
         key_indices = torch.from_numpy(call.layout.indices(start, stop)).to(scores.device)
-        slopes = score_function.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
+        slopes = score_parameters.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
         scores -= slopes[:, :, None, None] * (positions - key_indices).abs()
     for i, (first, last) in enumerate(intervals):
         if first > start:
@@ -211,7 +212,7 @@ def _attend_many_queries(
         rows, keys_seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
         call.kernel.forward(
             step,
-            call.score_function,
+            call.score_parameters,
             q[:, rows],
             k[:, keys_seen],
             v[:, keys_seen],
@@ -272,7 +273,7 @@ def attend_with_kernel(
     starts, stops, positions, max_visible = _visible_row_tables(
         layout, call.visible_window, q.shape[1], tuple(lengths), q.device
     )
-    if call.score_function.alibi_slopes is not None:
+    if call.score_parameters.alibi_slopes is not None:
         k_indices = _row_token_indices(layout, max(map(layout.count, lengths)), q.device)
     if page_table is not None:
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
@@ -294,7 +295,7 @@ def attend_with_kernel(
         starts,
         stops,
         max_visible,
-        to_kernel_terms(call.score_function),
+        to_kernel_terms(call.score_parameters),
         pages=page_table,
         places=positions,
         k_indices=k_indices,

@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
 from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RingPlan, RowRanges, restrict_to_keys
 from fused_tp.attention.softmax import SoftmaxState, compute_row_sums, compute_sink_gradient
-from fused_tp.attention.spec import ScoreFunction
+from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.core.tracing import span
 
@@ -37,7 +37,7 @@ class RingCall(NamedTuple):
 
     rank_plan: RankPlan
     kernel: AttentionKernel
-    score_function: ScoreFunction
+    score_parameters: ScoreParameters
     dims: tuple[int, ...] = ()
 
     @property
@@ -50,7 +50,7 @@ class RingCall(NamedTuple):
 
     def select_heads(self, heads: slice) -> RingCall:
         """Return the call restricted to the query heads `heads`."""
-        return self._replace(score_function=self.score_function.select_heads(heads))
+        return self._replace(score_parameters=self.score_parameters.select_heads(heads))
 
 
 class RingSaved(NamedTuple):
@@ -108,13 +108,13 @@ class RingForward:
         if step.num_keys != k.shape[1]:
             k, v = (x[:, step.k_start - first_row : step.k_stop - first_row] for x in (k, v))
         with span("ring_attention step", t):
-            call.kernel.forward(step, call.score_function, q, k, v, state, fresh=fresh)
+            call.kernel.forward(step, call.score_parameters, q, k, v, state, fresh=fresh)
 
     def finalize(self) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, Dv], lse [B, H, S])."""
         if self._fresh:
             self._state.clear()
-        return self._state.finalize(self._q.dtype, self._call.score_function.sinks)
+        return self._state.finalize(self._q.dtype, self._call.score_parameters.sinks)
 
 
 class RingBackward:
@@ -126,7 +126,7 @@ class RingBackward:
         sums = compute_row_sums(saved.grad_out, saved.out, saved.grad_lse)
         self._row_sums = sums.masked_fill_(saved.lse == -torch.inf, 0.0)
         self._dq = fp32_accumulator(saved.q)
-        slopes = call.score_function.alibi_slopes
+        slopes = call.score_parameters.alibi_slopes
         self._d_slopes = None if slopes is None else slopes.new_zeros(slopes.shape, dtype=self._dq.dtype)
 
     def attend(self, t: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, first_row: int = 0) -> None:
@@ -143,14 +143,14 @@ class RingBackward:
         with span("ring_attention backward step", t):
             step_rows = StepRows(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._row_sums)
             sums = GradientSums(self._dq, dk, dv, self._d_slopes)
-            call.kernel.backward(step, call.score_function, step_rows.select(rows, keys), sums.select(rows, keys))
+            call.kernel.backward(step, call.score_parameters, step_rows.select(rows, keys), sums.select(rows, keys))
 
     def finalize(self, own_gradients: list[Tensor]) -> AttentionGradients:
         """Return the gradients, where `own_gradients` is [dk, dv] of this rank's keys, summed over all steps.
 
         Empties `own_gradients` and frees the sum of dq: each sum is freed once it is rounded, to lower peak memory.
         """
-        saved, sinks = self._saved, self._call.score_function.sinks
+        saved, sinks = self._saved, self._call.score_parameters.sinks
         d_sinks = None if sinks is None else compute_sink_gradient(sinks, saved.lse, self._row_sums)
         dq = self._dq.to(saved.q.dtype)
         del self._dq
@@ -259,7 +259,7 @@ class LocalRing(SteppedRing):
         step = call.rank_plan.steps[0]
         if step.num_rows == q.shape[1] > 0:
             keys = slice(step.k_start, step.k_stop)
-            result = call.kernel.forward_single_step(step, call.score_function, q, k[:, keys], v[:, keys])
+            result = call.kernel.forward_single_step(step, call.score_parameters, q, k[:, keys], v[:, keys])
             if result is not None:
                 return result
         return super().forward(call, q, k, v)

@@ -63,11 +63,11 @@ class FusedRing(RingSchedule):
                 k,
                 v,
                 chunks,
-                to_kernel_terms(call.score_function),
+                to_kernel_terms(call.score_parameters),
                 layout,
                 workspace=workspace,
                 programs=self._num_programs(),
-                sinks=call.score_function.sinks,
+                sinks=call.score_parameters.sinks,
             )
         return result
 

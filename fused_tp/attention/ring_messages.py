@@ -45,7 +45,7 @@ _MAX_GATHERED_BYTES = 64 << 20  # maximum size of the K/V gathered at a time, at
 
 
 class MessageRing(SteppedRing):
-    """Ring attention step by step, by messages."""
+    """Ring attention that sends K/V, and in backward their gradients, as messages between ranks."""
 
     name = "pipelined"
     kv_view = KVView.NEEDED

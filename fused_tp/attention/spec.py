@@ -166,7 +166,7 @@ def _wide_product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class ScoreFunction:
+class ScoreParameters:
     """Function from q and k to a score: score = cap(scale * q.k) - slope[head] * |place of q - index of k|.
 
     (Press et al., ALiBi, arXiv:2108.12409; Gemma 2, arXiv:2408.00118; Xiao et al., arXiv:2309.17453; gpt-oss, 2025.)
@@ -189,7 +189,7 @@ class ScoreFunction:
         """True if a score is scale * q.k and nothing is dropped."""
         return self.softcap == 0.0 and self.alibi_slopes is None and self.dropout is None
 
-    def select_heads(self, heads: slice) -> ScoreFunction:
+    def select_heads(self, heads: slice) -> ScoreParameters:
         """Return the score function of the query heads `heads`."""
         slopes, sinks, dropout = self.alibi_slopes, self.sinks, self.dropout
         return replace(
@@ -268,11 +268,11 @@ class AttentionArguments(NamedTuple):
         left, right = self.window
         return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (left, right), bounds, bounds_kv)
 
-    def score_function(self, dtype: torch.dtype) -> ScoreFunction:
+    def score_parameters(self, dtype: torch.dtype) -> ScoreParameters:
         """Return the score function of the call, for q, k and v of dtype `dtype`."""
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(accumulate_dtype(dtype))
         dropout = None if self.seed is None else Dropout(self.dropout_p, int(self.seed.item()), self.first_head)
-        return ScoreFunction(self.scale, self.softcap, slopes, dropout, self.sinks)
+        return ScoreParameters(self.scale, self.softcap, slopes, dropout, self.sinks)
 
 
 def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...]:

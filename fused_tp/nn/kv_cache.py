@@ -143,8 +143,8 @@ class ContextCache(ABC):
     def positions(self, new: int, new_lengths: Sequence[int] | Tensor | None = None) -> Tensor:
         """Return the positions of the next `new` tokens.
 
-        The result is int64 [new] if all sequences have equal length and `new_lengths` is None. Otherwise it is
-        [batch, new], with 0 for padding.
+        The result is int64 [new] if all sequences have equal length and `new_lengths`, the number of real new tokens of
+        each sequence, is None. Otherwise it is [batch, new], with 0 for padding.
         """
         lengths, added_lengths = self._sequence_lengths(), _as_list(new_lengths)
         if len(set(lengths)) <= 1 and added_lengths is None:

@@ -72,9 +72,9 @@ def check_head_count(heads: int, ranks: int) -> None:
         )
 
 
-def elements_per_token(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
-    """Number of elements of one token over all heads of q, k and v, given their shapes."""
-    return q[2] * q[3] + k[2] * (k[3] + v[3])
+def elements_per_token(q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int]) -> int:
+    """Number of elements of one token over all heads of q, k and v."""
+    return q_shape[2] * q_shape[3] + k_shape[2] * (k_shape[3] + v_shape[3])
 
 
 class HeadsExchange(NamedTuple):

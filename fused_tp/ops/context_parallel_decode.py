@@ -21,7 +21,7 @@ from fused_tp.attention.decode import (
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import select_kernel
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
-from fused_tp.attention.spec import FILLED_BY_CHECK, ScoreFunction
+from fused_tp.attention.spec import FILLED_BY_CHECK, ScoreParameters
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
 from fused_tp.core.group import SINGLE_GROUP_NAME, GroupLike, group_by_name, group_identity
@@ -272,13 +272,13 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
     if lengths and min(lengths) < 0:
         raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
     slopes = None if a.alibi_slopes is None else a.alibi_slopes.to(accumulate_dtype(q.dtype))
-    score_function = ScoreFunction(a.scale, a.softcap, slopes)
+    score_parameters = ScoreParameters(a.scale, a.softcap, slopes)
     # Kernels require a contiguous last dim, and support any other strides.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
     keys, values = _cache_rows(k, v, a.page_table, layout, lengths)
     query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], has_positive_scale=a.scale > 0)
     call = CacheCall(
-        layout, score_function, a.visible_window, select_kernel(q, v, score_function), a.page_table is not None
+        layout, score_parameters, a.visible_window, select_kernel(q, v, score_parameters), a.page_table is not None
     )
     if uses_decode_kernel(query, q.shape[1]):
         own_output = attend_with_kernel(call, q, lengths, k, v, a.page_table)

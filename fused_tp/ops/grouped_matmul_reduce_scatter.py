@@ -83,7 +83,7 @@ class _Args(NamedTuple):
 
 
 class _BackwardArgs(NamedTuple):
-    d_shard: Tensor
+    dy_shard: Tensor
     weight: Tensor
     routing: Routing
     shape: list[SymInt]
@@ -114,12 +114,12 @@ def _fake(a: _Args) -> Tensor:
     return a.x.new_empty(shape)
 
 
-def _backward(s: SavedForBackward[_Args], d_shard: Tensor) -> dict[str, Any]:
+def _backward(s: SavedForBackward[_Args], dy_shard: Tensor) -> dict[str, Any]:
     a, needs, grads = s.args, s.needs, dict[str, Any]()
     needs_rows = needs.x or needs.scale
     if needs_rows or (s.carry is None and needs.weight):
         d_scaled, d_output = GROUPED_MATMUL_REDUCE_SCATTER_BACKWARD(
-            d_shard, a.weight, *a.routing, a.shape, needs_rows, s.all_needs.weight, a.scatter_dim, a.group
+            dy_shard, a.weight, *a.routing, a.shape, needs_rows, s.all_needs.weight, a.scatter_dim, a.group
         )
         if needs_rows:
             grads |= scale_grads(d_scaled, a.x, a.scale, needs)
@@ -142,10 +142,10 @@ def _gather_grads(schedule: Schedule, g: _BackwardArgs) -> tuple[Tensor, Tensor]
 
     if g.needs_rows:
         return schedule.apply_to_gathered(
-            "grouped_matmul_reduce_scatter_backward", g.d_shard, g.scatter_dim, size, multiply
+            "grouped_matmul_reduce_scatter_backward", g.dy_shard, g.scatter_dim, size, multiply
         )
-    d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
-    return g.d_shard.new_empty(0), g.d_shard.clone() if d_output is g.d_shard else d_output
+    d_output = schedule.all_gather(g.dy_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
+    return g.dy_shard.new_empty(0), g.dy_shard.clone() if d_output is g.dy_shard else d_output
 
 
 def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:
@@ -156,8 +156,8 @@ def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:
 def _grads_fake(g: _BackwardArgs) -> tuple[Tensor, Tensor]:
     rows, columns = len(g.routing.tokens), g.weight.shape[2]
     return (
-        g.d_shard.new_empty((rows, columns) if g.needs_rows else 0),
-        g.d_shard.new_empty((*g.shape, g.weight.shape[1]) if g.needs_d_output else 0),
+        g.dy_shard.new_empty((rows, columns) if g.needs_rows else 0),
+        g.dy_shard.new_empty((*g.shape, g.weight.shape[1]) if g.needs_d_output else 0),
     )
 
 

@@ -12,7 +12,7 @@ from fused_tp.attention.kernels.select import select_kernel
 from fused_tp.attention.kernels.triton import TRITON_KERNEL
 from fused_tp.attention.ring import RING_OP, LocalRing, RingCall, RingSaved, RingSchedule
 from fused_tp.attention.ring_plan import RingPlan, ring_plan
-from fused_tp.attention.spec import AttentionArguments, ScoreFunction
+from fused_tp.attention.spec import AttentionArguments, ScoreParameters
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
 from fused_tp.core.group import SINGLE_GROUP_NAME, Group, GroupLike, group_by_name, group_identity
@@ -249,7 +249,7 @@ def _prepare_call(
         _call_cache[key] = cached_call
     call, description = cached_call
     if slopes is not None or sinks is not None or seed is not None:
-        call = call._replace(score_function=arguments.score_function(q.dtype))
+        call = call._replace(score_parameters=arguments.score_parameters(q.dtype))
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         if seed is not None:
             raise ValueError(
@@ -270,7 +270,7 @@ def _make_call(ring: RingSchedule, group: Group, a: _Args | _BackwardArgs, has_g
         kernel = select_kernel(
             q,
             v,
-            arguments.score_function(q.dtype),
+            arguments.score_parameters(q.dtype),
             has_grad_lse=has_grad_lse,
             allows_tile_rounding=allows_tile_rounding,
             is_backward=is_backward,
@@ -280,7 +280,7 @@ def _make_call(ring: RingSchedule, group: Group, a: _Args | _BackwardArgs, has_g
     description = f"{describe_call(arguments, mask, **flags)}, ring {ring.name}"
     dims = (q.shape[0], arguments.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(description))
     rank_plan = ring_plan(mask, group.size, arguments.token_layout).rank_plan(group.rank, ring.kv_view)
-    return RingCall(rank_plan, kernel, ScoreFunction(arguments.scale, arguments.softcap), dims), description
+    return RingCall(rank_plan, kernel, ScoreParameters(arguments.scale, arguments.softcap), dims), description
 
 
 _PER_HEAD_ARGUMENTS = ("alibi_slopes", "sinks")  # differentiable arguments with one number per head

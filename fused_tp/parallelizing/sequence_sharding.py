@@ -120,7 +120,7 @@ class SequenceSharding:
         self.gather_after = ""
         self.modules_after_layers: tuple[str, ...] = ()
         self._global_loss: GlobalLoss | None = None
-        self.min_attention_calls = 0  # least number of calls of attention over the CP ranks in a forward pass
+        self.min_attention_calls = 0  # calls of attention over CP ranks that a forward pass needs; else ValueError
         self.attention_calls = 0  # number of such calls in the last forward pass
         self._id_counts = _count_ids(model)
 

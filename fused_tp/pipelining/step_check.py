@@ -121,7 +121,7 @@ def compare_step(
         warn_once(
             meshes,
             "loss_fn",
-            "loss_fn of a batch differs by %.2g from its mean over microbatches, which is the loss of a pipeline: it is "
+            "loss_fn of a batch differs by %.2g from its mean over microbatches, which is a pipeline's loss: it is "
             "no mean over rows (a sum, or weights or statistics of the batch). Return a mean over the rows of a "
             "microbatch for the same loss as without a pipeline.",
             whole.loss_difference,

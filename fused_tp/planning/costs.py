@@ -284,7 +284,8 @@ class CostModel:
 
     def _layer_time(self, layer: Layer) -> tuple[StepTime, StepTime]:
         tp, tokens, hidden, kernel_seconds = self.config.tp, self.tokens, self.shape.hidden, self.constants.kernel
-        # Bytes per token of a norm and a residual sum.
+        # Bytes per token: in 2 bytes each, the sum reads two tensors and writes one, and the norm reads and writes one;
+        # dropout adds its mask of one byte.
         bytes_between_blocks = (10 + self.software.dropout) * hidden / self.sequence_ranks
         forward, backward = StepTime(), StepTime()
         for attention in layer.attention:

@@ -30,7 +30,7 @@ from fused_tp.attention.kernels.triton import to_kernel_terms
 from fused_tp.attention.layout import TokenLayout, TokenRanges
 from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import make_step, ring_plan
-from fused_tp.attention.spec import AttentionMask, ScoreFunction
+from fused_tp.attention.spec import AttentionMask, ScoreParameters
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 from fused_tp.benchmarks.gpu_ranks import prepare_copied_gather, prepare_workspace, random_normal
 from fused_tp.benchmarks.local_ranks import LocalGroup, LocalRank
@@ -234,7 +234,7 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
         for i, n in enumerate((heads, 2, 2, heads))
     )
     all_tokens = TokenRanges((range(seq),))
-    step, score_terms = make_step(mask, all_tokens, all_tokens), to_kernel_terms(ScoreFunction(head_dim**-0.5))
+    step, score_terms = make_step(mask, all_tokens, all_tokens), to_kernel_terms(ScoreParameters(head_dim**-0.5))
 
     def attend(workspace: Any) -> list[Tensor]:
         out, lse = flash_attention(q, k, v, step, score_terms)

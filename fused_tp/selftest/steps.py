@@ -37,7 +37,7 @@ UNABLE_EXIT_CODE = 77
 RESULT_PLACEHOLDER = "{result}"
 PROBE_CODE = "import torch; assert float(torch.ones(8, device='cuda').sum()) == 8"
 PROBE_SECONDS = 30.0
-_KILL_SECONDS = 10.0
+_WAIT_AFTER_KILL_SECONDS = 10.0
 _LOG_BYTES = 1 << 16  # bytes to read from the end of a log, which may be very long
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -209,10 +209,10 @@ def _read_tail(log: Path) -> str:
 
 
 def _kill_process_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the step with its child processes, and wait at most _KILL_SECONDS."""
+    """Kill the step with its child processes, and wait at most _WAIT_AFTER_KILL_SECONDS."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(_KILL_SECONDS)
+        process.wait(_WAIT_AFTER_KILL_SECONDS)
     except (ProcessLookupError, subprocess.TimeoutExpired):
         return  # the process has exited, or is blocked in the driver until the GPU responds
 

@@ -121,7 +121,7 @@ class DistributedBatches:
         self._length = None if self._is_iterable else len(dataset)
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._collate, self._loader_keywords = collate_fn or default_collate, loader
-        self._keeps_state = dataset_state
+        self._saves_dataset_state = dataset_state
         self._dataset_state: Any = None
         self._iterator_token: object | None = (
             None  # token of the latest __iter__; an older iterator raises when it continues
@@ -249,8 +249,8 @@ class _RankBatches(IterableDataset[Any]):
 
     def __init__(self, batches: DistributedBatches) -> None:
         self._dataset, self._collate = batches.dataset, batches._collate
-        self._skipped_samples, self._keeps_state = batches.samples, batches._keeps_state
-        self._state = batches._dataset_state if self._keeps_state else None
+        self._skipped_samples, self._saves_dataset_state = batches.samples, batches._saves_dataset_state
+        self._state = batches._dataset_state if self._saves_dataset_state else None
         self._global_batch_size, self._drop_last = batches.global_batch_size, batches._drop_last
         self._dp_rank, self._dp_size = batches._dp_rank, batches._dp_size
 
@@ -276,7 +276,7 @@ class _RankBatches(IterableDataset[Any]):
             rank_samples, remainder = divmod(len(samples), self._dp_size)
             if remainder:
                 raise ValueError(_uneven_batch_message(len(samples), self._dp_size))
-            state = self._dataset.state_dict() if self._keeps_state else None
+            state = self._dataset.state_dict() if self._saves_dataset_state else None
             if number % workers == worker:
                 yield self._collate(samples[rank_samples * self._dp_rank :][:rank_samples]), len(samples), state
 

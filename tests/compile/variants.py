@@ -25,7 +25,7 @@ from fused_tp.attention.kernels.triton import to_kernel_terms
 from fused_tp.attention.layout import TokenLayout, TokenRanges
 from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import make_step, ring_plan
-from fused_tp.attention.spec import AttentionMask, Dropout, ScoreFunction
+from fused_tp.attention.spec import AttentionMask, Dropout, ScoreParameters
 from fused_tp.triton_kernels.attention import backward, decode, forward, ring_forward, ring_keys
 from fused_tp.triton_kernels.attention import launch as attention_launch
 from fused_tp.triton_kernels.attention.configs import AttentionConfig, attention_config, decode_config
@@ -200,7 +200,7 @@ def _attention(arch: int) -> Iterator[tuple[str, int, int, bool]]:
 def _scores(rich: bool, *, dropout: bool = True) -> Any:
     slopes = torch.ones(HEADS) if rich else None
     return to_kernel_terms(
-        ScoreFunction(0.125, 30.0 if rich else 0.0, slopes, Dropout(0.1, 1 << 40) if rich and dropout else None)
+        ScoreParameters(0.125, 30.0 if rich else 0.0, slopes, Dropout(0.1, 1 << 40) if rich and dropout else None)
     )
 
 

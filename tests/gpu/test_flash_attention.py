@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.attention.spec import AttentionMask, ScoreFunction
+from fused_tp.attention.spec import AttentionMask, ScoreParameters
 from tests.kernels.test_flash_attention import MASKS, SCORES, Case, case, check
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def device() -> Iterator[torch.device]:
         yield device
 
 
-def made(mask: AttentionMask, scores: ScoreFunction, device: torch.device, **shape: object) -> Case:
+def made(mask: AttentionMask, scores: ScoreParameters, device: torch.device, **shape: object) -> Case:
     with torch.device("cpu"):
         c = case(mask, scores, **shape)  # type: ignore[arg-type]
     return there(c, device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, compute_row_sums, compute_sink_gradient
-from fused_tp.attention.spec import AttentionMask, Dropout, ScoreFunction
+from fused_tp.attention.spec import AttentionMask, Dropout, ScoreParameters
 from tests.attention_reference import dense, dense_attention
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import assert_within_dtype_error, seeded
@@ -44,11 +44,11 @@ MASKS = {
 }
 SLOPES = torch.tensor([0.25, -0.1, 0.0, 0.01])
 SCORES = {
-    "plain": ScoreFunction(0.3),
-    "softcap": ScoreFunction(0.3, softcap=2.0),
-    "alibi": ScoreFunction(0.3, alibi_slopes=SLOPES),
-    "dropout": ScoreFunction(0.3, dropout=Dropout(0.3, (5 << 40) + 2**31 + 77, first_head=3)),
-    "all": ScoreFunction(0.3, 2.0, SLOPES, Dropout(0.6, 2**63 - 1)),
+    "plain": ScoreParameters(0.3),
+    "softcap": ScoreParameters(0.3, softcap=2.0),
+    "alibi": ScoreParameters(0.3, alibi_slopes=SLOPES),
+    "dropout": ScoreParameters(0.3, dropout=Dropout(0.3, (5 << 40) + 2**31 + 77, first_head=3)),
+    "all": ScoreParameters(0.3, 2.0, SLOPES, Dropout(0.6, 2**63 - 1)),
 }
 
 
@@ -57,7 +57,7 @@ class Case:
     """Inputs of one call, with the expected outputs and gradients."""
 
     step: Step
-    scores: ScoreFunction
+    scores: ScoreParameters
     q: Tensor
     k: Tensor
     v: Tensor
@@ -79,7 +79,7 @@ def whole_step(mask: AttentionMask) -> Step:
 
 def case(
     mask: AttentionMask,
-    scores: ScoreFunction = SCORES["plain"],
+    scores: ScoreParameters = SCORES["plain"],
     *,
     dtype: torch.dtype = torch.float32,
     dims: tuple[int, int] = (16, 16),
@@ -123,7 +123,7 @@ def tile(rows: int = 16, block: int = 16, *, tma: bool = False) -> Any:
     return AttentionConfig(rows, block, 4, 1, tma)
 
 
-def terms(scores: ScoreFunction) -> Any:
+def terms(scores: ScoreParameters) -> Any:
     from fused_tp.attention.kernels.triton import to_kernel_terms
 
     return to_kernel_terms(scores)
@@ -177,7 +177,7 @@ def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False)
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 PACKED = AttentionMask(41, 41, causal=True, window=(17, -1), cu_seqlens=(0, 1, 1, 30, 41))
-Given = tuple[AttentionMask, ScoreFunction, dict[str, Any], dict[str, Any]]  # and keywords of `case` and of `tile`
+Given = tuple[AttentionMask, ScoreParameters, dict[str, Any], dict[str, Any]]  # and keywords of `case` and of `tile`
 GQA = {"heads": (2, 1)}
 CASES: dict[str, Given] = {
     **{
@@ -196,7 +196,7 @@ for _dtype in (torch.bfloat16, torch.float16):
         MORE[f"{_dtype} tma {_tma}"] = (MASKS["causal"], SCORES["softcap"], {**_how, "sinks": True}, {"tma": _tma})
         MORE[f"{_dtype} documents tma {_tma}"] = (MASKS["documents"], SCORES["plain"], _how, {"rows": 32, "tma": _tma})
 for _dims in ((40, 40), (64, 128), (128, 40), (1, 3), (256, 256)):
-    _scores = ScoreFunction(_dims[0] ** -0.5)
+    _scores = ScoreParameters(_dims[0] ** -0.5)
     _how = {"dims": _dims, **GQA}
     MORE[f"dims {_dims}"] = (AttentionMask(33, 33, causal=True), _scores, _how, {"rows": 32, "block": 32})
 _how = {"dims": (40, 24), "dtype": torch.bfloat16}
@@ -242,7 +242,7 @@ def dropout_bits(_group: dist.ProcessGroup) -> None:
     for drop in (Dropout(0.5, 2**63 - 1), Dropout(0.1, 1 << 31, 2**20)):
         q, k = torch.zeros(2, 46, 2, 16), torch.zeros(2, 46, 1, 16)
         v = torch.eye(46)[None, :, None].expand(2, -1, 1, -1).contiguous()
-        out, _ = kernels().flash_attention(q, k, v, step, terms(ScoreFunction(1.0, dropout=drop)), config=tile())
+        out, _ = kernels().flash_attention(q, k, v, step, terms(ScoreParameters(1.0, dropout=drop)), config=tile())
         wanted = drop.keep_mask(2, 2, *[torch.from_numpy(indices)] * 2)
         assert torch.equal(out.transpose(1, 2) != 0, wanted)
 

@@ -38,7 +38,7 @@ from fused_tp.attention.kernels.select import choose_kernel, select_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL
 from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import AttentionMask, Dropout, ScoreFunction
+from fused_tp.attention.spec import AttentionMask, Dropout, ScoreParameters
 from fused_tp.core import dispatch
 from fused_tp.core.availability import AVAILABLE, unavailable
 from fused_tp.ops.explain import explain_hypothetical
@@ -52,7 +52,7 @@ core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core:
 
 ISAS = ("plain", "avx2", "avx512", "avx512_bf16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-PLAIN = ScoreFunction(0.3)
+PLAIN = ScoreParameters(0.3)
 KERNEL = pytest.mark.parametrize(
     "kernel", [NATIVE_KERNEL, TORCH_CPU_KERNEL, REFERENCE_KERNEL], ids=lambda kernel: kernel.name
 )
@@ -86,7 +86,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def check(
-    kernel: AttentionKernel, mask: AttentionMask, scores: ScoreFunction, x: Inputs, keys: Sequence[TokenRanges] = ()
+    kernel: AttentionKernel, mask: AttentionMask, scores: ScoreParameters, x: Inputs, keys: Sequence[TokenRanges] = ()
 ) -> None:
     """Compare forward and backward with fp64, in a step for each of `keys`, or in one step."""
     dtype = x.q.dtype
@@ -135,7 +135,7 @@ def test_blocks_take_queries_and_keys_in_blocks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fused_tp.attention.kernels.reference._MAX_BLOCK_SCORES", 1)  # 16 rows
     monkeypatch.setattr("fused_tp.attention.kernels.reference._MAX_BLOCK_KEYS", 24)
     mask, slopes = MASKS["documents"], torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    scores = ScoreFunction(0.3, 2.0, slopes, Dropout(0.3, 12345678901234567))
+    scores = ScoreParameters(0.3, 2.0, slopes, Dropout(0.3, 12345678901234567))
     check(ReferenceKernel(), mask, scores, inputs(mask, torch.float64, batch=2, heads=4, dim=8))
 
 
@@ -161,7 +161,7 @@ def test_any_mask_in_small_tiles_and_blocks(
 
 def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
-    native = select_kernel(q, q, ScoreFunction(1.0, softcap=2.0))
+    native = select_kernel(q, q, ScoreParameters(1.0, softcap=2.0))
     assert (
         native.name == "native-cpu"
         and select_kernel(q, q, PLAIN, has_grad_lse=True, allows_tile_rounding=False) is native
@@ -193,7 +193,7 @@ def test_torch_serves_single_plain_steps_where_the_cpu_has_matrix_tiles(monkeypa
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
     assert select_kernel(q, q, PLAIN) is TORCH_CPU_KERNEL
     assert select_kernel(q, q, PLAIN, allows_tile_rounding=False).name == "native-cpu"
-    assert select_kernel(q, q, ScoreFunction(1.0, softcap=2.0)).name == "native-cpu"
+    assert select_kernel(q, q, ScoreParameters(1.0, softcap=2.0)).name == "native-cpu"
     select._choose_kernel.cache_clear()
 
 
@@ -235,7 +235,7 @@ def test_a_provider_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_TP_ATTENTION", "torch-cpu")
     assert select_kernel(q, q, PLAIN) is TORCH_CPU_KERNEL
     with pytest.raises(ValueError, match="ATTENTION=torch-cpu does not support this call: torch's kernels do not"):
-        select_kernel(q, q, ScoreFunction(1.0, softcap=2.0))
+        select_kernel(q, q, ScoreParameters(1.0, softcap=2.0))
     monkeypatch.setenv("FUSED_TP_ATTENTION", "magic")
     with pytest.raises(ValueError, match="FUSED_TP_ATTENTION must be one of native-cpu, triton, torch-cuda"):
         select_kernel(q, q, PLAIN)
@@ -266,8 +266,8 @@ def random_mask(draw: random.Random) -> AttentionMask:
     return AttentionMask(lengths[0], lengths[1], causal, window)
 
 
-def random_scores(draw: random.Random, heads: int, dim: int) -> ScoreFunction:
-    return ScoreFunction(
+def random_scores(draw: random.Random, heads: int, dim: int) -> ScoreParameters:
+    return ScoreParameters(
         dim**-0.5 * draw.choice([1.0, 1.0, -0.7]),
         softcap=draw.choice([0.0, 0.0, 2.0, 50.0]),
         alibi_slopes=torch.rand(heads, generator=torch.Generator().manual_seed(3)) / 8 if draw.random() < 0.3 else None,
@@ -300,9 +300,9 @@ def test_random_cases(isa: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wide_heads_and_many_blocks(dtype: torch.dtype) -> None:
     mask = AttentionMask(900, 900, causal=True)  # more blocks of queries than a pass of the backward takes
-    check(NativeCpu(), mask, ScoreFunction(0.1), inputs(mask, dtype, heads=1, kv_heads=1))
+    check(NativeCpu(), mask, ScoreParameters(0.1), inputs(mask, dtype, heads=1, kv_heads=1))
     mask = AttentionMask(70, 130, causal=True)
-    check(NativeCpu(), mask, ScoreFunction(1 / 17), inputs(mask, dtype, dim=271, v_dim=256, heads=2, kv_heads=1))
+    check(NativeCpu(), mask, ScoreParameters(1 / 17), inputs(mask, dtype, dim=271, v_dim=256, heads=2, kv_heads=1))
 
 
 def test_large_scores_neither_overflow_nor_lose_digits(isa: str) -> None:
@@ -310,8 +310,8 @@ def test_large_scores_neither_overflow_nor_lose_digits(isa: str) -> None:
     x = inputs(mask, torch.float32, dim=32)
     x.q.mul_(30)
     x.k.mul_(torch.linspace(0.1, 10, 300)[:, None, None])  # the highest score grows from block to block
-    out, lse, _ = whole_reference(mask, ScoreFunction(0.2), x)
-    got, got_lse = forward(NativeCpu(isa), mask, ScoreFunction(0.2), x).finalize(torch.float32)
+    out, lse, _ = whole_reference(mask, ScoreParameters(0.2), x)
+    got, got_lse = forward(NativeCpu(isa), mask, ScoreParameters(0.2), x).finalize(torch.float32)
     assert lse.max() > 500
     # Scores reach some thousands; their rounding errors are errors of exponents.
     torch.testing.assert_close(got.double(), out, rtol=0, atol=4e-3)
@@ -336,7 +336,7 @@ LONG = {
 )
 def test_long_sequences_on_any_number_of_threads(name: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
     """All numbers of threads give the same bits; chunks of queries visit all visible keys; gradients accumulate."""
-    mask, kernel, scores = LONG[name], NativeCpu(), ScoreFunction(0.25, alibi_slopes=torch.linspace(0.01, 0.1, heads))
+    mask, kernel, scores = LONG[name], NativeCpu(), ScoreParameters(0.25, alibi_slopes=torch.linspace(0.01, 0.1, heads))
     x = inputs(mask, dtype, batch=2, heads=heads, kv_heads=kv_heads)
     found: list[list[Tensor]] = []
     for count in (1, 2, 3, 2):
@@ -360,7 +360,7 @@ def bits(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["causal", "window", "documents"])
 def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) -> None:
     """A token changes no bit for tokens that do not see it, and its NaN reaches all that do."""
-    mask, provider, scores = MASKS[name], NativeCpu(isa), ScoreFunction(0.25)
+    mask, provider, scores = MASKS[name], NativeCpu(isa), ScoreParameters(0.25)
     _, starts, stops = map(torch.from_numpy, mask.visible_intervals(np.arange(mask.seq_len)))
 
     def run(x: Inputs) -> tuple[SoftmaxState, Gradients]:
@@ -396,7 +396,7 @@ def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) ->
 def test_rows_that_see_nothing(isa: str) -> None:
     """Rows without visible keys keep their state, to the last bit, and get no gradients."""
     mask = AttentionMask(60, 30, causal=True, cu_seqlens=(0, 20, 60), cu_seqlens_kv=(0, 12, 30))
-    provider, scores, x = NativeCpu(isa), ScoreFunction(0.3), inputs(mask, torch.float32)
+    provider, scores, x = NativeCpu(isa), ScoreParameters(0.3), inputs(mask, torch.float32)
     step = one_step(mask)
     rows = slice(step.q_start, step.q_stop)
     state = SoftmaxState(
@@ -424,22 +424,22 @@ def test_scores_of_minus_infinity_count_nothing(isa: str) -> None:
     x = inputs(mask, torch.float32)
     x.q[..., 0], x.k[..., 0] = 1.0, 0.0
     x.k[:, 10:, :, 0] = -torch.inf
-    state = forward(NativeCpu(isa), mask, ScoreFunction(0.3), x)
+    state = forward(NativeCpu(isa), mask, ScoreParameters(0.3), x)
     short = AttentionMask(50, 10)
     y = Inputs(x.q, x.k[:, :10], x.v[:, :10], x.grad_out)
-    wanted = forward(NativeCpu(isa), short, ScoreFunction(0.3), y)
+    wanted = forward(NativeCpu(isa), short, ScoreParameters(0.3), y)
     for a, b in zip(state.finalize(torch.float32), wanted.finalize(torch.float32), strict=True):
         torch.testing.assert_close(a, b)
     x.k[..., 0] = -torch.inf
-    out, lse = forward(NativeCpu(isa), mask, ScoreFunction(0.3), x).finalize(torch.float32)
+    out, lse = forward(NativeCpu(isa), mask, ScoreParameters(0.3), x).finalize(torch.float32)
     assert not out.any() and (lse == -torch.inf).all()
     # 50 queries do not fill a block: its padding must not be multiplied by infinity.
     mask = AttentionMask(50, 64)
     x = inputs(mask, torch.float32)
     x.q[..., 0], x.k[..., 0] = -1.0, 0.0
     x.k[:, 3, :, 0] = torch.inf
-    out, lse = forward(NativeCpu(isa), mask, ScoreFunction(0.3), x).finalize(torch.float32)
-    made = backward(NativeCpu(isa), mask, ScoreFunction(0.3), x, out, lse)
+    out, lse = forward(NativeCpu(isa), mask, ScoreParameters(0.3), x).finalize(torch.float32)
+    made = backward(NativeCpu(isa), mask, ScoreParameters(0.3), x, out, lse)
     assert made.dk.isfinite().all() and made.dv.isfinite().all()
     assert not made.dk[:, 3].any() and not made.dv[:, 3].any()
 
@@ -449,7 +449,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
     x = inputs(mask, torch.float32)
 
     def run() -> Tensor:
-        return forward(NativeCpu(), mask, ScoreFunction(0.2), x).weighted
+        return forward(NativeCpu(), mask, ScoreParameters(0.2), x).weighted
 
     with threads(2):
         wanted = run()
@@ -465,7 +465,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
         child = os.fork()
         if child == 0:  # without torch's own threads, so torch must not compute here
             signal.alarm(20)
-            NativeCpu().forward(step, ScoreFunction(0.2), x.q, x.k, x.v, state)
+            NativeCpu().forward(step, ScoreParameters(0.2), x.q, x.k, x.v, state)
             os._exit(0 if state.weighted.numpy().tobytes() == wanted.numpy().tobytes() else 1)
         assert os.waitpid(child, 0)[1] == 0
 
@@ -496,7 +496,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     vars(step)["native_vectors"] = Replaced()
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
-    state, scores = SoftmaxState.empty(x.q, 16), ScoreFunction(0.2, alibi_slopes=torch.ones(x.q.shape[2]))
+    state, scores = SoftmaxState.empty(x.q, 16), ScoreParameters(0.2, alibi_slopes=torch.ones(x.q.shape[2]))
     NativeCpu().forward(step, scores, x.q, x.k, x.v, state)
     made.clear()
     lse = state.finalize(torch.float32)[1]

@@ -16,7 +16,7 @@ from fused_tp.attention.kernels.reference import REFERENCE_KERNEL
 from fused_tp.attention.layout import BlockCyclicLayout, TokenLayout
 from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import ring_plan
-from fused_tp.attention.spec import AttentionArguments, AttentionMask, ScoreFunction
+from fused_tp.attention.spec import AttentionArguments, AttentionMask, ScoreParameters
 from fused_tp.backends.local import LocalSchedule
 from fused_tp.ops.attention_arguments import checked_arguments
 
@@ -101,7 +101,7 @@ def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: p
     monkeypatch.setattr(decode, "to_kernel_terms", lambda _: None)
     distribution, scores, q = (
         BlockCyclicLayout(2, 0, 4),
-        ScoreFunction(1.0, alibi_slopes=torch.ones(2)),
+        ScoreParameters(1.0, alibi_slopes=torch.ones(2)),
         torch.ones(1, 1, 2, 4),
     )
 

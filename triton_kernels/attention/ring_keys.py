@@ -73,19 +73,19 @@ def done_flag(group, WORLD: tl.constexpr):
     return FLAGS * WORLD + MAX_GROUPS * MAX_CHUNKS + group
 
 
-_STAGE_UNSPECIALIZED = ("rank", "rows", "heads", "per_group", "unneeded")
+_STAGE_UNSPECIALIZED = ("rank", "rows", "heads", "per_group", "unneeded_ranks")
 _RELAY_UNSPECIALIZED = ("rank", "group", "chunk", "source", "last", "awaited", "freed")
 
 
 @triton.jit(do_not_specialize=_STAGE_UNSPECIALIZED)
 def stage_kernel(
     k, v, own,
-    rows, heads, pairs, per_group, unneeded,
+    rows, heads, pairs, per_group, unneeded_ranks,
     ws, rank, WORLD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
     """Begin a call: copy k and v [B, rows, heads, D or DV] to own [groups, rows, per_group, D + DV], once all peers
-    have read its previous content. Bit s of `unneeded` is set if none of rank s's keys will be pulled."""
+    have read its previous content. Bit s of `unneeded_ranks` is set if none of rank s's keys will be pulled."""
     call, free = begin_stage(ws, rank, WORLD, OP)
     width = per_group * (D + DV)
     for block in tl.range(tl.program_id(0), pairs * tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -97,7 +97,7 @@ def stage_kernel(
         target = own + tl.cast(pair // per_group, tl.int64) * rows * width + pair % per_group * (D + DV)
         store_block(HeadRows(target, width), keys, row, end, D)
         store_block(HeadRows(target + D, width), values, row, end, DV)
-    end_stage(call, unneeded, WORLD)
+    end_stage(call, unneeded_ranks, WORLD)
 
 
 @triton.jit(do_not_specialize=_RELAY_UNSPECIALIZED)
@@ -248,7 +248,7 @@ class RingWorkspace(GatherWorkspace):
 def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> KernelLaunch:
     """Return the launch that begins a call, with at most `programs` programs."""
     needed_ranks = {chunk.source for chunk in layout.chunks}
-    unneeded_bits = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed_ranks)
+    unneeded_ranks = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed_ranks)
     arguments = {
         "k": heads_tensor(k),
         "v": heads_tensor(v),
@@ -257,7 +257,7 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "heads": k.shape[2],
         "pairs": layout.pairs,
         "per_group": layout.pairs_per_group,
-        "unneeded": unneeded_bits,
+        "unneeded_ranks": unneeded_ranks,
         "WORLD": workspace.world_size,
         "D": layout.head_dim,
         "DV": layout.v_head_dim,

@@ -87,18 +87,18 @@ def begin_stage(ws, rank, WORLD: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def end_stage(call, unneeded, WORLD: tl.constexpr):
+def end_stage(call, unneeded_ranks, WORLD: tl.constexpr):
     """Put ready once all programs have copied their share, and advance the call number.
 
-    `unneeded` has a bit for each rank from which this rank will pull nothing.
+    `unneeded_ranks` has a bit for each rank from which this rank will pull nothing.
     """
     if is_last(call, STAGED, tl.num_programs(0)):
         # By now all programs have read the call number, and a program that may not write has recorded its expired wait.
         is_valid = is_unbroken(call)
         put_all(call, call.rank + READY * WORLD, is_valid, WORLD)
-        if unneeded != 0:
+        if unneeded_ranks != 0:
             for peer in tl.range(0, WORLD):
-                if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
+                if (unneeded_ranks >> tl.cast(peer, tl.int64)) & 1 != 0:
                     put(call, peer, PULLED * WORLD + call.rank, is_valid)
         tl.atomic_xchg(call.ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 

@@ -71,9 +71,10 @@ MAX_WEIGHTS = 3
 
 
 class Weight(NamedTuple):
-    """Result, size and strides of one weight of a launch; the weight and its bias are separate arguments.
+    """Output, size N and strides of one weight [N, K] of a launch.
 
-    The bias may be None, and Triton 3.6 forgets other constants of a tuple that contains None, such as a stride of 1.
+    The bias is not in this tuple because it may be None: Triton 3.6 drops the constants of a tuple that contains None,
+    such as a stride of 1.
     """
 
     y: Any
@@ -234,7 +235,7 @@ def all_gather_gemm(
     x_own = x_shard
     if not is_read_in_place(x_shard):
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
-    # A call without weights still launches the kernel, which gathers x and puts pulled.
+    # A call without weights still launches the kernel, which gathers x and sets the flags PULLED that peers wait for.
     weight_groups = _launch_groups(weights, ys, biases) or [
         [(x_shard.new_empty(0, shards.k), x_shard.new_empty(rows, 0), None)]
     ]

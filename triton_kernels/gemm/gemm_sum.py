@@ -85,7 +85,8 @@ def gemm_all_reduce_kernel(
     call = begin(ws, rank, WORLD)
     ELEMENT: tl.constexpr = out.ptr.dtype.element_ty
     STRIPS: tl.constexpr = C.BLOCK_M // C.STRIP_M
-    # A copy loads one number per element, a sum one per rank: copies of more rows keep as many bytes in flight.
+    # For each output element, a sum loads one number per rank, a copy only one. So a copy takes strips of up to 4 times
+    # as many rows, to keep about as many bytes in flight.
     COPY_M: tl.constexpr = C.BLOCK_M if C.BLOCK_M < 4 * C.STRIP_M else 4 * C.STRIP_M
     program = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import ScoreFunction
+from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core.availability import AVAILABLE, Availability
 
 
@@ -106,7 +106,7 @@ class AttentionKernel(ABC):
     def forward(
         self,
         step: Step,
-        score_function: ScoreFunction,
+        score_parameters: ScoreParameters,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -120,7 +120,7 @@ class AttentionKernel(ABC):
         """
 
     def forward_single_step(
-        self, step: Step, score_function: ScoreFunction, q: Tensor, k: Tensor, v: Tensor
+        self, step: Step, score_parameters: ScoreParameters, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Return (out, lse), like `SoftmaxState.finalize`, for a call that consists of `step` only.
 
@@ -129,7 +129,7 @@ class AttentionKernel(ABC):
         return None
 
     @abstractmethod
-    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`.
 
         With p = exp(score - lse), p' = p after dropout, and dcap = the derivative of the softcap:

@@ -15,7 +15,7 @@ from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, Kerne
 from fused_tp.attention.kernels.torch_flash import plain_scores_availability
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import ScoreFunction
+from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.pending import accumulate_dtype
@@ -81,7 +81,7 @@ class NativeCpu(AttentionKernel):
     def forward(
         self,
         step: Step,
-        score_function: ScoreFunction,
+        score_parameters: ScoreParameters,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -91,9 +91,9 @@ class NativeCpu(AttentionKernel):
     ) -> None:
         if fresh:
             state.clear()
-        slopes, vectors = _accumulation_slopes(score_function, q.dtype), _step_vectors(step, score_function)
+        slopes, vectors = _accumulation_slopes(score_parameters, q.dtype), _step_vectors(step, score_parameters)
         _core.attention_forward(
-            _make_problem(score_function, slopes, vectors, q, k, v),
+            _make_problem(score_parameters, slopes, vectors, q, k, v),
             (state.weighted.data_ptr(), *state.weighted.stride()[:3]),
             _address_and_strides(state.highest),
             _address_and_strides(state.total),
@@ -101,7 +101,7 @@ class NativeCpu(AttentionKernel):
             self.isa,
         )
 
-    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
         q = saved.q
         # Autograd may pass gradients with stride 0 (expanded), or of another dtype.
         grad_out = saved.grad_out.to(q.dtype)
@@ -109,12 +109,12 @@ class NativeCpu(AttentionKernel):
             grad_out = grad_out.contiguous()
         wide_dtype = accumulate_dtype(q.dtype)
         lse, row_sums = saved.lse.to(wide_dtype), saved.row_sums.to(wide_dtype)
-        slopes, vectors = _accumulation_slopes(score_function, q.dtype), _step_vectors(step, score_function)
+        slopes, vectors = _accumulation_slopes(score_parameters, q.dtype), _step_vectors(step, score_parameters)
         slope_gradients = (
             None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide_dtype)
         )
         _core.attention_backward(
-            _make_problem(score_function, slopes, vectors, q, saved.k, saved.v),
+            _make_problem(score_parameters, slopes, vectors, q, saved.k, saved.v),
             (grad_out.data_ptr(), *grad_out.stride()[:3]),
             _address_and_strides(lse),
             _address_and_strides(row_sums),
@@ -134,9 +134,9 @@ _StepVectors = tuple[list[int], list[Tensor]]
 _CPU = torch.device("cpu")
 
 
-def _step_vectors(step: Step, score_function: ScoreFunction) -> _StepVectors:
+def _step_vectors(step: Step, score_parameters: ScoreParameters) -> _StepVectors:
     """Addresses of the intervals of seen keys, and of the positions if scores depend on them; cached in `step`."""
-    needs_positions = score_function.alibi_slopes is not None or score_function.dropout is not None
+    needs_positions = score_parameters.alibi_slopes is not None or score_parameters.dropout is not None
     cached_vectors: _StepVectors | None = step.native_vectors.get(needs_positions)
     if cached_vectors is None:
         device_vectors = step.index_tensors_on(_CPU)
@@ -151,27 +151,27 @@ def _step_vectors(step: Step, score_function: ScoreFunction) -> _StepVectors:
     return cached_vectors
 
 
-def _accumulation_slopes(score_function: ScoreFunction, dtype: torch.dtype) -> Tensor | None:
+def _accumulation_slopes(score_parameters: ScoreParameters, dtype: torch.dtype) -> Tensor | None:
     """ALiBi slopes in the accumulation dtype; None without ALiBi."""
-    slopes = score_function.alibi_slopes
+    slopes = score_parameters.alibi_slopes
     return None if slopes is None else slopes.detach().to(accumulate_dtype(dtype)).contiguous()
 
 
 def _make_problem(
-    score_function: ScoreFunction, slopes: Tensor | None, vectors: _StepVectors, q: Tensor, k: Tensor, v: Tensor
+    score_parameters: ScoreParameters, slopes: Tensor | None, vectors: _StepVectors, q: Tensor, k: Tensor, v: Tensor
 ) -> Any:
     """Build the arguments that forward and backward share. They hold addresses, so callers must keep the tensors alive.
 
     q, k and v [batch, rows, heads, dim] are passed as address and strides of all dims but the last.
     """
-    dropout = score_function.dropout
+    dropout = score_parameters.dropout
     batch, length, heads, dim = q.shape
     return _core.AttentionProblem(
         _DTYPE_CODES[q.dtype],
         (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
         vectors[0],
-        score_function.scale,
-        score_function.softcap,
+        score_parameters.scale,
+        score_parameters.softcap,
         0 if slopes is None else slopes.data_ptr(),
         None
         if dropout is None

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import ScoreFunction
+from fused_tp.attention.spec import ScoreParameters
 
 # Maximum number of scores per block (but at least 16 rows): 16 MB in fp32. A block needs a few tensors of this size;
 # with dropout about 16.
@@ -96,7 +96,7 @@ class ReferenceKernel(AttentionKernel):
     def forward(
         self,
         step: Step,
-        score_function: ScoreFunction,
+        score_parameters: ScoreParameters,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -109,7 +109,7 @@ class ReferenceKernel(AttentionKernel):
         for tile in self._tiles(step, q):
             rows = state.rows(tile.q_start, tile.q_stop)
             max_score, total = (_split_heads(x, k) for x in (rows.highest, rows.total))
-            block_scores = _compute_block_scores(step, score_function, tile, q, k, state.weighted.dtype)
+            block_scores = _compute_block_scores(step, score_parameters, tile, q, k, state.weighted.dtype)
             new_max = torch.maximum(max_score, block_scores.scores.amax(-1))
             shift = new_max.masked_fill(new_max == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
             rescale_factor, probabilities = (
@@ -123,12 +123,12 @@ class ReferenceKernel(AttentionKernel):
             ) @ _keys_by_kv_head(v[:, tile.keys], probabilities.dtype)
             rows.weighted.mul_(_merge_heads(rescale_factor.unsqueeze(-1))).add_(_merge_heads(weighted_values))
 
-    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
         q, k, v, _, lse, grad_out, row_sums = saved
         dq, dk, dv, d_slopes = sums
         for tile in self._tiles(step, q):
             rows, keys = tile.rows, tile.keys
-            block_scores = _compute_block_scores(step, score_function, tile, q, k, dq.dtype)
+            block_scores = _compute_block_scores(step, score_parameters, tile, q, k, dq.dtype)
             finite_lse = lse[..., rows].masked_fill(lse[..., rows] == -torch.inf, 0.0)
             probabilities = torch.exp(block_scores.scores - _split_heads(finite_lse, k).unsqueeze(-1))
             kept_probabilities = (
@@ -144,7 +144,7 @@ class ReferenceKernel(AttentionKernel):
                 d_slopes -= (d_scores * block_scores.distance).sum((0, 3, 4)).flatten()
             if block_scores.softcap_derivative is not None:
                 d_scores = d_scores * block_scores.softcap_derivative
-            d_scores = d_scores * score_function.scale
+            d_scores = d_scores * score_parameters.scale
             dq[:, rows] += _merge_heads(d_scores @ _keys_by_kv_head(k[:, keys], probabilities.dtype))
             dk[:, keys] += (d_scores.mT @ q_block).sum(2).transpose(1, 2)
             dv[:, keys] += (kept_probabilities.mT @ grad_out_block).sum(2).transpose(1, 2)
@@ -155,28 +155,28 @@ class ReferenceKernel(AttentionKernel):
 
 
 def _compute_block_scores(
-    step: Step, score_function: ScoreFunction, tile: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
+    step: Step, score_parameters: ScoreParameters, tile: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
 ) -> _BlockScores:
     index_tensors = step.index_tensors_on(q.device)
     scores = _queries_by_kv_head(q[:, tile.rows], k, dtype) @ _keys_by_kv_head(k[:, tile.keys], dtype).mT
-    scores *= score_function.scale
+    scores *= score_parameters.scale
     softcap_derivative = distance = dropout_factor = None
-    if score_function.softcap:
-        tanh = torch.tanh(scores / score_function.softcap)
-        scores, softcap_derivative = score_function.softcap * tanh, 1 - tanh * tanh
-    if score_function.alibi_slopes is not None:
+    if score_parameters.softcap:
+        tanh = torch.tanh(scores / score_parameters.softcap)
+        scores, softcap_derivative = score_parameters.softcap * tanh, 1 - tanh * tanh
+    if score_parameters.alibi_slopes is not None:
         distance = (index_tensors["places"][tile.rows, None] - index_tensors["k_indices"][tile.keys]).abs().to(dtype)
         scores = (
-            scores - score_function.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
+            scores - score_parameters.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
         )
     if tile.mask is TileMask.MASKED:
         columns = torch.arange(tile.k_start, tile.k_stop, device=q.device)
         starts, stops = index_tensors["starts"][tile.rows, None], index_tensors["stops"][tile.rows, None]
         scores = scores.masked_fill((columns < starts) | (columns >= stops), -torch.inf)
-    if score_function.dropout is not None:
+    if score_parameters.dropout is not None:
         indices = index_tensors["q_indices"][tile.rows], index_tensors["k_indices"][tile.keys]
-        keep_mask = score_function.dropout.keep_mask(q.shape[0], q.shape[2], *indices)
-        dropout_factor = _split_heads(keep_mask, k).to(dtype) / (1 - score_function.dropout.p)
+        keep_mask = score_parameters.dropout.keep_mask(q.shape[0], q.shape[2], *indices)
+        dropout_factor = _split_heads(keep_mask, k).to(dtype) / (1 - score_parameters.dropout.p)
     return _BlockScores(scores, dropout_factor, softcap_derivative, distance)
 
 

@@ -18,7 +18,7 @@ from fused_tp.attention.kernels.native import NATIVE_KERNEL
 from fused_tp.attention.kernels.reference import REFERENCE_KERNEL
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL
 from fused_tp.attention.kernels.triton import TRITON_KERNEL
-from fused_tp.attention.spec import ScoreFunction
+from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core import settings
 
 KERNELS: dict[str, AttentionKernel] = {
@@ -51,23 +51,23 @@ def forced_kernel() -> str | None:
 def select_kernel(
     q: Tensor,
     v: Tensor,
-    score_function: ScoreFunction,
+    score_parameters: ScoreParameters,
     *,
     has_grad_lse: bool = False,
     allows_tile_rounding: bool = True,
     is_backward: bool = False,
 ) -> AttentionKernel:
-    """Return the kernel for attention with `q`, `v` [B, S, H, D] and `score_function`; flags as in `KernelQuery`."""
+    """Return the kernel for attention with `q`, `v` [B, S, H, D] and `score_parameters`; flags as in `KernelQuery`."""
     dims = q.shape[-1], v.shape[-1]
     return choose_kernel(
         KernelQuery(
             q.device,
             q.dtype,
             *dims,
-            score_function.is_plain,
+            score_parameters.is_plain,
             has_grad_lse,
             allows_tile_rounding,
-            score_function.scale > 0,
+            score_parameters.scale > 0,
             is_backward,
         )
     )[0]

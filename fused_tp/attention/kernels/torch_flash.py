@@ -29,7 +29,7 @@ from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, Kerne
 from fused_tp.attention.kernels.reference import REFERENCE_KERNEL, ReferenceTile, TileMask
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import ScoreFunction
+from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 
 _CUDA_MAX_HEAD_DIM = 256
@@ -131,7 +131,7 @@ class TorchFlash(AttentionKernel):
     def forward(
         self,
         step: Step,
-        score_function: ScoreFunction,
+        score_parameters: ScoreParameters,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -146,7 +146,7 @@ class TorchFlash(AttentionKernel):
             tile_state = state.rows(tile.q_start, tile.q_stop)
             if tile.mask is TileMask.MASKED:
                 REFERENCE_KERNEL.forward(
-                    _tile_step(step, tile), score_function, q[:, rows], k[:, keys], v[:, keys], tile_state
+                    _tile_step(step, tile), score_parameters, q[:, rows], k[:, keys], v[:, keys], tile_state
                 )
                 continue
             reverse = _token_reversal(tile)
@@ -154,22 +154,22 @@ class TorchFlash(AttentionKernel):
                 self._to_kernel_layout(reverse(x), q, v) for x in (q[:, rows], k[:, keys], v[:, keys])
             )
             out, lse = self._run_forward(
-                queries, kernel_keys, values, tile.mask is not TileMask.FULL, score_function.scale
+                queries, kernel_keys, values, tile.mask is not TileMask.FULL, score_parameters.scale
             )
             out, lse = reverse(out[..., : v.shape[-1]].transpose(1, 2)), reverse(lse.transpose(1, 2)).transpose(1, 2)
             tile_state.add(out, lse)
 
     def forward_single_step(
-        self, step: Step, score_function: ScoreFunction, q: Tensor, k: Tensor, v: Tensor
+        self, step: Step, score_parameters: ScoreParameters, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         masks = [tile.mask for tile in step_tiles(step)]
-        if score_function.sinks is not None or len(masks) > 1 or not {*masks} <= {TileMask.FULL, TileMask.LOWER}:
+        if score_parameters.sinks is not None or len(masks) > 1 or not {*masks} <= {TileMask.FULL, TileMask.LOWER}:
             return None
         queries, keys, values = (self._to_kernel_layout(x, q, v) for x in (q, k, v))
-        out, lse = self._run_forward(queries, keys, values, TileMask.LOWER in masks, score_function.scale)
+        out, lse = self._run_forward(queries, keys, values, TileMask.LOWER in masks, score_parameters.scale)
         return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse.contiguous()
 
-    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`.
 
         The kernels do not read `row_sums`: they compute it from grad_out and out, so lse must not have a gradient.
@@ -178,7 +178,7 @@ class TorchFlash(AttentionKernel):
         for tile in step_tiles(step):
             tile_saved, tile_sums = saved.select(tile.rows, tile.keys), sums.select(tile.rows, tile.keys)
             if tile.mask is TileMask.MASKED:
-                REFERENCE_KERNEL.backward(_tile_step(step, tile), score_function, tile_saved, tile_sums)
+                REFERENCE_KERNEL.backward(_tile_step(step, tile), score_parameters, tile_saved, tile_sums)
                 continue
             reverse = _token_reversal(tile)
             grad_out, q, k, v, out = (
@@ -187,7 +187,7 @@ class TorchFlash(AttentionKernel):
             )
             lse = reverse(tile_saved.lse.transpose(1, 2)).transpose(1, 2)
             grads = self._run_backward(
-                grad_out, q, k, v, out, lse, tile.mask is not TileMask.FULL, score_function.scale
+                grad_out, q, k, v, out, lse, tile.mask is not TileMask.FULL, score_parameters.scale
             )
             for total, term in zip(tile_sums[:3], grads, strict=True):
                 total += reverse(term[..., : total.shape[-1]].transpose(1, 2))

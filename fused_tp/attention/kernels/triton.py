@@ -13,7 +13,7 @@ from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, Kerne
 from fused_tp.attention.kernels.torch_flash import TORCH_CUDA_KERNEL
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import ScoreFunction
+from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, unavailable
 
 
@@ -54,7 +54,7 @@ class TritonFlash(AttentionKernel):
     def forward(
         self,
         step: Step,
-        score_function: ScoreFunction,
+        score_parameters: ScoreParameters,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -63,17 +63,17 @@ class TritonFlash(AttentionKernel):
         fresh: bool = False,
     ) -> None:
         sums = (state.weighted, state.highest, state.total)
-        _load_kernels().flash_forward(q, k, v, step, to_kernel_terms(score_function), sums, fresh=fresh)
+        _load_kernels().flash_forward(q, k, v, step, to_kernel_terms(score_parameters), sums, fresh=fresh)
 
     def forward_single_step(
-        self, step: Step, score_function: ScoreFunction, q: Tensor, k: Tensor, v: Tensor
+        self, step: Step, score_parameters: ScoreParameters, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = _load_kernels().flash_attention(
-            q, k, v, step, to_kernel_terms(score_function), sinks=score_function.sinks
+            q, k, v, step, to_kernel_terms(score_parameters), sinks=score_parameters.sinks
         )
         return result
 
-    def backward(self, step: Step, score_function: ScoreFunction, saved: StepRows, sums: GradientSums) -> None:
+    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
         """Add the gradients of this step to `sums`; bitwise equal in every run."""
         _load_kernels().flash_backward(
             saved.grad_out,
@@ -86,7 +86,7 @@ class TritonFlash(AttentionKernel):
             sums.dk,
             sums.dv,
             step,
-            to_kernel_terms(score_function),
+            to_kernel_terms(score_parameters),
             d_slopes=sums.d_slopes,
         )
 
@@ -100,16 +100,16 @@ def _load_kernels() -> ModuleType:
     return attention
 
 
-def to_kernel_terms(score_function: ScoreFunction) -> Any:
-    """Convert `score_function` to `triton_kernels.attention.Terms`, the argument type of the Triton kernels."""
+def to_kernel_terms(score_parameters: ScoreParameters) -> Any:
+    """Convert `score_parameters` to `triton_kernels.attention.Terms`, the argument type of the Triton kernels."""
     kernels = _load_kernels()
-    dropout_spec = score_function.dropout
+    dropout_spec = score_parameters.dropout
     dropout = (
         None
         if dropout_spec is None
         else kernels.DropoutArguments(dropout_spec.p, dropout_spec.seed, dropout_spec.first_head)
     )
-    return kernels.Terms(score_function.scale, score_function.softcap, score_function.alibi_slopes, dropout)
+    return kernels.Terms(score_parameters.scale, score_parameters.softcap, score_parameters.alibi_slopes, dropout)
 
 
 TRITON_KERNEL = TritonFlash()

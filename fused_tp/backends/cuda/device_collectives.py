@@ -116,7 +116,9 @@ class DeviceCollectives(Workspaces):
         eps: float,
         algorithm: str = "one_shot",
     ) -> tuple[Tensor, Tensor]:
-        """Return (normed, new_residual): new_residual = residual + sum of `partial` [..., n], and its RMS norm.
+        """Return (normed, new_residual).
+
+        new_residual = residual + sum over ranks of `partial` [..., n]; normed = rms_norm(new_residual) * norm_weight.
 
         The norm is computed in float32 from the rounded new_residual, and rounded once. Not supported: "multimem".
         """

@@ -164,7 +164,8 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
     bases = (base for base in type(model).__mro__ if base.__module__ != "transformers.modeling_utils")
     model_files = (sys.modules.get(base.__module__) for base in bases)
     is_replaceable = model._supports_attention_backend or has_state_layers
-    # False if only some modules of the file use the interface.
+    # Over CP ranks every attention module must use the interface. That its file contains ATTENTION_REGISTRY does not
+    # prove this, so only families marked `uses_configured_attention` are trusted.
     can_use_interface = not is_over_cp or family.uses_configured_attention
     is_replaceable = (
         is_replaceable
