@@ -295,7 +295,9 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     vars(layer).update((key, value) for key, value in vars(module).items() if key not in vars(layer))
     scale = embedding_scale(module)
     if scale is not None:
-        layer.register_forward_hook(partial(_scale_output, scale))
+        if isinstance(scale, Tensor):
+            layer.register_buffer("embed_scale", scale, persistent=False)
+        layer.register_forward_hook(_scale_output)
     if (
         (sharding.plan.flattens_tokens or sequence.may_get_flat_tokens(name))
         and isinstance(layer, ColumnParallelLinear | RowParallelLinear)
@@ -308,9 +310,9 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     return layer
 
 
-def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
-    # transformers rounds the scale to the dtype of the output.
-    return output * torch.tensor(scale, dtype=output.dtype, device="cpu").item()
+def _scale_output(embedding: Any, args: Any, output: Tensor) -> Tensor:
+    scale = embedding.embed_scale  # a tensor is rounded to the dtype of the model, a number is not
+    return output * (scale.to(output.dtype) if isinstance(scale, Tensor) else scale)
 
 
 def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:

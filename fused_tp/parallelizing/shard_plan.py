@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -581,12 +582,14 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
             )
 
 
-def embedding_scale(module: nn.Module) -> float | None:
+def embedding_scale(module: nn.Module) -> Tensor | float | None:
     """Return the factor by which a scaled embedding of transformers (Gemma) multiplies its rows; None for others."""
     if not (isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")):
         return None
-    scale: Any = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
-    return None if scale is None else float(scale)
+    scale: Any = getattr(module, "embed_scale", None)
+    if isinstance(scale, Tensor) and scale.is_meta:  # transformers would initialize it
+        return torch.tensor(module.scalar_embed_scale, dtype=torch.float32, device="cpu")
+    return scale
 
 
 def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:

@@ -35,7 +35,7 @@ from fused_tp.nn.optimizers import call_before_steps, optimizer_step_counts, wat
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
-from fused_tp.parallelizing.checks.model_check import check_equal_models, warn_once
+from fused_tp.parallelizing.checks.model_check import check_equal_models, is_library_function, warn_once
 from fused_tp.parallelizing.checks.shard_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.grad_sync import average_gradients, has_distributed_experts
@@ -408,7 +408,7 @@ class Stage(nn.Module):
         """Compute the loss of `batch`, microbatch by microbatch, if this stage is the whole model.
 
         Returns:
-            The loss, and the relative difference of `loss_fn` of the whole batch's output.
+            The loss, and the relative difference of the loss of the whole batch at once.
         """
         shared_arguments = {name: value for name, value in batch.items() if not _is_split(value)}
         if self.loss_fn is None:
@@ -417,10 +417,12 @@ class Stage(nn.Module):
         parts = {name: t.chunk(microbatches) for name, t in batch.items() if _is_split(t)}
         loss = torch.stack([self(**{name: t[i] for name, t in parts.items()}) for i in range(microbatches)]).sum()
         outputs, self.recorded_outputs = self.recorded_outputs, None
-        if self.loss_fn is None or not all(isinstance(t, Tensor) and t.ndim for t in outputs):
-            return loss, 0.0
         with torch.no_grad():
-            whole_loss = self.loss_fn(torch.cat(outputs), batch["labels"])
+            if self.loss_fn is not None and all(isinstance(t, Tensor) and t.ndim for t in outputs):
+                whole_loss = self.loss_fn(torch.cat(outputs), batch["labels"])
+            else:
+                self.microbatches = 1
+                whole_loss = self(**{name: t for name, t in batch.items() if _is_split(t)})
             return loss, float((whole_loss - loss).abs() / loss.abs().clamp_min(1e-3))
 
     def _check_sent_hidden(self, hidden: Tensor | None) -> Tensor:
@@ -446,14 +448,18 @@ def takes_target_count(model: nn.Module, *, is_hf: bool) -> bool:
     # transformers' own loss functions take it among other keywords; models with another loss would ignore it.
     takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return _TARGET_COUNT_NAME in parameters or (
-        is_hf and takes_keywords and forward_source_contains(model, "loss_function", default=False)
+        is_hf
+        and takes_keywords
+        and forward_source_contains(model, "loss_function", default=False)
+        and is_library_function(model.loss_function)
     )
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
     """Count the targets that are not ignored, in unshifted `labels` or in `shift_labels`."""
     shifted_labels = batch.get("shift_labels")
-    return ((batch["labels"][:, 1:] if shifted_labels is None else shifted_labels) != _IGNORED_LABEL).sum()
+    ignored_label = batch.get("ignore_index", _IGNORED_LABEL)  # an argument of transformers' losses
+    return ((batch["labels"][:, 1:] if shifted_labels is None else shifted_labels) != ignored_label).sum()
 
 
 class Pipeline:

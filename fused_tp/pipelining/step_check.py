@@ -47,6 +47,7 @@ from fused_tp.parallelizing.checks.step_check import (
 )
 from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
 
+_LOSS_DIFFERENCE = 1e-5  # relative; sums in another order differ by less
 _MAX_GRADIENT_BOUND = 0.5  # a larger bound could not detect an error
 
 
@@ -68,7 +69,7 @@ class _WholeStep:
         rounding: effect of rounding on the loss ("") and on gradients, by name; empty if not measured.
         dtype: dtype in which the model computes.
         mode: mode in which both models run.
-        loss_difference: relative difference between loss_fn of the batch and its mean over microbatches.
+        loss_difference: relative difference between the loss of the batch and its mean over microbatches.
     """
 
     batch: dict[str, Any]
@@ -117,11 +118,11 @@ def compare_step(
         yield outcome
         return
     assert whole is not None
-    if whole.loss_difference > OUTPUT_BOUNDS.get(whole.dtype, OUTPUT_BOUNDS[torch.bfloat16]):
+    if whole.loss_difference > (_LOSS_DIFFERENCE if whole.dtype.itemsize > 2 else OUTPUT_BOUNDS[torch.bfloat16]):
         warn_once(
             meshes,
             "loss_fn",
-            "loss_fn of a batch differs by %.2g from its mean over microbatches, which is a pipeline's loss: it is "
+            "the loss of a batch differs by %.2g from its mean over microbatches, which is a pipeline's loss: it is "
             "no mean over rows (a sum, or weights or statistics of the batch). Return a mean over the rows of a "
             "microbatch for the same loss as without a pipeline.",
             whole.loss_difference,

@@ -216,8 +216,7 @@ class _WatchedCall:
             key,
             "after backward, %s not come from the outputs of the model's forward: the loss depends on parameters, or "
             "on tensors inside the model, which hold only %s. This dependence is not compared with a single process. "
-            "Compute the loss from the outputs of forward (use output_hidden_states=True for hidden states), or make "
-            "sure that each rank adds only its share.",
+            "Compute the loss from the outputs of forward, or make sure that each rank adds only its share.",
             gradients_do,
             _describe_rank_contents(self.parallelism),
         )

@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ _MEMORY_SHARE = 0.25  # largest share of the free memory for full parameters and
 _GRADIENT_BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3}
 _GRADIENT_BOUND_16_BIT = 0.1
 TOTAL_NORM_SHARE = 1e-3
+_MAX_BUFFER_NUMEL = 1_000_000  # larger buffers are not compared
 # Names of arguments and outputs that are caches.
 CACHE_NAMES = frozenset({*PLAIN_CACHE_NAMES, *TransformersSequence.cache_names})
 _OUT_OF_MEMORY = "a step of the unsharded model does not fit in the memory"
@@ -187,10 +189,11 @@ class StepCheck:
 
     def before_step(self, model: nn.Module) -> None:
         """Log that no step was compared, if an optimizer steps and these hooks have not run."""
-        if self.calls == 0 and not self._is_skip_reported and is_repetition_due(1):
+        has_gradients = any(p.grad is not None for p in model.parameters())
+        if self.calls == 0 and has_gradients and not self._is_skip_reported and is_repetition_due(1):
             self._report_skipped(
-                f"{type(model).__name__}.forward has not run outside torch.compile; the outputs of modules inside it, "
-                "and of compiled code, are not compared"
+                f"its gradients come from compiled code, or from other modules or methods than {type(model).__name__}"
+                ".forward"
             )
 
     def _report_skipped(self, reason: str) -> None:
@@ -283,6 +286,24 @@ def _free_memory(device: torch.device, ranks: int) -> float:
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / ranks
 
 
+@dataclass
+class _Step:
+    """A step of the unsharded model.
+
+    Attributes:
+        outputs: tensors that forward returns, detached.
+        weights: weights of outputs, by index, of the sum that is differentiated.
+        gradients: (this rank's shard, norm of the full gradient) by name of a parameter or argument; None if not
+            computed.
+        written_buffers: small buffers that forward has changed, by name.
+    """
+
+    outputs: list[Tensor]
+    weights: dict[int, Tensor]
+    gradients: dict[str, tuple[Tensor, float]] | None
+    written_buffers: dict[str, Tensor]
+
+
 class _StepComparison:
     """One step of the unsharded and of the sharded model, on the arguments of one call.
 
@@ -324,6 +345,7 @@ class _StepComparison:
             getattr(p, "main_grad", None) is None for p in self.trainable.values()
         )
         self.full_parameters: dict[str, Tensor] = {}
+        self.buffers = self._small_buffers()
         self.tokens = check.call_tokens(arguments)
         self.rank_shards = RankShards(self.tp, self.cp, 1 if self.tokens is None else self.tokens.shape[1])
         # Over context parallel ranks a padding mask is dropped, because causal tokens do not see padding on their
@@ -338,15 +360,10 @@ class _StepComparison:
         meshes = self.check.meshes
         with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
             shapes = [t.shape for t in self._run()]
-        expected, weights, expected_gradients = list[Tensor](), dict[int, Tensor](), None
+        unsharded: _Step | None = None
         reason = self._gather_parameters()
         if not reason:
-            expected, reason = self._unsharded_outputs()
-        if not reason:
-            weights = _output_weights(shapes, expected, self.token_mask)
-            self.has_gradients &= bool(weights)
-            expected_gradients, reason = self._unsharded_gradients(expected, weights)
-        expected = [t.detach() for t in expected]
+            unsharded, reason = self._unsharded_step(shapes)
         self.full_parameters = {}  # free the memory before the sharded model runs
         if reasons := [
             rank_reason
@@ -354,18 +371,22 @@ class _StepComparison:
             if rank_reason
         ]:
             return str(reasons[0])
+        assert unsharded is not None
+        expected, weights, expected_gradients = unsharded.outputs, unsharded.weights, unsharded.gradients
         self.check.replicated = frozenset(weights)
         with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
             outputs = self._run()
+            buffers = self._small_buffers()
+            gradients = self._gradients(outputs, weights, {**self.trainable, **self.input_copies})
         if documents := self.check.sequence.documents:
             self.rank_shards = RankShards(self.tp, self.cp, documents[-1], documents)
         output_error = self._output_error(outputs, expected)
-        sharded_gradients = self._sharded_gradients(outputs, weights)
         del outputs
+        self._report_buffers(unsharded.written_buffers, buffers)
         errors: dict[str, float] = {}
         gradient_error: float | None = None
-        if expected_gradients is not None and sharded_gradients is not None:
-            errors = gradient_errors(sharded_gradients, expected_gradients)
+        if expected_gradients is not None and gradients is not None:
+            errors = gradient_errors(self._local_gradients(gradients), expected_gradients)
             gradient_error = max(errors.values(), default=0.0)
         bound = OUTPUT_BOUNDS.get(self.dtype, OUTPUT_BOUNDS[torch.bfloat16])
         gradient_bound = inf if self.is_routed else accepted_gradient_error(self.dtype)
@@ -459,61 +480,58 @@ class _StepComparison:
         ):
             yield drew_random
 
-    def _unsharded_outputs(self) -> tuple[list[Tensor], str]:
+    def _unsharded_step(self, shapes: Sequence[torch.Size]) -> tuple[_Step | None, str]:
+        """Return (step of the unsharded model, ""), or (None, reason). `shapes`: those of the sharded outputs."""
         class_name = type(self.model).__name__
+        parameters = {name: self.full_parameters[name] for name in self.trainable}
         for mode in Mode if self.model.training else (Mode.EVAL,):
-            self.mode = mode
+            self.mode, what = mode, "the unsharded"
             try:
-                with self._unsharded() as drew_random, _time_limit(self.model, TIME_LIMIT_SECONDS):
-                    outputs = self._run()
+                with self._unsharded() as drew_random:
+                    with _time_limit(self.model, TIME_LIMIT_SECONDS):
+                        outputs = self._run()
+                    what = "backward of the unsharded"
+                    buffers = self._small_buffers()
+                    weights = _output_weights(shapes, outputs, self.token_mask)
+                    # Inside this context, which restores buffers on exit: backward may read them.
+                    gradients = self._gradients(outputs, weights, parameters | self.input_copies)
             except TooLongError:
-                return [], f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this batch"
+                return None, f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this batch"
             except torch.OutOfMemoryError:
-                return [], _OUT_OF_MEMORY
+                return None, _OUT_OF_MEMORY
             except Exception as error:
-                return [], f"the unsharded {class_name} fails: {type(error).__name__}: {error}"
+                return None, f"{what} {class_name} fails: {type(error).__name__}: {error}"
             if not drew_random():
                 break
         if not outputs:
-            return [], f"{class_name}.forward returns no tensors"
+            return None, f"{class_name}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in outputs):
-            return [], f"the unsharded {class_name} returns NaN"
-        return outputs, ""
+            return None, f"the unsharded {class_name} returns NaN"
+        written_buffers = {
+            name: t
+            for name, t in buffers.items()
+            if name in self.buffers and not (t.shape == self.buffers[name].shape and torch.equal(t, self.buffers[name]))
+        }
+        outputs = [t.detach() for t in outputs]
+        return _Step(outputs, weights, self._expected_gradients(gradients), written_buffers), ""
 
-    def _unsharded_gradients(
-        self, outputs: list[Tensor], weights: Mapping[int, Tensor]
-    ) -> tuple[dict[str, Any] | None, str]:
-        """Return ({parameter name: (this rank's shard of the gradient, norm of the full gradient)}, "").
-
-        If the gradients cannot be compared, return (None, reason). The reason is "" if backward is not allowed here.
-        """
-        parameters = {name: self.full_parameters[name] for name in self.trainable} | self.input_copies
-        try:
-            with self._unsharded():
-                gradients = self._gradients(outputs, weights, parameters)
-        except torch.OutOfMemoryError:
-            return None, _OUT_OF_MEMORY
-        except Exception as error:
-            return None, f"backward of the unsharded {type(self.model).__name__} fails: {type(error).__name__}: {error}"
+    def _expected_gradients(
+        self, gradients: Mapping[str, Tensor | None] | None
+    ) -> dict[str, tuple[Tensor, float]] | None:
+        """Return (this rank's shard, norm of the full gradient) of unsharded gradients, by name."""
         if gradients is None:
-            return None, ""
+            return None
         dtensors = as_dtensors(self.model)
         shards = {}
         for name, p in {**self.trainable, **self.input_copies}.items():
             gradient = gradients[name]
             if gradient is None:
-                gradient = torch.zeros_like(parameters[name])
-            sharded: Any = dtensors.get(id(p), p)
-            norm = two_norm(gradient)
-            shards[name] = shard_like(gradient, sharded).clone(), norm
-        return shards, ""
+                gradient = torch.zeros_like(self.full_parameters.get(name, p))
+            shards[name] = shard_like(gradient, dtensors.get(id(p), p)).clone(), two_norm(gradient)
+        return shards
 
-    def _sharded_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
-        """Return this rank's shards of gradients, by parameter name."""
-        with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
-            gradients = self._gradients(outputs, weights, {**self.trainable, **self.input_copies})
-        if gradients is None:
-            return None
+    def _local_gradients(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        """Return this rank's shards of the sharded model's gradients, by name. A collective call."""
         inputs = {name: gradients.pop(name) for name in self.input_copies}
         shards = gradient_shards(self.model, self.check.parallelism, gradients, is_summed=False)
         return shards | {
@@ -524,7 +542,7 @@ class _StepComparison:
         self, outputs: Sequence[Tensor], weights: Mapping[int, Tensor], parameters: Mapping[str, Tensor]
     ) -> dict[str, Tensor | None] | None:
         """Return gradients of the weighted sum of outputs; None if a backward would change the caller's gradients."""
-        if not self.has_gradients:
+        if not (self.has_gradients and weights):
             return None
         total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
         if not total.requires_grad:
@@ -536,7 +554,36 @@ class _StepComparison:
         gradients = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
         return dict(zip(parameters, gradients, strict=True))
 
+    def _small_buffers(self) -> dict[str, Tensor]:
+        """Return copies of the small buffers of the model, by name."""
+        return {
+            name: t.detach().clone()
+            for name, t in self.model.named_buffers()
+            if 0 < t.numel() <= _MAX_BUFFER_NUMEL and type(t) is Tensor and not t.is_complex()
+        }
+
     # -- errors --------------------------------------------------------------------------------------------------------
+
+    def _report_buffers(self, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+        """Log buffers that forward writes, if the sharded model writes other values. A collective call."""
+        bound = _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
+        different_names = [
+            name
+            for name, t in expected.items()
+            if name in found
+            and t.shape == found[name].shape
+            and two_norm(t.double() - found[name].double()) > bound * max(two_norm(t.double()), 1e-6)
+        ]
+        rank_names = gather_over_meshes(self.check.meshes, "buffers that forward writes", different_names)
+        name = next((names[0] for names in rank_names if names), "")
+        if name and not self.is_routed:
+            warn_once(
+                self.check.meshes,
+                f"buffer {name}",
+                "forward writes other values to the buffer %r than without sharding: it sees this rank's tokens or "
+                "features only. Reduce what it writes over the ranks; else results that depend on the buffer differ.",
+                name,
+            )
 
     def _output_error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         """Return the largest error of a token's output. If there is a loss, other outputs may be this rank's shards."""
@@ -579,13 +626,19 @@ class _StepComparison:
         self, expected: list[Tensor], weights: Mapping[int, Tensor], expected_gradients: dict[str, Any] | None
     ) -> tuple[float, dict[str, float]]:
         """Return the errors that added rounding causes in the unsharded model: of outputs, and of gradients by name."""
+        parameters = {name: self.full_parameters[name] for name in self.trainable}
         with self._unsharded(), add_rounding_errors(self.model, self.dtype):
             outputs = self._run()
+            gradients = (
+                self._gradients(outputs, weights, parameters | self.input_copies)
+                if expected_gradients is not None
+                else None
+            )
         error = self._output_error(outputs, expected)
-        gradients = None if expected_gradients is None else self._unsharded_gradients(outputs, weights)[0]
-        if expected_gradients is None or gradients is None:
+        rounded = self._expected_gradients(gradients)
+        if expected_gradients is None or rounded is None:
             return error, {}
-        return error, gradient_errors({name: shard for name, (shard, _) in gradients.items()}, expected_gradients)
+        return error, gradient_errors({name: shard for name, (shard, _) in rounded.items()}, expected_gradients)
 
     def _describe_first_difference(self, bound: float) -> str:
         """Return a sentence that names the first module whose output differs. A collective call."""

@@ -66,7 +66,11 @@ def preserve_state(
     """
     modules = [module for model in models for module in model.modules()]
     module_states = [ModuleState.from_module(module) for module in modules]
-    saved_tensors = [(t, t.detach().clone(), tensor_version(t)) for t in _tensors_to_save(models) if not t.is_meta]
+    saved_tensors = [
+        (t, is_buffer, t.detach().clone(), tensor_version(t))
+        for t, is_buffer in _tensors_to_save(models)
+        if not t.is_meta
+    ]
     try:
         with (
             _restore_on_exit(_reachable_state(modules)),
@@ -99,19 +103,21 @@ def preserve_state(
             else:
                 saved.apply()
         with torch.no_grad():
-            for t, value, version in saved_tensors:
-                if tensor_version(t) != version:
+            for t, is_buffer, value, version in saved_tensors:
+                # Batch norm writes its running statistics without a new version.
+                is_written = tensor_version(t) != version or (is_buffer and not torch.equal(t, value))
+                if is_written:
                     t.copy_(value)
 
 
-def _tensors_to_save(models: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that forward may write to: buffers and, unless the models are large, parameters."""
+def _tensors_to_save(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield (tensor, True if it is a buffer) that forward may write to: not the parameters of large models."""
     parameters = [p._local_tensor if isinstance(p, DTensor) else p for model in models for p in model.parameters()]
     for model in models:
-        yield from model.buffers()
+        yield from ((buffer, True) for buffer in model.buffers())
     if sum(p.numel() for p in parameters) <= LARGE_MODEL_PARAMETERS:
         # Other classes, such as quantized weights, may not support copies.
-        yield from (p for p in parameters if type(p).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
+        yield from ((p, False) for p in parameters if type(p).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
 
 
 @contextmanager
