@@ -616,3 +616,11 @@ def test_packed_layers_and_whole_attention(group: dist.ProcessGroup) -> None:
         parallelize(quantized, mesh, plan=packed)
     with pytest.raises(TypeError, match=r"torch.compile\(parallelize"):
         parallelize(torch.compile(Chunked(), backend="eager"), mesh, plan=packed)
+
+
+@on_layouts("cp2", full=["tp2"])
+def test_transforms_of_functions_are_refused(group: dist.ProcessGroup, layout: str) -> None:
+    _, parallel = pair(group, layout)
+    tokens = make_tokens(2, 8)
+    with pytest.raises(RuntimeError, match=r"does not support torch\.func transforms"):
+        torch.func.vmap(parallel)(tokens.unsqueeze(1))
