@@ -16,9 +16,9 @@ def is_check_due(call: int) -> bool:
 
 
 def is_repetition_due(call: int) -> bool:
-    """True if a costly check is repeated at call `call` without a sign of a change: at the first 3, 10th, 100th, ..."""
-    is_power_of_ten = call >= 10 and call == 10 ** (len(str(call)) - 1)
-    return settings.batch_check_every() > 0 and (call <= FIRST_CALLS or is_power_of_ten) and not is_capturing()
+    """True if a costly check is made at call `call` without a sign of a change: at the first 2, 10th, 100th, ..."""
+    is_power_of_ten = call == 10 ** (len(str(call)) - 1)
+    return settings.batch_check_every() > 0 and (call == 2 or is_power_of_ten) and not is_capturing()
 
 
 def is_capturing() -> bool:

@@ -243,7 +243,7 @@ def parallelize(
             shard only.
         verify: compare the sharded model with the unsharded one, in two ways. First, both compute a few pseudo-random
             tokens without gradients, in the model's current mode, or without dropout or in eval mode if the model draws
-            random numbers. Second, the first 3, 10th, 100th, ... calls with gradients are compared on their own
+            random numbers. Second, the first 2, 10th, 100th, ... calls with gradients are compared on their own
             arguments: each rank temporarily gathers the weights, and computes outputs and gradients as before sharding,
             with later changes of the model. Each costs about one step of the unsharded model. Both compare 16-bit
             models of up to 32 million parameters once more in fp32, and leave random states, modes, buffers and

@@ -645,7 +645,11 @@ class Pipeline:
         """Return the norms of the gradient shards of this rank."""
         gradients = [_local_tensor(p.grad) for p in self.parameters() if p.grad is not None]
         norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in gradients]
-        return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.float64)
+        return (
+            torch.stack([norm.double() for norm in norms]).cpu()
+            if norms
+            else torch.empty(0, dtype=torch.float64, device="cpu")
+        )
 
     def _backward_context(self) -> AbstractContextManager[None]:
         return split_backward() if self._schedule_kind.splits_backward else nullcontext()

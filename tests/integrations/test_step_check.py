@@ -129,9 +129,9 @@ class Late(Block):
 
 @on_ranks(2)
 def test_what_changes_after_the_first_step(group: dist.ProcessGroup) -> None:
-    """The comparison runs again at calls 2, 3, 10, 100, ..., and at the calls that are due if arguments differ."""
+    """The comparison runs again at calls 2, 10, 100, ..., and at the calls that are due if arguments differ."""
     cp, tokens = mesh_of(group, 2, 1)["cp"], make_tokens(2, 8) % 37
-    for first_call, found_at in ((2, 2), (3, 3), (5, 10)):
+    for first_call, found_at in ((2, 2), (3, 10)):
         model = parallelize(Late(first_call), cp, plan=PLAN)
         for _ in range(found_at - 1):
             model(tokens)
@@ -231,7 +231,7 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
         torch.manual_seed(5)
         for step in range(4):
             loss = model(tokens).square().mean()
-            assert verify is False or compared(model) == (step < 3)
+            assert verify is False or compared(model) == (step < 2)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

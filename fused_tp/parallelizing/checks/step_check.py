@@ -1,6 +1,6 @@
 """Compare the first training steps of a parallel model with the unsharded model: outputs and gradients.
 
-The comparison runs at the first 3 calls that require gradients and at the 10th, 100th, ..., because what forward does
+The comparison runs at the first 2 calls that require gradients and at the 10th, 100th, ..., because what forward does
 may depend on the batch and change with time. It also runs at each call that is due (`is_check_due`), if the callers'
 code, the mode, arguments, trainable parameters or autocast differ from the calls compared before:
 
@@ -114,6 +114,7 @@ class StepCheck:
         self.is_compared = False  # True if the running call has been compared
         # Indices of the running call's outputs that every rank has in full and that require gradients.
         self.replicated: frozenset[int] = frozenset()
+        self.output_shapes: dict[object, list[torch.Size]] = {}  # of the sharded model, by `_shapes_key`
         self._compared_keys: set[object] = set()  # `_call_key` of each call that has been compared
         self._code: Any = None  # the callers' code in the model at the last comparison
         self._is_skip_reported = False  # True if the log says why steps are not compared
@@ -147,6 +148,8 @@ class StepCheck:
         ranks = gather_over_meshes(self.meshes, "a training step", [needs_comparison, self._obstacle(model, arguments)])
         if not any(is_needed for is_needed, _ in ranks):
             return
+        if code != self._code:
+            self.output_shapes.clear()
         self._compared_keys.add(key)
         self._code = code
         reason = (
@@ -287,7 +290,7 @@ def _free_memory(device: torch.device, ranks: int) -> float:
 
 
 @dataclass
-class _Step:
+class _UnshardedStep:
     """A step of the unsharded model.
 
     Attributes:
@@ -358,12 +361,14 @@ class _StepComparison:
     def compare(self) -> str:
         """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
         meshes = self.check.meshes
-        with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
-            shapes = [t.shape for t in self._run()]
-        unsharded: _Step | None = None
+        known_shapes = self.check.output_shapes
+        if (key := self._shapes_key()) not in known_shapes:
+            with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
+                known_shapes[key] = [t.shape for t in self._run()]
+        unsharded: _UnshardedStep | None = None
         reason = self._gather_parameters()
         if not reason:
-            unsharded, reason = self._unsharded_step(shapes)
+            unsharded, reason = self._unsharded_step(known_shapes[key])
         self.full_parameters = {}  # free the memory before the sharded model runs
         if reasons := [
             rank_reason
@@ -376,6 +381,9 @@ class _StepComparison:
         self.check.replicated = frozenset(weights)
         with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
             outputs = self._run()
+            if [t.shape for t in outputs] != known_shapes.pop(key):
+                return "its outputs have other shapes than in an equal call before"
+            known_shapes[key] = [t.shape for t in outputs]
             buffers = self._small_buffers()
             gradients = self._gradients(outputs, weights, {**self.trainable, **self.input_copies})
         if documents := self.check.sequence.documents:
@@ -405,6 +413,11 @@ class _StepComparison:
             for name, error in errors.items()
         }
         return self._raise_if_wrong(output_error, bound, errors, excess)
+
+    def _shapes_key(self) -> object:
+        """Return a key of the call that is equal for calls whose outputs have equal shapes."""
+        inputs = [tuple(t.shape) for t in find_tensors((self.args, self.kwargs))]
+        return *inputs, _call_key(self.model, self.check._named_arguments(self.args, self.kwargs))
 
     def _raise_if_wrong(
         self, output_error: float, bound: float, errors: Mapping[str, float], excess: Mapping[str, float]
@@ -480,7 +493,7 @@ class _StepComparison:
         ):
             yield drew_random
 
-    def _unsharded_step(self, shapes: Sequence[torch.Size]) -> tuple[_Step | None, str]:
+    def _unsharded_step(self, shapes: Sequence[torch.Size]) -> tuple[_UnshardedStep | None, str]:
         """Return (step of the unsharded model, ""), or (None, reason). `shapes`: those of the sharded outputs."""
         class_name = type(self.model).__name__
         parameters = {name: self.full_parameters[name] for name in self.trainable}
@@ -513,7 +526,7 @@ class _StepComparison:
             if name in self.buffers and not (t.shape == self.buffers[name].shape and torch.equal(t, self.buffers[name]))
         }
         outputs = [t.detach() for t in outputs]
-        return _Step(outputs, weights, self._expected_gradients(gradients), written_buffers), ""
+        return _UnshardedStep(outputs, weights, self._expected_gradients(gradients), written_buffers), ""
 
     def _expected_gradients(
         self, gradients: Mapping[str, Tensor | None] | None
