@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Optimizers known to be elementwise, which need no trial. Exact classes only, because a subclass may override the step.
 _ELEMENTWISE_OPTIMIZERS = frozenset(
@@ -56,7 +57,8 @@ def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, An
         )
         return torch.cat(stepped_halves, dim)
 
-    return _trial_differs(optimizer, options, like, step_shards)
+    with _RefuseCommunication():
+        return _trial_differs(optimizer, options, like, step_shards)
 
 
 def couples_parameters(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor) -> bool:
@@ -73,7 +75,17 @@ def couples_parameters(optimizer: torch.optim.Optimizer, options: Mapping[str, A
         pairs = [[gradient, 10 * gradient.flip(0)] for gradient in gradients]
         return _run_trial_steps(optimizer, options, [tensor.clone(), tensor.flip(0)], pairs)[0]
 
-    return _trial_differs(optimizer, options, like, step_with_another)
+    with _RefuseCommunication():
+        return _trial_differs(optimizer, options, like, step_with_another)
+
+
+class _RefuseCommunication(TorchDispatchMode):
+    """Mode in which collectives raise: in a trial that only some ranks make, they would wait for the others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError("the optimizer communicates in its step")
+        return func(*args, **(kwargs or {}))
 
 
 def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:

@@ -105,6 +105,8 @@ def _write(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None)
         return target
     # torch has no way back from a rule to its own. Its rule for the out-of-place form computes the same values.
     result = _OUT_OF_PLACE[func](target, *other_args, **kwargs)
+    if not torch.can_cast(result.dtype, target.dtype):  # `copy_` below would
+        raise RuntimeError(f"{func}: result type {result.dtype} cannot be cast to {target.dtype}.")
     if isinstance(target, DTensor):
         if result.placements != target.placements:
             _check_not_partial(func, target)

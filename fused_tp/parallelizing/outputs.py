@@ -16,7 +16,12 @@ _SKIPPED_TYPES = (nn.Module, ModuleType, FunctionType, type)
 
 def find_tensors(output: Any) -> list[Tensor]:
     """Return the tensors in `output`, nested containers and other objects, each once, in a fixed order."""
-    return list(_search(output, set()))
+    return list(iterate_tensors(output))
+
+
+def iterate_tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors that `find_tensors` returns."""
+    return _search(output, set())
 
 
 def _search(value: Any, seen_ids: set[int]) -> Iterator[Tensor]:

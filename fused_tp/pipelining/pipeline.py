@@ -57,8 +57,8 @@ from fused_tp.pipelining.stages import (
     training_mode,
     zeros_for_meta_tensors,
 )
-from fused_tp.pipelining.step_check import compare_step
 from fused_tp.pipelining.timeline import Recorder, Span
+from fused_tp.pipelining.training_check import compare_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -230,7 +230,7 @@ def pipeline(
         compare_sharding(
             model, verify_outputs, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches, is_pipeline=True
         ) as outcome,
-        compare_step(model, whole_stage, verify, checked_meshes, microbatches=microbatches) as step_outcome,
+        compare_step(model, whole_stage, verify, checked_meshes, outcome, microbatches=microbatches),
     ):
         error_of_stage: Exception | None = None
         try:
@@ -275,7 +275,6 @@ def pipeline(
             grad_sync=grad_sync,
         )
         outcome.sharded, outcome.modules, outcome.run = pipe, [stage.model for stage in stages.values()], pipe.eval
-        step_outcome.pipe = pipe
     return pipe
 
 

@@ -790,6 +790,15 @@ def test_labels_of_kept_tokens(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+def test_a_scaled_embedding_reads_its_scale(group: dist.ProcessGroup) -> None:
+    """The scale may be rounded, by a model that was in 16 bits, or changed by the caller."""
+    whole, tokens = make("gemma2"), make_tokens(2, 9)
+    whole.model.embed_tokens.embed_scale.mul_(1.01)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
+    assert_trains_alike(parallel, whole, lambda m: m(input_ids=tokens, labels=tokens).loss)
+
+
+@on_ranks(2)
 def test_attention_weights_of_all_heads(group: dist.ProcessGroup) -> None:
     whole, tokens = make("llama", attn_implementation="eager"), make_tokens(2, 9)
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))

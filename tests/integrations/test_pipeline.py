@@ -31,6 +31,7 @@ from fused_tp.pipelining.schedules import SCHEDULES
 from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens
 from tests.integrations.sweep import make_model
 from tests.integrations.test_sharding_check import log_lines
+from tests.integrations.test_step_check import OtherGradient
 from tests.reference import refuses, seeded
 from tests.tiers import quick
 from tests.workers import error_of, fresh_ranks, on_ranks
@@ -264,18 +265,6 @@ def three_kinds(group: dist.ProcessGroup) -> None:
         compare(mesh, "llama", schedule=schedule, microbatches=4, sequence_parallel=True, loss_parallel=True)
 
 
-class ScaledGradient(torch.autograd.Function):
-    """Identity whose gradient is divided by its norm, over this rank's part of the microbatch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad / grad.norm()
-
-
 class Layered(nn.Module):
     """Model of layers, with code that runs in training mode, in backward, or on what all layers keep."""
 
@@ -296,7 +285,7 @@ class Layered(nn.Module):
         elif self.fault == "microbatch" and self.training:
             x = x - x.mean((0, 1))
         elif self.fault == "backward":
-            x = x + ScaledGradient.apply(x) if len({type(layer) for layer in self.layers}) == 1 else x + x
+            x = x + OtherGradient.apply(x) if len({type(layer) for layer in self.layers}) == 1 else x + x
         return self.head(x)
 
 
@@ -350,6 +339,26 @@ def test_a_training_step_is_compared(group: dist.ProcessGroup) -> None:
         optimizer.step()
         optimizer.zero_grad()
     refuses(ValueError, "scaled by different factors", pipe.step, {"tokens": tokens, "labels": tokens})
+
+
+@on_ranks(4)
+def test_losses_of_the_caller_and_other_ignored_labels(group: dist.ProcessGroup) -> None:
+    """A loss function that ignores num_items_in_batch is a mean over microbatches; ignore_index counts targets."""
+
+    def mean_of_targets(logits: Tensor, labels: Tensor, vocab_size: int, **keywords: Any) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    tokens = make_tokens(4, 8)
+    for loss_function, ignored in ((mean_of_targets, {}), (None, {"ignore_index": int(tokens[0, 3])})):
+        whole = make("llama", num_hidden_layers=4).train()
+        if loss_function is not None:
+            whole.loss_function = loss_function
+        pipe = fused_tp.pipeline(copy_of(whole), mesh_of(dp=2, pp=2)["pp"], microbatches=2)
+        batch = {"input_ids": tokens, "labels": tokens, **ignored}
+        expected = whole(**batch).loss
+        expected.backward()
+        assert_near(pipe.step(batch), expected, "loss", TOLERANCE)
+        assert_same_gradients(pipe, whole, TOLERANCE)
 
 
 class ByGlobalNorm(torch.optim.SGD):

@@ -109,7 +109,7 @@ def compare_sharding(
         meshes: 1-D meshes whose ranks share the model.
         tp, cp: the meshes among them that shard features and tokens.
         rows: the pseudo-random batch has a multiple of this number of rows.
-        is_pipeline: the sharded model runs in eval mode only (`pipelining.step_check` compares training), and sends
+        is_pipeline: the sharded model runs in eval mode only (`pipelining.training_check` compares training), and sends
             tensors of the model's dtype, so it cannot compute in fp32.
 
     Raises:
@@ -180,7 +180,7 @@ def _compare_run(
         return None, f"it does not support a batch that the unsharded model accepts: {refusal}"
     # Maximum over ranks, so that all decide alike even if their processors or settings round differently.
     error, bound = (max(report[field] for report in reports) for field in (0, 2))
-    if bound < error < float("inf"):
+    if OUTPUT_BOUNDS[torch.float32] < bound < error < float("inf"):
         rounding = max(gather_over_meshes(meshes, "rounding errors of the sharded model", run.rounding_error()))
         bound = max(bound, ROUNDING_FACTOR * rounding)
     if bound > MAX_BOUND:

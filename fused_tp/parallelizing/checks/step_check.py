@@ -135,7 +135,8 @@ class StepCheck:
             if not self._compared_keys:
                 self._report_skipped("it runs in an activation checkpoint with use_reentrant=True")
             return
-        if not any(t.requires_grad for t in (*model.parameters(), *find_tensors((args, kwargs)))):
+        is_trained = any(p.requires_grad for p in model.parameters())
+        if not (is_trained or any(t.requires_grad for t in find_tensors((args, kwargs)))):
             return
         self.calls += 1
         is_repetition = is_repetition_due(self.calls)
@@ -187,7 +188,12 @@ class StepCheck:
         with in_float32([model]), torch.autocast(device, enabled=False):
             args, kwargs = widen_arguments((args, kwargs))
             arguments = self._named_arguments(args, kwargs)
-            _StepComparison(self, model, args, kwargs, arguments).compare()
+            try:
+                _StepComparison(self, model, args, kwargs, arguments).compare()
+            except FusedTPError:
+                raise
+            except (RuntimeError, TypeError):
+                pass  # the caller's code does not support fp32 on shards
         self.replicated = replicated
 
     def before_step(self, model: nn.Module) -> None:
@@ -381,16 +387,20 @@ class _StepComparison:
         self.check.replicated = frozenset(weights)
         with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
             outputs = self._run()
-            if [t.shape for t in outputs] != known_shapes.pop(key):
-                return "its outputs have other shapes than in an equal call before"
-            known_shapes[key] = [t.shape for t in outputs]
+            has_known_shapes = [t.shape for t in outputs] == known_shapes[key]
             buffers = self._small_buffers()
-            gradients = self._gradients(outputs, weights, {**self.trainable, **self.input_copies})
+            parameters = {**self.trainable, **self.input_copies}
+            gradients = self._gradients(outputs, weights, parameters) if has_known_shapes else None
         if documents := self.check.sequence.documents:
             self.rank_shards = RankShards(self.tp, self.cp, documents[-1], documents)
         output_error = self._output_error(outputs, expected)
         del outputs
-        self._report_buffers(unsharded.written_buffers, buffers)
+        buffer_names = self._different_buffers(unsharded.written_buffers, buffers)
+        reports = gather_over_meshes(meshes, "shapes and buffers", [has_known_shapes, buffer_names])
+        if not all(has_shapes for has_shapes, _ in reports):
+            known_shapes.pop(key)
+            return "its outputs have other shapes than in an equal call before"
+        self._report_buffers([name for _, names in reports for name in names])
         errors: dict[str, float] = {}
         gradient_error: float | None = None
         if expected_gradients is not None and gradients is not None:
@@ -577,25 +587,26 @@ class _StepComparison:
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
-    def _report_buffers(self, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-        """Log buffers that forward writes, if the sharded model writes other values. A collective call."""
+    def _different_buffers(self, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the buffers in `expected`, which forward writes, that have other values in `found`."""
         bound = _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
-        different_names = [
+        return [
             name
             for name, t in expected.items()
             if name in found
             and t.shape == found[name].shape
             and two_norm(t.double() - found[name].double()) > bound * max(two_norm(t.double()), 1e-6)
         ]
-        rank_names = gather_over_meshes(self.check.meshes, "buffers that forward writes", different_names)
-        name = next((names[0] for names in rank_names if names), "")
-        if name and not self.is_routed:
+
+    def _report_buffers(self, names: Sequence[str]) -> None:
+        """Log the first of the buffers `names`, to which the sharded model writes other values."""
+        if names and not self.is_routed:
             warn_once(
                 self.check.meshes,
-                f"buffer {name}",
+                f"buffer {names[0]}",
                 "forward writes other values to the buffer %r than without sharding: it sees this rank's tokens or "
                 "features only. Reduce what it writes over the ranks; else results that depend on the buffer differ.",
-                name,
+                names[0],
             )
 
     def _output_error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

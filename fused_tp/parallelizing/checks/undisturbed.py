@@ -105,7 +105,8 @@ def preserve_state(
         with torch.no_grad():
             for t, is_buffer, value, version in saved_tensors:
                 # Batch norm writes its running statistics without a new version.
-                is_written = tensor_version(t) != version or (is_buffer and not torch.equal(t, value))
+                can_compare = is_buffer and type(t) is torch.Tensor and t.layout == torch.strided
+                is_written = tensor_version(t) != version or (can_compare and not torch.equal(t, value))
                 if is_written:
                     t.copy_(value)
 

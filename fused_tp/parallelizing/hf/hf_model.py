@@ -332,7 +332,8 @@ class TransformersSequence(SequenceSharding):
     def _gather_attentions(self, base: nn.Module, args: Any, output: Any) -> None:
         """Replace attention weights [batch, heads of this rank, seq, seq] in the output of `base` with those of all."""
         weights = getattr(output, "attentions", None)
-        heads = getattr(self.config.get_text_config(decoder=True), "num_attention_heads", None)
+        config: Any = base.config  # of `base`, such as an image tower, which has heads of its own
+        heads = getattr(config.get_text_config(decoder=True), "num_attention_heads", None)
         if weights is None or not isinstance(heads, int):
             return
         mesh = self.parallelism.tp_mesh

@@ -31,6 +31,7 @@ from fused_tp.parallelizing.checks.model_check import warn_once
 from fused_tp.parallelizing.checks.sharding_check import (
     OUTPUT_BOUNDS,
     ROUNDING_FACTOR,
+    ShardingOutcome,
     add_rounding_errors,
     candidate_batches,
     least_precise_dtype,
@@ -49,13 +50,6 @@ from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mo
 
 _LOSS_DIFFERENCE = 1e-5  # relative; sums in another order differ by less
 _MAX_GRADIENT_BOUND = 0.5  # a larger bound could not detect an error
-
-
-@dataclass
-class PipelineOutcome:
-    """The pipeline, once it is built."""
-
-    pipe: Any = None
 
 
 @dataclass
@@ -87,23 +81,24 @@ def compare_step(
     stage: nn.Module,
     verify: str | bool | Mapping[str, Any],
     meshes: Sequence[DeviceMesh],
+    outcome: ShardingOutcome,
     *,
     microbatches: int,
-) -> Iterator[PipelineOutcome]:
+) -> Iterator[None]:
     """Context manager in which the caller builds a pipeline of `model`; on exit it makes a step and is compared.
 
     Args:
         stage: the only stage of a pipeline over one rank, which holds the whole model.
         verify: see `pipeline`.
         meshes: 1-D meshes whose ranks share the model.
+        outcome: object whose `sharded` is the pipeline on exit.
 
     Raises:
-        ValueError: raised on all ranks if loss or gradients differ.
+        ValueError: raised on all ranks if loss or gradients differ; on a rank alone if its part of the step fails.
     """
-    outcome = PipelineOutcome()
     is_trained = any(p.requires_grad for p in model.parameters())
     if verify is False or not meshes or are_checks_suspended() or not is_trained:
-        yield outcome
+        yield
         return
     whole, reason = _run_whole(model, stage, verify, microbatches, max(8, 2 * prod(mesh.size() for mesh in meshes)))
     reasons = gather_over_meshes(meshes, "a step of the whole model", reason)
@@ -115,7 +110,7 @@ def compare_step(
             type(model).__name__,
             reason,
         )
-        yield outcome
+        yield
         return
     assert whole is not None
     if whole.loss_difference > (_LOSS_DIFFERENCE if whole.dtype.itemsize > 2 else OUTPUT_BOUNDS[torch.bfloat16]):
@@ -127,9 +122,8 @@ def compare_step(
             "microbatch for the same loss as without a pipeline.",
             whole.loss_difference,
         )
-    yield outcome
-    if outcome.pipe is not None:
-        _compare(whole, outcome.pipe, meshes, type(model).__name__)
+    yield
+    _compare(whole, outcome.sharded, meshes, type(model).__name__)
 
 
 def _run_whole(
