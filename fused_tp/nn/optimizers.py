@@ -11,6 +11,7 @@ scaler checks that gradients are finite. Both detect steps that would silently g
 | a rank has shards or a pipeline stage, and updates depend on all        | ValueError                                |
 | parameters                                                              |                                           |
 | parameters are DTensors, which this optimizer does not support          | ValueError                                |
+| a state was loaded that has the shape of a full parameter               | ValueError                                |
 | gradients of plain shards were reduced or clipped like full gradients   | ValueError                                |
 | with a gradient scaler, one rank's gradients are not finite             | all ranks of the model skip the step      |
 
@@ -170,6 +171,7 @@ def _check_step(optimizer: Optimizer, record: _StepRecord) -> None:
     models = _models_with(parameters)
     shardings = {key: sharding for model in models for key, sharding in _plain_shardings(model)}
     _refuse_sharing_of_shards(optimizer, shardings)
+    _refuse_full_states(optimizer, shardings)
     _refuse_wrong_updates(optimizer, shardings)
     if shardings or any(getattr(model, _IS_STAGE_ATTRIBUTE, False) for model in models):
         _refuse_coupled_updates(optimizer)
@@ -262,6 +264,29 @@ def _refuse_wrong_updates(optimizer: Optimizer, shardings: Mapping[int, ShardedL
             else:
                 continue
             tried_keys.add(key)
+
+
+def _refuse_full_states(optimizer: Optimizer, shardings: Mapping[int, ShardedLayout]) -> None:
+    """Raise ValueError if the optimizer has loaded states of an unsharded model for sharded parameters."""
+    for parameter, states in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(states, Mapping):
+            continue
+        if isinstance(parameter, DTensor):
+            is_sharded, full_shape = any(p.is_shard() for p in parameter.placements), parameter.shape
+        elif (layout := shardings.get(id(parameter))) is not None:
+            is_sharded, full_shape = layout.shape != parameter.shape, layout.shape
+        else:
+            continue
+        for name, state in states.items():
+            is_full = isinstance(state, Tensor) and not isinstance(state, DTensor) and state.shape == full_shape
+            if is_sharded and is_full and full_shape.numel() > 1:
+                raise ValueError(
+                    f"the state {name!r} of {type(optimizer).__name__} is a full tensor of shape {tuple(full_shape)}, "
+                    "but its parameter is sharded; it was probably loaded from the state dict of an unsharded model. "
+                    "Save with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, and load with "
+                    "set_optimizer_state_dict(model, optimizer, state, "
+                    "options=StateDictOptions(full_state_dict=True)), which needs DTensors (not parameters='plain')."
+                )
 
 
 def _refuse_coupled_updates(optimizer: Optimizer) -> None:

@@ -502,6 +502,12 @@ class Op(Generic[A]):
             half: `backward`, `grad_input` or `grad_weight`.
         """
         grads = tuple(map(_materialize, grads))
+        if any(isinstance(grad, Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+            raise RuntimeError(
+                f"backward of {self.qualified_name} does not support is_grads_batched=True (vectorize=True in "
+                "torch.autograd.functional), because it sends values of tensors to other ranks. Call "
+                "torch.autograd.grad once for each gradient of the outputs."
+            )
         if (
             self.has_local_backward
             and torch.is_grad_enabled()

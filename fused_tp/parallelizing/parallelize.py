@@ -405,17 +405,26 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
 
 
 def _check_embeddings(model: nn.Module, parallelism: Parallelism) -> None:
-    """Raise ValueError for an embedding that changes its weight in forward, by the tokens that it gets."""
+    """Raise ValueError for an embedding whose weight or gradient depends on the tokens of all ranks."""
     for name, module in model.named_modules():
-        if (
-            parallelism.shards_sequence
-            and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            and module.max_norm is not None
-        ):
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        path = f"{name!r} ({type(module).__name__})"
+        if module.sparse:
             raise ValueError(
-                f"{name!r} ({type(module).__name__}) has max_norm={module.max_norm:g}: its forward scales the rows of "
-                "its tokens in place, and ranks with other tokens would scale other rows. Set max_norm to None, and "
-                "scale the weight after each optimizer step."
+                f"{path} has sparse=True, but parallelize and its comparison support dense gradients only. Set "
+                f"model.get_submodule({name!r}).sparse = False, and use an optimizer for dense gradients."
+            )
+        if parallelism.shards_sequence and module.max_norm is not None:
+            raise ValueError(
+                f"{path} has max_norm={module.max_norm:g}: its forward scales the rows of its tokens in place, and "
+                "ranks with other tokens would scale other rows. Set max_norm to None, and scale the weight after each "
+                "optimizer step."
+            )
+        if parallelism.shards_sequence and module.scale_grad_by_freq:
+            raise ValueError(
+                f"{path} has scale_grad_by_freq=True: it would count the tokens of one rank instead of all. Set "
+                "scale_grad_by_freq to False."
             )
 
 

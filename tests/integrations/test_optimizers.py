@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fused_tp
 from fused_tp.nn import clip_grad_norm_
-from tests.integrations.models import copy_of, make, make_tokens, mesh_of
+from tests.integrations.models import copy_of, full, make, make_tokens, mesh_of
+from tests.integrations.test_sharding_check import log_lines
 from tests.workers import error_of, on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -109,6 +116,28 @@ def test_optimizers_made_before(group: dist.ProcessGroup) -> None:
     model = make("llama")
     optimizer = adamw(model)
     step(fused_tp.parallelize(model, mesh_of(group, 2, 1)), optimizer)  # it keeps the parameters
+
+
+@on_ranks(2)
+def test_states_of_unsharded_optimizers(group: dist.ProcessGroup) -> None:
+    whole = make("llama").double()
+    trained = adamw(whole)
+    step(whole, trained)
+    for parameters in ("dtensor", "plain"):
+        model = fused_tp.parallelize(copy_of(whole), mesh_of(group, 1, 2), parameters=parameters)
+        optimizer = adamw(model)
+        optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+        assert_refused(step, model, optimizer, says="is a full tensor of shape")
+    model = fused_tp.parallelize(copy_of(whole), mesh_of(group, 1, 2))
+    optimizer = adamw(model)
+    state = copy.deepcopy(get_optimizer_state_dict(whole, trained))
+    with log_lines() as lines:
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+    assert lines == []
+    for one, other in ((whole, trained), (model, optimizer)):
+        step(one, other)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter), whole.get_parameter(name))
 
 
 @on_ranks(2)

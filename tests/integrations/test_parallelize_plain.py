@@ -624,3 +624,5 @@ def test_transforms_of_functions_are_refused(group: dist.ProcessGroup, layout: s
     tokens = make_tokens(2, 8)
     with pytest.raises(RuntimeError, match=r"does not support torch\.func transforms"):
         torch.func.vmap(parallel)(tokens.unsqueeze(1))
+    with pytest.raises(RuntimeError, match=r"does not support torch\.func transforms"):
+        torch.func.jvp(lambda scale: scale * parallel(tokens), (torch.ones(()),), (torch.ones(()),))

@@ -411,10 +411,20 @@ def test_random_numbers_in_training(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
-def test_embeddings_that_change_their_weight(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("max_norm", 1.0, "has max_norm=1: its forward scales the rows of its tokens"),
+        ("sparse", True, "has sparse=True, but parallelize and its comparison support dense gradients only"),
+        ("scale_grad_by_freq", True, "it would count the tokens of one rank instead of all"),
+    ],
+)
+def test_embeddings_that_depend_on_all_tokens(
+    group: dist.ProcessGroup, option: str, value: object, message: str
+) -> None:
     model = Block()
-    model.embed.max_norm = 1.0
-    with pytest.raises(ValueError, match="has max_norm=1: its forward scales the rows of its tokens"):
+    setattr(model.embed, option, value)
+    with pytest.raises(ValueError, match=message):
         parallelize(model, mesh_of(group, 2, 1)["cp"], plan=dict.fromkeys(PLAN, "colwise"))
 
 

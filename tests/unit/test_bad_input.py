@@ -275,6 +275,10 @@ def test_functions_of_functions_are_refused() -> None:
     for transform in (torch.func.grad, torch.func.vmap):
         with pytest.raises(RuntimeError, match=r"fused_tp::matmul_all_reduce does not support torch\.func transforms"):
             transform(lambda x: fused_tp.matmul_all_reduce(x, W, group=None).sum())(X.clone())
+    x = X.clone().requires_grad_()
+    y = fused_tp.matmul_all_reduce(x, W, group=None)
+    with pytest.raises(RuntimeError, match="does not support is_grads_batched=True"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
 
 
 def test_meta_tensors_have_shapes() -> None:

@@ -93,12 +93,6 @@ class BatchCheck:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if are_checks_suspended():
             return
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"a parallel {type(model).__name__} does not support torch.func transforms (grad, vmap, ...), because "
-                "its ranks exchange values of tensors. Instead of vmap, call it with a batch dim; instead of grad, use "
-                "backward()."
-            )
         call = self.calls_by_mode[model.training] = self.calls_by_mode[model.training] + 1
         if is_check_due(call):
             arguments = {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs}

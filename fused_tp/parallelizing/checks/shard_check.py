@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,6 +59,12 @@ class ShardCheck:
     def __call__(self, model: nn.Module, args: Any) -> None:
         if are_checks_suspended():
             return
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"a parallel {type(model).__name__} does not support torch.func transforms (grad, vmap, ...), because "
+                "its ranks exchange values of tensors. Instead of vmap, call it with a batch dim; instead of grad, use "
+                "backward()."
+            )
         rewatch_model(model)
         self._check_data_parallel(model)
         call = self.calls_by_mode[model.training] = self.calls_by_mode[model.training] + 1

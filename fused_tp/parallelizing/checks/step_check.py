@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_map
 from fused_tp.core.checks import FIRST_CALLS, is_check_due, is_repetition_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
-from fused_tp.nn.sharding import as_dtensors
+from fused_tp.nn.sharding import as_dtensors, local_shard
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
 from fused_tp.parallelizing.checks.float32 import has_16_bit_parameters, in_float32, widen_arguments
@@ -198,8 +198,10 @@ class StepCheck:
 
     def before_step(self, model: nn.Module) -> None:
         """Log that no step was compared, if an optimizer steps and these hooks have not run."""
-        has_gradients = any(p.grad is not None for p in model.parameters())
-        if self.calls == 0 and has_gradients and not self._is_skip_reported and is_repetition_due(1):
+        if self.calls > 0 or self._is_skip_reported or not is_repetition_due(1):
+            return
+        # Gradients of zeros come from code that initializes the optimizer's state, such as set_optimizer_state_dict.
+        if any(bool(local_shard(p.grad).any()) for p in model.parameters() if p.grad is not None):
             self._report_skipped(
                 f"its gradients come from compiled code, or from other modules or methods than {type(model).__name__}"
                 ".forward"
