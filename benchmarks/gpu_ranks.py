@@ -55,11 +55,11 @@ class CopiedGather:
 
     def __init__(self, rank: LocalRank) -> None:
         from fused_tp.backends.copy_engine.copy_engine import CopyEngine
-        from fused_tp.backends.triton.fused_kernel import FusedKernel
+        from fused_tp.backends.triton.fused_kernel import FusedKernelSchedule
 
         self.rank = rank
         self.engine: Any = _RecordingEngine(rank) if assumed_gpu() else CopyEngine(rank)
-        self.schedule = FusedKernel(rank, None)
+        self.schedule = FusedKernelSchedule(rank, None)
 
     def __call__(
         self,
@@ -109,7 +109,7 @@ class _LoadedError(Exception):
 class _WarmUpEngine:
     """Fake of a copy engine and of its calls during warm-up: ends a call where it would gather."""
 
-    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_WarmUpEngine]:
+    def begin_call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_WarmUpEngine]:
         return contextlib.nullcontext(self)
 
     def offer(self, *_: object) -> None:
@@ -122,7 +122,7 @@ class _RecordingEngine:
     def __init__(self, rank: LocalRank) -> None:
         self.rank = rank
 
-    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_RecordingEngine]:
+    def begin_call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_RecordingEngine]:
         return contextlib.nullcontext(self)
 
     def offer(self, *_: object) -> Any:

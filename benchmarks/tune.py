@@ -50,7 +50,7 @@ TOKENS, HEADS = 2048, 2
 
 Rule = dict[str, Any]
 SecondsByName = Mapping[str, Sequence[float]]  # by name and round
-KernelTimes = dict[tuple[str, bool], dict[int, SecondsByName]]  # by head dim, by (dtype, backward)
+KernelTimes = dict[tuple[str, bool], dict[int, SecondsByName]]  # [(dtype, is_backward)][head_dim]
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ void pack_queries(const BackwardProblem& step, int64_t batch, int64_t head, int6
     pack_rows<L>(source, step.dtype, batch, head, rows.first_row, rows.count, kQueries, dim, buffers.rows);
     rows_to_lanes<L>(buffers.rows, kQueries, dim, lanes);
     const bool finite = zero_nonfinite<L>(buffers.rows, kQueries * padded_dim(dim));
-    rows_to_pairs<L>(buffers.rows, kQueries, dim, pairs);
+    interleave_row_pairs<L>(buffers.rows, kQueries, dim, pairs);
     return finite;
   };
   const bool q_finite = pack(step.q, shape.dim, queries.q_lanes, queries.q_pairs);

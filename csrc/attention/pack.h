@@ -171,8 +171,8 @@ inline void rows_to_lanes(const typename L::Operand* rows, int64_t block_rows, i
 }
 
 template <class L>
-inline void rows_to_pairs(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
-                          typename L::Operand* pairs) {
+inline void interleave_row_pairs(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
+                                 typename L::Operand* pairs) {
   const int64_t width = padded_dim(dim);
   if constexpr (L::kPair == 1) {
     std::memcpy(pairs, rows, block_rows * width * sizeof(*rows));
@@ -189,7 +189,7 @@ inline void rows_to_pairs(const typename L::Operand* rows, int64_t block_rows, i
 template <class L>
 inline void rows_to_columns(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
                             typename L::Operand* columns, typename L::Operand* pairs) {
-  rows_to_pairs<L>(rows, block_rows, dim, pairs);
+  interleave_row_pairs<L>(rows, block_rows, dim, pairs);
   transpose<L>(as_lane_steps<L>(pairs), block_rows / L::kPair, padded_dim(dim), as_lane_steps<L>(columns));
 }
 

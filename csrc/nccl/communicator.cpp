@@ -423,7 +423,8 @@ void Communicator::track_outputs(const Ticket& ticket, std::vector<Range> output
   in_flight_.push_back({ticket.begin_event, ticket.end_event, std::move(outputs)});
 }
 
-// Fills the outputs of the running op. Returns false if that takes longer than `seconds`, even if the driver blocks.
+// Overwrites the outputs of the running op with NaN, so that nobody reads the results of an aborted op. Returns false
+// if the fill takes longer than `seconds`; it returns in time even if a driver call blocks.
 bool Communicator::fill_outputs(double seconds) {
   std::deque<OpInFlight> in_flight;
   {

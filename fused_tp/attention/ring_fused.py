@@ -22,7 +22,7 @@ from fused_tp.attention.kernels.triton import TRITON_KERNEL, to_kernel_terms, tr
 from fused_tp.attention.ring import RING_OP, AttentionGradients, RingCall, RingSaved, RingSchedule
 from fused_tp.attention.ring_messages import MessageRing
 from fused_tp.attention.ring_plan import KVView, RingPlan, restrict_to_keys
-from fused_tp.backends.triton.fused_kernel import FusedKernel
+from fused_tp.backends.triton.fused_kernel import FusedKernelSchedule
 from fused_tp.core import settings
 from fused_tp.core.availability import Availability, unavailable
 from fused_tp.core.group import Group, GroupSlot
@@ -37,12 +37,12 @@ _MAX_CHUNKS = 63  # maximum chunks per call
 
 
 class FusedRing(RingSchedule):
-    """Ring attention by the Triton kernel, over the memory of a `FusedKernel` schedule."""
+    """Ring attention by the Triton kernel, over the memory of a `FusedKernelSchedule`."""
 
     name = "fused_kernel"
     kv_view = KVView.NEEDED  # used by backward only, which exchanges K/V with send/recv
 
-    def __init__(self, schedule: FusedKernel) -> None:
+    def __init__(self, schedule: FusedKernelSchedule) -> None:
         self._schedule = schedule
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

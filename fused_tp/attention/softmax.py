@@ -93,14 +93,14 @@ def compute_row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> 
     return sums if grad_lse is None else sums - grad_lse
 
 
-def compute_sink_gradient(sinks: Tensor, lse: Tensor, sums: Tensor) -> Tensor:
+def compute_sink_gradient(sinks: Tensor, lse: Tensor, row_sums: Tensor) -> Tensor:
     """Return the gradient of `sinks`, [H], over this rank's queries.
 
-    `sums` is the result of `compute_row_sums`. A sink has value 0, so it changes the output only by its share of the
-    probability.
+    `row_sums` is the result of `compute_row_sums`. A sink has value 0, so it changes the output only by its share of
+    the probability.
     """
     probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
-    return -(probability * sums).sum((0, 2)).to(sinks.dtype)
+    return -(probability * row_sums).sum((0, 2)).to(sinks.dtype)
 
 
 def _per_row(x: Tensor) -> Tensor:

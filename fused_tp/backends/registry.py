@@ -26,7 +26,7 @@ from fused_tp.core.store import agree_on_availability, create_together, exchange
 if TYPE_CHECKING:
     from fused_tp.backends.copy_engine.copy_engine import CopyEngine
     from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-    from fused_tp.backends.messages.plain import Plain
+    from fused_tp.backends.messages.plain import PlainSchedule
     from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory
 
 T = TypeVar("T")
@@ -333,9 +333,9 @@ def fused_kernels_availability(device: torch.device) -> Availability:
     if device.type == "cuda" and is_triton_interpreted():
         return unavailable("TRITON_INTERPRET is set, so fused kernels run on the CPU only; unset it")
     try:
-        from fused_tp.backends.triton.fused_kernel import FusedKernel
+        from fused_tp.backends.triton.fused_kernel import FusedKernelSchedule
 
-        FusedKernel.load()
+        FusedKernelSchedule.load()
     except Exception as error:  # a broken Triton may raise anything
         return unavailable(f"the fused kernels cannot be loaded ({type(error).__name__}: {error})")
     return AVAILABLE
@@ -463,16 +463,16 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # -- creation of schedules -------------------------------------------------------------------------------------------
 
 
-def _make_plain(group: Group, device: torch.device, chunks: int | None = None) -> Plain:
-    from fused_tp.backends.messages.plain import Plain
+def _make_plain(group: Group, device: torch.device, chunks: int | None = None) -> PlainSchedule:
+    from fused_tp.backends.messages.plain import PlainSchedule
 
-    return Plain(torch_dist(group, device.type))
+    return PlainSchedule(torch_dist(group, device.type))
 
 
 def _make_pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    from fused_tp.backends.messages.pipelined import Pipelined
+    from fused_tp.backends.messages.pipelined import PipelinedSchedule
 
-    return Pipelined(torch_dist(group, device.type))
+    return PipelinedSchedule(torch_dist(group, device.type))
 
 
 def _make_shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
@@ -526,11 +526,11 @@ def _make_copy_engine(group: Group, device: torch.device, chunks: int | None) ->
 
 def _make_fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
-    from fused_tp.backends.triton.fused_kernel import FusedKernel
+    from fused_tp.backends.triton.fused_kernel import FusedKernelSchedule
 
     copy_schedule = _make_copy_engine(group, device, None) if _copy_engines_available(group, device) else None
     assert copy_schedule is None or isinstance(copy_schedule, CopyEngineSchedule)
-    return FusedKernel(_kernel_memory(group, device), _make_plain(group, device), copy_schedule)
+    return FusedKernelSchedule(_kernel_memory(group, device), _make_plain(group, device), copy_schedule)
 
 
 def _make_nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Schedule:
@@ -541,7 +541,7 @@ def _make_nccl_pipeline(group: Group, device: torch.device, chunks: int | None) 
 
 
 def _make_hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    from fused_tp.backends.hierarchical.hierarchical import Hierarchical
+    from fused_tp.backends.hierarchical.hierarchical import HierarchicalSchedule
     from fused_tp.backends.hierarchical.two_level import Hosts, group_hosts, raise_as_group_errors
     from fused_tp.backends.nccl.nccl import nccl_dist
 
@@ -568,7 +568,7 @@ def _make_hierarchical(group: Group, device: torch.device, chunks: int | None) -
         cross_host = (
             torch_dist(hosts.cross_group, device.type) if isinstance(nccl_transport, Availability) else nccl_transport
         )
-    return Hierarchical(hosts, host_schedule, cross_host, _make_plain(group, device))
+    return HierarchicalSchedule(hosts, host_schedule, cross_host, _make_plain(group, device))
 
 
 # -- the registry -----------------------------------------------------------------------------------------------------

@@ -191,8 +191,8 @@ def _table_row(number: int, plan: Plan) -> tuple[str, ...]:
         _tokens_per_gpu(plan),
         f"{plan.memory.total / GIB:.0f} GiB",
         f"{plan.bubble:.1%}",
-        f"{plan.exposed_fused:.1%}",
-        f"{plan.exposed_plain:.1%}",
+        f"{plan.fused_exposed_share:.1%}",
+        f"{plan.plain_exposed_share:.1%}",
     )
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
-    from fused_tp.backends.triton.fused_kernel import FusedKernel
+    from fused_tp.backends.triton.fused_kernel import FusedKernelSchedule
 
 
 @overload
@@ -204,7 +204,7 @@ def _select_ring(schedule: Schedule, a: _Args | _BackwardArgs) -> RingSchedule:
 
         query = KernelQuery(a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], has_positive_scale=a.attention.scale > 0)
         if fused_ring_available_on_all_ranks(group_by_name(a.group), query):
-            return FusedRing(cast("FusedKernel", schedule))
+            return FusedRing(cast("FusedKernelSchedule", schedule))
     from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 
     return (AllGatherRing if schedule.name == "plain" else MessageRing)(schedule.messages)

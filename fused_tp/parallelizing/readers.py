@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-# Modules of base classes; these read no submodule's parameters.
+# Prefixes of the Python modules of library classes, whose methods do not read parameters of submodules.
 _LIBRARY_MODULES = ("torch.", "transformers.modeling_utils")
 # Methods that do not run in forward, and attributes of parameters that do not depend on the values.
 _SETUP_METHODS = ("__init__", "_init_weights", "extra_repr", "reset_parameters", "tie_weights", "_tie_weights")

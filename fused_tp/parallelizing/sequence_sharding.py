@@ -461,8 +461,8 @@ class SequenceSharding:
 
     def _shard_tokens(self, tokens: Tensor, cp: CpContext, is_from_parameters: bool) -> Tensor:
         if is_from_parameters:
-            # Backward sums the gradients of the parameters that computed these embeddings over the ranks. So select
-            # this rank's tokens, without gathering the gradient.
+            # These embeddings come from the model's own parameters, whose gradients backward sums over CP ranks. So the
+            # gradient of the embeddings themselves must not be gathered.
             return tokens.index_select(1, cp.positions(tokens.device))
         if tokens.is_floating_point() and not self.parallelism.grad_sync:
             # Embeddings computed by the caller: their gradient is gathered, so it is complete on every rank already.

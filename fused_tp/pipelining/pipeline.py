@@ -544,7 +544,7 @@ class Pipeline:
                 self._sync_gradients()
                 self._has_unsynced_gradients = False
         except BaseException:
-            # A failed step leaves partial gradients on some parameters: drop all of them.
+            # A failed step leaves partial gradients on some parameters. Discard them, and keep those of earlier steps.
             for parameter in () if self._has_unsynced_gradients else self.parameters():
                 parameter.grad = None
             for parameter, grad in earlier_gradients:
@@ -687,15 +687,15 @@ class Pipeline:
         for number, stage in sorted(self.stages.items()):
             outputs = []
             for index in range(self.microbatches):
-                received_hidden = []
+                stage_inputs = []
                 if number in hidden_states:
-                    received_hidden.append(hidden_states[number][index])
+                    stage_inputs.append(hidden_states[number][index])
                 elif number:
-                    received_hidden.append(torch.empty(shape, dtype=dtype, device=self._pp_mesh.device_type))
+                    stage_inputs.append(torch.empty(shape, dtype=dtype, device=self._pp_mesh.device_type))
                     peer = self._global_rank_of(number - 1)
-                    _wait(dist.irecv(received_hidden[0], peer, group=self._group), peer, f"stage {number - 1}")
+                    _wait(dist.irecv(stage_inputs[0], peer, group=self._group), peer, f"stage {number - 1}")
                 microbatch = {name: parts[index] for name, parts in microbatch_tensors.items()}
-                output = stage(*received_hidden, **microbatch)
+                output = stage(*stage_inputs, **microbatch)
                 outputs.append(output)
                 if not stage.is_last and number + 1 not in self.stages:
                     peer = self._global_rank_of(number + 1)

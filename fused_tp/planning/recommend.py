@@ -42,7 +42,7 @@ class Plan:
         tokens_per_second: tokens per second of all ranks together, at the speed of the fastest published stacks.
         low_tokens_per_second: tokens per second at the lowest share of the predicted speed that published results of
             torchtitan reach; None: torchtitan has published no results for the machine.
-        exposed_fused, exposed_plain: share of the step that waits for communication, with fused and with plain tp.
+        fused_exposed_share, plain_exposed_share: share of the step that waits for communication, with fused, plain tp.
         reason: message that says why this plan is slower than the best one.
         notes: messages about parts of the model that the prediction omits.
     """
@@ -53,8 +53,8 @@ class Plan:
     microbatch_rows: int
     mfu: float
     tokens_per_second: float
-    exposed_fused: float
-    exposed_plain: float
+    fused_exposed_share: float
+    plain_exposed_share: float
     reason: str
     low_tokens_per_second: float | None = None
     notes: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Plan:
             "tokens_per_second": self.tokens_per_second,
             "low_tokens_per_second": self.low_tokens_per_second,
             "bubble": self.bubble,
-            "exposed_communication": {"fused": self.exposed_fused, "plain": self.exposed_plain},
+            "exposed_communication": {"fused": self.fused_exposed_share, "plain": self.plain_exposed_share},
             "reason": self.reason,
             "notes": list(self.notes),
         }
@@ -265,8 +265,8 @@ def _make_plan(costs: CostModel, best: CostModel, attained_share: float | None) 
         mfu=costs.mfu,
         tokens_per_second=costs.tokens_per_second,
         low_tokens_per_second=None if attained_share is None else attained_share * costs.tokens_per_second,
-        exposed_fused=fused_costs.time.communication / fused_costs.time.total,
-        exposed_plain=plain_costs.time.communication / plain_costs.time.total,
+        fused_exposed_share=fused_costs.time.communication / fused_costs.time.total,
+        plain_exposed_share=plain_costs.time.communication / plain_costs.time.total,
         reason=_explain_slowdown(costs, best),
         notes=costs.shape.notes,
     )

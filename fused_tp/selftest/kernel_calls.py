@@ -6,7 +6,7 @@
 | reduce_scatter | matmul + reduce-scatter | gemm_reduce_scatter |
 | products | sum of three matmuls (like dX of q, k and v) + reduce-scatter | gemm_reduce_scatter |
 | direct | all-gather + matmul; the kernel reads peers' shards | all_gather_gemm |
-| copied | all-gather + matmul; copy engines gather the shards | FusedKernel |
+| copied | all-gather + matmul; copy engines gather the shards | FusedKernelSchedule |
 | ring, ring_in_groups | ring attention | ring_forward |
 | attention | attention of one rank, forward and backward | flash_attention, flash_backward |
 | collectives | csrc/cuda: all-reduce (+ residual + RMSNorm), all-gather; equal results on ranks | DeviceCollectives |

@@ -19,7 +19,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.backends import autotune, registry
 from fused_tp.backends.gemm import Product
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.plain import PlainSchedule
 from fused_tp.backends.messages.torch_dist import torch_dist
 from fused_tp.backends.schedule import GatherMatmul
 from fused_tp.cli import doctor
@@ -28,11 +28,11 @@ from tests.reference import seeded
 from tests.workers import fresh_ranks
 
 
-class Quick(Plain):
+class Quick(PlainSchedule):
     """Plain schedule under another name, while the one named plain is made slow."""
 
 
-class Slow(Plain):
+class Slow(PlainSchedule):
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         time.sleep(0.01)
         return super().all_gather_matmul(asked)
@@ -42,7 +42,7 @@ class Slow(Plain):
         return super()._matmul_sum(products, *rest)
 
 
-class Wrong(Plain):
+class Wrong(PlainSchedule):
     """Schedule that is faster than all others, and wrong in one element of 16,384 on rank 1."""
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
@@ -54,14 +54,14 @@ class Wrong(Plain):
         return super()._matmul_sum(products, *rest) * 1.1
 
 
-class OtherBits(Plain):
+class OtherBits(PlainSchedule):
     """Schedule that is right except for the last bits, which differ between ranks."""
 
     def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         return super()._matmul_sum(products, *rest) * (1 + 1e-6 * self.rank)
 
 
-class Uneven(Plain):
+class Uneven(PlainSchedule):
     """Schedule that is right, but returns different bits in each call."""
 
     calls = 0
@@ -71,17 +71,17 @@ class Uneven(Plain):
         return super()._matmul_sum(products, *rest) * (1 + 1e-6 * self.calls)
 
 
-class Raises(Plain):
+class Raises(PlainSchedule):
     def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         raise NotImplementedError("not for these sizes")
 
 
 @contextmanager
-def only(**kinds: type[Plain]) -> Iterator[None]:
+def only(**kinds: type[PlainSchedule]) -> Iterator[None]:
     """Replace all schedules by `kinds`; `one_sided`, which the table names, is slow."""
     spec, kinds = registry.SCHEDULES["plain"], {**kinds, "one_sided": Slow}
 
-    def made(kind: type[Plain]) -> Any:
+    def made(kind: type[PlainSchedule]) -> Any:
         return lambda group, device, chunks: kind(torch_dist(group, device.type))
 
     specs = {name: replace(spec, name=name, make=made(kind)) for name, kind in kinds.items()}

@@ -405,7 +405,7 @@ def long_prompt(group: Any, n: float) -> tuple[Tensor, float]:
 BETWEEN_CALLS = {
     "plain": (plain, "sum_of_products"),
     "pipelined": (pipelined, "sum_of_products"),
-    "hierarchical": (hierarchical.Hierarchical, "matmul_reduce_scatter"),
+    "hierarchical": (hierarchical.HierarchicalSchedule, "matmul_reduce_scatter"),
     "one_sided": (shared_memory, "sum_of_products"),
     "two_shot": (DeviceSchedule, "matmul_reduce_scatter"),
     "copy_engine": (CopyEngineSchedule, "matmul_reduce_scatter"),
@@ -489,7 +489,7 @@ def test_error_midway_aborts_group(name: str) -> None:
 
 BEFORE_ANYTHING_IS_SENT = {
     "pipelined": (pipelined, "sum_of_products"),
-    "hierarchical": (hierarchical.Hierarchical, "_scatter_to_hosts"),
+    "hierarchical": (hierarchical.HierarchicalSchedule, "_scatter_to_hosts"),
     "nccl_pipeline": (nccl_pipeline, "sum_of_products"),
 }
 

@@ -21,7 +21,7 @@ import fused_tp
 from fused_tp.backends import registry
 from fused_tp.backends.hierarchical import hierarchical
 from fused_tp.backends.hierarchical import two_level as hosts_module
-from fused_tp.backends.hierarchical.hierarchical import Hierarchical
+from fused_tp.backends.hierarchical.hierarchical import HierarchicalSchedule
 from fused_tp.backends.hierarchical.two_level import Hosts, group_hosts, ranks_per_host, to_group_error
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.registry import select_schedule
@@ -81,7 +81,7 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
             return []
         world = len(names)
         made = select_schedule(ScheduleKey("all_reduce", dtype, torch.device("cpu"), 3, None, 4), resolve_group(group))
-        assert isinstance(made, Hierarchical)
+        assert isinstance(made, HierarchicalSchedule)
         assert made._host_schedule("matmul_reduce_scatter", dtype).name == "one_sided"
         every_method(made, dtype, exact=False)  # unequal shards fall back to one level, with right results
         all_cases(group, str(dtype).removeprefix("torch."), strided=False)
@@ -97,7 +97,7 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         return [explained, str(hosts.local_group.ranks), str(hosts.cross_group.ranks)]
 
 
-def integers(made: Hierarchical) -> None:
+def integers(made: HierarchicalSchedule) -> None:
     whole = torch.arange(12 * made.world_size).view(3, 4 * made.world_size)
     shard = whole.chunk(made.world_size, 1)[made.rank]
     assert torch.equal(made.all_gather(shard, gather_dim=1, gather_size=None).wait(), whole)

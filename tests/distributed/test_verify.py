@@ -19,7 +19,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.backends import autotune
 from fused_tp.backends.gemm import Product
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.plain import PlainSchedule
 from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory
 from fused_tp.backends.triton import fused_kernel
 from fused_tp.cli.main import main
@@ -36,7 +36,7 @@ SIZE = (10, 64, 96)
 LATE_SECONDS = 0.4  # more than a call takes on a busy machine
 
 
-class Stale(Plain):
+class Stale(PlainSchedule):
     """Schedule that sometimes returns the result of the previous call."""
 
     calls = 0
@@ -49,7 +49,7 @@ class Stale(Plain):
         return before if before is not None and self.calls % 9 == 0 else found
 
 
-class Hurried(Plain):
+class Hurried(PlainSchedule):
     """Schedule that is wrong if a peer is late."""
 
     def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
@@ -58,7 +58,7 @@ class Hurried(Plain):
         return torch.zeros_like(found) if time.perf_counter() - begun > LATE_SECONDS / 2 else found
 
 
-class Disturbed(Plain):
+class Disturbed(PlainSchedule):
     """Schedule that is wrong while torch.distributed transfers data."""
 
     moving = False
@@ -73,14 +73,14 @@ class Disturbed(Plain):
         return 2 * found if moving else found
 
 
-class Backward(Plain):
+class Backward(PlainSchedule):
     """Schedule that is right except for gradients: the reduction in the backward of a gather."""
 
     def _matmul_scatter(self, *given: Any) -> Tensor:
         return super()._matmul_scatter(*given) * 1.05
 
 
-class GivesUp(Plain):
+class GivesUp(PlainSchedule):
     """Schedule in which rank 1 raises while its peers wait."""
 
     def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
@@ -89,7 +89,7 @@ class GivesUp(Plain):
         return super()._matmul_sum(products, *rest)
 
 
-class Ends(Plain):
+class Ends(PlainSchedule):
     """Schedule whose call ends the program, like a crash or an interrupt by the user."""
 
     how: type[BaseException] = SystemExit
@@ -118,7 +118,7 @@ def told(move: Any) -> Any:
     return all_reduce
 
 
-def found(group: Any, folder: str, op: str, kinds: dict[str, type[Plain]], seconds: str) -> dict[str, str]:
+def found(group: Any, folder: str, op: str, kinds: dict[str, type[PlainSchedule]], seconds: str) -> dict[str, str]:
     """Run the checks and return the problems by schedule."""
     with (
         shorter(op, FUSED_TP_AUTOTUNE=folder, FUSED_TP_TIMEOUT=seconds),
@@ -130,7 +130,7 @@ def found(group: Any, folder: str, op: str, kinds: dict[str, type[Plain]], secon
 
 
 KINDS = {
-    "plain": Plain,
+    "plain": PlainSchedule,
     "right": Quick,
     "wrong": Wrong,
     "other": OtherBits,
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_found_and_kept(world_size: int, tmp_path: Path) -> Non
 
 
 def test_gradients_are_checked(tmp_path: Path) -> None:
-    kinds = {"plain": Plain, "backward": Backward}
+    kinds = {"plain": PlainSchedule, "backward": Backward}
     for outcome in fresh_ranks(2, found, str(tmp_path), "all_gather_matmul", kinds, "60"):
         problems = outcome.unwrap()
         assert problems["plain"] == "" and "of the result are wrong" in problems["backward"]
@@ -166,7 +166,7 @@ def test_gradients_are_checked(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_group_that_has_failed_is_made_anew(tmp_path: Path) -> None:
-    kinds = {"plain": Plain, "gives_up": GivesUp, "right": Quick}
+    kinds = {"plain": PlainSchedule, "gives_up": GivesUp, "right": Quick}
     for outcome in fresh_ranks(2, found, str(tmp_path), "matmul_all_reduce", kinds, "3"):
         problems = outcome.unwrap()
         assert "out of slots" in problems["gives_up"] or "rank 1" in problems["gives_up"]
@@ -175,7 +175,7 @@ def test_a_group_that_has_failed_is_made_anew(tmp_path: Path) -> None:
 
 def ends(group: Any, folder: str, how: type[BaseException]) -> None:
     with mock.patch.object(Ends, "how", how), pytest.raises(how):
-        found(group, folder, "matmul_all_reduce", {"plain": Plain, "ends": Ends}, "60")
+        found(group, folder, "matmul_all_reduce", {"plain": PlainSchedule, "ends": Ends}, "60")
 
 
 @pytest.mark.parametrize(("how", "kept"), [(SystemExit, 1), (KeyboardInterrupt, 0)])
@@ -185,7 +185,7 @@ def test_what_ended_the_program_is_not_tried_again(how: type[BaseException], kep
     (file,) = tmp_path.iterdir()
     assert len(json.loads(file.read_text())["wrong"]) == kept
     if kept:
-        kinds = {"plain": Plain, "ends": Ends, "right": Quick}
+        kinds = {"plain": PlainSchedule, "ends": Ends, "right": Quick}
         for outcome in fresh_ranks(2, found, str(tmp_path), "matmul_all_reduce", kinds, "60"):
             problems = outcome.unwrap()
             assert "never finished" in problems["ends"] and problems["right"] == ""
@@ -193,7 +193,7 @@ def test_what_ended_the_program_is_not_tried_again(how: type[BaseException], kep
 
 def chosen(group: Any, folder: str) -> str:
     """Schedules that FUSED_TP_AUTOTUNE measures after the fastest one has been found wrong."""
-    with mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder), only(plain=Plain, hurried=Hurried):
+    with mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder), only(plain=PlainSchedule, hurried=Hurried):
         what = ("hurried", "matmul_all_reduce", torch.float32)
         assert "late" in autotune.known_problem(resolve_group(group), torch.device("cpu"), *what)
         fused_tp.matmul_all_reduce(seeded(8, 16), seeded(8, 16, seed=1), group=group)
@@ -203,7 +203,7 @@ def chosen(group: Any, folder: str) -> str:
 
 def hurried(group: Any, folder: str) -> dict[str, str]:
     with mock.patch.object(verify, "LATE_SECONDS", LATE_SECONDS):
-        return found(group, folder, "matmul_all_reduce", {"plain": Plain, "hurried": Hurried}, "60")
+        return found(group, folder, "matmul_all_reduce", {"plain": PlainSchedule, "hurried": Hurried}, "60")
 
 
 def test_the_autotuner_leaves_out_what_a_check_has_found(tmp_path: Path) -> None:

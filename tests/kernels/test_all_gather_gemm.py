@@ -18,7 +18,7 @@ from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
 from fused_tp.backends.schedule import DimShards, GatherMatmul
 from fused_tp.backends.symmetric_memory.symm_mem import allocate_cpu, group_memory
-from fused_tp.backends.triton.fused_kernel import FusedKernel
+from fused_tp.backends.triton.fused_kernel import FusedKernelSchedule
 from fused_tp.core.group import resolve_group
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run_kernel, stage_launch
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
@@ -75,7 +75,7 @@ class Arriving:
     def __init__(self, group):
         cpu = torch.device("cpu")
         self.group = resolve_group(group)
-        self.schedule = FusedKernel(
+        self.schedule = FusedKernelSchedule(
             group_memory(self.group, cpu), None, CopyEngineSchedule(CopyEngine(group_memory(self.group, cpu)), None)
         )
 

@@ -56,13 +56,13 @@ def all_cases_by_copy_engines(group: Any, dtype: str) -> list[str]:
     from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 
     asked: list[str] = []
-    real = CopyEngine.call
+    real = CopyEngine.begin_call
 
-    def call(self: CopyEngine, op: str, **sizes: int) -> Any:
+    def begin_call(self: CopyEngine, op: str, **sizes: int) -> Any:
         asked.append(op)
         return real(self, op, **sizes)
 
-    with mock.patch.object(CopyEngine, "call", call):
+    with mock.patch.object(CopyEngine, "begin_call", begin_call):
         by_copy_engines(group, forced, "all_cases", dtype, False)
     return sorted(set(asked))
 

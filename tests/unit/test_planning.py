@@ -264,7 +264,7 @@ def test_plans_of_70b_are_legal_fit_and_come_in_time() -> None:
         assert plan.config.world_size == 64 and plan.config.tp <= machine.ranks_per_node
         assert plan.memory.total <= machine.memory * USABLE_MEMORY
         assert plan.microbatch_rows * plan.config.microbatches * plan.config.data_parallel == 512
-        assert plan.exposed_fused <= plan.exposed_plain and plan.reason
+        assert plan.fused_exposed_share <= plan.plain_exposed_share and plan.reason
     assert [plan.time.total for plan in plans] == sorted(plan.time.total for plan in plans)
     assert plans[0].reason == "The fastest plan that fits into memory."
 

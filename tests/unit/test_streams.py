@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
-from fused_tp.backends.triton.fused_kernel import FusedKernel
+from fused_tp.backends.triton.fused_kernel import FusedKernelSchedule
 from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import streams
 from tests.native.doubles.libraries import double_knobs, gpu_double
@@ -142,7 +142,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
 def gather(engine: CopyEngine, rank: LocalRank, length: int, number: int, offered: bool) -> None:
     """One gather by copy engines; a kernel (if `offered`) or the caller's stream waits for it."""
     shard, gathered = torch.full((length,), 10.0 * number + rank.rank), torch.zeros(RANKS, length)
-    with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
+    with engine.begin_call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
         if offered:
             words = call.offer(shard, list(gathered)).arrival_flags
             until = time.monotonic() + 30
@@ -180,7 +180,7 @@ def test_each_stream_of_four_ranks_has_a_queue_of_its_own(
             return made
 
         main = streams.own_streams(rank, torch.device("cuda", 0), 1)
-        engine, kernels = CopyEngine(rank), FusedKernel(rank, None).workspaces
+        engine, kernels = CopyEngine(rank), FusedKernelSchedule(rank, None).workspaces
         kinds = {*kernels._constructors, "device", "overlapped gather"}
         assert kinds == {"sum", "gather", "ring", "device", "overlapped gather"}, "a kind that this does not know"
         kernels._constructors = {kind: make_ring if kind == "ring" else make for kind in kinds}

@@ -238,7 +238,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
     """Gathers and scatters of one group on one device.
 
     Example:
-        with engine.call("all_gather", gather_bytes=shard.nbytes) as call:
+        with engine.begin_call("all_gather", gather_bytes=shard.nbytes) as call:
             call.gather(shard, list(gathered))
             gathered[engine.rank].copy_(shard)
             call.finish(gathered)
@@ -254,7 +254,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         """Return the handle of the current stream."""
         return current_stream(self.device)
 
-    def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> CopyCall:
+    def begin_call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> CopyCall:
         """Begin a call of `op`, one of ENGINE_OPS.
 
         Args:

@@ -25,7 +25,7 @@ from torch import Tensor
 from fused_tp.backends.copy_engine.copy_engine import BlockScatter, CopyCall, CopyEngine
 from fused_tp.backends.cuda.device_collectives import sum_into
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
-from fused_tp.backends.messages.plain import Plain, gather_blocks
+from fused_tp.backends.messages.plain import PlainSchedule, gather_blocks
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule, rank_offsets
 from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.core.partition import shard_range, shard_sizes
@@ -48,7 +48,7 @@ class CopyEngineSchedule(KernelSchedule):
 
     name = "copy_engine"
 
-    def __init__(self, engine: CopyEngine, plain: Plain | None, chunks: int | None = None) -> None:
+    def __init__(self, engine: CopyEngine, plain: PlainSchedule | None, chunks: int | None = None) -> None:
         no_fallback_message = "all_reduce by copy engines is not supported for ranks that are threads of one process."
         super().__init__(engine, plain, no_fallback_message)
         self.engine = engine
@@ -63,7 +63,7 @@ class CopyEngineSchedule(KernelSchedule):
         """Start gathering the ranks' `flat` [n] in rank order, to [W * n]."""
         out = flat.new_empty(self.world_size * flat.numel())
         shards = out.view(self.world_size, flat.numel())
-        call = self.engine.call("all_gather", gather_bytes=flat.nbytes)
+        call = self.engine.begin_call("all_gather", gather_bytes=flat.nbytes)
         with span("all_gather", flat, self.name), call:
             call.gather(flat, list(shards.unbind()))
             shards[self.rank].copy_(flat)
@@ -90,7 +90,7 @@ class CopyEngineSchedule(KernelSchedule):
         out = torch.empty_like(own_block)
         with (
             span("reduce_scatter", rows, self.name),
-            self.engine.call("reduce_scatter", scatter_bytes=_max_bytes(blocks)) as call,
+            self.engine.begin_call("reduce_scatter", scatter_bytes=_max_bytes(blocks)) as call,
         ):
             scatter = call.scatter()
             for owner in self._peers:
@@ -107,7 +107,7 @@ class CopyEngineSchedule(KernelSchedule):
         shards = gathered.split(counts)
         outputs = [own_rows.new_empty((sum(counts), w.shape[0])) for w in request.weights]
         output_shards = [y.split(counts) for y in outputs]
-        with self.engine.call("all_gather_matmul", gather_bytes=_max_bytes(shards)) as call:
+        with self.engine.begin_call("all_gather_matmul", gather_bytes=_max_bytes(shards)) as call:
             call.gather(own_rows, shards)
             for source in (self.rank, *self._peers):
                 if source != self.rank:
@@ -131,7 +131,7 @@ class CopyEngineSchedule(KernelSchedule):
         x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
         max_bytes = max(counts) * n * x.element_size()
-        with self.engine.call("matmul_reduce_scatter", scatter_bytes=max_bytes) as call:
+        with self.engine.begin_call("matmul_reduce_scatter", scatter_bytes=max_bytes) as call:
             scatter = self._multiply_and_send("matmul_reduce_scatter", call, products, partial, counts)
             if overlapped_work is not None:
                 overlapped_work()
@@ -147,7 +147,7 @@ class CopyEngineSchedule(KernelSchedule):
         chunks = [shard_range(m, num_chunks, number) for number in range(num_chunks)]
         max_bytes = max(shard_sizes(stop - start, self.world_size)[0] for start, stop in chunks) * n * x.element_size()
         previous_chunk: tuple[BlockScatter, Tensor] | None = None
-        with self.engine.call("matmul_all_reduce", gather_bytes=max_bytes, scatter_bytes=max_bytes) as call:
+        with self.engine.begin_call("matmul_all_reduce", gather_bytes=max_bytes, scatter_bytes=max_bytes) as call:
             for number, (start, stop) in enumerate(chunks):
                 counts = shard_sizes(stop - start, self.world_size)
                 chunk_products = [(x[start:stop], w) for x, w in products]

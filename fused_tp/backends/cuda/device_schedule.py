@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 from fused_tp.backends.cuda.device_plans import NORM_ALGORITHMS, SUMMED_DTYPES
 from fused_tp.backends.gemm import Product, linear, sum_of_products
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.plain import PlainSchedule
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
@@ -36,7 +36,7 @@ class DeviceSchedule(KernelSchedule):
         plain: fallback for calls without a kernel; None if the ranks are threads, which have no fallback.
     """
 
-    def __init__(self, algorithm: str, collectives: DeviceCollectives, plain: Plain | None) -> None:
+    def __init__(self, algorithm: str, collectives: DeviceCollectives, plain: PlainSchedule | None) -> None:
         super().__init__(
             collectives,
             plain,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fused_tp.backends.gemm import Product, as_rows
 from fused_tp.backends.hierarchical.two_level import Hosts, LevelScope, TwoLevelGroup
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.plain import PlainSchedule
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.core import tracing
@@ -40,7 +40,7 @@ CHUNK_BYTES = 2 << 20
 MAX_CHUNKS = 4
 
 
-class Hierarchical(Schedule):
+class HierarchicalSchedule(Schedule):
     """Implements the ops of a group that spans several hosts.
 
     Args:
@@ -57,7 +57,7 @@ class Hierarchical(Schedule):
         hosts: Hosts,
         host_schedule: Callable[[str, torch.dtype], Schedule],
         cross_host: TorchDist,
-        flat_schedule: Plain,
+        flat_schedule: PlainSchedule,
     ) -> None:
         self._hosts = hosts
         self._host_schedule = host_schedule

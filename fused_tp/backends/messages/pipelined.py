@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_tp.backends.gemm import Product, as_rows, linear, sum_of_products
 from fused_tp.backends.grouped import GroupedProduct
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.plain import PlainSchedule
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork
 from fused_tp.core.partition import shard_range
 from fused_tp.core.pending import Pending
@@ -27,7 +27,7 @@ MAX_CHUNKS = 4
 ComputeColumns: TypeAlias = Callable[[int, int], Tensor]  # computes columns [start, stop) of the partial result
 
 
-class Pipelined(Plain):
+class PipelinedSchedule(PlainSchedule):
     """Implements the ops of one group, with compute and torch.distributed transfers interleaved chunk by chunk."""
 
     name = "pipelined"

@@ -16,7 +16,7 @@ from fused_tp.backends.schedule import DimShards, OverlappedWork, RowSchedule
 from fused_tp.core.pending import Pending, PendingCall
 
 
-class Plain(RowSchedule):
+class PlainSchedule(RowSchedule):
     """Implements the ops of one group by compute, followed by a torch.distributed collective.
 
     `overlapped_work`, such as the weight gradient, runs while the collective is in flight.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fused_tp.backends.cuda.device_collectives import sum_into
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.plain import PlainSchedule
 from fused_tp.backends.nccl.chunk_plan import gather_plan, scatter_plan
 from fused_tp.backends.nccl.nccl import NcclDist, PendingExchanges
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, rank_offsets
@@ -39,7 +39,7 @@ ONE_SHOT_BYTES = 128 * 1024
 _ALIGNMENT_BYTES = 16  # bytes that one thread moves at a time
 
 
-class NcclPipeline(Plain):
+class NcclPipeline(PlainSchedule):
     """Implements the ops of one group on its own NCCL communicator; ops without a matmul are not chunked.
 
     Args:

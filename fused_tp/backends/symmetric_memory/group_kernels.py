@@ -24,7 +24,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.plain import PlainSchedule
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import RowSchedule
 from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, check_not_capturing, is_capturing
@@ -263,7 +263,7 @@ class KernelSchedule(RowSchedule):
         no_fallback_message: message of the error for ops without a kernel if the ranks are threads.
     """
 
-    def __init__(self, kernels: GroupKernels[Any], plain: Plain | None, no_fallback_message: str) -> None:
+    def __init__(self, kernels: GroupKernels[Any], plain: PlainSchedule | None, no_fallback_message: str) -> None:
         self.rank, self.world_size = kernels.rank, kernels.world_size
         self._kernels = kernels
         self._plain = plain
@@ -271,7 +271,7 @@ class KernelSchedule(RowSchedule):
         self._no_fallback_message = no_fallback_message
 
     @property
-    def fallback(self) -> Plain:
+    def fallback(self) -> PlainSchedule:
         """The plain schedule, which runs the calls that have no kernel.
 
         Raises:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
-from fused_tp.backends.messages.plain import Plain, gather_blocks
+from fused_tp.backends.messages.plain import PlainSchedule, gather_blocks
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork
 from fused_tp.backends.symmetric_memory.group_kernels import KernelSchedule
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
@@ -53,7 +53,7 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     name = "symm_mem"
 
-    def __init__(self, symm_mem: TorchSymmMem, plain: Plain) -> None:
+    def __init__(self, symm_mem: TorchSymmMem, plain: PlainSchedule) -> None:
         super().__init__(symm_mem, plain, "")
         self.symm_mem = symm_mem
         self._side_stream = SideStream()

@@ -25,7 +25,7 @@ from torch import Tensor
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
 from fused_tp.backends.gemm import Product, as_rows
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.plain import PlainSchedule
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, Schedule
 from fused_tp.backends.symmetric_memory.group_kernels import MAX_TIMEOUT_SECONDS, KernelSchedule, Workspaces
 from fused_tp.backends.symmetric_memory.side_stream import SideStream
@@ -43,7 +43,7 @@ DIRECT_BYTES = 256 * 1024
 ONE_SHOT_BYTES = 256 * 1024
 
 
-class FusedKernel(KernelSchedule):
+class FusedKernelSchedule(KernelSchedule):
     """Implements the ops of one group by fused kernels, in memory that all ranks of the group can access.
 
     Args:
@@ -56,7 +56,7 @@ class FusedKernel(KernelSchedule):
     name = "fused_kernel"
 
     def __init__(
-        self, memory: KernelMemory, plain: Plain | None, copy_schedule: CopyEngineSchedule | None = None
+        self, memory: KernelMemory, plain: PlainSchedule | None, copy_schedule: CopyEngineSchedule | None = None
     ) -> None:
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
@@ -144,7 +144,7 @@ class FusedKernel(KernelSchedule):
             destinations[self.rank] = destinations[self.rank][:0]
         # The matmul's own deadline is only an upper bound: the streams that copy enforce the deadline.
         timeout_ns = int(min(2 * settings.timeout_seconds(), MAX_TIMEOUT_SECONDS) * 1e9)
-        with self.workspaces.in_turn(), engine.call("all_gather_matmul", gather_bytes=max_bytes) as call:
+        with self.workspaces.in_turn(), engine.begin_call("all_gather_matmul", gather_bytes=max_bytes) as call:
 
             def start() -> Arrivals:
                 shards = call.offer(own_rows, destinations)
