@@ -348,6 +348,14 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
     return dtensors
 
 
+def shard_like(full_tensor: Tensor, sharded: Any) -> Tensor:
+    """Return this rank's shard of `full_tensor`, sharded like the parameter `sharded`."""
+    shard = full_tensor.reshape(sharded.shape)
+    if isinstance(sharded, DTensor):
+        return distribute_tensor(shard, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+    return shard
+
+
 @torch.no_grad()
 def copy_full_(parameter: Tensor, full_tensor: Tensor, *, broadcast: bool = True) -> None:
     """Write this rank's shard of `full_tensor` into a parameter of any placement (also on the 2-D mesh of FSDP2).

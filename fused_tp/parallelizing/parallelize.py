@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.nn.optimizers import call_before_steps, record_replaced_parameters, watch_model
-from fused_tp.nn.sharding import plain_parameters_
+from fused_tp.nn.sharding import packed_dims, plain_parameters_
 from fused_tp.ops.arguments import check_bool
 from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
 from fused_tp.parallelizing.checks.batch_check import BatchCheck
@@ -27,6 +27,7 @@ from fused_tp.parallelizing.checks.model_check import (
     check_equal_models,
     is_parallelized,
     remember_code,
+    warn_once,
 )
 from fused_tp.parallelizing.checks.shard_check import ShardCheck
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
@@ -503,7 +504,28 @@ def _apply_plan(model: nn.Module, options: _CheckedArguments, model_plan: _Model
         plain_parameters_(model)
     sequence.adapt(model)
     input_hooks.close()
+    _warn_of_packed_parameters(model, options.meshes)
     return sharding
+
+
+def _warn_of_packed_parameters(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
+    """Log which parameters have one more dim than before sharding: callers may select parameters by ndim or shape."""
+    dims = packed_dims(model)
+    packed = {name: (p.shape, dims[id(p)]) for name, p in model.named_parameters() if id(p) in dims}
+    if packed:
+        name, (shape, dim) = next(iter(packed.items()))
+        warn_once(
+            meshes,
+            f"packed parameters of {type(model).__name__}",
+            "%d parameters have one more dim than in the unsharded %s, such as %r: %s instead of %s. Code that "
+            "reads ndim or shape of parameters (weight decay by ndim, Muon's matrices, learning rates by fan-in) sees "
+            "it: select these parameters by name.",
+            len(packed),
+            type(model).__name__,
+            name,
+            list(shape),
+            [*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]],
+        )
 
 
 def _add_hooks(

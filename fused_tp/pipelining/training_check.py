@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.core.errors import FusedTPError
-from fused_tp.nn.sharding import as_dtensors
+from fused_tp.nn.sharding import as_dtensors, shard_like
 from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
 from fused_tp.parallelizing.checks.model_check import warn_once
@@ -43,7 +43,6 @@ from fused_tp.parallelizing.checks.step_check import (
     gradient_errors,
     gradient_shards,
     gradients_by_backward,
-    shard_like,
     two_norm,
 )
 from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fused_tp
 from fused_tp.nn import clip_grad_norm_
 from tests.integrations.models import copy_of, full, make, make_tokens, mesh_of
+from tests.integrations.sweep import make_model
 from tests.integrations.test_sharding_check import log_lines
 from tests.workers import error_of, on_ranks
 
@@ -138,6 +139,16 @@ def test_states_of_unsharded_optimizers(group: dist.ProcessGroup) -> None:
         step(one, other)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter), whole.get_parameter(name))
+
+
+@on_ranks(2)
+def test_parameters_with_another_dim_are_named(group: dist.ProcessGroup) -> None:
+    with log_lines() as lines:
+        model = fused_tp.parallelize(make_model("phi3"), mesh_of(group, 1, 2))
+    (weight,) = {p.shape for name, p in model.named_parameters() if name.endswith("layers.0.mlp.gate_up_proj.weight")}
+    assert weight.numel() and len(weight) == 3
+    named = [line for line in lines if "have one more dim than in the unsharded Phi3ForCausalLM, such as" in line]
+    assert len(named) == (group.rank() == 0), lines
 
 
 @on_ranks(2)

@@ -113,6 +113,25 @@ def test_plain_models(group: dist.ProcessGroup) -> None:
     model(tokens)
 
 
+@on_ranks(2)
+def test_gates_that_start_at_zero(group: dist.ProcessGroup) -> None:
+    """Behind a gate of 0 all gradients are 0, and a learning rate that starts at 0 keeps it there for a step."""
+    model, tokens = Block(), make_tokens(2, 20) % 36
+    model.gate = nn.Parameter(torch.zeros(1))
+    model.tokens = lambda x: x + model.gate * OtherGradient.apply(x)
+    parallelize(model, mesh_of(group, 2, 1)["cp"], plan=PLAN)
+    before = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=GRADIENT):
+        model(tokens)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    right = Block()
+    right.gate = nn.Parameter(torch.zeros(1))
+    right.tokens = lambda x: x + right.gate * x
+    parallelize(right, mesh_of(group, 2, 1)["cp"], plan=PLAN)
+    right(tokens).square().mean().backward()
+    assert compared(right) and right.gate.grad is not None and float(right.gate) == 0.0
+
+
 class Late(Block):
     """Model that mixes tokens from some call on."""
 

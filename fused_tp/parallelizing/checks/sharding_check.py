@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_map
 from fused_tp.backends.gemm import linear
 from fused_tp.core.errors import FusedTPError
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
+from fused_tp.parallelizing.checks.constants import constants_with_noise
 from fused_tp.parallelizing.checks.float32 import Find16BitResults, has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import warn_once
 from fused_tp.parallelizing.checks.module_outputs import (
@@ -53,7 +54,6 @@ from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.outputs import find_tensors
 
 TIME_LIMIT_SECONDS = 2.0  # time limit for the unsharded model; the sharded one takes about as long
-_NOISE_SCALE = 0.1
 _ID_OPTIONS: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
 _FLOAT_OPTIONS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 # Bounds of a token's output error, relative to its norm. Loose for fp64, because some modules always compute in fp32.
@@ -123,7 +123,7 @@ def compare_sharding(
     with ExitStack() as stack:
         reason, runs = model_obstacle(model), list[_UnshardedRun]()
         if not reason:
-            stack.enter_context(_add_noise(model, outcome))
+            stack.enter_context(constants_with_noise(model, outcome))
             ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
             runs, reason = _run_unsharded(model, verify, rows, ranks, is_pipeline)
         reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])
@@ -550,40 +550,3 @@ def _copy_to_device(arguments: Mapping[str, Any], models: Sequence[nn.Module]) -
         lambda t: t.to(device, copy=True) if isinstance(t, Tensor) else t, dict(arguments)
     )
     return copies
-
-
-# -- noise on constant parameters --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _add_noise(model: nn.Module, outcome: ShardingOutcome) -> Iterator[None]:
-    """Add noise to constant parameters, and restore their constant on exit."""
-    generator = torch.Generator().manual_seed(1)
-    changed: dict[str, tuple[nn.Parameter, Tensor]] = {}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            constant = _constant_value(parameter)
-            if constant is not None:
-                changed[name] = parameter, constant
-                noise = torch.randn(parameter.shape, generator=generator, **_FLOAT_OPTIONS) * _NOISE_SCALE
-                parameter.add_(noise.to(parameter.device, parameter.dtype))
-    try:
-        yield
-    finally:
-        sharded = dict(outcome.sharded.named_parameters())
-        with torch.no_grad():
-            for name, (parameter, constant) in changed.items():
-                for target in {
-                    id(target): target for target in (parameter, sharded.get(name)) if target is not None
-                }.values():
-                    target.fill_(constant.item())  # also in the unsharded parameter, which the caller may still use
-
-
-def _constant_value(parameter: Tensor) -> Tensor | None:
-    """Return the value that all elements share; None if they differ, or if there is only one element."""
-    is_dense = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ and parameter.layout == torch.strided
-    if not is_dense or not parameter.is_floating_point() or parameter.numel() < 2 or parameter.is_inference():
-        return None
-    values = parameter.detach()
-    first, last = (values[(i,) * parameter.ndim] for i in (0, -1))  # compared first: they rule out most tensors
-    return first.clone() if bool(first == last) and bool((values == first).all()) else None

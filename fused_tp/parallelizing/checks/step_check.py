@@ -13,6 +13,8 @@ code, the mode, arguments, trainable parameters or autocast differ from the call
 | unsharded | if an error is large: outputs and gradients with rounding errors added, to measure their effect; all |
 |           | ranks raise if the error is larger than that                                                         |
 
+In the first of these comparisons both models have noise on constant parameters (`constants`).
+
 Then the call itself runs, with random states, modes, buffers and gradients as before (`preserve_state`).
 
 Unlike the comparison after sharding (`sharding_check`), this one uses the caller's batch, lengths, labels and mode,
@@ -34,16 +36,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from fused_tp.core.checks import FIRST_CALLS, is_check_due, is_repetition_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
-from fused_tp.nn.sharding import as_dtensors, local_shard
+from fused_tp.nn.sharding import as_dtensors, local_shard, shard_like
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
+from fused_tp.parallelizing.checks.constants import sharded_constants_with_noise
 from fused_tp.parallelizing.checks.float32 import has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import callers_code, remember_code, warn_once
 from fused_tp.parallelizing.checks.module_outputs import OutputComparison, RankShards, first_difference, record_outputs
@@ -368,13 +371,25 @@ class _StepComparison:
 
     def compare(self) -> str:
         """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
-        meshes = self.check.meshes
         known_shapes = self.check.output_shapes
         if (key := self._shapes_key()) not in known_shapes:
             with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
                 known_shapes[key] = [t.shape for t in self._run()]
-        unsharded: _UnshardedStep | None = None
         reason = self._gather_parameters()
+        if self.check.calls > 1 or reason:
+            return self._compare(key, reason)
+        with sharded_constants_with_noise(self.model, self.full_parameters):
+            return self._compare(key, reason)
+
+    def _compare(self, key: object, reason: str) -> str:
+        """Compare the gathered parameters; see `compare`.
+
+        Args:
+            key: `_shapes_key` of the call.
+            reason: reason why this rank has no full parameters, or "".
+        """
+        meshes, known_shapes = self.check.meshes, self.check.output_shapes
+        unsharded: _UnshardedStep | None = None
         if not reason:
             unsharded, reason = self._unsharded_step(known_shapes[key])
         self.full_parameters = {}  # free the memory before the sharded model runs
@@ -738,14 +753,6 @@ def gradient_shards(
             shard = shard if parallelism.grad_sync else shard / cp.size()
         shards[name] = shard
     return shards
-
-
-def shard_like(full_tensor: Tensor, sharded: Any) -> Tensor:
-    """Return this rank's shard of `full_tensor`, sharded like the parameter `sharded`."""
-    shard = full_tensor.reshape(sharded.shape)
-    if isinstance(sharded, DTensor):
-        return distribute_tensor(shard, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
-    return shard
 
 
 def gradients_by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None]:
