@@ -23,7 +23,7 @@ CORE = [
     ),
     *(
         f"tests/distributed/test_{name}.py"
-        for name in ("tp_ops", "ring_attention", "layers_linear", "explain", "training")
+        for name in ("tp_ops", "ring_attention", "layers_linear", "explain", "training", "single_device_writes")
     ),
     *(f"tests/kernels/test_{name}.py" for name in ("sums", "signals")),
     "tests/integrations/test_parallelize_plain.py",

@@ -36,6 +36,8 @@ Product: TypeAlias = tuple[Tensor, Tensor]
 
 # Multiply-adds below which oneDNN's dispatch costs more than it gains.
 _MIN_ONEDNN_MULTIPLY_ADDS = 1 << 24
+# Multiply-adds below which oneDNN's copy of a transposed matrix costs more than it gains over MKL, which needs no copy.
+_MIN_TRANSPOSED_MULTIPLY_ADDS = 1 << 29
 
 
 @cache
@@ -182,7 +184,10 @@ def as_rows(x: Tensor) -> Tensor:
 
 def weight_grad(d_output: Tensor, x: Tensor) -> Tensor:
     """Return the weight gradient dW [N, K] = dY^T @ X, summed over all leading dims."""
-    return linear(as_rows(d_output).t(), as_rows(x).t())
+    d_rows, rows = as_rows(d_output), as_rows(x)
+    if d_rows.numel() * rows.shape[-1] < _MIN_TRANSPOSED_MULTIPLY_ADDS:
+        return torch.mm(d_rows.t(), rows)
+    return linear(d_rows.t(), rows.t())
 
 
 def bias_grad(d_output: Tensor) -> Tensor:

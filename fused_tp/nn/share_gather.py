@@ -46,7 +46,9 @@ class SharedGather:
             *parameters,
             *(parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor)),
         ]
-        if True in [tensor.is_inference() for tensor in tensors]:  # such tensors have no version counter
+        is_inference = True in [tensor.is_inference() for tensor in tensors]  # such tensors have no version counter
+        # A hook computes the weight of a pruned layer before each of its calls; until then it is that of the last step.
+        if is_inference or [True for parameter in parameters if parameter.grad_fn is not None]:
             return column_forward([self.layers[index]], x, *sizes)[0]
         versions = [tensor._version for tensor in tensors]
         write_state = (

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Subset
 
 from fused_tp.core import tracing
 from fused_tp.nn.grad_norm import clip_grad_norm_, scale_gradients_
+from fused_tp.nn.sharding import packed_dims
 from fused_tp.parallelizing.grad_sync import no_sync
 from fused_tp.parallelizing.mesh import make_mesh
 from fused_tp.pipelining.pipeline import Pipeline, count_targets, takes_target_count
@@ -506,17 +508,25 @@ def _has_dropout(model: Any) -> bool:
 
 
 def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Create AdamW over the parameters of a module or a Pipeline; 1-D parameters have no weight decay."""
+    """Create AdamW over the parameters of a module or a Pipeline; 1-D parameters have no weight decay.
+
+    The number of dims is that of the unsharded parameter: packed ones have one dim more.
+    """
+    packed_ids = packed_dims(model)
     trainable_parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable_parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable_parameters if p.ndim < 2], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trainable_parameters if p.ndim - (id(p) in packed_ids) > 1]},
+        {"params": [p for p in trainable_parameters if p.ndim - (id(p) in packed_ids) < 2], "weight_decay": 0.0},
     ]
+    # One call for all parameters, instead of several operations of DTensors for each. It takes DTensors of one mesh.
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in trainable_parameters}
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True if len(meshes) == 1 else None,
     )
 
 

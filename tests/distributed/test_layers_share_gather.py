@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from fused_tp.nn import ColumnParallelLinear
@@ -221,3 +222,23 @@ def test_under_compile(group: dist.ProcessGroup) -> None:
         one(x)
         x.add_(1)
         torch.testing.assert_close(k(x), full.linears[1](x), **EXACT)
+
+
+@on_ranks(2)
+def test_pruned_layers(group: dist.ProcessGroup) -> None:
+    """A pruned layer's weight is computed before each of its calls; before the first layer's it is the last step's."""
+    full, model = Projections(None), shared_projections(group)
+    x = seeded(4, 6, dtype=torch.float64)
+    for one in (full, model):
+        for linear in one.linears[1:]:
+            prune.identity(linear, "weight")
+            linear.weight_mask[:, ::2] = 0.0
+    for _ in range(3):
+        outputs = [one(x) for one in (full, model)]
+        torch.testing.assert_close(*outputs)
+        for one, output in zip((full, model), outputs, strict=True):
+            one.zero_grad()
+            output.sum().backward()
+    for (name, p), expected in zip(model.named_parameters(), full.parameters(), strict=True):
+        assert p.grad is not None, name
+        torch.testing.assert_close(p.grad.full_tensor(), expected.grad, check_dtype=True)

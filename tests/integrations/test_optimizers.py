@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fused_tp
 from fused_tp.nn import clip_grad_norm_
+from fused_tp.training.run import make_optimizer
+from fused_tp.training.settings import OptimizerSettings
 from tests.integrations.models import copy_of, full, make, make_tokens, mesh_of
 from tests.integrations.sweep import make_model
 from tests.integrations.test_sharding_check import log_lines
@@ -147,6 +149,9 @@ def test_parameters_with_another_dim_are_named(group: dist.ProcessGroup) -> None
         model = fused_tp.parallelize(make_model("phi3"), mesh_of(group, 1, 2))
     (weight,) = {p.shape for name, p in model.named_parameters() if name.endswith("layers.0.mlp.gate_up_proj.weight")}
     assert weight.numel() and len(weight) == 3
+    decayed, undecayed = (group["params"] for group in make_optimizer(model, OptimizerSettings()).param_groups)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in undecayed} == {name for name in names.values() if "norm" in name} and decayed
     named = [line for line in lines if "have one more dim than in the unsharded Phi3ForCausalLM, such as" in line]
     assert len(named) == (group.rank() == 0), lines
 

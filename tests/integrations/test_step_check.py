@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_tp.nn import gather_state_dict
 from fused_tp.parallelizing.checks.step_check import StepCheck
 from fused_tp.parallelizing.parallelize import parallelize
-from tests.integrations.models import make, make_tokens, mesh_of
+from tests.integrations.models import full, make, make_tokens, mesh_of
 from tests.integrations.test_sharding_check import PLAN, Block, llama, log_lines
 from tests.workers import on_ranks
 
@@ -171,10 +172,11 @@ def test_what_changes_after_the_first_step(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match=WRONG):
             model(tokens, mixing=0.5)
         model = parallelize(Late(1000), cp, plan=PLAN)
-        for call in range(15):
+        for _ in range(11):
             model(tokens)
-            if call == 11:
-                model.down.requires_grad_(False)
+        assert not compared(model)
+        model.down.requires_grad_(False)
+        model(tokens)
         assert compared(model)
 
 
@@ -372,7 +374,8 @@ def test_losses_of_what_is_inside(group: dist.ProcessGroup) -> None:
         model = fresh(cp)
         torch.autograd.grad(model(tokens).square().mean(), list(model.parameters()), allow_unused=True)
         assert sum("differentiated by torch.autograd.grad" in line for line in lines) == (group.rank() == 0)
-    lines = [line for line in lines if "torch.autograd.grad" not in line]
+    assert any("a hook writes other values to the entry '0'" in line for line in lines) == (group.rank() == 0)
+    lines = [line for line in lines if "torch.autograd.grad" not in line and "a hook writes" not in line]
     if dist.get_rank(group) == 0:
         assert len(lines) == 3, lines
         assert all("not come from the outputs of the model's forward" in line for line in lines), lines
@@ -567,3 +570,94 @@ def test_replaced_layers_keep_no_values(group: dist.ProcessGroup) -> None:
     assert held.weight.is_meta
     model(make_tokens(2, 16) % 37).sum().backward()
     assert held.weight.is_meta and model.up is not held
+
+
+@on_ranks(2)
+def test_variables_that_hooks_write(group: dist.ProcessGroup) -> None:
+    """Values of one rank's tokens are named; times are not, and the comparisons leave all of them as they were."""
+    model, tokens = Block(), make_tokens(2, 16) % 37
+    counts, seen = torch.zeros(37), {"largest": 0.0, "at": 0.0}
+
+    def count(module: nn.Module, args: Any, output: Tensor) -> None:
+        counts.add_(torch.bincount(output.argmax(-1).flatten(), minlength=37))
+        seen["at"] = time.perf_counter()
+
+    def largest(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen["largest"] = max(seen["largest"], float(output.detach().abs().max()))
+
+    model.embed.register_forward_hook(count)
+    parallelize(model, mesh_of(group, 1, 2)["tp"], plan=PLAN, verify=False)
+    with log_lines() as lines:
+        model(tokens).sum().backward()
+    assert not lines and counts.sum() == 32, (lines, counts.sum())
+    for hook, name in ((count, "counts"), (largest, "entry 'largest'")):
+        model = Block()
+        model.embed.register_forward_hook(hook)
+        model = parallelize(model, mesh_of(group, 2, 1)["cp"], plan=PLAN)
+        with log_lines() as lines:
+            model(tokens)
+        named = [line for line in lines if "a hook writes other values to the" in line and name in line]
+        assert len(named) == len(lines) == (group.rank() == 0), lines
+
+
+@on_ranks(2)
+def test_hooks_added_between_the_checks(group: dist.ProcessGroup) -> None:
+    model, tokens = parallelize(Block(), mesh_of(group, 2, 1)["cp"], plan=PLAN), make_tokens(2, 8) % 37
+    for _ in range(4):
+        model(tokens)
+    model.up.register_forward_hook(lambda module, args, output: mean_of_tokens(output))
+    with log_lines() as lines:
+        model(tokens)
+        model(tokens)
+    assert [line for line in lines if "'up' (" in line and "was changed after parallelize: hook" in line] == lines
+    assert len(lines) == (group.rank() == 0), lines
+
+
+@on_ranks(2)
+def test_parameters_that_are_frozen_at_first(group: dist.ProcessGroup) -> None:
+    """A gradient that exists from the fifth step on is compared in that step."""
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([1.5]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x
+
+    model, tokens = Block(lambda x: model.gain(x)), make_tokens(2, 8) % 37
+    model.gain = Gain()
+    parallelize(model, mesh_of(group, 1, 2)["tp"], plan={**PLAN, "gain": "replicate"})
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    for _ in range(4):
+        model(tokens).square().mean().backward()
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"the gradient of 'gain\.weight'"):
+        model(tokens)
+
+
+@on_ranks(2)
+def test_penalties_on_parameters(group: dist.ProcessGroup) -> None:
+    """A DTensor that is added to the loss makes the gradient of the loss a DTensor."""
+    whole, tokens = llama(), make_tokens(2, 12)
+    model = parallelize(copy.deepcopy(whole), mesh_of(group, 1, 2)["tp"])
+    for one in (model, whole):
+        loss = one(input_ids=tokens, labels=tokens).loss + 0.1 * sum(p.norm() for p in one.parameters())
+        loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(full(p.grad), whole.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_caches_in_outputs_are_not_compared(group: dist.ProcessGroup) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Smoothed(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
+        def forward(self, input_ids: Tensor, **keywords: Any) -> Any:
+            return super().forward(input_ids=input_ids, **keywords)
+
+    model = llama()
+    model.__class__ = Smoothed
+    parallelize(model, mesh_of(group, 1, 2)["tp"], verify=True)
+    assert model(make_tokens(1, 4)).past_key_values is not None

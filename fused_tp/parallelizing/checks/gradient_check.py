@@ -8,6 +8,7 @@ would continue with wrong gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from math import inf, isfinite
@@ -35,11 +36,17 @@ _SKETCH_WIDTH = 1021
 _PARAMETER_NORM_BOUND, _TOTAL_NORM_BOUND = 0.05, 1e-3
 
 
+def as_plain_gradient(grad: Tensor) -> Tensor:
+    """Convert the gradient of a loss to which the caller has added a DTensor, such as a norm of parameters."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
 class GradientCheck:
     """Forward hook that lets the end of backward compare the gradients of replicated parameters over `mesh`.
 
-    It runs at the first calls and periodically afterwards, but not under torch.compile. It skips parameters that FSDP2
-    manages, because FSDP2 has already removed their gradients at the end of backward.
+    It runs at the first calls, also after other parameters have become trainable, and periodically afterwards, but not
+    under torch.compile. It skips parameters that FSDP2 manages, because FSDP2 has already removed their gradients at
+    the end of backward.
 
     Raises:
         ValueError: raised in backward, on all ranks. It names the parameters and the remedy.
@@ -47,15 +54,21 @@ class GradientCheck:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self.call_count = 0
+        self.call_counts: Counter[tuple[bool, ...]] = Counter()  # by `requires_grad` of the parameters
         self._is_queued = False
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         if are_checks_suspended() or not torch.is_grad_enabled():
             return
         outputs = [t for t in find_tensors(output) if t.requires_grad]
-        self.call_count += bool(outputs)
-        if outputs and is_check_due(self.call_count):
+        for t in outputs:
+            if not (t.ndim or isinstance(t, DTensor)):
+                t.register_hook(as_plain_gradient)
+        if not outputs:
+            return
+        trainable = tuple(p.requires_grad for p in model.parameters())
+        self.call_counts[trainable] += 1
+        if is_check_due(self.call_counts[trainable]):
             self._is_queued = False  # an earlier backward pass that raised an error has left it True
             for t in outputs:
                 t.register_hook(partial(self._queue_comparison, model))

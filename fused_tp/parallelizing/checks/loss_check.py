@@ -26,15 +26,15 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
-from fused_tp.parallelizing.checks.gradient_check import norm_and_projection
+from fused_tp.parallelizing.checks.gradient_check import as_plain_gradient, norm_and_projection
 from fused_tp.parallelizing.checks.model_check import warn_once
+from fused_tp.parallelizing.checks.module_outputs import output_tensors
 from fused_tp.parallelizing.checks.step_check import (
     StepCheck,
     copy_arguments,
     gradient_errors,
     gradient_shards,
     isolated_passes,
-    output_tensors,
     run_on_copies,
     two_norm,
 )
@@ -150,7 +150,7 @@ class _WatchedCall:
 
     def _store_gradient(self, index: int, grad: Tensor) -> None:
         if not self.is_finished:
-            self._output_gradients[index] = grad.detach()
+            self._output_gradients[index] = as_plain_gradient(grad).detach()
             self._queue_comparison()
 
     def _note_parameter_gradient(self, grad: Tensor) -> None:

@@ -65,12 +65,20 @@ class ModuleCheck:
         self.call_count, self._is_due = 0, False
         self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the unsharded model
         self._values: dict[str, dict[str, object]] = {}  # by module name, after the last forward; {} if not recorded
+        self._tables: list[Any] = []  # dicts of hooks and attributes of all modules
+        self._table_sizes: list[int] = []  # their lengths when the code was recorded
         self.storages = _parameter_storages(model)
 
     def record_code(self, model: nn.Module) -> None:
         """Record that the current code of `model` has been compared with the unsharded model."""
         self._code = {name: callers_code(module) for name, module in model.named_modules()}
         self._values = {name: _callers_values(module) for name, module in model.named_modules()}
+        self._tables = [
+            table
+            for module in model.modules()
+            for table in (vars(module), module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+        ]
+        self._table_sizes = [*map(len, self._tables)]
 
     def record_values(self, model: nn.Module, args: Any, output: Any) -> None:
         """Record values before the next check, so that it logs no changes by forward itself. A forward hook."""
@@ -79,7 +87,14 @@ class ModuleCheck:
             self._values = {n: _callers_values(m) for n, m in model.named_modules()} if is_next_due else {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "storages": {}, "_code": {}, "_values": {}}  # a copy has other parameters and modules
+        return {
+            **vars(self),
+            "storages": {},
+            "_code": {},
+            "_values": {},
+            "_tables": [],
+            "_table_sizes": [],
+        }  # a copy has other parameters and modules
 
     def check_parameters(self, model: nn.Module, args: Any) -> None:
         """Raise ValueError for changed parameters. This hook runs before the hooks that restore the unsharded model."""
@@ -117,8 +132,13 @@ class ModuleCheck:
             _check_values(model)
 
     def log_changes(self, model: nn.Module, args: Any) -> None:
-        """Log changed code. This hook runs last, after a comparison has recorded the code that it covers."""
-        if are_checks_suspended() or not self._is_due:
+        """Log changed code. This hook runs last, after a comparison has recorded the code that it covers.
+
+        It runs at due calls, and at training calls before which hooks or attributes were added or removed.
+        """
+        if are_checks_suspended():
+            return
+        if not self._is_due and not (torch.is_grad_enabled() and [*map(len, self._tables)] != self._table_sizes):
             return
         recorded_code, recorded_values = self._code, self._values
         self.record_code(model)

@@ -21,13 +21,31 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.core.partition import shard_range
 from fused_tp.parallelizing.forward_shard import CpContext, running_node_number
+from fused_tp.parallelizing.hf.hf_model import TransformersSequence
 from fused_tp.parallelizing.outputs import find_tensors
+from fused_tp.parallelizing.plain_model import CACHE_NAMES as PLAIN_CACHE_NAMES
 
 ModuleOutputs = dict[str, list[list[Tensor]]]
 """Lists of returned tensors, one for each call, by module name in the order in which modules return."""
 # Numbers of equal blocks of a dim, each of which is sharded separately: 2 for gate and up; 3 for q, k and v.
 _PACKED_BLOCK_COUNTS = (1, 2, 3)
+# Names of arguments and outputs that are caches.
+CACHE_NAMES = frozenset({*PLAIN_CACHE_NAMES, *TransformersSequence.cache_names})
 _MIN_DENOMINATOR = 1e-6  # smallest denominator of a relative error
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in `output`, the result of forward, except KV caches, which may be sharded."""
+    if isinstance(output, Mapping):
+        output = {name: value for name, value in dict(output).items() if name not in CACHE_NAMES}
+    elif isinstance(output, tuple):
+        output = [value for value in output if not is_cache(value)]
+    return find_tensors(output)
+
+
+def is_cache(value: object) -> bool:
+    """True if the class of `value` is named like transformers' caches, which may not be installed."""
+    return type(value).__name__.endswith("Cache")
 
 
 def relative_error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
@@ -73,7 +91,8 @@ def record_outputs(model: nn.Module, before_record: Callable[[], object] = lambd
     def record(name: str, module: nn.Module, args: object, output: Any) -> None:
         before_record()
         # Copy, because later modules may write into these tensors in place.
-        copies = [t.detach().to("cpu", copy=True) for t in find_tensors(output)]
+        tensors = find_tensors(output) if name else output_tensors(output)
+        copies = [t.detach().to("cpu", copy=True) for t in tensors]
         recording.outputs.setdefault(name, []).append(copies)
 
     handles = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
@@ -191,7 +210,8 @@ class OutputComparison:
     def _record(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         if running_node_number() is not None:
             return  # recomputed by activation checkpointing
-        self._recorded_outputs.append((name, [t.detach().clone() for t in find_tensors(output)]))
+        tensors = find_tensors(output) if name else output_tensors(output)
+        self._recorded_outputs.append((name, [t.detach().clone() for t in tensors]))
 
     @torch.no_grad()
     def differences(self) -> tuple[dict[str, float], dict[str, str]]:

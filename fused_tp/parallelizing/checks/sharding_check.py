@@ -47,6 +47,7 @@ from fused_tp.parallelizing.checks.module_outputs import (
     RankShards,
     Recording,
     first_difference,
+    output_tensors,
     record_outputs,
 )
 from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
@@ -343,7 +344,7 @@ class _ShardedRun:
             preserve_state(modules, unsharded.mode),
             in_float32(modules if unsharded.is_widened else ()),
         ):
-            return find_tensors(self._outcome.run(_copy_to_device(unsharded.arguments, modules)))
+            return output_tensors(self._outcome.run(_copy_to_device(unsharded.arguments, modules)))
 
 
 def _is_unsupported_error(error: Exception) -> bool:

@@ -1,8 +1,9 @@
 """Compare the first training steps of a parallel model with the unsharded model: outputs and gradients.
 
 The comparison runs at the first 2 calls that require gradients and at the 10th, 100th, ..., because what forward does
-may depend on the batch and change with time. It also runs at each call that is due (`is_check_due`), if the callers'
-code, the mode, arguments, trainable parameters or autocast differ from the calls compared before:
+may depend on the batch and change with time; and at the first call with other trainable parameters. It also runs at
+each call that is due (`is_check_due`), if the callers' code, the mode, arguments or autocast differ from the calls
+compared before:
 
 | model     | computes                                                                                             |
 |-----------|------------------------------------------------------------------------------------------------------|
@@ -49,7 +50,15 @@ from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gath
 from fused_tp.parallelizing.checks.constants import sharded_constants_with_noise
 from fused_tp.parallelizing.checks.float32 import has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import callers_code, remember_code, warn_once
-from fused_tp.parallelizing.checks.module_outputs import OutputComparison, RankShards, first_difference, record_outputs
+from fused_tp.parallelizing.checks.module_outputs import (
+    CACHE_NAMES,
+    OutputComparison,
+    RankShards,
+    first_difference,
+    is_cache,
+    output_tensors,
+    record_outputs,
+)
 from fused_tp.parallelizing.checks.sharding_check import (
     MAX_BOUND,
     OUTPUT_BOUNDS,
@@ -60,14 +69,12 @@ from fused_tp.parallelizing.checks.sharding_check import (
     least_precise_dtype,
     token_errors,
 )
-from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
+from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, Variable, preserve_state
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node_number
 from fused_tp.parallelizing.grad_sync import find_gradient_syncs, has_distributed_experts
 from fused_tp.parallelizing.graph import REENTRANT_NODE, reachable_nodes
-from fused_tp.parallelizing.hf.hf_model import TransformersSequence
 from fused_tp.parallelizing.outputs import find_tensors
-from fused_tp.parallelizing.plain_model import CACHE_NAMES as PLAIN_CACHE_NAMES
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding
 
 TIME_LIMIT_SECONDS = 5.0  # time limit for the forward pass of the unsharded model
@@ -80,8 +87,6 @@ _GRADIENT_BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3}
 _GRADIENT_BOUND_16_BIT = 0.1
 TOTAL_NORM_SHARE = 1e-3
 _MAX_BUFFER_NUMEL = 1_000_000  # larger buffers are not compared
-# Names of arguments and outputs that are caches.
-CACHE_NAMES = frozenset({*PLAIN_CACHE_NAMES, *TransformersSequence.cache_names})
 _OUT_OF_MEMORY = "a step of the unsharded model does not fit in the memory"
 
 
@@ -120,6 +125,7 @@ class StepCheck:
         self.output_shapes: dict[object, list[torch.Size]] = {}  # of the sharded model, by `_shapes_key`
         self._compared_keys: set[object] = set()  # `_call_key` of each call that has been compared
         self._code: Any = None  # the callers' code in the model at the last comparison
+        self._trainable: set[tuple[bool, ...]] = set()  # `requires_grad` of the parameters at the calls so far
         self._is_skip_reported = False  # True if the log says why steps are not compared
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,7 +148,9 @@ class StepCheck:
         if not (is_trained or any(t.requires_grad for t in find_tensors((args, kwargs)))):
             return
         self.calls += 1
-        is_repetition = is_repetition_due(self.calls)
+        trainable = tuple(p.requires_grad for p in model.parameters())
+        is_repetition = is_repetition_due(self.calls) or (trainable not in self._trainable and is_repetition_due(1))
+        self._trainable.add(trainable)
         if not (is_repetition or is_check_due(self.calls)):
             return
         code = {name: callers_code(module) for name, module in model.named_modules()}
@@ -241,7 +249,7 @@ class StepCheck:
             return "DeepSpeed's ZeRO 3 manages its parameters"
         if not all(p.is_leaf for p in parameters):
             return "its parameters are computed from others"
-        if any(_is_cache(value) or (name in CACHE_NAMES and value is not None) for name, value in arguments.items()):
+        if any(is_cache(value) or (name in CACHE_NAMES and value is not None) for name, value in arguments.items()):
             return "its arguments include a cache"
         tokens = self.call_tokens(arguments)
         if tokens is not None and self.sequence.is_too_short(tokens.shape[1]):
@@ -284,10 +292,6 @@ def _is_small_16_bit(model: nn.Module) -> bool:
     return has_16_bit_parameters(model) and sum(p.numel() for p in model.parameters()) <= LARGE_MODEL_PARAMETERS
 
 
-def _is_cache(value: object) -> bool:
-    return type(value).__name__.endswith("Cache")  # by name: transformers may not be installed
-
-
 def _free_memory(device: torch.device, ranks: int) -> float:
     """Return the free memory in bytes for each of `ranks`. CPU ranks share the memory of the machine."""
     if device.type == "cuda":
@@ -310,12 +314,14 @@ class _UnshardedStep:
         gradients: (this rank's shard, norm of the full gradient) by name of a parameter or argument; None if not
             computed.
         written_buffers: small buffers that forward has changed, by name.
+        written_variables: tensors and numbers that forward and hooks have written to variables.
     """
 
     outputs: list[Tensor]
     weights: dict[int, Tensor]
     gradients: dict[str, tuple[Tensor, float]] | None
     written_buffers: dict[str, Tensor]
+    written_variables: dict[Variable, Any]
 
 
 class _StepComparison:
@@ -402,7 +408,8 @@ class _StepComparison:
         assert unsharded is not None
         expected, weights, expected_gradients = unsharded.outputs, unsharded.weights, unsharded.gradients
         self.check.replicated = frozenset(weights)
-        with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
+        variables: dict[Variable, Any] = {}
+        with isolated_passes(self.model, self.mode, gradients=self.with_gradients, written=variables):
             outputs = self._run()
             has_known_shapes = [t.shape for t in outputs] == known_shapes[key]
             buffers = self._small_buffers()
@@ -418,6 +425,7 @@ class _StepComparison:
             known_shapes.pop(key)
             return "its outputs have other shapes than in an equal call before"
         self._report_buffers([name for _, names in reports for name in names])
+        self._compare_variables(unsharded.written_variables, variables)
         errors: dict[str, float] = {}
         gradient_error: float | None = None
         if expected_gradients is not None and gradients is not None:
@@ -513,10 +521,10 @@ class _StepComparison:
     # -- the two models ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _unsharded(self) -> Iterator[Callable[[], bool]]:
+    def _unsharded(self, written: dict[Variable, Any] | None = None) -> Iterator[Callable[[], bool]]:
         with (
             self.check.unsharded.restore(self.model, self.full_parameters),
-            preserve_state([self.model], self.mode, gradients=self.with_gradients) as drew_random,
+            preserve_state([self.model], self.mode, gradients=self.with_gradients, written=written) as drew_random,
         ):
             yield drew_random
 
@@ -525,9 +533,9 @@ class _StepComparison:
         class_name = type(self.model).__name__
         parameters = {name: self.full_parameters[name] for name in self.trainable}
         for mode in Mode if self.model.training else (Mode.EVAL,):
-            self.mode, what = mode, "the unsharded"
+            self.mode, what, variables = mode, "the unsharded", dict[Variable, Any]()
             try:
-                with self._unsharded() as drew_random:
+                with self._unsharded(variables) as drew_random:
                     with _time_limit(self.model, TIME_LIMIT_SECONDS):
                         outputs = self._run()
                     what = "backward of the unsharded"
@@ -553,7 +561,7 @@ class _StepComparison:
             if name in self.buffers and not (t.shape == self.buffers[name].shape and torch.equal(t, self.buffers[name]))
         }
         outputs = [t.detach() for t in outputs]
-        return _UnshardedStep(outputs, weights, self._expected_gradients(gradients), written_buffers), ""
+        return _UnshardedStep(outputs, weights, self._expected_gradients(gradients), written_buffers, variables), ""
 
     def _expected_gradients(
         self, gradients: Mapping[str, Tensor | None] | None
@@ -626,6 +634,42 @@ class _StepComparison:
                 names[0],
             )
 
+    def _compare_variables(self, expected: Mapping[Variable, Any], found: Mapping[Variable, Any]) -> None:
+        """Log the first variable in `expected` that has another value in `found`. A collective call."""
+        names = [variable.description for variable in self._different_variables(expected, found)]
+        if self.is_routed or not any(gather_over_meshes(self.check.meshes, "variables", names)):
+            return
+        self._gather_parameters()
+        repeated: dict[Variable, Any] = {}
+        with self._unsharded(repeated):
+            self._run()
+        self.full_parameters = {}
+        is_other = set(self._different_variables(expected, repeated))  # it measures time, or draws numbers of its own
+        names = [v.description for v in self._different_variables(expected, found) if v not in is_other]
+        names = [
+            name for rank_names in gather_over_meshes(self.check.meshes, "variables", names) for name in rank_names
+        ]
+        if names:
+            warn_once(
+                self.check.meshes,
+                names[0],
+                "forward or a hook writes other values to the %s than without sharding: it sees this rank's tokens or "
+                "features only. Reduce what it writes over the ranks; else results that depend on it differ.",
+                names[0],
+            )
+
+    def _different_variables(self, expected: Mapping[Variable, Any], found: Mapping[Variable, Any]) -> list[Variable]:
+        bound = _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
+
+        def differs(one: Any, other: Any) -> bool:
+            one, other = (t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64) for t in (one, other))
+            if one.shape != other.shape:
+                return True
+            one, other = one.double(), other.double().to(one.device)
+            return two_norm(one - other) > bound * max(two_norm(one), 1e-6)
+
+        return [v for v, value in expected.items() if v in found and differs(value, found[v])]
+
     def _output_error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         """Return the largest error of a token's output. If there is a loss, other outputs may be this rank's shards."""
         # If the numbers of outputs differ, some are optional: compare the first only.
@@ -697,13 +741,20 @@ class _StepComparison:
 
 @contextmanager
 def isolated_passes(
-    model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = (), *, gradients: bool = True
+    model: nn.Module,
+    mode: Mode,
+    random_states: Sequence[Tensor] = (),
+    *,
+    gradients: bool = True,
+    written: dict[Variable, Any] | None = None,
 ) -> Iterator[None]:
     """Context in which passes of the sharded model have no side effects, and do not sum gradients over ranks."""
     with ExitStack() as stack:
         for sync in find_gradient_syncs(model):
             stack.enter_context(sync.disable())
-        stack.enter_context(preserve_state([model], mode, gradients=gradients, random_states=random_states))
+        stack.enter_context(
+            preserve_state([model], mode, gradients=gradients, random_states=random_states, written=written)
+        )
         yield
 
 
@@ -711,15 +762,6 @@ def run_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Run `model` on copies of its arguments, into which it may write, and return its output tensors."""
     args, kwargs = copy_arguments((args, dict(kwargs)))
     return output_tensors(model(*args, **kwargs))
-
-
-def output_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in `output`, the result of forward, except KV caches, which may be sharded."""
-    if isinstance(output, Mapping):
-        output = {name: value for name, value in dict(output).items() if name not in CACHE_NAMES}
-    elif isinstance(output, tuple):
-        output = [value for value in output if not _is_cache(value)]
-    return find_tensors(output)
 
 
 def copy_arguments(arguments: Any) -> Any:

@@ -2,7 +2,8 @@
 
 On exit it restores attributes, hooks and buffers of modules and, unless the model is large, parameters. It also
 restores variables that the callers' code (forwards, hooks, helpers) can reach: containers, closures, globals that it
-assigns, and objects of the callers' classes. Output to files and terminals cannot be undone.
+assigns, objects of the callers' classes, and the tensors in all of these. Output to files and terminals cannot be
+undone.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import dis
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -34,6 +36,7 @@ _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict)
 _COMPILED_ATTRIBUTE = "_compiled_call_impl"  # attribute set by `module.compile()`
 _LEAF_TYPES = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
 LARGE_MODEL_PARAMETERS = 32_000_000  # parameters of larger models are not copied
+_MAX_TENSOR_NUMEL = 1_000_000  # larger tensors in variables are not restored
 _MAX_DEPTH, _MAX_ENTRIES = 5, 1000  # limits of the search: nesting of containers, and entries of one container
 _INSTALL_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -50,9 +53,29 @@ class Mode(Enum):
     EVAL = auto()
 
 
+@dataclass(frozen=True)
+class Variable:
+    """A variable that the callers' code can reach, or an attribute of a module.
+
+    Attributes:
+        container: id of the container, closure cell or module.
+        key: its key there.
+        description: name for messages.
+    """
+
+    container: int
+    key: str
+    description: str = field(compare=False)
+
+
 @contextmanager
 def preserve_state(
-    models: Sequence[nn.Module], mode: Mode, *, gradients: bool = False, random_states: Sequence[torch.Tensor] = ()
+    models: Sequence[nn.Module],
+    mode: Mode,
+    *,
+    gradients: bool = False,
+    random_states: Sequence[torch.Tensor] = (),
+    written: dict[Variable, Any] | None = None,
 ) -> Iterator[Callable[[], bool]]:
     """Context for forward passes that leaves `models` unchanged.
 
@@ -63,6 +86,7 @@ def preserve_state(
             have agreed on.
         gradients: enable gradients.
         random_states: initial states, from `current_random_states`; by default those of seed 0.
+        written: receives the tensors and numbers that the code in the context has written to variables.
     """
     modules = [module for model in models for module in model.modules()]
     module_states = [ModuleState.from_module(module) for module in modules]
@@ -71,17 +95,19 @@ def preserve_state(
         for t, is_buffer in _tensors_to_save(models)
         if not t.is_meta
     ]
+    state = _reachable_state(modules)
+    state_tensors = {id(t): (t, t.detach().clone(), tensor_version(t)) for t in _state_tensors(module_states, state)}
     try:
         with (
-            _restore_on_exit(_reachable_state(modules)),
+            _restore_on_exit([container for _, container in state]) as saved_containers,
             torch.random.fork_rng(_initialized_gpus()),
             torch.set_grad_enabled(gradients),
             suspend_checks(),
             _hide_saved_tensors(),
         ):
             torch.manual_seed(0)
-            for device, state in zip((None, *_initialized_gpus()), random_states, strict=False):
-                torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
+            for device, seed in zip((None, *_initialized_gpus()), random_states, strict=False):
+                torch.set_rng_state(seed) if device is None else torch.cuda.set_rng_state(seed, device)
             states = current_random_states()
             for module in modules:
                 module.training &= mode is not Mode.EVAL
@@ -94,6 +120,13 @@ def preserve_state(
                 yield lambda: drew_random
             finally:
                 drew_random = not all(map(torch.equal, states, current_random_states()))
+                if written is not None:
+                    variables = [*_variables(module_states, state, saved_containers)]
+                    written.update(
+                        (variable, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+                        for variable, before, value in variables
+                        if _is_written(before, value, state_tensors)
+                    )
     finally:
         for saved in module_states:
             module, attributes = saved.module, saved.attributes
@@ -103,6 +136,9 @@ def preserve_state(
             else:
                 saved.apply()
         with torch.no_grad():
+            for t, value, version in state_tensors.values():
+                if tensor_version(t) != version:
+                    t.detach().copy_(value)
             for t, is_buffer, value, version in saved_tensors:
                 # Batch norm writes its running statistics without a new version.
                 can_compare = is_buffer and type(t) is torch.Tensor and t.layout == torch.strided
@@ -150,59 +186,64 @@ def current_random_states() -> list[torch.Tensor]:
 # -- variables that callers' hooks and forwards write to ---------------------------------------------------------------
 
 
-def _reachable_state(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return the containers, closure cells and assigned globals that the callers' code in `modules` can reach."""
-    found: dict[object, Any] = {}
+def _reachable_state(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
+    """Return (name, value) of the containers, closure cells and assigned globals that the callers' code can reach."""
+    found: dict[object, tuple[str, Any]] = {}
     seen: set[int] = set()
 
-    def add(value: Any, depth: int) -> None:
+    def add(value: Any, depth: int, name: str) -> None:
         if depth > _MAX_DEPTH or isinstance(value, _LEAF_TYPES) or id(value) in seen:
             return
         seen.add(id(value))
         parts: Iterable[Any] = ()
         if type(value) in _CONTAINER_TYPES:
-            found[id(value)] = value
+            found[id(value)] = name, value
             parts = islice(value.values() if isinstance(value, dict) else value, _MAX_ENTRIES)
         elif isinstance(value, partial):
             parts = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, MethodType):
             parts = (value.__func__, value.__self__)
         elif isinstance(value, FunctionType):
+            name = value.__qualname__
             parts = () if is_library_function(value) else _reachable_values(value, found)
         elif _is_of_callers_class(value):
             parts = (vars(value),)
         for part in parts:
-            add(part, depth + 1)
+            add(part, depth + 1, name)
 
     for module in modules:
         for value in callers_code(module).values():
-            add(value, 0)
+            add(value, 0, type(module).__name__)
         for name, value in vars(module).items():
             if name not in MODULE_DICTS and not isinstance(value, _LEAF_TYPES):
-                add(value, 0)
+                add(value, 0, f"{type(module).__name__}.{name}")
     for module_class in {type(module) for module in modules}:
         for base in module_class.__mro__:
             for value in () if is_library_function(base) else vars(base).values():
                 if isinstance(value, FunctionType):
-                    add(value, 0)
+                    add(value, 0, value.__qualname__)
     return [*found.values()]
 
 
-def _reachable_values(function: FunctionType, found: dict[object, Any]) -> Iterator[Any]:
+def _reachable_values(function: FunctionType, found: dict[object, tuple[str, Any]]) -> Iterator[Any]:
     """Yield the values in the closure of `function` and of the globals that it names.
 
-    The cells of the closure, and the globals that the function assigns to, are added to `found`.
+    The cells of the closure, and the globals that are tensors or that the function assigns to, are added to `found`.
     """
-    for cell in function.__closure__ or ():
-        found[id(cell)] = cell
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        found[id(cell)] = f"{name} of {function.__qualname__}", cell
         yield _cell_contents(cell)
     for code in _nested_codes(function.__code__):
         for name in code.co_names:
-            yield function.__globals__.get(name)
+            value = function.__globals__.get(name)
+            if isinstance(value, torch.Tensor):
+                found[id(function.__globals__), name] = name, (function.__globals__, name, value)
+            yield value
         for instruction in dis.get_instructions(code):
             if instruction.opname == "STORE_GLOBAL" and instruction.argval in function.__globals__:
                 name = instruction.argval
-                found[id(function.__globals__), name] = function.__globals__, name, function.__globals__[name]
+                assigned = function.__globals__, name, function.__globals__[name]
+                found[id(function.__globals__), name] = name, assigned
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
@@ -231,14 +272,66 @@ def _cell_contents(cell: CellType) -> Any:
         return None
 
 
+def _entries(container: Any) -> Iterable[tuple[object, Any]]:
+    """Return the keys and values in a container, closure cell or assigned global."""
+    if isinstance(container, CellType):
+        return [("", _cell_contents(container))]
+    if isinstance(container, tuple):
+        names, name, _ = container
+        return [(name, names.get(name))]
+    if isinstance(container, dict):
+        return islice(container.items(), _MAX_ENTRIES)
+    return islice(enumerate(container), _MAX_ENTRIES) if isinstance(container, list) else ()
+
+
+def _state_tensors(module_states: Sequence[ModuleState], state: Sequence[tuple[str, Any]]) -> Iterator[torch.Tensor]:
+    """Yield the dense tensors in variables and in attributes of modules, into which the callers' code may write."""
+    attributes = (value for module_state in module_states for value in module_state.attributes.values())
+    for value in chain(attributes, (value for _, container in state for _, value in _entries(container))):
+        is_dense = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_meta
+        if is_dense and value.numel() <= _MAX_TENSOR_NUMEL:
+            yield value
+
+
+def _variables(
+    module_states: Sequence[ModuleState], state: Sequence[tuple[str, Any]], saved: Sequence[Any]
+) -> Iterator[tuple[Variable, Any, Any]]:
+    """Yield (variable, value before, value now) of variables and attributes of modules."""
+    for module_state in module_states:
+        name = type(module_state.module).__name__
+        if type(module_state.module).__module__.startswith("fused_tp."):
+            continue
+        for key, value in vars(module_state.module).items():
+            if key not in MODULE_DICTS and key != "training":
+                variable = Variable(id(module_state.module), key, f"attribute {key!r} of a {name}")
+                yield variable, module_state.attributes.get(key), value
+    for (name, container), before in zip(state, saved, strict=True):
+        values_before: dict[object, Any] = {"": before} if isinstance(container, CellType) else {}
+        if isinstance(container, tuple):
+            values_before = {container[1]: container[2]}
+        elif not isinstance(container, CellType):
+            values_before = dict(_entries(before))
+        for key, value in _entries(container):
+            description = f"variable {name}" if key == "" else f"entry {str(key)[:40]!r} of a variable of {name}"
+            yield Variable(id(container), repr(key)[:80], description), values_before.get(key), value
+
+
+def _is_written(before: Any, value: Any, state_tensors: Mapping[int, tuple[torch.Tensor, torch.Tensor, Any]]) -> bool:
+    if type(value) is torch.Tensor:
+        return before is not value or (
+            id(value) in state_tensors and tensor_version(value) != state_tensors[id(value)][2]
+        )
+    return isinstance(value, (int, float)) and not (type(before) is type(value) and before == value)
+
+
 @contextmanager
-def _restore_on_exit(state: Sequence[Any]) -> Iterator[None]:
-    """Restore the contents of `state` on exit; `state` is a result of `_reachable_state`."""
+def _restore_on_exit(state: Sequence[Any]) -> Iterator[list[Any]]:
+    """Restore the contents of `state` on exit; `state` is a result of `_reachable_state`. Yields copies of it."""
     saved = [
         _cell_contents(container) if isinstance(container, CellType) else copy.copy(container) for container in state
     ]
     try:
-        yield
+        yield saved
     finally:
         for container, value in zip(state, saved, strict=True):
             if isinstance(container, CellType):
