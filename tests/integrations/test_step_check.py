@@ -661,3 +661,15 @@ def test_caches_in_outputs_are_not_compared(group: dist.ProcessGroup) -> None:
     model.__class__ = Smoothed
     parallelize(model, mesh_of(group, 1, 2)["tp"], verify=True)
     assert model(make_tokens(1, 4)).past_key_values is not None
+
+
+@on_ranks(2)
+def test_losses_of_one_ranks_logits(group: dist.ProcessGroup) -> None:
+    model, tokens = parallelize(llama(), mesh_of(group, 2, 1)["cp"]), make_tokens(2, 16)
+    for penalty in (0.0, 0.1):
+        with log_lines() as lines:
+            output = model(input_ids=tokens, labels=tokens)
+            (output.loss + (penalty * output.logits.logsumexp(-1).square().mean() if penalty else 0.0)).backward()
+        model.zero_grad()
+        named = [line for line in lines if "the loss is computed also from an output of shape [2, 8, " in line]
+        assert len(lines) == len(named) == (penalty > 0 and group.rank() == 0), lines

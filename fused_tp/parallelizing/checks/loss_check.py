@@ -188,7 +188,10 @@ class _WatchedCall:
                 return  # torch.autograd.grad does not support reentrant checkpoints
             if any(self._differs(i, outputs[i]) for i in output_gradients):
                 return  # forward depends on state that it changes, so it cannot be repeated
-            gradients = _parameter_gradients(outputs, output_gradients, list(trainable_parameters.values()))
+            gradients, direct_gradients = _parameter_gradients(
+                outputs, output_gradients, list(trainable_parameters.values())
+            )
+        self._report_shards(direct_gradients, output_gradients)
         expected = gradient_shards(
             self.model, self.parallelism, dict(zip(trainable_parameters, gradients, strict=True)), is_summed=False
         )
@@ -210,6 +213,21 @@ class _WatchedCall:
         error, name = max((report[0], report[1]) for report in rank_reports)
         if _PARAMETER_BOUND < error < inf:
             self._warn(f"{error:.2g} of the gradient of {name!r} does", name)
+
+    def _report_shards(self, direct_gradients: Mapping[int, Tensor], output_gradients: Mapping[int, Tensor]) -> None:
+        """Log that the loss uses outputs that hold one rank's tokens, such as logits of a call with labels."""
+        for i, direct in direct_gradients.items():
+            is_shard = i not in self._replicated_indices
+            if is_shard and two_norm(direct) > _PARAMETER_BOUND * two_norm(output_gradients[i]):
+                warn_once(
+                    self.meshes,
+                    "outputs that are shards",
+                    "the loss is computed also from an output of shape %s, which holds only %s. Its sums are summed "
+                    "over ranks in backward, but means and norms of it are not those of the full output. Call the "
+                    "model without labels to get full outputs, and compute the whole loss from them.",
+                    list(direct.shape),
+                    _describe_rank_contents(self.parallelism),
+                )
 
     def _warn(self, gradients_do: str, key: str) -> None:
         warn_once(
@@ -247,8 +265,10 @@ def _describe_rank_contents(parallelism: Parallelism) -> str:
 
 def _parameter_gradients(
     outputs: Sequence[Tensor], output_gradients: Mapping[int, Tensor], parameters: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
+) -> tuple[Sequence[Tensor | None], dict[int, Tensor]]:
     """Return the gradients of `parameters` that follow from `output_gradients`, the gradients of `outputs` by index.
+
+    The second result are the gradients of outputs that do not come from other outputs, by index.
 
     One output may depend on another: a loss is computed from logits. The gradient of the logits then includes the
     contribution of the loss, which is subtracted here so that it is not counted twice.
@@ -267,4 +287,5 @@ def _parameter_gradients(
             direct_gradient = direct_gradient if indirect_gradient is None else direct_gradient - indirect_gradient
         roots.append(outputs[i])
         root_gradients.append(direct_gradient)
-    return torch.autograd.grad(roots, list(parameters), root_gradients, allow_unused=True)
+    gradients = torch.autograd.grad(roots, list(parameters), root_gradients, allow_unused=True)
+    return gradients, dict(zip(order, root_gradients, strict=True))

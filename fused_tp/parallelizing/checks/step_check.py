@@ -662,7 +662,9 @@ class _StepComparison:
         bound = _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
 
         def differs(one: Any, other: Any) -> bool:
-            one, other = (t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64, device="cpu") for t in (one, other))
+            one, other = (
+                t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64, device="cpu") for t in (one, other)
+            )
             if one.shape != other.shape:
                 return True
             one, other = one.double(), other.double().to(one.device)
