@@ -103,8 +103,20 @@ def _write(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None)
         local_args = (value._local_tensor if isinstance(value, DTensor) else value for value in other_args)
         func(target._local_tensor, *local_args, **kwargs)
         return target
+    adds_number = func.name().startswith(("aten::add_", "aten::sub_")) and not isinstance(other_args[0], DTensor)
+    if adds_number and isinstance(target, DTensor):
+        _check_not_partial(func, target)  # torch 2.10 adds it on each rank
     # torch has no way back from a rule to its own. Its rule for the out-of-place form computes the same values.
-    result = _OUT_OF_PLACE[func](target, *other_args, **kwargs)
+    try:
+        result = _OUT_OF_PLACE[func](target, *other_args, **kwargs)
+    except NotImplementedError:  # older versions have fewer rules
+        if not isinstance(target, DTensor):
+            raise
+        _check_not_partial(func, target)
+        full_tensor = _full_values(target).clone()
+        func(full_tensor, *(_full_values(t) if isinstance(t, DTensor) else t for t in other_args), **kwargs)
+        _write_local_shard(target, full_tensor)
+        return target
     if not torch.can_cast(result.dtype, target.dtype):  # `copy_` below would
         raise RuntimeError(f"{func}: result type {result.dtype} cannot be cast to {target.dtype}.")
     if isinstance(target, DTensor):
@@ -112,7 +124,7 @@ def _write(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None)
             _check_not_partial(func, target)
         target._local_tensor.copy_(result.redistribute(placements=target.placements)._local_tensor)
     else:  # with torch's `implicit_replication`
-        target.copy_(result.full_tensor())
+        target.copy_(_full_values(result))
     return target
 
 
@@ -127,7 +139,7 @@ def _copy(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             "with torch.distributed.tensor.distribute_tensor or full_tensor(), or use load_full_state_dict."
         )
     if not isinstance(target, DTensor):
-        target.copy_(source.full_tensor(), *other_args, **(kwargs or {}))
+        target.copy_(_full_values(source), *other_args, **(kwargs or {}))
     elif not _write_through(target, func, [source, *other_args], kwargs):
         mesh, expanded = target.device_mesh, source.expand(target.shape)
         if not isinstance(expanded, DTensor):
@@ -190,16 +202,20 @@ def _write_through(target: DTensor, func: Any, other_args: list[Any], kwargs: An
     base = target._base if target._is_view() else None
     if not isinstance(base, DTensor) or _storage_address(base) == _storage_address(target):
         return False
-    # Use the detached local tensor, so that autograd does not record this.
-    local = base._local_tensor.detach()
-    layout: dict[str, Any] = {"shape": base.shape, "stride": base.stride(), "run_check": False}
-    full_tensor = DTensor.from_local(local, base.device_mesh, base.placements, **layout).full_tensor().clone()
+    full_tensor = _full_values(base).clone()
     view = target._view_func_unsafe(full_tensor)
-    full_args = (value.full_tensor() if isinstance(value, DTensor) else value for value in other_args)
+    full_args = (_full_values(value) if isinstance(value, DTensor) else value for value in other_args)
     func(view, *full_args, **(kwargs or {}))
     _write_local_shard(base, full_tensor)
     _write_local_shard(target, view)
     return True
+
+
+def _full_values(tensor: DTensor) -> Tensor:
+    """Return the full tensor without a gradient. Inside a rule, torch 2.10 cannot detach a DTensor."""
+    layout: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    local = tensor._local_tensor.detach()
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **layout).full_tensor()
 
 
 def _storage_address(tensor: DTensor) -> int:
