@@ -37,6 +37,8 @@ Product: TypeAlias = tuple[Tensor, Tensor]
 # Multiply-adds below which oneDNN's dispatch costs more than it gains.
 _MIN_ONEDNN_MULTIPLY_ADDS = 1 << 24
 # Multiply-adds below which oneDNN's copy of a transposed matrix costs more than it gains over MKL, which needs no copy.
+# One thread of an AMD EPYC with AVX-512, fp32, 2048 rows: dW [352, 256] takes 4.5 ms by oneDNN and 3.8 by MKL,
+# [704, 256] 8.3 and 7.5, [2048, 1024] 86 and 88.
 _MIN_TRANSPOSED_MULTIPLY_ADDS = 1 << 29
 
 

@@ -512,7 +512,8 @@ def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW
 
     The number of dims is that of the unsharded parameter: packed ones have one dim more.
     """
-    packed_ids = packed_dims(model)
+    modules = [stage.model for stage in model.stages.values()] if isinstance(model, Pipeline) else [model]
+    packed_ids = {key for module in modules for key in packed_dims(module)}
     trainable_parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable_parameters if p.ndim - (id(p) in packed_ids) > 1]},

@@ -226,6 +226,7 @@ def test_pipelines_clip_and_skip_alike(group: dist.ProcessGroup) -> None:
     mesh, tokens = fused_tp.make_mesh("cpu", pp=2, cp=2), make_tokens(2, 12)
     pipe = fused_tp.pipeline(make("qwen3_moe"), mesh, microbatches=2, ep_dim="cp")
     optimizer, scaler = adamw(pipe), torch.amp.GradScaler("cpu", init_scale=1.0)  # type: ignore[arg-type]
+    assert len(make_optimizer(pipe, OptimizerSettings()).param_groups) == 2
     scaler.scale(torch.zeros(1))
     pipe.step({"input_ids": tokens, "labels": tokens})
     pipe.clip_grad_norm_(0.1)

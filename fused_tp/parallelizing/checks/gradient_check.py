@@ -62,7 +62,8 @@ class GradientCheck:
             return
         outputs = [t for t in find_tensors(output) if t.requires_grad]
         for t in outputs:
-            if not (t.ndim or isinstance(t, DTensor)):
+            # Not a leaf, such as a parameter that forward returns: it would keep the hook of each call.
+            if not (t.ndim or t.grad_fn is None or isinstance(t, DTensor)):
                 t.register_hook(as_plain_gradient)
         if not outputs:
             return

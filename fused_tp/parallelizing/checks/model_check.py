@@ -65,6 +65,7 @@ class ModuleCheck:
         self.call_count, self._is_due = 0, False
         self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the unsharded model
         self._values: dict[str, dict[str, object]] = {}  # by module name, after the last forward; {} if not recorded
+        self._logged_changes: set[tuple[str, ...]] = set()  # a caller may add and remove a hook around each call
         self._tables: list[Any] = []  # dicts of hooks and attributes of all modules
         self._table_sizes: list[int] = []  # their lengths when the code was recorded
         self.storages = _parameter_storages(model)
@@ -76,7 +77,13 @@ class ModuleCheck:
         self._tables = [
             table
             for module in model.modules()
-            for table in (vars(module), module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+            for table in (
+                vars(module),
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._backward_pre_hooks,
+                module._backward_hooks,
+            )
         ]
         self._table_sizes = [*map(len, self._tables)]
 
@@ -146,7 +153,9 @@ class ModuleCheck:
             before = {**recorded_code.get(name, {}), **recorded_values.get(name, self._values[name])}
             now = {**self._code[name], **self._values[name]}
             changed_parts = [part for part, value in now.items() if before.get(part) != value]
-            if changed_parts and is_first_rank(self.parallelism):
+            change = name, *changed_parts
+            if changed_parts and change not in self._logged_changes and is_first_rank(self.parallelism):
+                self._logged_changes.add(change)
                 _LOG.warning(
                     "%r (%s) was changed after parallelize: %s. Its outputs were not compared with the unsharded "
                     "model, and its tensors may be this rank's shards. Change it before parallelize, which compares.",

@@ -39,7 +39,6 @@ from torch.utils._pytree import tree_map
 from fused_tp.backends.gemm import linear
 from fused_tp.core.errors import FusedTPError
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
-from fused_tp.parallelizing.checks.constants import constants_with_noise
 from fused_tp.parallelizing.checks.float32 import Find16BitResults, has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import warn_once
 from fused_tp.parallelizing.checks.module_outputs import (
@@ -50,6 +49,7 @@ from fused_tp.parallelizing.checks.module_outputs import (
     output_tensors,
     record_outputs,
 )
+from fused_tp.parallelizing.checks.parameter_noise import noise_on_constants
 from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.outputs import find_tensors
@@ -124,7 +124,7 @@ def compare_sharding(
     with ExitStack() as stack:
         reason, runs = model_obstacle(model), list[_UnshardedRun]()
         if not reason:
-            stack.enter_context(constants_with_noise(model, outcome))
+            stack.enter_context(noise_on_constants(model, outcome))
             ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
             runs, reason = _run_unsharded(model, verify, rows, ranks, is_pipeline)
         reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])

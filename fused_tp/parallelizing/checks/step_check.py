@@ -14,7 +14,7 @@ compared before:
 | unsharded | if an error is large: outputs and gradients with rounding errors added, to measure their effect; all |
 |           | ranks raise if the error is larger than that                                                         |
 
-In the first of these comparisons both models have noise on constant parameters (`constants`).
+In the first of these comparisons both models have noise on constant parameters (`parameter_noise`).
 
 Then the call itself runs, with random states, modes, buffers and gradients as before (`preserve_state`).
 
@@ -47,7 +47,6 @@ from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors, local_shard, shard_like
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
-from fused_tp.parallelizing.checks.constants import sharded_constants_with_noise
 from fused_tp.parallelizing.checks.float32 import has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import callers_code, remember_code, warn_once
 from fused_tp.parallelizing.checks.module_outputs import (
@@ -59,6 +58,7 @@ from fused_tp.parallelizing.checks.module_outputs import (
     output_tensors,
     record_outputs,
 )
+from fused_tp.parallelizing.checks.parameter_noise import noise_on_sharded_constants
 from fused_tp.parallelizing.checks.sharding_check import (
     MAX_BOUND,
     OUTPUT_BOUNDS,
@@ -69,7 +69,7 @@ from fused_tp.parallelizing.checks.sharding_check import (
     least_precise_dtype,
     token_errors,
 )
-from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, Variable, preserve_state
+from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, VariableId, preserve_state
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node_number
 from fused_tp.parallelizing.grad_sync import find_gradient_syncs, has_distributed_experts
@@ -321,7 +321,7 @@ class _UnshardedStep:
     weights: dict[int, Tensor]
     gradients: dict[str, tuple[Tensor, float]] | None
     written_buffers: dict[str, Tensor]
-    written_variables: dict[Variable, Any]
+    written_variables: dict[VariableId, Any]
 
 
 class _StepComparison:
@@ -384,7 +384,7 @@ class _StepComparison:
         reason = self._gather_parameters()
         if self.check.calls > 1 or reason:
             return self._compare(key, reason)
-        with sharded_constants_with_noise(self.model, self.full_parameters):
+        with noise_on_sharded_constants(self.model, self.full_parameters):
             return self._compare(key, reason)
 
     def _compare(self, key: object, reason: str) -> str:
@@ -408,7 +408,7 @@ class _StepComparison:
         assert unsharded is not None
         expected, weights, expected_gradients = unsharded.outputs, unsharded.weights, unsharded.gradients
         self.check.replicated = frozenset(weights)
-        variables: dict[Variable, Any] = {}
+        variables: dict[VariableId, Any] = {}
         with isolated_passes(self.model, self.mode, gradients=self.with_gradients, written=variables):
             outputs = self._run()
             has_known_shapes = [t.shape for t in outputs] == known_shapes[key]
@@ -425,7 +425,7 @@ class _StepComparison:
             known_shapes.pop(key)
             return "its outputs have other shapes than in an equal call before"
         self._report_buffers([name for _, names in reports for name in names])
-        self._compare_variables(unsharded.written_variables, variables)
+        self._compare_variables(unsharded, variables)
         errors: dict[str, float] = {}
         gradient_error: float | None = None
         if expected_gradients is not None and gradients is not None:
@@ -521,7 +521,7 @@ class _StepComparison:
     # -- the two models ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _unsharded(self, written: dict[Variable, Any] | None = None) -> Iterator[Callable[[], bool]]:
+    def _unsharded(self, written: dict[VariableId, Any] | None = None) -> Iterator[Callable[[], bool]]:
         with (
             self.check.unsharded.restore(self.model, self.full_parameters),
             preserve_state([self.model], self.mode, gradients=self.with_gradients, written=written) as drew_random,
@@ -533,7 +533,7 @@ class _StepComparison:
         class_name = type(self.model).__name__
         parameters = {name: self.full_parameters[name] for name in self.trainable}
         for mode in Mode if self.model.training else (Mode.EVAL,):
-            self.mode, what, variables = mode, "the unsharded", dict[Variable, Any]()
+            self.mode, what, variables = mode, "the unsharded", dict[VariableId, Any]()
             try:
                 with self._unsharded(variables) as drew_random:
                     with _time_limit(self.model, TIME_LIMIT_SECONDS):
@@ -634,18 +634,21 @@ class _StepComparison:
                 names[0],
             )
 
-    def _compare_variables(self, expected: Mapping[Variable, Any], found: Mapping[Variable, Any]) -> None:
-        """Log the first variable in `expected` that has another value in `found`. A collective call."""
+    def _compare_variables(self, unsharded: _UnshardedStep, found: Mapping[VariableId, Any]) -> None:
+        """Log the first variable that has another value in `found` than in `unsharded`. A collective call."""
+        expected = unsharded.written_variables
         names = [variable.description for variable in self._different_variables(expected, found)]
         if self.is_routed or not any(gather_over_meshes(self.check.meshes, "variables", names)):
             return
         self._gather_parameters()
-        repeated: dict[Variable, Any] = {}
+        repeated: dict[VariableId, Any] = {}
+        parameters = {name: self.full_parameters[name] for name in self.trainable}
         with self._unsharded(repeated):
-            self._run()
+            self._gradients(self._run(), unsharded.weights, parameters | self.input_copies)
         self.full_parameters = {}
-        is_other = set(self._different_variables(expected, repeated))  # it measures time, or draws numbers of its own
-        names = [v.description for v in self._different_variables(expected, found) if v not in is_other]
+        # Times, for example, differ from run to run.
+        varying = {*self._different_variables(expected, repeated), *(expected.keys() - repeated.keys())}
+        names = [v.description for v in self._different_variables(expected, found) if v not in varying]
         names = [
             name for rank_names in gather_over_meshes(self.check.meshes, "variables", names) for name in rank_names
         ]
@@ -658,7 +661,9 @@ class _StepComparison:
                 names[0],
             )
 
-    def _different_variables(self, expected: Mapping[Variable, Any], found: Mapping[Variable, Any]) -> list[Variable]:
+    def _different_variables(
+        self, expected: Mapping[VariableId, Any], found: Mapping[VariableId, Any]
+    ) -> list[VariableId]:
         bound = _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
 
         def differs(one: Any, other: Any) -> bool:
@@ -748,7 +753,7 @@ def isolated_passes(
     random_states: Sequence[Tensor] = (),
     *,
     gradients: bool = True,
-    written: dict[Variable, Any] | None = None,
+    written: dict[VariableId, Any] | None = None,
 ) -> Iterator[None]:
     """Context in which passes of the sharded model have no side effects, and do not sum gradients over ranks."""
     with ExitStack() as stack:

@@ -36,7 +36,7 @@ _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict)
 _COMPILED_ATTRIBUTE = "_compiled_call_impl"  # attribute set by `module.compile()`
 _LEAF_TYPES = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
 LARGE_MODEL_PARAMETERS = 32_000_000  # parameters of larger models are not copied
-_MAX_TENSOR_NUMEL = 1_000_000  # larger tensors in variables are not restored
+_MAX_TENSOR_NUMEL = 1_000_000  # larger tensors in variables are not restored, nor those beyond LARGE_MODEL_PARAMETERS
 _MAX_DEPTH, _MAX_ENTRIES = 5, 1000  # limits of the search: nesting of containers, and entries of one container
 _INSTALL_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -54,8 +54,8 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True)
-class Variable:
-    """A variable that the callers' code can reach, or an attribute of a module.
+class VariableId:
+    """Identity of a variable that the callers' code can reach, or of an attribute of a module.
 
     Attributes:
         container: id of the container, closure cell or module.
@@ -75,7 +75,7 @@ def preserve_state(
     *,
     gradients: bool = False,
     random_states: Sequence[torch.Tensor] = (),
-    written: dict[Variable, Any] | None = None,
+    written: dict[VariableId, Any] | None = None,
 ) -> Iterator[Callable[[], bool]]:
     """Context for forward passes that leaves `models` unchanged.
 
@@ -286,16 +286,21 @@ def _entries(container: Any) -> Iterable[tuple[object, Any]]:
 
 def _state_tensors(module_states: Sequence[ModuleState], state: Sequence[tuple[str, Any]]) -> Iterator[torch.Tensor]:
     """Yield the dense tensors in variables and in attributes of modules, into which the callers' code may write."""
+    numel, seen_ids = 0, set()
     attributes = (value for module_state in module_states for value in module_state.attributes.values())
     for value in chain(attributes, (value for _, container in state for _, value in _entries(container))):
         is_dense = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_meta
-        if is_dense and value.numel() <= _MAX_TENSOR_NUMEL:
+        if is_dense and id(value) not in seen_ids and value.numel() <= _MAX_TENSOR_NUMEL:
+            seen_ids.add(id(value))
+            numel += value.numel()
+            if numel > LARGE_MODEL_PARAMETERS:
+                return
             yield value
 
 
 def _variables(
     module_states: Sequence[ModuleState], state: Sequence[tuple[str, Any]], saved: Sequence[Any]
-) -> Iterator[tuple[Variable, Any, Any]]:
+) -> Iterator[tuple[VariableId, Any, Any]]:
     """Yield (variable, value before, value now) of variables and attributes of modules."""
     for module_state in module_states:
         name = type(module_state.module).__name__
@@ -303,7 +308,7 @@ def _variables(
             continue
         for key, value in vars(module_state.module).items():
             if key not in MODULE_DICTS and key != "training":
-                variable = Variable(id(module_state.module), key, f"attribute {key!r} of a {name}")
+                variable = VariableId(id(module_state.module), key, f"attribute {key!r} of a {name}")
                 yield variable, module_state.attributes.get(key), value
     for (name, container), before in zip(state, saved, strict=True):
         values_before: dict[object, Any] = {"": before} if isinstance(container, CellType) else {}
@@ -313,7 +318,7 @@ def _variables(
             values_before = dict(_entries(before))
         for key, value in _entries(container):
             description = f"variable {name}" if key == "" else f"entry {str(key)[:40]!r} of a variable of {name}"
-            yield Variable(id(container), repr(key)[:80], description), values_before.get(key), value
+            yield VariableId(id(container), repr(key)[:80], description), values_before.get(key), value
 
 
 def _is_written(before: Any, value: Any, state_tensors: Mapping[int, tuple[torch.Tensor, torch.Tensor, Any]]) -> bool:

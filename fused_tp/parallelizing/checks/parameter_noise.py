@@ -20,7 +20,7 @@ _NOISE_SCALE = 0.1
 
 
 @contextmanager
-def constants_with_noise(model: nn.Module, outcome: Any) -> Iterator[None]:
+def noise_on_constants(model: nn.Module, outcome: Any) -> Iterator[None]:
     """Add noise to constant parameters of `model`, which the caller shards; restore their constants on exit.
 
     Args:
@@ -46,7 +46,7 @@ def constants_with_noise(model: nn.Module, outcome: Any) -> Iterator[None]:
 
 
 @contextmanager
-def sharded_constants_with_noise(model: nn.Module, full_parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def noise_on_sharded_constants(model: nn.Module, full_parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Add the same noise to constant parameters of the sharded `model` and to `full_parameters`, their full copies.
 
     On exit, the parameters of `model` are as before; `full_parameters` keep the noise.
