@@ -130,7 +130,7 @@ class _RecordingEngine:
 
         arrivals = no_arrivals(self.rank.world_size, 1, self.rank.device)
         return SimpleNamespace(
-            arrival_flags=arrivals.arrived, order_scratch=arrivals.order, expired_address=arrivals.expired
+            arrival_flags=arrivals.arrived, order_scratch=arrivals.order, expired_flag=arrivals.expired
         )
 
     def finish(self, *_: object) -> None: ...

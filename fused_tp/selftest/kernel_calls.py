@@ -151,7 +151,11 @@ def sum_call(
         return [result for result in results if result is not None]
 
     nbytes = gemm_sum.all_reduce_bytes(m, n, dtype, world, launch, two_shot=keywords["two_shot"])
-    return RankCall(run, reference, nbytes, world * k, is_replicated=True)
+    # The error of a normalized element scales with its weight, not with the other elements.
+    magnitudes: list[Tensor | None] = [None, norm_weight.double().abs().expand(m, n)]
+    return RankCall(
+        run, reference, nbytes, world * k, is_replicated=True, magnitudes=(lambda: magnitudes) if has_norm else None
+    )
 
 
 def gather_call(
@@ -407,12 +411,12 @@ def workspace_class_of(op: str) -> Any:
 
 def make_workspace(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_seconds: float = 20.0) -> Any:
     """Create a workspace for `calls` on every rank, load all kernels, and allocate memory for all results."""
+    if rank.device.type == "cuda":
+        torch.cuda._sleep(1)  # loads the sleep kernel: loading it later would wait for kernels that wait for this rank
     if op in ATTENTION:
         return None
 
     def warm_up(workspace: Any) -> None:
-        if rank.device.type == "cuda":
-            torch.cuda._sleep(1)  # load the sleep kernel, too: kernels are loaded at their first launch
         # Hold all results at once, so that torch's pool has memory for all of them afterwards.
         results = [call.launch(workspace) for call in calls]
         rank.synchronize()

@@ -88,11 +88,11 @@ def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
         for _ in range(2):  # channels
             own, gathered = torch.zeros(8, 64, dtype=torch.bfloat16), torch.empty(8 * world, 64, dtype=torch.bfloat16)
             weight = torch.empty(32, 64, dtype=torch.bfloat16)
-            with engine.call("all_gather_matmul", gather_bytes=own.nbytes) as call:
+            with engine.begin_call("all_gather_matmul", gather_bytes=own.nbytes) as call:
 
                 def start(call: Any = call, own: Tensor = own, gathered: Tensor = gathered) -> Arrivals:
                     offered = call.offer(own, list(gathered.split(8)))
-                    return Arrivals(offered.arrival_flags, offered.order_scratch, offered.expired_address, 5 * 10**9)
+                    return Arrivals(offered.arrival_flags, offered.order_scratch, offered.expired_flag, 5 * 10**9)
 
                 on_gpu = own.as_subclass(OnGpu)
                 multiply_arriving_shards(

@@ -35,7 +35,7 @@ class Arrivals(NamedTuple):
 
     arrived: Any  # int64 [W]
     order: Any  # int64 [W]
-    expired: Any  # address of an int64
+    expired: Any  # int64 [1] in host memory
     timeout_ns: Any
 
 
@@ -83,7 +83,7 @@ def claim_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
             if polls % POLLS_PER_CLOCK == 0:
                 waiting = program_time(time) - start < arrivals.timeout_ns
     if chosen == 0:
-        tl.store(arrivals.expired.to(tl.pointer_type(tl.int64)), 1)
+        tl.store(arrivals.expired, 1)
     return chosen
 
 

@@ -312,7 +312,7 @@ def multiply_arriving_shards(
 def no_arrivals(world_size: int, timeout_ns: int, device: torch.device) -> Arrivals:
     """Return the words of a gather to which no shard arrives: to load kernels, and for a group of one rank."""
     words = torch.zeros(2, world_size + world_size % 2, dtype=torch.int64, device=device)
-    return Arrivals(words[0], words[1], words.data_ptr(), timeout_ns)
+    return Arrivals(words[0], words[1], words[0], timeout_ns)
 
 
 class Peers(NamedTuple):

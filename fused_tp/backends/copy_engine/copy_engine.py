@@ -22,6 +22,7 @@ this code unchanged. An operation that would wait in a stream blocks the host in
 from __future__ import annotations
 
 import atexit
+import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,12 +96,12 @@ class OfferedShards:
     Attributes:
         arrival_flags: int64 [W]: 1 once the shard of that rank has arrived.
         order_scratch: int64 [W]: scratch memory of the kernel, 0 at its start.
-        expired_address: address of an int64 in host memory, which the kernel sets if its wait times out.
+        expired_flag: int64 [1] in pinned host memory, which the kernel sets if its wait times out.
     """
 
     arrival_flags: Tensor
     order_scratch: Tensor
-    expired_address: int
+    expired_flag: Tensor
 
 
 class CopyCall:
@@ -163,7 +164,7 @@ class CopyCall:
             self._slot.buffer.view(torch.int64),
         )
         arrival_flags, order_scratch = (words[word : word + self._engine.world_size] for word in first_word_indices)
-        return OfferedShards(arrival_flags, order_scratch, self._core.expired)
+        return OfferedShards(arrival_flags, order_scratch, _int64_at(self._core.expired))
 
     def wait_for(self, peer: int) -> None:
         """Make the current stream wait until the shard of rank `peer` has arrived, in the last `gather`."""
@@ -359,3 +360,11 @@ def _stop_engines() -> None:
 def _address_and_bytes(t: Tensor) -> tuple[int, int]:
     assert t.is_contiguous()
     return t.data_ptr(), t.nbytes
+
+
+def _int64_at(address: int) -> Tensor:
+    """Return a tensor [1] of the int64 at `address`, so that kernels take a pointer whatever the address is.
+
+    Triton passes small integers, and some builds of Python have small heap addresses, with 32 bits.
+    """
+    return torch.frombuffer((ctypes.c_int64 * 1).from_address(address), dtype=torch.int64)

@@ -148,7 +148,7 @@ class FusedKernelSchedule(KernelSchedule):
 
             def start() -> Arrivals:
                 shards = call.offer(own_rows, destinations)
-                return Arrivals(shards.arrival_flags, shards.order_scratch, shards.expired_address, timeout_ns)
+                return Arrivals(shards.arrival_flags, shards.order_scratch, shards.expired_flag, timeout_ns)
 
             outputs = multiply_arriving_shards(
                 own_rows,
