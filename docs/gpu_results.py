@@ -38,7 +38,8 @@ def results(folder: Path = RESULTS) -> list[dict[str, Any]]:
                 raise ValueError("it lacks gpu, date or steps")
         except (ValueError, TypeError) as error:
             raise ValueError(f"{file} is no report of fused-tp selftest ({error}).") from error
-        found.append(one)
+        remarks = file.with_suffix(".md")  # written by hand: what the failures were
+        found.append({**one, "remarks": remarks.read_text().strip()} if remarks.exists() else one)
     with_gpu = (one for one in found if one["gpu"])
     return sorted(with_gpu, key=lambda one: (str(one["date"]), str(one.get("time", ""))))
 
@@ -52,7 +53,9 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
         for one in found
         for step in one["steps"]
     ]
+    remarks = [one["remarks"] for one in found if one.get("remarks")]
     lines = ["| GPU | step | outcome | seconds | note |", "|---|---|---|--:|---|", *steps]
+    lines += [line for text in remarks for line in ("", text)]
     for one in {report["gpu"]: report for report in found}.values():
         if rows := speeds(one):
             versions = one.get("versions") or {}
@@ -97,8 +100,17 @@ def status(row: str, found: Sequence[Mapping[str, Any]]) -> str | None:
         if names and all(states.get(name) in ("right", "wrong", "late") for name in names):
             right = all(states[name] == "right" for name in names)
             threads = "; its ranks were threads" if one.get("gpus") == 1 else ""
-            return f"{'right' if right else 'wrong'} on {one['gpu']} ({one['date']}{threads})"
+            return f"{'right' if right else _count_right(one, names)} on {one['gpu']} ({one['date']}{threads})"
     return None
+
+
+def _count_right(report: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return how many cases of the steps `names` are right, or "wrong" if a step has no cases."""
+    findings = [step.get("found") or {} for step in report["steps"] if step["name"] in names]
+    if not all(one.get("cases") for one in findings):
+        return "wrong"
+    problems = [problem for one in findings for problem in one["cases"].values()]
+    return f"{sum(not problem for problem in problems)} of {len(problems)} cases right"
 
 
 def readme(text: str, found: Sequence[Mapping[str, Any]]) -> str:
@@ -109,7 +121,7 @@ def readme(text: str, found: Sequence[Mapping[str, Any]]) -> str:
         known = status(match[0], found)
         return match[0] if known is None else f"{cells[0]}| {known} |"
 
-    return re.sub(rf"^\|.*\| (?:[^|]*{NEVER}|(?:right|wrong) on [^|]*) \|$", replaced, text, flags=re.M)
+    return re.sub(rf"^\|.*\| (?:[^|]*{NEVER}|(?:[^|]*right|wrong) on [^|]*) \|$", replaced, text, flags=re.M)
 
 
 if __name__ == "__main__":

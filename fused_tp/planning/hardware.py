@@ -195,7 +195,9 @@ MACHINES = {
             name="h200",
             memory=141e9,
             memory_bandwidth=4.8e12,
-            source=_H100.source.replace("H100", "H200"),
+            # fused_tp's kernels against torch.mm, and against attention_flops over forward and backward.
+            constants=replace(FITTED_CONSTANTS, fused_matmul=0.89, ring_attention=0.52),
+            source=_H100.source.replace("H100", "H200") + "; fused_tp's kernels: benchmarks/results/gpu",
         ),
         Machine(
             name="b200",
