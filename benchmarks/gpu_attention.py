@@ -12,8 +12,9 @@ on all SMs. Forward, causal, zigzag.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_tp.attention.kernels.triton import TRITON_KERNEL, to_kernel_terms
-from fused_tp.attention.layout import TokenLayout
+from fused_tp.attention.layout import TokenLayout, TokenRanges
 from fused_tp.attention.ring import LocalRing, RingBackward, RingCall, RingForward, RingSaved, fp32_accumulator
 from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
-from fused_tp.attention.ring_plan import ring_plan
+from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, ScoreParameters
+from fused_tp.triton_kernels.attention.backward import flash_backward
+from fused_tp.triton_kernels.attention.configs import AttentionConfig
+from fused_tp.triton_kernels.attention.forward import flash_attention
+from fused_tp.triton_kernels.attention.launch import Terms
 
 from .case import FUSED_TP, SPEEDUP, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import KernelRanks, random_normal
@@ -45,6 +50,12 @@ LAUNCH_PER_STEP = "a launch for each step"
 # SMs that each rank leaves free for the small kernels that run between its copies, one for each of its two streams. The
 # small kernels of the first rank may start on any SM of the idle GPU, and no program of a later rank fits beside one.
 SPARE_SMS = 2
+# (rows, block, warps, stages) of `attention/configs.py` for a head dim of 128, timed beside the default ones.
+OTHER_CONFIGS = {
+    "forward": ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)),
+    "queries": ((128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3)),
+    "keys": ((128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3)),
+}
 REFERENCE_QUERIES = 2048  # queries per block of the fp64 reference
 
 
@@ -107,7 +118,7 @@ class AttentionInputs:
             ("out",) if len(results) == 1 else ("dq", "dk", "dv"), results, checked, strict=True
         ):
             # dq and dk also inherit the rounding of P, dP and out, which partly cancel.
-            assert_near(result[-1, :, -1], reference64, name)
+            assert_near(result[-1, :, -1].to(DTYPE), reference64, name)
 
 
 def compute_reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[Tensor]:
@@ -134,6 +145,12 @@ def one_rank_contestants(context: GpuContext, seq: int, head_dim: int, causal: b
     inputs = AttentionInputs(context, seq, head_dim, max(1, TOKENS // seq))
     passes = {name: partial(_make_torch_pass, inputs, causal, backward, backend) for name, backend in BACKENDS.items()}
     passes = {FUSED_TP: partial(_make_fused_tp_pass, inputs, causal, backward), **passes}
+    if head_dim == 128 and context.properties.major == 9:
+        if backward:
+            passes["its kernels alone"] = partial(_make_kernel_pass, inputs, causal, backward)
+        for kernel in ("queries", "keys") if backward else ("forward",):
+            for config in (AttentionConfig(*sizes, tma=True) for sizes in OTHER_CONFIGS[kernel]):
+                passes[f"{kernel} {config}"] = partial(_make_kernel_pass, inputs, causal, backward, {kernel: config})
     return {name: partial(_contestant, context, inputs, causal, prepare) for name, prepare in passes.items()}
 
 
@@ -200,6 +217,32 @@ def _make_fused_tp_pass(inputs: AttentionInputs, causal: bool, backward: bool) -
     def compute_gradients() -> Sequence[Tensor]:
         grads = local_ring.backward(call, saved)
         return [grads.dq, grads.dk, grads.dv]
+
+    return compute_gradients
+
+
+def _make_kernel_pass(
+    inputs: AttentionInputs, causal: bool, backward: bool, configs: Mapping[str, AttentionConfig] = MappingProxyType({})
+) -> Callable[[], Sequence[Tensor]]:
+    """Return the forward kernel, or the kernels of the backward without its row sums, with some other configs."""
+    q, k, v, grad = inputs.q, inputs.k, inputs.v, inputs.grad
+    seq = q.shape[1]
+    all_tokens = TokenRanges((range(seq),))
+    step, terms = make_step(AttentionMask(seq, seq, causal=causal), all_tokens, all_tokens), Terms(q.shape[3] ** -0.5)
+    if not backward:
+        return lambda: [flash_attention(q, k, v, step, terms, config=configs["forward"])[0]]
+    out, lse = flash_attention(q, k, v, step, terms)
+    sums = (grad.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+    grads = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+
+    def compute_gradients() -> Sequence[Tensor]:
+        for gradient in grads:
+            gradient.zero_()
+        flash_backward(
+            grad, q, k, v, lse, sums, *grads, step, terms,
+            queries_config=configs.get("queries"), keys_config=configs.get("keys"),
+        )  # fmt: skip
+        return grads
 
     return compute_gradients
 
