@@ -118,7 +118,7 @@ def test_a_call_that_gives_up(kind: Any, nbytes: int) -> None:
     loaded: list[str] = []
 
     class Noting(kind):
-        def _expire(self, value: int) -> None:  # called just before the kernel is loaded
+        def _set_expired(self, value: int) -> None:  # called just before the kernel is loaded
             loaded.append(variant((begin_kernel, (1,), self._begin_arguments())))
 
     memory = torch.zeros(PAGE, dtype=torch.uint8)
@@ -153,7 +153,7 @@ def test_relays(world: int, seconds: float) -> None:
 
 
 def test_matmuls_of_the_same_key_are_one_variant() -> None:
-    """A call loads its kernels only if its `_key` is new."""
+    """A call loads its kernels only if its `_variant_key` is new."""
     found: dict[Any, set[str]] = {}
     workspace = workspace_of(GatherWorkspace, 2)
     peers = Peers(0, 2, workspace.arguments())
@@ -163,7 +163,7 @@ def test_matmuls_of_the_same_key_are_one_variant() -> None:
         shards = Shards(2 * rows, rows, k)
         x, weight = memory[offset : offset + rows * k].view(rows, k), memory[: n * k].view(n, k)
         y, bias = memory.new_empty(2 * rows, n), memory[:n]
-        key = all_gather_gemm._key(x, [weight], [bias], shards, LAUNCH)
+        key = all_gather_gemm._variant_key(x, [weight], [bias], shards, LAUNCH)
         launches = [
             gather.stage_launch(x, workspace, 4),
             all_gather_gemm.matmul_launch(x, [(weight, y, bias)], None, shards, peers, LAUNCH, True),

@@ -156,19 +156,19 @@ def test_a_driver_that_cannot_be_loaded_is_a_reason(tmp_path: Path) -> None:
 @NEEDS_CORE
 def test_it_does_not_grow_under_capture(driver: Any) -> None:
     engine = CopyEngine(LocalGroup(1).rank(0))
-    with engine.call("all_gather", gather_bytes=100) as call:
+    with engine.begin_call("all_gather", gather_bytes=100) as call:
         call.finish()
     with (
         mock.patch.object(copy_engine, "is_capturing", return_value=True),
         mock.patch.object(symm_mem, "is_capturing", return_value=True),
     ):
-        with engine.call("all_gather", gather_bytes=200) as call:  # there is room
+        with engine.begin_call("all_gather", gather_bytes=200) as call:  # there is room
             call.finish()
         with pytest.raises(RuntimeError, match="Run the same ops once before the capture"):
-            engine.call("all_gather", gather_bytes=1 << 30)
+            engine.begin_call("all_gather", gather_bytes=1 << 30)
     first = engine._slots[""]
     assert first.is_captured
-    with engine.call("all_gather", gather_bytes=1 << 20) as call:
+    with engine.begin_call("all_gather", gather_bytes=1 << 20) as call:
         call.finish()
     assert engine._outgrown_slots == [first]  # the graph may still use it
 
@@ -186,7 +186,7 @@ def test_a_gather_that_a_kernel_waits_for_takes_three_calls_of_the_driver(driver
         def gather(number: int) -> None:
             shard.fill_(10 * number + rank.rank)
             gathered.zero_()
-            with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
+            with engine.begin_call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
                 offered = call.offer(shard, list(gathered))
                 for source in range(world):
                     while source != rank.rank and not offered.arrival_flags[source]:
@@ -213,7 +213,7 @@ def test_a_gather_that_a_kernel_waits_for_takes_three_calls_of_the_driver(driver
 @NEEDS_CORE
 def test_two_scatters_at_a_time(driver: Any) -> None:
     engine = CopyEngine(LocalGroup(1).rank(0))
-    call = engine.call("matmul_all_reduce", scatter_bytes=100)
+    call = engine.begin_call("matmul_all_reduce", scatter_bytes=100)
     first, second = call.scatter(), call.scatter()
     with pytest.raises(RuntimeError, match="scatters have begun already; receive one of them before the next begins"):
         call.scatter()
@@ -229,12 +229,12 @@ def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -
     """The engine's streams may still write it later, after an exception or a gather without a wait."""
     engine = CopyEngine(LocalGroup(1).rank(0))
     finished, left, unfinished = (torch.ones(5) for _ in range(3))
-    with engine.call("all_gather", gather_bytes=20) as call:
+    with engine.begin_call("all_gather", gather_bytes=20) as call:
         call.gather(finished, [finished])
         call.finish(finished)
-    call = engine.call("all_gather", gather_bytes=20)
+    call = engine.begin_call("all_gather", gather_bytes=20)
     call.gather(unfinished, [unfinished])
-    with pytest.raises(ZeroDivisionError), engine.call("all_gather", gather_bytes=20) as inner:
+    with pytest.raises(ZeroDivisionError), engine.begin_call("all_gather", gather_bytes=20) as inner:
         inner.gather(left, [left])
         raise ZeroDivisionError
     del call, inner
@@ -246,7 +246,7 @@ def test_gates_that_cannot_be_closed_hold_up_no_thread(driver: Any, monkeypatch:
     """A device stops copying: the abort ends within its deadline, with a message; so does stop()."""
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "5")
     engine = CopyEngine(LocalGroup(1).rank(0))
-    with engine.call("all_gather", gather_bytes=20) as call:
+    with engine.begin_call("all_gather", gather_bytes=20) as call:
         call.finish()
     del call
     core, memory = engine._slots[""].core, engine._slots[""].buffer
@@ -277,7 +277,7 @@ def test_gates_that_cannot_be_closed_hold_up_no_thread(driver: Any, monkeypatch:
 def test_a_forked_child_leaves_the_workspace_alone(driver: Any) -> None:
     """The child lacks the thread that watches the streams; the objects that it waits on cannot be destroyed."""
     engine = CopyEngine(LocalGroup(1).rank(0))
-    with engine.call("all_gather", gather_bytes=20) as call:
+    with engine.begin_call("all_gather", gather_bytes=20) as call:
         call.finish()
     del call
     time.sleep(0.2)  # the thread waits now

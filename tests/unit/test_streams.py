@@ -218,4 +218,4 @@ def test_streams_of_an_outgrown_workspace_go_on_with_the_next(driver: Callable[[
     per_rank = 4
     assert run_local(RANKS, ranks, timeout=120) == [[RANKS * n for n in (per_rank, per_rank, 2 * per_rank - 1)]] * RANKS
     gc.collect()
-    assert len(streams._free[0, True]) == driver() == RANKS * (2 * per_rank - 1)
+    assert len(streams._free_streams[0, True]) == driver() == RANKS * (2 * per_rank - 1)
