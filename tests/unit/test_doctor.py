@@ -252,7 +252,7 @@ def test_device_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> No
     machine.built = native_kernels.KernelTargets(("sm_80",), (13, 0, 88))
     found = machine.findings()["device kernels"]
     assert found.status == doctor.PROBLEM and found.value == "built for sm_80 by CUDA 13.0, but not usable"
-    assert found.advice.startswith("They were built for sm_80, and this GPU is sm_90; reinstall")
+    assert found.advice.startswith("The device kernels were built for sm_80, and this GPU is sm_90; reinstall")
     machine.built = native_kernels.KernelTargets(("sm_90a", "compute_90"), (13, 0, 88))
     with monkeypatch.context() as without_gpu:
         without_gpu.setattr(torch.cuda, "is_available", lambda: False)

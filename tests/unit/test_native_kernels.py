@@ -63,7 +63,7 @@ def test_what_cuda_says_names_the_op(kernels: Any) -> None:
 
 
 def test_numbers_that_mean_nothing_are_refused(kernels: Any) -> None:
-    with pytest.raises(ValueError, match="algorithm number 3"):
+    with pytest.raises(ValueError, match="the algorithm number is 3; it must be 0 to 2"):
         kernels.all_reduce(_core.DeviceWorkspace(*WORKSPACE), 3, 0, 0, 0, 0, (0, 0), 1, 0)
     with pytest.raises(ValueError, match="world must be 1 to 63"):
         _core.DeviceWorkspace(0, 0, 0, 0, 0, 0, 0, 64)

@@ -54,8 +54,8 @@ def test_a_trace_of_two_ranks(tmp_path: Path) -> None:
         (("torch", "mlp", "--world", "none"), "--world is none; it must be a number of ranks"),
         (("torch", "mlp", "--out"), "--out needs a value"),
         (("torch", "mlp", "--tokens", "8"), "unknown option --tokens; put options of the case after --"),
-        (("nsys", "mlp"), "'torch' needs n"),
-        (("ncu", "mlp"), "'torch' needs n"),
+        (("nsys", "mlp"), "nsys is not installed; install it or use the mode torch"),
+        (("ncu", "mlp"), "ncu is not installed; install it or use the mode torch"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], message: str) -> None:
