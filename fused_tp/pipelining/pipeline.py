@@ -511,6 +511,7 @@ class Pipeline:
         # the optimizer's step.
         self._gradient_norms: Tensor | None = None
         self._gradient_scale: float | None = None
+        self._changes: tuple[int, int] | None = None  # after a checked step: see `_count_changes`
         for stage in stages.values():
             shared_meshes = [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None]
             watch_model(stage.model, shared_meshes, is_stage=pp_mesh.size() > 1)
@@ -533,6 +534,7 @@ class Pipeline:
         """
         check_bool(sync_gradients=sync_gradients)
         self._check_parameters()
+        self._report_changes_by_hand()
         self._check_steps()
         prepared_batch = self._prepare_batch(batch, with_labels=True)
         earlier_gradients = [] if self._has_unsynced_gradients else self._detach_gradients()
@@ -552,7 +554,9 @@ class Pipeline:
             raise
         for parameter, grad in earlier_gradients:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        self._gradient_norms = self._local_gradient_norms() if is_check_due(self._step_count) else None
+        is_checked = is_check_due(self._step_count)
+        self._gradient_norms = self._local_gradient_norms() if is_checked else None
+        self._changes = self._count_changes() if is_checked and self._pp_mesh.size() > 1 else None
         self._gradient_scale = None
         return self._broadcast_loss(losses)
 
@@ -577,7 +581,7 @@ class Pipeline:
         try:
             yield
         finally:
-            self._step_count, self._schedules, self._gradient_norms = step_count, {}, None
+            self._step_count, self._schedules, self._gradient_norms, self._changes = step_count, {}, None, None
 
     def _check_parameters(self) -> None:
         for name, parameter in self.named_parameters():
@@ -625,6 +629,26 @@ class Pipeline:
                 "between the pipeline's step and the optimizer's, gradients of the stages were scaled by different "
                 f"factors, from {min(scales):.4g} to {max(scales):.4g}. Most likely torch.nn.utils.clip_grad_norm_ "
                 "scaled each stage by its own norm. Use the pipeline's clip_grad_norm_(max_norm)."
+            )
+
+    def _count_changes(self) -> tuple[int, int]:
+        """Return the number of steps of optimizers, and of changes in place of this rank's parameters."""
+        steps = sum(sum(optimizer_step_counts(stage.model)) for stage in self.stages.values())
+        return steps, sum(_local_tensor(parameter)._version for parameter in self.parameters())
+
+    def _report_changes_by_hand(self) -> None:
+        """Log if parameters were changed since the last step, but by no step of an optimizer."""
+        if self._changes is None:
+            return
+        steps, changes = self._count_changes()
+        if steps == self._changes[0] and changes != self._changes[1]:
+            warn_once(
+                [self._pp_mesh],
+                "changes by hand",
+                "Parameters of a pipeline's stages were changed since its last step, but not by an optimizer of "
+                "torch.optim. If the change depends on a norm or a maximum over pipe.parameters(), that is one of this "
+                "rank's stages only: combine it over the ranks of the pipeline, for example by "
+                "fused_tp.all_reduce(squared_norm, group=mesh['pp']).",
             )
 
     def _record_gradient_scale(self, model: nn.Module) -> None:
@@ -964,6 +988,7 @@ class Pipeline:
         Raises:
             KeyError: a name is missing.
         """
+        self._changes = None  # loading is no step
         for _, stage in sorted(self.stages.items()):
             stage_state = stage.model.state_dict()
             missing_names = [name for name in stage_state if name not in state]

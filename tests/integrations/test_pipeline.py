@@ -342,6 +342,31 @@ def test_a_training_step_is_compared(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(4)
+def test_changes_by_hand(group: dist.ProcessGroup) -> None:
+    """A log line says so if parameters change between steps, but not if an optimizer or loading changes them."""
+    mesh, tokens = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "pp")), make_tokens(4, 8) % 37
+
+    def optimizer_step(pipe: Pipeline) -> None:
+        torch.optim.SGD(list(pipe.parameters()), 1e-3).step()
+
+    def load(pipe: Pipeline) -> None:
+        pipe.load_state_dict({name: t.clone() for name, t in pipe.state_dict().items()})
+
+    @torch.no_grad()
+    def change_by_hand(pipe: Pipeline) -> None:
+        for parameter in pipe.parameters():
+            parameter -= 1e-3
+
+    for change, is_logged in ((optimizer_step, False), (load, False), (change_by_hand, True)):
+        pipe = fused_tp.pipeline(Layered("none"), mesh["pp"], microbatches=2, loss_fn=mean_loss)
+        with mock.patch("fused_tp.pipelining.pipeline.warn_once") as warn_once:
+            pipe.step({"tokens": tokens, "labels": tokens})
+            change(pipe)
+            pipe.step({"tokens": tokens, "labels": tokens})
+        assert [call.args[1] for call in warn_once.call_args_list] == ["changes by hand"] * is_logged
+
+
+@on_ranks(4)
 def test_losses_of_the_caller_and_other_ignored_labels(group: dist.ProcessGroup) -> None:
     """A loss function that ignores num_items_in_batch is a mean over microbatches; ignore_index counts targets."""
 
