@@ -189,7 +189,8 @@ class Protocol {
       for (int gate = 0; gate < 2; ++gate) steps.push_back(write_step(peer, layout_.gate_word(gate), closed_by(rank_)));
   }
 
-  // Sets every word for which this rank's streams may wait, as if all data had arrived. Repeat it while streams run.
+  // Sets every word that this rank's streams may wait for, as if all data had arrived. The caller repeats it until the
+  // streams are idle, because steps that are still enqueued reset words.
   void set_all_flags(Steps& steps) const {
     for (int word = layout_.first_flag_word(); word < layout_.total_words(); ++word)
       steps.push_back(write_step(rank_, word, 1));

@@ -11,7 +11,7 @@ namespace fused_tp {
 class Scratch {
  public:
   ~Scratch() { std::free(data_); }
-  // Returns at least `bytes` of memory. Its previous content may be lost.
+  // Returns at least `bytes` of memory, valid until the next call. Earlier pointers and contents may be lost.
   char* reserve(size_t bytes) {
     if (bytes > bytes_) {
       std::free(data_);

@@ -291,7 +291,7 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     if spec.convert is None:
         return module
     layer = spec.convert(module, mesh=mesh, memo=memo)
-    # Keep marks, such as transformers' mark of initialised layers.
+    # Keep other attributes, such as the flag by which transformers recognizes initialized layers.
     vars(layer).update((key, value) for key, value in vars(module).items() if key not in vars(layer))
     scale = embedding_scale(module)
     if scale is not None:

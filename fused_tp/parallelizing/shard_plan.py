@@ -484,9 +484,8 @@ def _check_expert_module(name: str, module: nn.Module, plan: ShardingPlan) -> No
             "must hold a shard of every expert. Add its parameters to the plan as 'packed_colwise' (gate and up), "
             f"'colwise' or 'rowwise', or remove {name!r} and the names inside it from the plan."
         )
-    expected_parts = (
-        2 if getattr(module, "is_concatenated", True) else 1
-    )  # transformers sets this on classes of experts
+    # transformers sets `is_concatenated` on classes of experts: False if the columns of gate and up alternate.
+    expected_parts = 2 if getattr(module, "is_concatenated", True) else 1
     for key, spec in plan.parameters_of(name, module).items():
         if key == "gate_up_proj" and hasattr(module, "is_concatenated") and spec.parts != expected_parts:
             raise ValueError(

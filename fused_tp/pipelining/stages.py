@@ -37,7 +37,7 @@ class ModelLayers:
         count: number of layers.
         modules_before_layers: names of modules with parameters of their own that run before the layers.
         modules_after_layers: names of modules with parameters of their own that run after the layers.
-        returned_length: length of the tuple that a layer returns, the hidden state first; 0: the hidden state alone.
+        returned_count: number of values that a layer returns, the hidden state first; 0: the hidden state alone.
         hidden_size, dtype: size and dtype of the hidden state [batch, seq, hidden].
     """
 
@@ -45,7 +45,7 @@ class ModelLayers:
     count: int
     modules_before_layers: tuple[str, ...]
     modules_after_layers: tuple[str, ...]
-    returned_length: int
+    returned_count: int
     hidden_size: int
     dtype: torch.dtype
 
@@ -138,7 +138,7 @@ class _Probe:
         self.hidden_leaves: list[Tensor] = []  # hidden state of each layer, as a leaf
         self.modules_before_layers: dict[str, list[Tensor]] = {}  # results of modules before the layers, as leaves
         self.modules_after_layers: list[str] = []
-        self.returned_length = 0
+        self.returned_count = 0
 
     def run(self, example: Mapping[str, Any]) -> ModelLayers:
         layer_prefix = f"{self.container}."
@@ -169,7 +169,7 @@ class _Probe:
             len(self.layers),
             tuple(self.modules_before_layers),
             tuple(self.modules_after_layers),
-            self.returned_length,
+            self.returned_count,
             self.hidden.shape[-1],
             self.hidden.dtype,
         )
@@ -206,11 +206,11 @@ class _Probe:
                 f"{self.container}.{index} returns {_describe(hidden)} where a pipeline needs its hidden state "
                 "[batch, seq, hidden], by itself or first in a tuple."
             )
-        self.returned_length = len(output) if isinstance(output, tuple) else 0
+        self.returned_count = len(output) if isinstance(output, tuple) else 0
         self.layer_calls += 1
         leaf, self.hidden = _leaf_and_result(hidden)
         self.hidden_leaves.append(leaf)
-        return (self.hidden, *output[1:]) if self.returned_length else self.hidden
+        return (self.hidden, *output[1:]) if self.returned_count else self.hidden
 
     def after_other_module(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         if self.layer_calls == len(self.layers):
@@ -416,14 +416,14 @@ class LayerPlaceholder(nn.Identity):
     """
 
     def __init__(
-        self, layer: nn.Module, boundary: Boundary, *, is_before_stage: bool, is_after_stage: bool, returned_length: int
+        self, layer: nn.Module, boundary: Boundary, *, is_before_stage: bool, is_after_stage: bool, returned_count: int
     ) -> None:
         super().__init__()
         self.boundary = boundary
-        self.is_before_stage, self.is_after_stage, self.returned_length = (
+        self.is_before_stage, self.is_after_stage, self.returned_count = (
             is_before_stage,
             is_after_stage,
-            returned_length,
+            returned_count,
         )
         for name, value in vars(layer).items():  # models read attributes of layers, such as the type of attention
             if name not in vars(self) and isinstance(value, (str, int, float, type(None))):
@@ -435,7 +435,7 @@ class LayerPlaceholder(nn.Identity):
             hidden = self.boundary.received_hidden
         if self.is_after_stage:
             self.boundary.sent_hidden = hidden
-        return (hidden, *[None] * (self.returned_length - 1)) if self.returned_length else hidden
+        return (hidden, *[None] * (self.returned_count - 1)) if self.returned_count else hidden
 
 
 class EmbeddingPlaceholder(nn.Identity):
@@ -493,7 +493,7 @@ def take_stages(
                     boundary,
                     is_before_stage=index == stage_layers.start - 1,
                     is_after_stage=index == stage_layers.stop,
-                    returned_length=layers.returned_length,
+                    returned_count=layers.returned_count,
                 )
             )
         for name in layers.modules_before_layers:

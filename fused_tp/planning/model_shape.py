@@ -242,7 +242,7 @@ def _count_kinds_per_stage(kind_numbers: tuple[int, ...], kind_count: int, stage
     return [tuple(part.count(kind) for kind in range(kind_count)) for part in kinds_of_stages]
 
 
-def decoder(
+def decoder_shape(
     name: str,
     *,
     layers: int,
@@ -268,7 +268,7 @@ def decoder(
         experts, experts_per_token: number of experts per layer and per token; 0: no experts.
 
     Example:
-        >>> decoder("small", layers=2, hidden=64, heads=4, intermediate=96, vocab=128).parameters
+        >>> decoder_shape("small", layers=2, hidden=64, heads=4, intermediate=96, vocab=128).parameters
         86016
     """
     kv_heads = heads if kv_heads is None else kv_heads
@@ -316,7 +316,7 @@ def _llama(
     name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, **other_sizes: Any
 ) -> ModelShape:
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
-    return decoder(name, **sizes, intermediate=intermediate, vocab=vocab, **other_sizes)
+    return decoder_shape(name, **sizes, intermediate=intermediate, vocab=vocab, **other_sizes)
 
 
 # Sizes from the published config.json of each model; gpt3-175b: arXiv:2005.14165.

@@ -13,7 +13,7 @@ from typing import Any
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Software
 from fused_tp.planning.hardware import GIB, MACHINES, Machine
-from fused_tp.planning.model_shape import SHAPES, ModelShape, Weights, decoder
+from fused_tp.planning.model_shape import SHAPES, ModelShape, Weights, decoder_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def mean_error(rows: list[PublishedResult]) -> float:
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **other_sizes: Any) -> ModelShape:
     """Return the shape of a GPT: ungrouped heads, an MLP of 4 x hidden features without a gate."""
     other_sizes = {"intermediate": 4 * hidden, "gated": False} | other_sizes
-    return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **other_sizes)
+    return decoder_shape(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **other_sizes)
 
 
 def _make_config(dp: int, microbatches: int, virtual_stages: int = 1, **sizes: Any) -> ParallelConfig:

@@ -66,7 +66,7 @@ SMALL_VALUES: dict[str, Any] = {
 }
 # Substrings of names of optional fields. A field whose default is None stays None: the model may not implement it.
 OPTIONAL_SUBSTRINGS = ("softcap", "soft_cap", "n_group", "topk_group", "clip_qkv", "sliding_window")
-# Substrings of names of factors whose default is often 1.
+# Substrings of names of factors. Their default is often 1, which hides a missing factor, so it is replaced.
 FACTOR_SUBSTRINGS = ("multiplier", "scal", "factor", "alpha", "beta")
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 RANDOM_SUBSTRINGS = ("dropout", "pdrop", "jitter")  # substrings of names of fields that enable random numbers; set to 0

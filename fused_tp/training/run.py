@@ -583,5 +583,5 @@ def check_sizes(settings: TrainSettings, ranks: int) -> None:
     config = make_config(settings)
     with _raise_as_value_error("the model", settings.model.config):
         model = make_meta_model(config)
-    shape = count_model(model)
-    settings.parallel_config(ranks).check(shape, seq=settings.data.seq, global_batch=settings.global_batch)
+    model_shape = count_model(model)
+    settings.parallel_config(ranks).check(model_shape, seq=settings.data.seq, global_batch=settings.global_batch)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.dialects import DIALECTS
-from fused_tp.planning.model_shape import decoder
+from fused_tp.planning.model_shape import decoder_shape
 from tests.workers import error_of
 
-SHAPE = decoder("small", layers=8, hidden=64, heads=8, kv_heads=4, intermediate=128, vocab=100, experts=6)
+SHAPE = decoder_shape("small", layers=8, hidden=64, heads=8, kv_heads=4, intermediate=128, vocab=100, experts=6)
 
 
 def test_sizes_and_what_follows_from_them() -> None:
@@ -147,7 +147,7 @@ def test_what_a_dialect_has_no_word_for() -> None:
 
 def test_what_a_model_allows() -> None:
     ParallelConfig(tp=4, cp=2).check(SHAPE)
-    one = decoder("one", layers=2, hidden=64, heads=8, kv_heads=1, intermediate=128, vocab=100)
+    one = decoder_shape("one", layers=2, hidden=64, heads=8, kv_heads=1, intermediate=128, vocab=100)
     ParallelConfig(tp=8).check(one)  # a single key/value head is replicated
     for config, how, says in (
         (ParallelConfig(tp=8), {}, "tp=8 does not divide the 4 key/value heads; 1, 2 and 4 do"),
@@ -157,5 +157,5 @@ def test_what_a_model_allows() -> None:
         (ParallelConfig(cp=4, ulysses_size=4, tp=2), {}, "ulysses_size=4 does not divide the heads"),
     ):
         assert says in str(error_of(config.check, SHAPE, **how)), says
-    dense = decoder("d", layers=2, hidden=8, heads=2, intermediate=8, vocab=8)
+    dense = decoder_shape("d", layers=2, hidden=8, heads=2, intermediate=8, vocab=8)
     assert "ep=2 needs experts, but the model has none" in str(error_of(ParallelConfig(ep=2).check, dense))

@@ -18,11 +18,11 @@ from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Software
 from fused_tp.planning.find_shape import find_shape
 from fused_tp.planning.hardware import FITTED_CONSTANTS, GIB, MACHINES, Machine, find_machine
-from fused_tp.planning.model_shape import SHAPES, ModelShape, decoder
+from fused_tp.planning.model_shape import SHAPES, ModelShape, decoder_shape
 from fused_tp.planning.recommend import USABLE_MEMORY, configurations, recommend
 from tests.workers import error_of
 
-SMALL = decoder("small", layers=8, hidden=1024, heads=16, kv_heads=4, intermediate=4096, vocab=32000)
+SMALL = decoder_shape("small", layers=8, hidden=1024, heads=16, kv_heads=4, intermediate=4096, vocab=32000)
 
 
 # -- published numbers ------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_every_type_is_counted_or_refused() -> None:
 
 def test_a_counted_llama_costs_what_formulas_say() -> None:
     transformers = pytest.importorskip("transformers")
-    known = decoder("known", layers=3, hidden=256, heads=8, kv_heads=4, intermediate=512, vocab=1000)
+    known = decoder_shape("known", layers=3, hidden=256, heads=8, kv_heads=4, intermediate=512, vocab=1000)
     config = transformers.LlamaConfig(
         vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
         num_key_value_heads=4,

@@ -80,7 +80,7 @@ def parts_kernel(
     seen = SeenKeys(first_key, last_key, place, number)
     score = Score(slope, scores.scale, scores.softcap, 1.0, batch, 0, 0, 0, 0)
 
-    n, sums, values = empty_sums(C)
+    n, row_sums, weighted = empty_sums(C)
     k_base = k.ptr + tl.cast(kv_head, tl.int64) * k.strides[2]
     v_base = v.ptr + tl.cast(kv_head, tl.int64) * v.strides[2]
     for key in tl.range(begin, end, BLOCK):
@@ -96,17 +96,17 @@ def parts_kernel(
         v_rows = (outer * v.strides[0] + inner.to(tl.int64) * v.strides[1])[:, None]
         keys = tl.load(k_base + k_rows + columns, mask=held[:, None] & (columns < C.D), other=0.0)
         v_block = tl.load(v_base + v_rows + v_columns, mask=held[:, None] & (v_columns < C.DV), other=0.0)
-        n, sums, values = add_key_block(
-            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C
+        n, row_sums, weighted = add_key_block(
+            n, row_sums, weighted, queries, keys, v_block, key, end, seen, k_indices, score, True, C
         )
 
     if found is not None:
-        store_found(found, n, sums, values, batch, number, head, there, C)
+        store_found(found, n, row_sums, weighted, batch, number, head, there, C)
     else:
         slot = (tl.cast(index, tl.int64) * splits + split) * ROWS + tl.arange(0, ROWS)
         tl.store(parts.highest + slot, n)
-        tl.store(parts.total + slot, sums)
-        tl.store(parts.weighted + slot[:, None] * C.PADDED_DV + v_columns, values)
+        tl.store(parts.total + slot, row_sums)
+        tl.store(parts.weighted + slot[:, None] * C.PADDED_DV + v_columns, weighted)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -115,18 +115,18 @@ def merge_kernel(parts, found, kv_heads, group, new, tiles, splits, C: tl.conste
     index = tl.program_id(0)
     batch, _, head, number, there = packed_heads(index, kv_heads, group, new, tiles, C.ROWS)
     columns = tl.arange(0, C.PADDED_DV)[None, :]
-    n, sums, values = empty_sums(C)
+    n, row_sums, weighted = empty_sums(C)
     for split in tl.range(0, splits):
         slot = (tl.cast(index, tl.int64) * splits + split) * C.ROWS + tl.arange(0, C.ROWS)
         here = tl.load(parts.highest + slot)
         now = tl.maximum(n, here)
         base = tl.where(now == float("-inf"), 0.0, now)  # -inf - -inf would be NaN
         before, by = tl.exp2(n - base), tl.exp2(here - base)
-        sums = sums * before + tl.load(parts.total + slot) * by
+        row_sums = row_sums * before + tl.load(parts.total + slot) * by
         part = tl.load(parts.weighted + slot[:, None] * C.PADDED_DV + columns)
-        values = values * before[:, None] + part * by[:, None]
+        weighted = weighted * before[:, None] + part * by[:, None]
         n = now
-    store_found(found, n, sums, values, batch, number, head, there, C)
+    store_found(found, n, row_sums, weighted, batch, number, head, there, C)
 
 
 @triton.jit
@@ -144,10 +144,10 @@ def packed_rows(x, batch, number, head):
 
 
 @triton.jit
-def store_found(found, n, sums, values, batch, number, head, there, C: tl.constexpr):
+def store_found(found, n, row_sums, weighted, batch, number, head, there, C: tl.constexpr):
     """Store out in the first DV columns of found [batch, new, heads, DV + 1], lse in the last; 0, -inf if no keys."""
     rows = packed_rows(found, batch, number, head)
-    out, log = normalize_sums(n, sums, values)
+    out, log = normalize_sums(n, row_sums, weighted)
     columns = tl.arange(0, C.PADDED_DV)[None, :]
     out = rounded(out, found.ptr.dtype.element_ty)
     tl.store(rows[:, None] + columns, out, mask=there[:, None] & (columns < C.DV))

@@ -97,60 +97,74 @@ def forward_kernel(
     score = head_score(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
     if C.FIRST:
-        n, sums, values = empty_sums(C)
+        n, row_sums, weighted = empty_sums(C)
     else:
-        n, sums, values = load_state(state, batch, head, row, row_end, C)
+        n, row_sums, weighted = load_state(state, batch, head, row, row_end, C)
     bounds = tile.begin, tile.end, tile.full_begin, tile.full_end
-    n, sums, values = add_all_keys(
-        n, sums, values, queries, rows, k_tma, v_tma, batch, head // shared, 0, bounds, seen, mask.k_indices, score,
-        False, C,
+    n, row_sums, weighted = add_all_keys(
+        n, row_sums, weighted, queries, rows, k_tma, v_tma, batch, head // shared, 0, bounds, seen, mask.k_indices,
+        score, False, C,
     )  # fmt: skip
 
     here = row + tl.arange(0, C.ROWS)
     if out is not None:
         if sinks is not None:
-            n, sums, values = add_sink(n, sums, values, tl.load(sinks + head) * LOG2_E)
-        values, log = normalize_sums(n, sums, values)
+            n, row_sums, weighted = add_sink(n, row_sums, weighted, tl.load(sinks + head) * LOG2_E)
+        weighted, log = normalize_sums(n, row_sums, weighted)
         tl.store(head_vector(lse, batch, head) + here, log, mask=here < row_end)
-        store_block(head_rows(out, batch, head), rounded(values, out.ptr.dtype.element_ty), row, row_end, C.DV)
+        store_block(head_rows(out, batch, head), rounded(weighted, out.ptr.dtype.element_ty), row, row_end, C.DV)
     else:
         tl.store(head_vector(state.highest, batch, head) + here, n * LN_2, mask=here < row_end)
-        tl.store(head_vector(state.total, batch, head) + here, sums, mask=here < row_end)
-        store_block(head_rows(state.weighted, batch, head), values, row, row_end, C.DV)
+        tl.store(head_vector(state.total, batch, head) + here, row_sums, mask=here < row_end)
+        store_block(head_rows(state.weighted, batch, head), weighted, row, row_end, C.DV)
 
 
 @triton.jit
 def add_all_keys(
-    n, sums, values, queries, rows, k_tma, v_tma, batch, key_head, first, bounds, seen, k_indices, score,
+    n, row_sums, weighted, queries, rows, k_tma, v_tma, batch, key_head, first, bounds, seen, k_indices, score,
     NO_LICM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(n, total, weighted) after adding the keys [begin, end) of `bounds`, unmasked blocks first. The keys are stored
-    from row `first` on of `rows`, of k and of v. NO_LICM: loop invariants are computed inside the loop, since hoisted
-    they would take registers."""
+    """Return (n, row_sums, weighted) after adding the keys [begin, end) of `bounds`, unmasked blocks first.
+
+    The keys are stored from row `first` on of `rows`, of k and of v. NO_LICM: loop invariants are computed inside the
+    loop, since hoisted they would take registers.
+    """
     k_rows, v_rows = rows
     begin, end, full_begin, full_end = bounds
     for key in tl.range(full_begin, full_end, C.BLOCK, disable_licm=NO_LICM):
         keys = load_whole(k_tma, k_rows, batch, key_head, first + key, C.D, C.BLOCK, C.PADDED_D, C.TMA)
         v_block = load_whole(v_tma, v_rows, batch, key_head, first + key, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
-        n, sums, values = add_key_block(
-            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, False, C
+        n, row_sums, weighted = add_key_block(
+            n, row_sums, weighted, queries, keys, v_block, key, end, seen, k_indices, score, False, C
         )
     blocks = masked_blocks(begin, end, full_begin, full_end, C.BLOCK)
     for index in tl.range(0, blocks, disable_licm=NO_LICM):
         key = masked_block(index, begin, full_begin, full_end, C.BLOCK)
         keys = load_block(k_rows, first + key, first + end, C.D, C.BLOCK, C.PADDED_D)
         v_block = load_block(v_rows, first + key, first + end, C.DV, C.BLOCK, C.PADDED_DV)
-        n, sums, values = add_key_block(
-            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C
+        n, row_sums, weighted = add_key_block(
+            n, row_sums, weighted, queries, keys, v_block, key, end, seen, k_indices, score, True, C
         )
-    return n, sums, values
+    return n, row_sums, weighted
 
 
 @triton.jit
 def add_key_block(
-    n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, MASKED: tl.constexpr, C: tl.constexpr
+    n,
+    row_sums,
+    weighted,
+    queries,
+    keys,
+    v_block,
+    key,
+    end,
+    seen,
+    k_indices,
+    score,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Return (n, total, weighted) after adding the keys of one block."""
+    """Return (n, row_sums, weighted) after adding the keys of one block."""
     products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)
     index = columns
@@ -168,49 +182,49 @@ def add_key_block(
     base = tl.where(now == float("-inf"), 0.0, now)  # -inf - -inf would be NaN
     p = tl.exp2(s * factor - base[:, None])
     before = tl.exp2(n - base)
-    sums = sums * before + tl.sum(p, 1)
+    row_sums = row_sums * before + tl.sum(p, 1)
     if C.DROPOUT:
         keep = dropout_keeps(seen.index[:, None], index[None, :], score)
         p = tl.where(keep, p * score.keep_scale, 0.0)
-    values = dot(rounded(p, v_block.dtype), v_block, values * before[:, None], C)
-    return now, sums, values
+    weighted = dot(rounded(p, v_block.dtype), v_block, weighted * before[:, None], C)
+    return now, row_sums, weighted
 
 
 @triton.jit
 def empty_sums(C: tl.constexpr):
-    """Return (n, total, weighted) before the first key."""
+    """Return (n, row_sums, weighted) before the first key."""
     ROWS: tl.constexpr = C.ROWS
     return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), zeros(ROWS, C.PADDED_DV)
 
 
 @triton.jit
 def load_state(state, batch, head, row, row_end, C: tl.constexpr):
-    """(n, total, weighted) of a state: n is `highest` in base 2 as a whole number, the others are relative to n."""
+    """(n, row_sums, weighted) of a state: n is `highest` in base 2 as a whole number, the others are relative to n."""
     exponent = load_vector(head_vector(state.highest, batch, head), row, row_end, C.ROWS, float("-inf")) * LOG2_E
     n = tl.floor(exponent + 0.5)
     # A state of this kernel holds n up to the rounding of n * ln 2 and of this product; other writers store any number.
     exact = (tl.abs(exponent - n) <= tl.abs(exponent) * 2.4e-7) | (exponent == float("-inf"))
     by = tl.where(exact, 1.0, tl.exp2(exponent - n))
-    sums = load_vector(head_vector(state.total, batch, head), row, row_end, C.ROWS, 0.0) * by
-    values = load_block(head_rows(state.weighted, batch, head), row, row_end, C.DV, C.ROWS, C.PADDED_DV) * by[:, None]
-    return n, sums, values
+    row_sums = load_vector(head_vector(state.total, batch, head), row, row_end, C.ROWS, 0.0) * by
+    weighted = load_block(head_rows(state.weighted, batch, head), row, row_end, C.DV, C.ROWS, C.PADDED_DV) * by[:, None]
+    return n, row_sums, weighted
 
 
 @triton.jit
-def add_sink(n, sums, values, sink):
-    """Return (n, total, weighted) with one more key of score `sink`, in base 2, and value 0."""
+def add_sink(n, row_sums, weighted, sink):
+    """Return (n, row_sums, weighted) with one more key of score `sink`, in base 2, and value 0."""
     now = tl.maximum(n, tl.ceil(sink))
     base = tl.where(now == float("-inf"), 0.0, now)
     before = tl.exp2(n - base)
-    return now, sums * before + tl.exp2(sink - base), values * before[:, None]
+    return now, row_sums * before + tl.exp2(sink - base), weighted * before[:, None]
 
 
 @triton.jit
-def normalize_sums(n, sums, values):
+def normalize_sums(n, row_sums, weighted):
     """Return (out, lse): 0 and -inf for rows that have seen nothing."""
-    none = sums == 0
-    sums = tl.where(none, 1.0, sums)
-    return values * (1.0 / sums)[:, None], tl.where(none, float("-inf"), (n + tl.log2(sums)) * LN_2)
+    none = row_sums == 0
+    row_sums = tl.where(none, 1.0, row_sums)
+    return weighted * (1.0 / row_sums)[:, None], tl.where(none, float("-inf"), (n + tl.log2(row_sums)) * LN_2)
 
 
 def flash_forward(

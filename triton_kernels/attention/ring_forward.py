@@ -2,7 +2,7 @@
 
 The equations and the blocks are those of forward.py; the order is new. For a tile of queries of one head, a program
 visits all chunks of keys (module `ring_keys`), this rank's own first and then source by source, and waits for the flag
-of each. The sums never leave the registers: no state in memory, no merge. The order is that of the steps, not of
+of each. The row_sums never leave the registers: no state in memory, no merge. The order is that of the steps, not of
 arrival, so every run produces the same bits; copies are issued in that order too.
 
 Heads are processed in groups: all tiles of a group are computed while the chunks of the next group, heads of the same
@@ -105,7 +105,7 @@ def ring_kernel(
         rows = head_rows(k, 0, key_head), head_rows(v, 0, key_head)
         score = head_score(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
-        n, sums, values = empty_sums(C)
+        n, row_sums, weighted = empty_sums(C)
         for c in tl.range(0, chunk_count, num_stages=1, disable_licm=True):
             chunk = tables.chunks + c * CHUNK_COLUMNS
             bound = tables.bounds + (number * chunk_count + c) * BOUND_COLUMNS
@@ -122,22 +122,23 @@ def ring_kernel(
 
             # Loaded again for each chunk: queries kept across chunks would take registers from the sums.
             q_block = load_block(head_rows(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
-            indices = mask.k_indices + tl.load(chunk + 2)
+            chunk_k_indices = mask.k_indices + tl.load(chunk + 2)
             of_chunk = tl.cast(c, tl.int64) * queries
             seen = load_seen(mask.first + of_chunk, mask.last + of_chunk, mask, row, row_end, C)
-            n, sums, values = add_all_keys(
-                n, sums, values, q_block, rows, k_tma, v_tma, 0, key_head, first, bounds, seen, indices, score, True, C
+            n, row_sums, weighted = add_all_keys(
+                n, row_sums, weighted, q_block, rows, k_tma, v_tma, 0, key_head, first, bounds, seen, chunk_k_indices,
+                score, True, C,
             )  # fmt: skip
 
         if sinks is not None:
-            n, sums, values = add_sink(n, sums, values, tl.load(sinks + head) * LOG2_E)
+            n, row_sums, weighted = add_sink(n, row_sums, weighted, tl.load(sinks + head) * LOG2_E)
         call = current_call(ws, rank)
         is_valid = is_unbroken(call)
-        values, log = normalize_sums(n, sums, values)
+        weighted, log = normalize_sums(n, row_sums, weighted)
         here = row + tl.arange(0, C.ROWS)
         tl.store(head_vector(lse, batch, head) + here, or_nan(log, is_valid), mask=here < row_end)
-        values = rounded(or_nan(values, is_valid), out.ptr.dtype.element_ty)
-        store_block(head_rows(out, batch, head), values, row, row_end, C.DV)
+        weighted = rounded(or_nan(weighted, is_valid), out.ptr.dtype.element_ty)
+        store_block(head_rows(out, batch, head), weighted, row, row_end, C.DV)
         if is_last(call, GROUP_DONE + group, per_group):
             put_local(call, done_flag(group, WORLD))
 
@@ -214,7 +215,7 @@ def ring_forward(
             if launch is not None:  # there are queries
                 gather.run_kernel(launch)
             if runs_concurrently:
-                # Copies are issued after the kernel: it begins with own keys while the host issues the copies.
+                # Issued after the launch: the kernel begins with this rank's keys while the host issues the copies.
                 puller.pull(event, groups)
     return out, lse
 
@@ -245,14 +246,14 @@ def _make_launch(
 ) -> KernelLaunch:
     config = config or default_config("ring", q, out, terms, precision)
     tables = chunks.tables_on(q.device, config.rows, config.block)
-    keys, values = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
-    k_tma, v_tma = descriptors(config, keys, values)
+    keys, weighted = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
+    k_tma, v_tma = descriptors(config, keys, weighted)
     heads = q.shape[2]
     together = q.shape[0] * heads // layout.groups
     arguments = {
         "q": heads_tensor(q),
         "k": heads_tensor(keys),
-        "v": heads_tensor(values),
+        "v": heads_tensor(weighted),
         "k_tma": k_tma,
         "v_tma": v_tma,
         "out": heads_tensor(out),
@@ -276,7 +277,7 @@ def _make_launch(
         "WORLD": workspace.world_size,
         # Relays wait for peers, and put negative flags when they give up; this deadline only bounds the wait.
         **workspace.arguments(ring_keys.scaled_timeout(workspace.timeout_ns, 2)),
-        **kernel_arguments(config, q, values, terms, precision, tma=k_tma is not None),
+        **kernel_arguments(config, q, weighted, terms, precision, tma=k_tma is not None),
     }
     work_items = len(tables["tiles"]) * together * len(groups)
     return ring_kernel, (max(1, min(programs, work_items)),), arguments

@@ -144,7 +144,7 @@ class _WatchedCall:
         for i, t in outputs.items():
             t.register_hook(partial(self._store_gradient, i))
             self._output_sketches[i] = norm_and_projection(t.detach())
-        # For a backward pass that does not reach the outputs. Hooks also run for torch.autograd.grad.
+        # Hooks of parameters notice a backward pass that does not start at the outputs, also by torch.autograd.grad.
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._handles = [p.register_hook(self._note_parameter_gradient) for p in parameters]
 

@@ -63,7 +63,8 @@ def noise_on_sharded_constants(model: nn.Module, full_parameters: Mapping[str, T
                 sharded: Any = dtensors.get(id(parameter), parameter)
                 shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
                 saved.append((shard.data, shard.detach().clone()))
-                shard.data.copy_(shard_like(full_parameter, sharded))  # `data`: a graph may have saved the parameter
+                # `data` has a version counter of its own: autograd may have saved the parameter for a backward pass.
+                shard.data.copy_(shard_like(full_parameter, sharded))
         yield
     finally:
         with torch.no_grad():
