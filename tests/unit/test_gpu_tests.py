@@ -15,6 +15,7 @@ from benchmarks.local_ranks import run_local
 from tests.distributed import test_device_schedules as checks
 from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_failures as failure_tests
+from tests.gpu import test_models as model_tests
 from tests.gpu import test_schedules as schedule_tests
 from tests.gpu.on_device import on_device, there
 from tests.native.doubles.libraries import DOUBLES, build_doubles
@@ -91,6 +92,11 @@ def test_on_doubles(case: tuple[Any, ...]) -> None:
     test, *args = case
     build_doubles("nccl_pipeline")  # the same library as for copy engines
     test(*args, kind="cpu")
+
+
+@pytest.mark.parametrize("layout", model_tests.LAYOUTS)
+def test_models(layout: str) -> None:
+    model_tests.test_training_and_generation(layout, 2, kind="cpu")
 
 
 # -- helpers that move CPU checks to a device; "meta" simulates one ----------------------------------------------------
