@@ -219,6 +219,8 @@ def cached_group(group: GroupLike | GroupName) -> Group | None:
         known_group = _known_groups.get(group)
         return known_group if known_group is not None and known_group.process_group in _pg_map else None
     process_group = group if isinstance(group, ProcessGroup) else _to_process_group(group)
+    if process_group is None:
+        return SINGLE_GROUP
     return _known_groups.get(process_group) if process_group in _pg_map else None
 
 

@@ -61,6 +61,17 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
     torch.library.opcheck(op.overload, args)
 
 
+def test_single_process_keeps_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch.distributed, a repeated call takes the path with a plan, as it does with a process group."""
+    x, weight = seeded(2, 8), seeded(4, 8)
+    expected = matmul_all_reduce(x, weight, group=None)
+    monkeypatch.setattr(MATMUL_ALL_REDUCE, "_call_without_plan", None)
+    assert torch.equal(matmul_all_reduce(x, weight, group=None), expected)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="not initialised"):
+        matmul_all_reduce(x, weight, group=None)
+
+
 def test_compilers_decompose_no_op() -> None:
     """Inductor, and export, refuse an op in the table of decompositions, which is built on import."""
     from torch._decomp import core_aten_decompositions
