@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fused_tp
 from fused_tp.ops import matmul_all_reduce
 from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
 from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
@@ -64,12 +65,12 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
 def test_single_process_keeps_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch.distributed, a repeated call takes the path with a plan, as it does with a process group."""
     x, weight = seeded(2, 8), seeded(4, 8)
-    expected = matmul_all_reduce(x, weight, group=None)
+    expected = fused_tp.matmul_all_reduce(x, weight, group=None)
     monkeypatch.setattr(MATMUL_ALL_REDUCE, "_call_without_plan", None)
-    assert torch.equal(matmul_all_reduce(x, weight, group=None), expected)
+    assert torch.equal(fused_tp.matmul_all_reduce(x, weight, group=None), expected)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="not initialised"):
-        matmul_all_reduce(x, weight, group=None)
+        fused_tp.matmul_all_reduce(x, weight, group=None)
 
 
 def test_compilers_decompose_no_op() -> None:
