@@ -65,6 +65,18 @@ def test_times_of_a_report_are_in_the_table(tmp_path: Path) -> None:
         assert row in table.splitlines(), table
     text = (REPOSITORY / "README.md").read_text()
     assert "| wrong on NVIDIA H100 (2026-12-03; its ranks were threads) |" in pages.readme(text, found)
+    counted = whole_report()
+    counted["steps"] += [
+        {"name": name, "state": "wrong", "seconds": 1, "note": "", "found": {"cases": {"one": "", "other": problem}}}
+        for name, problem in (("sums, 2 ranks", "off by 2"), ("gathers, 2 ranks", ""))
+    ]
+    counted["steps"] = [*{step["name"]: step for step in counted["steps"]}.values()]
+    (tmp_path / "b.json").write_text(json.dumps(counted))
+    (tmp_path / "b.md").write_text("The sums were off by 2.\n")
+    found = pages.results(tmp_path)
+    assert "The sums were off by 2." in pages.table(found).splitlines()
+    counts = "| 3 of 4 cases right on NVIDIA H100 (2026-12-03; its ranks were threads) |"
+    assert counts in pages.readme(text, found) == pages.readme(pages.readme(text, found), found)
     (tmp_path / "c.json").write_text('{"gpu": 1')
     with pytest.raises(ValueError, match=r"c\.json is no report"):
         pages.results(tmp_path)
