@@ -324,7 +324,7 @@ class _StoreExchange:
         while not store.check([key]):
             if time.monotonic() >= end_time:
                 return None
-            time.sleep(pause)
+            time.sleep(pause)  # polls: torch's store can only wait by the calls that write these warnings
             pause = min(1.5 * pause, longest_pause)  # grows by half, so the result is late by at most half of the wait
         return store.get(key)
 

@@ -38,6 +38,7 @@ from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_me
 from fused_tp.parallelizing.checks.model_check import check_equal_models, is_library_function, warn_once
 from fused_tp.parallelizing.checks.shard_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
+from fused_tp.parallelizing.forward_shard import tensor_version
 from fused_tp.parallelizing.grad_sync import average_gradients, has_distributed_experts
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.parallelize import parallelize
@@ -534,7 +535,6 @@ class Pipeline:
         """
         check_bool(sync_gradients=sync_gradients)
         self._check_parameters()
-        self._report_changes_by_hand()
         self._check_steps()
         prepared_batch = self._prepare_batch(batch, with_labels=True)
         earlier_gradients = [] if self._has_unsynced_gradients else self._detach_gradients()
@@ -606,7 +606,7 @@ class Pipeline:
                     )
 
     def _check_steps(self) -> None:
-        """Compare over pipeline ranks what optimizers did since the last step.
+        """Compare over pipeline ranks what optimizers did since the last step; log changes that no optimizer made.
 
         Raises:
             RankMismatchError: optimizers stepped the stages a different number of times. Each stage reports its
@@ -620,10 +620,20 @@ class Pipeline:
         steps = max(
             (count for stage in self.stages.values() for count in optimizer_step_counts(stage.model)), default=0
         )
-        reports = gather_over_meshes([self._pp_mesh], "optimizer steps", [steps, self._gradient_scale])
+        report = [steps, self._gradient_scale, self._has_changes_by_hand()]
+        reports = gather_over_meshes([self._pp_mesh], "optimizer steps", report)
         if is_due:
-            check_equal_steps([self._pp_mesh], [count for count, _ in reports if count])  # frozen stages report 0
-        scales = [scale for _, scale in reports if scale is not None]
+            check_equal_steps([self._pp_mesh], [count for count, *_ in reports if count])  # frozen stages report 0
+        if any(has_changes for *_, has_changes in reports):
+            warn_once(
+                [self._pp_mesh],
+                "changes by hand",
+                "Parameters of a pipeline's stages were changed since its last step, but not by an optimizer of "
+                "torch.optim. If the change depends on a norm or a maximum over pipe.parameters(), that is one of a "
+                "rank's stages only: combine it over the ranks of the pipeline, for example by "
+                "fused_tp.all_reduce(squared_norm, group=mesh['pp']).",
+            )
+        scales = [scale for _, scale, _ in reports if scale is not None]
         if scales and max(scales) - min(scales) > _SCALE_TOLERANCE * max(scales):
             raise ValueError(
                 "between the pipeline's step and the optimizer's, gradients of the stages were scaled by different "
@@ -634,22 +644,14 @@ class Pipeline:
     def _count_changes(self) -> tuple[int, int]:
         """Return the number of steps of optimizers, and of changes in place of this rank's parameters."""
         steps = sum(sum(optimizer_step_counts(stage.model)) for stage in self.stages.values())
-        return steps, sum(_local_tensor(parameter)._version for parameter in self.parameters())
+        return steps, sum(tensor_version(_local_tensor(parameter)) or 0 for parameter in self.parameters())
 
-    def _report_changes_by_hand(self) -> None:
-        """Log if parameters were changed since the last step, but by no step of an optimizer."""
+    def _has_changes_by_hand(self) -> bool:
+        """True if this rank's parameters were changed since the last step, but by no step of an optimizer."""
         if self._changes is None:
-            return
+            return False
         steps, changes = self._count_changes()
-        if steps == self._changes[0] and changes != self._changes[1]:
-            warn_once(
-                [self._pp_mesh],
-                "changes by hand",
-                "Parameters of a pipeline's stages were changed since its last step, but not by an optimizer of "
-                "torch.optim. If the change depends on a norm or a maximum over pipe.parameters(), that is one of this "
-                "rank's stages only: combine it over the ranks of the pipeline, for example by "
-                "fused_tp.all_reduce(squared_norm, group=mesh['pp']).",
-            )
+        return steps == self._changes[0] and changes != self._changes[1]
 
     def _record_gradient_scale(self, model: nn.Module) -> None:
         """Record the factor by which all gradients were scaled since the pipeline's step, if it is the same for all.

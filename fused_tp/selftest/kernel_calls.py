@@ -151,11 +151,12 @@ def sum_call(
         return [result for result in results if result is not None]
 
     nbytes = gemm_sum.all_reduce_bytes(m, n, dtype, world, launch, two_shot=keywords["two_shot"])
-    # The error of a normalized element scales with its weight, not with the other elements.
-    magnitudes: list[Tensor | None] = [None, norm_weight.double().abs().expand(m, n)]
-    return RankCall(
-        run, reference, nbytes, world * k, is_replicated=True, magnitudes=(lambda: magnitudes) if has_norm else None
-    )
+
+    def magnitudes() -> list[Tensor | None]:
+        # The error of a normalized element scales with its weight, not with the other elements.
+        return [None, norm_weight.double().abs().expand(m, n)] if has_norm else [None]
+
+    return RankCall(run, reference, nbytes, world * k, is_replicated=True, magnitudes=magnitudes)
 
 
 def gather_call(

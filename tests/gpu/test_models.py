@@ -19,7 +19,7 @@ from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.gpu
 
-LAYOUTS = {"tp": ("tp_dim", False), "tp+sp": ("tp_dim", True), "cp": ("cp_dim", False)}
+LAYOUTS = {"tp": ("tp", False), "tp+sp": ("tp", True), "cp": ("cp", False)}  # dim of the mesh, sequence_parallel
 
 
 def trained_and_generated(group: Any, kind: str, layout: str) -> None:
@@ -28,7 +28,7 @@ def trained_and_generated(group: Any, kind: str, layout: str) -> None:
     shares_gpu = kind == "cpu" or torch.cuda.device_count() < world_size
     ranks = group if shares_gpu else dist.new_group(backend="nccl")
     dim, sequence_parallel = LAYOUTS[layout]
-    mesh = DeviceMesh.from_group(ranks, device.type, mesh_dim_names=(dim.removesuffix("_dim"),))
+    mesh = DeviceMesh.from_group(ranks, device.type, mesh_dim_names=(dim,))
     whole = make("llama").to(device)
     model = parallelize(copy_of(whole), mesh, sequence_parallel=sequence_parallel)
     tokens = make_tokens(2, 32).to(device)

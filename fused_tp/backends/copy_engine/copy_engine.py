@@ -85,6 +85,7 @@ class _NativeSlot:
     gather_bytes: int
     scatter_bytes: int
     streams: _WorkspaceStreams | None  # None: the core has created its own streams
+    expired_flag: Tensor  # int64 [1] in the core's pinned memory
     is_captured: bool = False  # True: a CUDA graph contains a call on this workspace
     unfinished_calls: int = 0  # number of calls that have begun and are not finished
 
@@ -164,7 +165,7 @@ class CopyCall:
             self._slot.buffer.view(torch.int64),
         )
         arrival_flags, order_scratch = (words[word : word + self._engine.world_size] for word in first_word_indices)
-        return OfferedShards(arrival_flags, order_scratch, _int64_at(self._core.expired))
+        return OfferedShards(arrival_flags, order_scratch, self._slot.expired_flag)
 
     def wait_for(self, peer: int) -> None:
         """Make the current stream wait until the shard of rank `peer` has arrived, in the last `gather`."""
@@ -344,7 +345,9 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             # The new workspace reuses the streams, and the old watchdog would mistake the work in them for its own.
             old_slot.core.stop()
         return self._replace_slot(
-            "", _NativeSlot(workspace, buffer, gather_bytes, scatter_bytes, streams), outgrown_slot
+            "",
+            _NativeSlot(workspace, buffer, gather_bytes, scatter_bytes, streams, _int64_at(workspace.expired)),
+            outgrown_slot,
         )
 
 
