@@ -422,11 +422,11 @@ class ParallelAttention(nn.Module):
     def _default_positions(self, q: Tensor, call: _ForwardArguments, is_sharded: bool) -> Tensor:
         first_position = 0 if call.kv_cache is None else call.kv_cache.length
         if is_sharded:
-            full_length = q.shape[1] * group_identity(self.cp_group)[1] if call.seq_len is None else call.seq_len
-            within_documents = call.cu_seqlens is not None
+            global_seq_len = q.shape[1] * group_identity(self.cp_group)[1] if call.seq_len is None else call.seq_len
+            is_within_documents = call.cu_seqlens is not None
             keywords: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
             return first_position + sequence_positions(
-                full_length, cu_seqlens=call.cu_seqlens, within_documents=within_documents, **keywords
+                global_seq_len, cu_seqlens=call.cu_seqlens, within_documents=is_within_documents, **keywords
             )
         if call.cu_seqlens is not None:
             bounds = move_to_cpu("cu_seqlens", call.cu_seqlens)

@@ -59,7 +59,7 @@ def gather_tensors(
     gathered_by_id: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
     _wait_for_all_ranks(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):  # extra state
+        if not isinstance(tensor, Tensor):  # the extra state of a module
             if keep_result:
                 full_tensors[name] = tensor
             continue

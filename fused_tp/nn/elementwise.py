@@ -34,12 +34,12 @@ _CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 _TRIAL_SIZE, _TRIAL_STEPS, _TRIAL_TOLERANCE = 8, 3, 0.05
 
 
-def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, dim: int) -> bool:
+def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], template: Tensor, dim: int) -> bool:
     """True if `optimizer` updates two halves of a tensor differently from the full tensor. No communication.
 
     Args:
         options: options of the parameter group.
-        like: a parameter that determines the number of dims and the device.
+        template: a parameter that determines the number of dims and the device.
         dim: the dim along which the parameter is sharded.
 
     Raises:
@@ -52,16 +52,16 @@ def differs_on_shards(optimizer: torch.optim.Optimizer, options: Mapping[str, An
 
     def step_shards(full_tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
         halves = [part.clone() for part in full_tensor.chunk(2, dim)]
-        stepped_halves = _run_trial_steps(
+        updated_halves = _run_trial_steps(
             optimizer, options, halves, [gradient.chunk(2, dim) for gradient in gradients]
         )
-        return torch.cat(stepped_halves, dim)
+        return torch.cat(updated_halves, dim)
 
     with _RefuseCommunication():
-        return _trial_differs(optimizer, options, like, step_shards)
+        return _trial_differs(optimizer, options, template, step_shards)
 
 
-def couples_parameters(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor) -> bool:
+def couples_parameters(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], template: Tensor) -> bool:
     """True if an update of `optimizer` depends on its other parameters, as by the norm of all gradients.
 
     The arguments and errors are those of `differs_on_shards`. No communication.
@@ -76,7 +76,7 @@ def couples_parameters(optimizer: torch.optim.Optimizer, options: Mapping[str, A
         return _run_trial_steps(optimizer, options, [tensor.clone(), tensor.flip(0)], pairs)[0]
 
     with _RefuseCommunication():
-        return _trial_differs(optimizer, options, like, step_with_another)
+        return _trial_differs(optimizer, options, template, step_with_another)
 
 
 class _RefuseCommunication(TorchDispatchMode):
@@ -108,13 +108,13 @@ def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, 
     mesh, placements = parameter.device_mesh, parameter.placements
 
     def step_dtensor(full_tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-        (stepped_tensor,) = _run_trial_steps(
+        (updated_tensor,) = _run_trial_steps(
             optimizer,
             options,
             [_distribute(full_tensor, mesh, placements)],
             [[_distribute(gradient, mesh, placements)] for gradient in gradients],
         )
-        return stepped_tensor.full_tensor() if isinstance(stepped_tensor, DTensor) else stepped_tensor
+        return updated_tensor.full_tensor() if isinstance(updated_tensor, DTensor) else updated_tensor
 
     return _trial_differs(optimizer, options, parameter, step_dtensor)
 
@@ -131,22 +131,25 @@ def _distribute(full_tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Plac
 def _trial_differs(
     optimizer: torch.optim.Optimizer,
     options: Mapping[str, Any],
-    like: Tensor,
+    template: Tensor,
     step: Callable[[Tensor, Sequence[Tensor]], Tensor],
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shape = (_TRIAL_SIZE,) * max(1, like.ndim)
+    shape = (_TRIAL_SIZE,) * max(1, template.ndim)
     tensor_options: Any = {"dtype": torch.float32, "device": "cpu"}
     ramp = torch.ones(shape, **tensor_options)
     for dim in range(len(shape)):  # so that the halves of a tensor have different norms, along any dim
         ramp *= torch.arange(1.0, 1 + _TRIAL_SIZE, **tensor_options).view(-1, *[1] * (len(shape) - 1 - dim))
-    full_tensor = (torch.randn(shape, generator=generator, **tensor_options) / ramp).to(like.device)
+    full_tensor = (torch.randn(shape, generator=generator, **tensor_options) / ramp).to(template.device)
     gradients = [
-        (torch.randn(shape, generator=generator, **tensor_options) * ramp).to(like.device) for _ in range(_TRIAL_STEPS)
+        (torch.randn(shape, generator=generator, **tensor_options) * ramp).to(template.device)
+        for _ in range(_TRIAL_STEPS)
     ]
-    (expected,) = _run_trial_steps(optimizer, options, [full_tensor.clone()], [[gradient] for gradient in gradients])
-    difference = step(full_tensor, gradients) - expected
-    return bool(difference.norm() > _TRIAL_TOLERANCE * (expected - full_tensor).norm())
+    (expected_tensor,) = _run_trial_steps(
+        optimizer, options, [full_tensor.clone()], [[gradient] for gradient in gradients]
+    )
+    difference = step(full_tensor, gradients) - expected_tensor
+    return bool(difference.norm() > _TRIAL_TOLERANCE * (expected_tensor - full_tensor).norm())
 
 
 def _run_trial_steps(

@@ -44,9 +44,9 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
     return total
 
 
-def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    """Scale the gradients of `parameters`, whose norm is `total`, to `max_norm` if `total` is greater."""
-    scale_gradients_(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
+    """Scale the gradients of `parameters`, whose norm is `total_norm`, to `max_norm` if `total_norm` is greater."""
+    scale_gradients_(parameters, torch.clamp(max_norm / (total_norm + 1e-6), max=1.0))
 
 
 @torch.no_grad()
@@ -82,12 +82,12 @@ def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor
             square = torch.linalg.vector_norm(local_grad, dtype=wide_dtype).double() ** 2
         groups = () if dtensor is None else _sharding_groups(dtensor)
         squares[groups] = squares[groups].to(local_grad.device) + square if groups in squares else square
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    total_square = torch.zeros((), dtype=torch.float64, device="cpu")
     for groups, square in squares.items():
         for group in groups:
             square = all_reduce(square, group=group)
-        total = total.to(square.device) + square
-    return total.sqrt()
+        total_square = total_square.to(square.device) + square
+    return total_square.sqrt()
 
 
 def _sharding_groups(dtensor: DTensor) -> tuple[ProcessGroup, ...]:

@@ -83,32 +83,34 @@ class _DenseStorage:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def reserve(self, k: Tensor, v: Tensor, length: int, needed_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values with space for `needed_tokens` tokens; the first `length` tokens are kept."""
-        if self.max_length is not None and needed_tokens > self.max_length:
+    def reserve(self, k: Tensor, v: Tensor, length: int, num_needed_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values with space for `num_needed_tokens` tokens; the first `length` tokens are kept."""
+        if self.max_length is not None and num_needed_tokens > self.max_length:
             raise ValueError(
-                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence, but {needed_tokens} "
-                "are needed. Increase max_length, or omit it to let the cache grow."
+                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence, but "
+                f"{num_needed_tokens} are needed. Increase max_length, or omit it to let the cache grow."
             )
-        used_rows, needed_rows = self.count_rows(length), self.count_rows(needed_tokens)
-        rows = max(needed_rows, 2 * used_rows, 16) if self.max_length is None else self.count_rows(self.max_length)
+        num_used_rows, num_needed_rows = self.count_rows(length), self.count_rows(num_needed_tokens)
+        num_rows = (
+            max(num_needed_rows, 2 * num_used_rows, 16) if self.max_length is None else self.count_rows(self.max_length)
+        )
         for name, new_tensor in (("keys", k), ("values", v)):
-            stored: Tensor | None = getattr(self, name)
-            if stored is not None:
+            stored_tensor: Tensor | None = getattr(self, name)
+            if stored_tensor is not None:
                 stored_format, new_format = (
-                    (x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (stored, new_tensor)
+                    (x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (stored_tensor, new_tensor)
                 )
                 if stored_format != new_format and length > 0:
                     raise ValueError(
                         f"the {self.owner} holds {name} with (batch, kv_heads, head_dim, dtype, device) = "
                         f"{stored_format}, but got {new_format}. Call reset() before another batch."
                     )
-                if stored_format == new_format and needed_rows <= stored.shape[1]:
+                if stored_format == new_format and num_needed_rows <= stored_tensor.shape[1]:
                     continue
-            larger = new_tensor.new_empty((new_tensor.shape[0], rows, *new_tensor.shape[2:]))
-            if stored is not None and length > 0:
-                larger[:, :used_rows] = stored[:, :used_rows]
-            setattr(self, name, larger)
+            larger_tensor = new_tensor.new_empty((new_tensor.shape[0], num_rows, *new_tensor.shape[2:]))
+            if stored_tensor is not None and length > 0:
+                larger_tensor[:, :num_used_rows] = stored_tensor[:, :num_used_rows]
+            setattr(self, name, larger_tensor)
         return _require_filled(self.keys, self.values)
 
 
@@ -183,13 +185,15 @@ class ContextCache(ABC):
         total_lengths = [length + n for length, n in zip(old_lengths, added_lengths, strict=True)]
         self._reserve(k, v, total_lengths)
         count_rows = self._layout.count
-        for seqs, (first, last) in equal_length_runs(
+        for seqs, (old_length, new_length) in equal_length_runs(
             list(zip(old_lengths, total_lengths, strict=True)), self.writes_one_sequence
         ):
-            start, stop = count_rows(first), count_rows(last)
+            start, stop = count_rows(old_length), count_rows(new_length)
             if start < stop:
                 # The new tokens are the last ones of the sequence.
-                local_indices = torch.from_numpy(self._layout.indices(start, stop) - (last - num_new)).to(k.device)
+                local_indices = torch.from_numpy(self._layout.indices(start, stop) - (new_length - num_new)).to(
+                    k.device
+                )
                 rows = torch.arange(start, stop, device=k.device)
                 self._write(seqs, rows, k[seqs].index_select(1, local_indices), v[seqs].index_select(1, local_indices))
         self._set_sequence_lengths(total_lengths)
@@ -363,9 +367,9 @@ class ContextKVCache(ContextCache):
         self._storage.reserve(k, v, self.length, max(lengths))
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        for stored, new_rows in ((self._storage.keys, k), (self._storage.values, v)):
-            assert stored is not None  # allocated by _reserve
-            stored[seqs].index_copy_(1, rows, new_rows)
+        for stored_tensor, new_rows in ((self._storage.keys, k), (self._storage.values, v)):
+            assert stored_tensor is not None  # allocated by _reserve
+            stored_tensor[seqs].index_copy_(1, rows, new_rows)
 
     def _cache_shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return *_require_filled(self._storage.keys, self._storage.values), None
@@ -538,8 +542,8 @@ class _PagedBatch(ContextCache):
         return keys, values, page_table.view(len(pages_by_sequence), max_pages)
 
 
-def _to_int64_cpu(numbers: Iterable[int]) -> Tensor:
-    return torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
+def _to_int64_cpu(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
 
 
 def _check_new_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,7 @@ class _ParallelLinear(nn.Linear):
         layer.load_shards(source, memo, parts)
         return layer
 
-    def load_shards(self, linear: nn.Linear, memo: Memo | None, parts: int = 1) -> None:
+    def load_shards(self, linear: nn.Linear, memo: Memo | None, num_parts: int = 1) -> None:
         """Replace the parameters by this rank's shards of the parameters of `linear`."""
         self._is_transposed = is_conv1d(linear)
         for name, placement in (("weight", self._weight_placement), ("bias", self._bias_placement)):
@@ -158,9 +158,9 @@ class _ParallelLinear(nn.Linear):
             sharding: Replicate | PartsShard | Shard = placement
             if isinstance(placement, Shard):
                 dim = 1 - placement.dim if self._is_transposed and name == "weight" else placement.dim
-                sharding = PartsShard(dim, parts)
+                sharding = PartsShard(dim, num_parts)
                 check_parts(name, full_parameter, sharding, self.mesh.size())
-                if parts > 1:
+                if num_parts > 1:
                     self._packed_parameter_dims[name] = dim
             setattr(self, name, shard_parameter(full_parameter, self.mesh, sharding, memo))
         self.train(linear.training)
@@ -388,10 +388,10 @@ class RepeatedColumnLinear(ColumnParallelLinear):
         **keywords: Unpack[LayerKeywords],
     ) -> None:
         check_positive("parts", parts)
-        ranks = check_mesh(keywords["mesh"]).size()
-        if ranks % parts or out_features % parts:
+        num_ranks = check_mesh(keywords["mesh"]).size()
+        if num_ranks % parts or out_features % parts:
             raise ValueError(
-                f"parts must divide the {ranks} ranks of the mesh and the {out_features} out_features, got {parts}."
+                f"parts must divide the {num_ranks} ranks of the mesh and the {out_features} out_features, got {parts}."
             )
         super().__init__(in_features, out_features, bias, **keywords)
         self.parts = parts
@@ -419,8 +419,8 @@ class MultiQueryLinear(ColumnParallelLinear):
         start, stop = shard_rows(self.in_features, self.mesh)
 
         def local_rows(parameter: Tensor) -> Tensor:
-            rows = with_reduced_grad(parameter, self.mesh)
-            return torch.cat([rows[start:stop], rows[self.in_features :]])
+            all_rows = with_reduced_grad(parameter, self.mesh)
+            return torch.cat([all_rows[start:stop], all_rows[self.in_features :]])
 
         return local_rows(self.weight), None if self.bias is None else local_rows(self.bias)
 
@@ -454,12 +454,12 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
     return (weight.shape[0], weight.shape[1]) if is_conv1d(linear) else (weight.shape[1], weight.shape[0])
 
 
-def check_parts(name: str, parameter: Tensor, shard: PartsShard, ranks: int) -> None:
-    """Raise ValueError if the sharded dim cannot be divided into `shard.parts` blocks, each over `ranks` ranks."""
-    if shard.parts > 1 and parameter.shape[shard.dim] % (shard.parts * ranks):
+def check_parts(name: str, parameter: Tensor, shard: PartsShard, num_ranks: int) -> None:
+    """Raise ValueError if the sharded dim is no multiple of `shard.num_parts` blocks, each over `num_ranks` ranks."""
+    if shard.num_parts > 1 and parameter.shape[shard.dim] % (shard.num_parts * num_ranks):
         raise ValueError(
-            f"dim {shard.dim} of {name} {tuple(parameter.shape)} has {shard.parts} blocks, each sharded over {ranks} "
-            f"ranks. The size of the dim must be a multiple of {shard.parts} x {ranks}, got "
+            f"dim {shard.dim} of {name} {tuple(parameter.shape)} has {shard.num_parts} blocks, each sharded over "
+            f"{num_ranks} ranks. The size of the dim must be a multiple of {shard.num_parts} x {num_ranks}, got "
             f"{parameter.shape[shard.dim]}."
         )
 

@@ -72,9 +72,9 @@ def attention_with_mask(
     `ring_attention`.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    heads = q.shape[2]
+    num_heads = q.shape[2]
     queries, keys, values = (
-        x.transpose(1, 2).to(dtype).repeat_interleave(heads // x.shape[2], dim=1) for x in (q, k, v)
+        x.transpose(1, 2).to(dtype).repeat_interleave(num_heads // x.shape[2], dim=1) for x in (q, k, v)
     )
     scores = (queries @ keys.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
@@ -84,12 +84,12 @@ def attention_with_mask(
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(dtype)[:, None, None] * key_offsets.abs()
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    left, right = window or (-1, -1)
-    right = 0 if causal else right
-    if right >= 0:
-        scores = scores.masked_fill(key_offsets > right, -torch.inf)
-    if left >= 0:
-        scores = scores.masked_fill(-key_offsets > left, -torch.inf)
+    window_left, window_right = window or (-1, -1)
+    window_right = 0 if causal else window_right
+    if window_right >= 0:
+        scores = scores.masked_fill(key_offsets > window_right, -torch.inf)
+    if window_left >= 0:
+        scores = scores.masked_fill(-key_offsets > window_left, -torch.inf)
     if sinks is not None:
         sink_scores = sinks.to(dtype)[None, :, None, None].expand(q.shape[0], -1, q.shape[1], 1)
         scores = torch.cat([scores, sink_scores], -1)
@@ -103,5 +103,5 @@ def attention_with_mask(
         seed = torch.randint(2**63 - 1, (), device="cpu")
         dropout = Dropout(dropout_p, cast(int, seed), first_head)
         indices = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[1]))
-        weights = weights * dropout.keep_mask(q.shape[0], heads, *indices) / (1 - dropout_p)
+        weights = weights * dropout.keep_mask(q.shape[0], num_heads, *indices) / (1 - dropout_p)
     return (weights @ values).to(q.dtype).transpose(1, 2)

@@ -99,7 +99,7 @@ def replicate_own_parameters(
             *((sums_parameter, (name,)) for name, sums_parameter in (read_parameters or {}).items()),
         ]
         replicated_module._packed_parameter_dims = {
-            name: dim for name, (dim, parts) in (shards or {}).items() if parts > 1
+            name: dim for name, (dim, num_parts) in (shards or {}).items() if num_parts > 1
         }
         # A forward on the instance (transformers sets kernels from the hub there) would hide the subclass's forward.
         replicated_module._instance_forward = module.__dict__.pop("forward", None)

@@ -81,7 +81,7 @@ _step_records: WeakKeyDictionary[Optimizer, _StepRecord] = WeakKeyDictionary()
 class _StepRecord:
     """Number of steps of an optimizer, and its index in the list of steps of each model whose parameters it holds."""
 
-    steps: int = 0
+    num_steps: int = 0
     indices: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
 
 
@@ -154,8 +154,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     record = _step_records.get(optimizer)
     if record is None:
         record = _step_records[optimizer] = _StepRecord()
-    record.steps += 1
-    if is_check_due(record.steps):
+    record.num_steps += 1
+    if is_check_due(record.num_steps):
         _check_step(optimizer, record)
     for model, index in list(record.indices.items()):
         getattr(model, _STEPS_ATTRIBUTE)[index] += 1
@@ -185,7 +185,7 @@ def _check_step(optimizer: Optimizer, record: _StepRecord) -> None:
             steps = getattr(model, _STEPS_ATTRIBUTE)
             record.indices[model] = len(steps)
             steps.append(0)
-    if record.steps == FIRST_CALLS:
+    if record.num_steps == FIRST_CALLS:
         return  # the next forward pass may not exchange, so a rank that skips this step might go undetected
     for mesh in {id(sharding.mesh): sharding.mesh for sharding in shardings.values()}.values():
         mesh_parameters = [
@@ -294,9 +294,9 @@ def _refuse_coupled_updates(optimizer: Optimizer) -> None:
     if any(isinstance(attribute, Optimizer) for attribute in vars(optimizer).values()):
         return  # a wrapper: the optimizer inside is checked before its own step
     for group in optimizer.param_groups:
-        for like in {parameter.ndim: parameter for parameter in group["params"]}.values():
+        for template in {parameter.ndim: parameter for parameter in group["params"]}.values():
             try:
-                is_coupled = couples_parameters(optimizer, group, like)
+                is_coupled = couples_parameters(optimizer, group, template)
             except Exception:
                 continue  # it does not accept the trial's parameters
             if is_coupled:
@@ -313,7 +313,7 @@ def _try_shards(name: str, optimizer: Optimizer, group: Mapping[str, Any], param
     try:
         differs = differs_on_shards(optimizer, group, parameter, dim)
     except Exception as error:
-        if _step_records[optimizer].steps == 1:
+        if _step_records[optimizer].num_steps == 1:
             _log.warning(
                 "A trial step of %s on shards of a matrix failed (%s: %s). If the optimizer's update of an "
                 "element depends on other elements of the tensor, the update is wrong for parameters='plain'.",

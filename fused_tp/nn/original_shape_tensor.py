@@ -26,9 +26,9 @@ class OriginalShapeTensor(Tensor):
     shards: dict[torch.Size, Tensor]  # by offset in the full tensor
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, shards: dict[torch.Size, Tensor], like: Tensor) -> OriginalShapeTensor:
+    def __new__(cls, shape: torch.Size, shards: dict[torch.Size, Tensor], template: Tensor) -> OriginalShapeTensor:
         instance: OriginalShapeTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device
+            cls, shape, dtype=template.dtype, device=template.device
         )
         instance.shards = shards
         return instance
@@ -43,18 +43,18 @@ class OriginalShapeTensor(Tensor):
             # A rank without elements has no block, except if the full tensor has no elements, which needs one.
             shards_by_offset = {torch.Size(offset): local} if local.numel() or not tensor.numel() else {}
             return cls(tensor.shape, shards_by_offset, local)
-        rows = tensor.shape[dim + 1]
-        shape = torch.Size([*tensor.shape[:dim], tensor.shape[dim] * rows, *tensor.shape[dim + 2 :]])
+        num_rows = tensor.shape[dim + 1]
+        shape = torch.Size([*tensor.shape[:dim], tensor.shape[dim] * num_rows, *tensor.shape[dim + 2 :]])
         shards = {
-            torch.Size([*offset[:dim], (offset[dim] + part) * rows + offset[dim + 1], *offset[dim + 2 :]]): block
+            torch.Size([*offset[:dim], (offset[dim] + part) * num_rows + offset[dim + 1], *offset[dim + 2 :]]): block
             for part, block in enumerate(local.unbind(dim) if local.numel() else ())
         }
         return cls(shape, shards, local)
 
     def copy_to_cpu(self, copy: Callable[[Tensor], Tensor]) -> OriginalShapeTensor:
         """Return this tensor with its blocks replaced by the CPU copies that `copy` returns."""
-        like = torch.empty(0, dtype=self.dtype, device="cpu")
-        return OriginalShapeTensor(self.shape, {offset: copy(shard) for offset, shard in self.shards.items()}, like)
+        template = torch.empty(0, dtype=self.dtype, device="cpu")
+        return OriginalShapeTensor(self.shape, {offset: copy(shard) for offset, shard in self.shards.items()}, template)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -63,12 +63,12 @@ class OriginalShapeTensor(Tensor):
             "of torch.distributed.checkpoint."
         )
 
-    def __create_write_items__(self, fqn: str, whole: Tensor) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, full_tensor: Tensor) -> list[WriteItem]:
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(shard), whole.size()),
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(shard), full_tensor.size()),
             )
             for chunk, shard in zip(self.__create_chunk_list__(), self.shards.values(), strict=True)
         ]

@@ -39,10 +39,10 @@ A `torch.utils.weak.WeakIdKeyDictionary()` does not keep the full weights alive;
 
 
 class PartsShard(NamedTuple):
-    """Sharding along `dim`, which consists of `parts` blocks of equal length (gate and up), each sharded by itself."""
+    """Sharding along `dim`, of `num_parts` blocks of equal length (gate and up), each sharded by itself."""
 
     dim: int
-    parts: int = 1
+    num_parts: int = 1
 
 
 def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -136,13 +136,13 @@ def shard_parameter(
             "parallelism to modules with plain parameters, before fully_shard."
         )
     install_hooks()
-    full_tensor, parts = parameter, 1
+    full_tensor, num_parts = parameter, 1
     if isinstance(placement, PartsShard):
-        if placement.parts > 1:
+        if placement.num_parts > 1:
             _accept_original_shapes()
-        dim, parts = placement
-        placement = Shard(dim if parts == 1 else dim + 1)
-        full_tensor = parameter if parts == 1 else parameter.detach().unflatten(dim, (parts, -1))
+        dim, num_parts = placement
+        placement = Shard(dim if num_parts == 1 else dim + 1)
+        full_tensor = parameter if num_parts == 1 else parameter.detach().unflatten(dim, (num_parts, -1))
     tied_parameter = None if memo is None else memo.get(parameter)
     if tied_parameter is not None:
         if not isinstance(tied_parameter, DTensor) or tied_parameter.placements != placements_on(mesh, placement):
@@ -348,11 +348,13 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
     return dtensors
 
 
-def shard_like(full_tensor: Tensor, sharded: Any) -> Tensor:
-    """Return this rank's shard of `full_tensor`, sharded like the parameter `sharded`."""
-    shard = full_tensor.reshape(sharded.shape)
-    if isinstance(sharded, DTensor):
-        return distribute_tensor(shard, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+def shard_like(full_tensor: Tensor, sharded_parameter: Any) -> Tensor:
+    """Return this rank's shard of `full_tensor`, sharded like the parameter `sharded_parameter`."""
+    shard = full_tensor.reshape(sharded_parameter.shape)
+    if isinstance(sharded_parameter, DTensor):
+        return distribute_tensor(
+            shard, sharded_parameter.device_mesh, sharded_parameter.placements, src_data_rank=None
+        ).to_local()
     return shard
 
 
@@ -400,8 +402,8 @@ def local_shard(parameter: Tensor | None) -> Tensor | None:
 def _has_uneven_shards(parameter: DTensor) -> bool:
     """True if shards along a dim after the first differ in length, so one shard does not determine the full strides."""
     return any(
-        isinstance(placement, Shard) and placement.dim > 0 and parameter.shape[placement.dim] % ranks
-        for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        isinstance(placement, Shard) and placement.dim > 0 and parameter.shape[placement.dim] % num_ranks
+        for placement, num_ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     )
 
 

@@ -47,7 +47,7 @@ class SharedGather:
             *(parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor)),
         ]
         is_inference = True in [tensor.is_inference() for tensor in tensors]  # such tensors have no version counter
-        # A hook computes the weight of a pruned layer before each of its calls; until then it is that of the last step.
+        # A hook computes the weight of a pruned layer before each call of the layer. Until then the weight is outdated.
         if is_inference or [True for parameter in parameters if parameter.grad_fn is not None]:
             return column_forward([self.layers[index]], x, *sizes)[0]
         versions = [tensor._version for tensor in tensors]

@@ -64,13 +64,13 @@ def _writes_and_out_of_place() -> Iterator[tuple[OpOverload, OpOverload]]:
         if not name.endswith("_") or name.startswith("_"):
             continue
         for overload_name in getattr(torch.ops.aten, name).overloads():
-            write = getattr(getattr(torch.ops.aten, name), overload_name)
+            write_op = getattr(getattr(torch.ops.aten, name), overload_name)
             out_of_place = getattr(getattr(torch.ops.aten, name[:-1], None), overload_name, None)
-            if out_of_place is None or not torch._C._dispatch_has_kernel(write.name()):  # TorchScript's own
+            if out_of_place is None or not torch._C._dispatch_has_kernel(write_op.name()):  # exists in TorchScript only
                 continue
-            # Operations that change the shape write no values. Composite ones call others of this list.
-            if not (torch.Tag.inplace_view in write.tags or write._can_decompose()):
-                yield write, out_of_place
+            # Operations that change the shape write no values. Composite ones call other operations of this list.
+            if not (torch.Tag.inplace_view in write_op.tags or write_op._can_decompose()):
+                yield write_op, out_of_place
 
 
 def _draw(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,7 +106,7 @@ def _write(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     adds_number = func.name().startswith(("aten::add_", "aten::sub_")) and not isinstance(other_args[0], DTensor)
     if adds_number and isinstance(target, DTensor):
         _check_not_partial(func, target)  # torch 2.10 adds it on each rank
-    # torch has no way back from a rule to its own. Its rule for the out-of-place form computes the same values.
+    # A rule cannot call the torch rule that it overrides. torch's rule for the out-of-place form computes the same.
     try:
         result = _OUT_OF_PLACE[func](target, *other_args, **kwargs)
     except NotImplementedError:  # older versions have fewer rules
@@ -117,7 +117,7 @@ def _write(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None)
         func(full_tensor, *(_full_values(t) if isinstance(t, DTensor) else t for t in other_args), **kwargs)
         _write_local_shard(target, full_tensor)
         return target
-    if not torch.can_cast(result.dtype, target.dtype):  # `copy_` below would
+    if not torch.can_cast(result.dtype, target.dtype):  # `copy_` below would cast it without an error
         raise RuntimeError(f"{func}: result type {result.dtype} cannot be cast to {target.dtype}.")
     if isinstance(target, DTensor):
         if result.placements != target.placements:
@@ -133,18 +133,19 @@ def _copy(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     target, source, *other_args = args
     is_mixed = not (isinstance(target, DTensor) and isinstance(source, DTensor))
     if is_mixed and not DTensor._op_dispatcher._allow_implicit_replication:
-        given = [f"a {type(t).__name__} of shape {tuple(t.shape)}" for t in (source, target)]
+        descriptions = [f"a {type(t).__name__} of shape {tuple(t.shape)}" for t in (source, target)]
         raise RuntimeError(
-            f"copy_ cannot copy {given[0]} to {given[1]}: they are mixed torch.Tensor and DTensor. Convert the first "
-            "with torch.distributed.tensor.distribute_tensor or full_tensor(), or use load_full_state_dict."
+            f"copy_ cannot copy {descriptions[0]} to {descriptions[1]}: they are mixed torch.Tensor and DTensor. "
+            "Convert the first with torch.distributed.tensor.distribute_tensor or full_tensor(), or use "
+            "load_full_state_dict."
         )
     if not isinstance(target, DTensor):
         target.copy_(_full_values(source), *other_args, **(kwargs or {}))
     elif not _write_through(target, func, [source, *other_args], kwargs):
-        mesh, expanded = target.device_mesh, source.expand(target.shape)
-        if not isinstance(expanded, DTensor):
-            expanded = DTensor.from_local(expanded, mesh, [Replicate()] * mesh.ndim)
-        shard = expanded.redistribute(mesh, target.placements)
+        mesh, expanded_source = target.device_mesh, source.expand(target.shape)
+        if not isinstance(expanded_source, DTensor):
+            expanded_source = DTensor.from_local(expanded_source, mesh, [Replicate()] * mesh.ndim)
+        shard = expanded_source.redistribute(mesh, target.placements)
         target._local_tensor.copy_(shard._local_tensor, *other_args, **(kwargs or {}))
     return target
 
@@ -191,10 +192,10 @@ def _layout(tensor: DTensor) -> tuple[object, object]:
 
 
 def _draw_new(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    like = args[0]
-    _check_not_partial(func, like)
-    full_tensor = func(_empty_full_tensor(like), *args[1:], **(kwargs or {}))
-    return distribute_tensor(full_tensor, like.device_mesh, like.placements, src_data_rank=None)
+    template = args[0]
+    _check_not_partial(func, template)
+    full_tensor = func(_empty_full_tensor(template), *args[1:], **(kwargs or {}))
+    return distribute_tensor(full_tensor, template.device_mesh, template.placements, src_data_rank=None)
 
 
 def _write_through(target: DTensor, func: Any, other_args: list[Any], kwargs: Any) -> bool:

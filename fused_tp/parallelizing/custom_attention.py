@@ -97,8 +97,9 @@ def _model_file_attribute(module: nn.Module, name: str) -> Any:
 
 
 def _global_head_count(module: Any) -> int:
-    heads: int = module.hidden_size // module.head_dim  # num_heads was divided by the number of tensor parallel ranks
-    return heads
+    # not module.num_heads, which is already divided by the tensor parallel size
+    num_heads: int = module.hidden_size // module.head_dim
+    return num_heads
 
 
 def attend_xglm(
@@ -118,8 +119,8 @@ def attend_falcon(
     layer_past: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    heads = module._split_heads(module.query_key_value(hidden_states))
-    query, key, value = (x.transpose(1, 2) for x in heads)
+    qkv = module._split_heads(module.query_key_value(hidden_states))
+    query, key, value = (x.transpose(1, 2) for x in qkv)
     query, key = _model_file_attribute(module, "apply_rotary_pos_emb")(query, key, *position_embeddings)
     out = attend(query, *_update_cache(module, layer_past, key, value))
     return module.dense(out.flatten(2)), None
@@ -140,10 +141,10 @@ def attend_bloom(
 def attend_mpt(
     module: Any, attend: Attend, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    packed = module.Wqkv(hidden_states)
+    packed_qkv = module.Wqkv(hidden_states)
     if module.clip_qkv:
-        packed = packed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-    query, key, value = (_split_heads(module, features) for features in packed.chunk(3, dim=2))
+        packed_qkv = packed_qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = (_split_heads(module, features) for features in packed_qkv.chunk(3, dim=2))
     build_alibi = _model_file_attribute(module, "build_mpt_alibi_tensor")
     biases = build_alibi(_global_head_count(module), 2, device=value.device)  # of two tokens: -slope and 0
     key, value = _update_cache(module, past_key_values, key, value)

@@ -74,11 +74,11 @@ class ExpertDistribution:
     parameter_mesh: DeviceMesh | None
     grad_factor: float
 
-    def expert_ranks(self, *, sharded: bool) -> ExpertRanks:
-        """Placement of experts. `sharded`: the tensor parallel ranks also shard each expert."""
+    def expert_ranks(self, *, is_sharded: bool) -> ExpertRanks:
+        """Placement of experts. `is_sharded`: the tensor parallel ranks also shard each expert."""
         if self.mesh is self.tp_mesh:
             return ExpertRanks(self.mesh, self.mesh)
-        shard_ranks = self.tp_mesh if sharded and self.tp_mesh is not None else self._single_rank_mesh
+        shard_ranks = self.tp_mesh if is_sharded and self.tp_mesh is not None else self._single_rank_mesh
         return ExpertRanks(shard_ranks, self.mesh, self.grad_factor)
 
     @cached_property
@@ -118,10 +118,10 @@ class ExpertExchange:
 
     def send_rows(self, rows: Tensor) -> Tensor:
         """Send `rows` to their experts. Return the rows of all ranks for this rank's experts, sorted by expert."""
-        received = exchange_rows(rows, self._send_counts, self._receive_counts, group=self._mesh)
+        received_rows = exchange_rows(rows, self._send_counts, self._receive_counts, group=self._mesh)
         # In backward this undoes the factor that `return_rows` applies, so that only the gradients computed between the
         # two calls, those of the experts' parameters, are scaled.
-        return scale_gradient(received.index_select(0, self._arrival_order), 1 / self._grad_factor)
+        return scale_gradient(received_rows.index_select(0, self._arrival_order), 1 / self._grad_factor)
 
     def return_rows(self, rows: Tensor) -> Tensor:
         """Return the experts' outputs for this rank's rows, in the order of the rows passed to `send_rows`."""
@@ -129,14 +129,14 @@ class ExpertExchange:
         return exchange_rows(outputs, self._receive_counts, self._send_counts, group=self._mesh)
 
 
-def check_distributable(name: str, experts: nn.Module, ranks: int, is_supported: bool) -> None:
-    """Raise if `experts` cannot be distributed over `ranks` ranks.
+def check_distributable(name: str, experts: nn.Module, num_ranks: int, is_supported: bool) -> None:
+    """Raise if `experts` cannot be distributed over `num_ranks` ranks.
 
     Args:
         is_supported: this package can run the experts on rows received from other ranks.
 
     Raises:
-        ValueError: `is_supported` is False; the number of experts is not a multiple of `ranks`; a submodule of
+        ValueError: `is_supported` is False; the number of experts is not a multiple of `num_ranks`; a submodule of
             `experts` has parameters; or a parameter does not have one entry per expert in its first dim.
     """
     first_dims = {key: len(p) if p.ndim else 0 for key, p in experts.named_parameters(recurse=False)}
@@ -155,11 +155,11 @@ def check_distributable(name: str, experts: nn.Module, ranks: int, is_supported:
             "tensor parallel dim, every rank then holds a shard of each expert."
         )
     expert_count = next(iter(first_dims.values()))
-    if expert_count % ranks:
+    if expert_count % num_ranks:
         rank_counts = [n for n in range(1, expert_count + 1) if expert_count % n == 0]
         raise ValueError(
-            f"{name!r} has {expert_count} experts, which is not a multiple of the {ranks} expert parallel ranks. Use "
-            f"one of these numbers of ranks: {', '.join(map(str, rank_counts))}."
+            f"{name!r} has {expert_count} experts, which is not a multiple of the {num_ranks} expert parallel ranks. "
+            f"Use one of these numbers of ranks: {', '.join(map(str, rank_counts))}."
         )
 
 

@@ -90,7 +90,7 @@ def _run_summing_outputs(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_inde
     group, length = ranks.shard_ranks, state.local_len
     up_matmul: Callable[..., Tensor]
     down_matmul: Callable[..., Tensor]
-    if state.tp_sharded and length is not None:
+    if state.is_tp_sharded and length is not None:
         shape = (state.batch_size, length)
         expert_indices, routing_weights = _gather_routing(top_k_index, weights, shape, group)
         x = x.unflatten(0, (state.batch_size, -1))
@@ -115,7 +115,7 @@ def _run_summing_outputs(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_inde
     if experts.has_bias:
         bias = experts.down_proj_bias
         if ranks.expert_mesh is not None:
-            bias = (all_gather if state.tp_sharded else gather)(bias, 0, group=ranks.expert_mesh)
+            bias = (all_gather if state.is_tp_sharded else gather)(bias, 0, group=ranks.expert_mesh)
         weights_by_expert = weights.new_zeros(len(weights), len(bias)).scatter_add(1, top_k_index, weights)
         y = y + weights_by_expert.to(y.dtype) @ bias.to(y.dtype)
     return y

@@ -179,9 +179,9 @@ def _mllama(prefix: str) -> Family:
 
 
 def _recurrent_gemma(config: Any) -> Family:
-    heads = "q_proj", "k_proj", "v_proj"
+    head_projections = "q_proj", "k_proj", "v_proj"
     is_multi_query = config.num_key_value_heads == 1
-    attention = _gathered_styles("layers.*.temporal_block", "o_proj", *heads)
+    attention = _gathered_styles("layers.*.temporal_block", "o_proj", *head_projections)
     return Family(
         (attention if is_multi_query else _attention_styles("layers.*.temporal_block"))
         | _gathered_styles("layers.*.temporal_block", "linear_out", "linear_x", "linear_y")
@@ -236,7 +236,7 @@ _MAMBA_FAMILY = Family(
     {"layers.*.mixer.in_proj": "colwise_gather_output"}, shards_head=True, supports_eager_sequences=True
 )
 
-# Modules that mix parallel streams of hidden states.
+# Modules that mix the parallel residual streams of hyper-connections.
 _STREAM_STYLES = _styles("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}
 
 FAMILIES: dict[str, Family | Callable[[Any], Family]] = {

@@ -67,20 +67,20 @@ class CpContext:
         """Gather `t`, a shard returned by `shard`, to the full tensor."""
         return unshard_sequence(t, dim, seq_len=self.seq_len, **self._layout_options)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, heads_sharded: bool, **keywords: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, are_heads_sharded: bool, **keywords: Any) -> Tensor:
         """Attend from this rank's tokens to all tokens.
 
         Args:
             q, k, v: [batch, heads, seq, head_dim], like the result.
-            heads_sharded: the TP ranks hold different heads. Dropout is then drawn by the global index of the head, so
-                that it differs between TP ranks even with equal random states. If all TP ranks hold all heads, they
+            are_heads_sharded: the TP ranks hold different heads. Dropout is then drawn by the global index of the head,
+                so that it differs between TP ranks even with equal random states. If all TP ranks hold all heads, they
                 must draw the same dropout.
             keywords: keyword arguments of `ring_attention`.
         """
         _count_attention_call()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         keywords |= {"layout": self.layout, "cu_seqlens": self.cu_seqlens, "seq_len": self.seq_len}
-        keywords["first_head"] = self.tp_rank * q.shape[2] if heads_sharded else 0
+        keywords["first_head"] = self.tp_rank * q.shape[2] if are_heads_sharded else 0
         if self.ulysses_meshes is None:
             out = ring_attention_from_head(q, k, v, self.mesh, **keywords)
         else:
@@ -130,18 +130,18 @@ class LayerState:
     """State of a forward pass that its layers read.
 
     Attributes:
-        tp_sharded: the residual stream is sharded along the sequence over the TP ranks.
+        is_tp_sharded: the residual stream is sharded along the sequence over the TP ranks.
         local_len: number of tokens on this CP rank, over all TP ranks that share them; None if the forward pass is not
             sharded.
         cp: set if the sequence is sharded over the context parallel ranks.
-        logits_sharded: the output layer leaves its output sharded by vocabulary, for a loss over the TP ranks.
+        are_logits_sharded: the output layer leaves its output sharded by vocabulary, for a loss over the TP ranks.
         batch_size: number of rows; set together with `local_len`.
     """
 
-    tp_sharded: bool = False
+    is_tp_sharded: bool = False
     local_len: int | None = None
     cp: CpContext | None = None
-    logits_sharded: bool = False
+    are_logits_sharded: bool = False
     batch_size: int = 0
 
 
@@ -161,8 +161,8 @@ class StateHistory:
 
     Activation checkpointing reruns layers in backward, perhaps after a later forward pass with another sequence length,
     and does not report which pass it reruns. But the rerun happens inside a backward node of the original pass, and
-    autograd numbers nodes in order of creation. So comparing the number of the running node with the first number of
-    each pass identifies the pass.
+    autograd numbers nodes in order of creation (`_sequence_nr`). So comparing the number of the running node with the
+    first number of each pass identifies the pass.
 
     Each thread numbers its own nodes, and the history covers one thread: a forward pass in another thread clears it.
     Backward may run in any thread. Nested checkpoints create their inner nodes in backward; these can be looked up only
@@ -171,29 +171,31 @@ class StateHistory:
 
     def __init__(self) -> None:
         self._thread_id: int | None = None  # thread of the forward passes
-        self._start_numbers: list[int] = []
+        self._start_sequence_nrs: list[int] = []
         self._states: list[LayerState] = []
 
     def record(self, state: LayerState) -> None:
         """Record that nodes created from now on belong to `state`."""
-        number, thread = torch.autograd._get_sequence_nr(), threading.get_ident()
+        sequence_nr, thread_id = torch.autograd._get_sequence_nr(), threading.get_ident()
         # A lower number in the same thread ident means a new thread: idents are reused, and each thread counts from 0.
-        if thread != self._thread_id or (self._start_numbers and number < self._start_numbers[-1]):
+        if thread_id != self._thread_id or (self._start_sequence_nrs and sequence_nr < self._start_sequence_nrs[-1]):
             if running_node_number() is not None:
                 return  # backward in another thread: the nodes that it creates are never looked up
-            self._thread_id = thread
-            self._start_numbers.clear()
+            self._thread_id = thread_id
+            self._start_sequence_nrs.clear()
             self._states.clear()
         if self._states and self._states[-1] == state:
             return
-        self._start_numbers.append(number)
+        self._start_sequence_nrs.append(sequence_nr)
         self._states.append(state)
-        if len(self._start_numbers) > _MAX_RECORDED_STATES:
-            del self._start_numbers[0], self._states[0]
+        if len(self._start_sequence_nrs) > _MAX_RECORDED_STATES:
+            del self._start_sequence_nrs[0], self._states[0]
 
-    def state_at(self, number: int) -> LayerState:
-        """State in which the autograd node with this `number` was created."""
-        return self._states[max(bisect_right(self._start_numbers, number) - 1, 0)] if self._states else UNSHARDED
+    def state_at(self, sequence_nr: int) -> LayerState:
+        """State in which the autograd node with this `sequence_nr` was created."""
+        return (
+            self._states[max(bisect_right(self._start_sequence_nrs, sequence_nr) - 1, 0)] if self._states else UNSHARDED
+        )
 
 
 def running_node_number() -> int | None:

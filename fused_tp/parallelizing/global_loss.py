@@ -145,22 +145,22 @@ class GlobalLoss:
         if is_capturing():
             return
         if torch.compiler.is_compiling() and any(
-            _contains_tensor(output, computed.loss) for computed in computed_losses
+            _contains_tensor(output, computed_loss.loss) for computed_loss in computed_losses
         ):
             return  # if the loss is not in the output, the checks below break the graph and run eagerly
         scalars = [t for t in find_tensors(output) if t.numel() == 1]
-        returned_losses = [t for t in scalars if any(computed.equals(t) for computed in computed_losses)]
+        returned_losses = [t for t in scalars if any(computed_loss.equals(t) for computed_loss in computed_losses)]
         other_scalars = [
             t for t in scalars if t.requires_grad and not any(t is returned for returned in returned_losses)
         ]
         if not self.shards_tokens and head.is_available:
             # The model may add terms computed from all tokens, such as a router loss.
-            loss_nodes = [computed.node for computed in computed_losses]
+            loss_nodes = [computed_loss.node for computed_loss in computed_losses]
             reached_nodes = [(t, reachable_nodes(t, stop_nodes=loss_nodes)) for t in other_scalars]
             returned_losses += [t for t, nodes in reached_nodes if not nodes.isdisjoint(loss_nodes)]
             other_scalars = [t for t, nodes in reached_nodes if not nodes.isdisjoint(head.nodes)]
         elif not self.shards_tokens:
-            returned_losses += [t for t in scalars if any(t is computed.loss for computed in computed_losses)]
+            returned_losses += [t for t in scalars if any(t is computed_loss.loss for computed_loss in computed_losses)]
         if other_scalars or not returned_losses:
             raise ValueError(
                 "forward did not return the loss that loss_function computed: the model changed the loss, or returned "

@@ -69,7 +69,9 @@ class GradientSync:
         self._watched_parameters: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
         self.is_deferring = False  # inside `defer`: backward leaves gradients unreduced
         self._deferred_ids = set[int]()  # ids of the parameters with an unreduced gradient
-        self._reduction_pending = False  # the next backward outside of `defer`, or `reduce_deferred`, must reduce them
+        self._is_reduction_pending = (
+            False  # the next backward outside of `defer`, or `reduce_deferred`, must reduce them
+        )
         self.is_disabled = False  # inside `disable`
         # Weak reference to the callback that runs at the end of backward. Autograd holds the only strong reference, so
         # a backward that raises drops the callback.
@@ -159,7 +161,7 @@ class GradientSync:
         Each rank keeps its share of the gradients, times the number of ranks, and adds it to gradients that are already
         summed; the mean over ranks is then the total. The next backward outside, or `reduce_deferred`, takes this mean.
         """
-        was_deferring, self.is_deferring, self._reduction_pending = self.is_deferring, True, True
+        was_deferring, self.is_deferring, self._is_reduction_pending = self.is_deferring, True, True
         try:
             yield
         finally:
@@ -168,15 +170,15 @@ class GradientSync:
     @property
     def has_pending_reduction(self) -> bool:
         """True if gradients wait for `reduce_deferred`, in which the ranks also exchange which parameters they used."""
-        return self._reduction_pending
+        return self._is_reduction_pending
 
     @torch.no_grad()
     def reduce_deferred(self) -> None:
         """Reduce the deferred gradients over the ranks. A collective call."""
-        if not self._reduction_pending:
+        if not self._is_reduction_pending:
             return
         is_used = [key in self._deferred_ids for key in self._watched_parameters]
-        self._deferred_ids, self._reduction_pending = set(), False
+        self._deferred_ids, self._is_reduction_pending = set(), False
         average_gradients(self.mesh, list(self._watched_parameters.values()), is_used)
 
     def find_partly_used_parameters(self, model: nn.Module, outputs: Sequence[Tensor], *, has_experts: bool) -> None:
@@ -244,7 +246,7 @@ class GradientSync:
             )
         if not self.is_deferring:
             self._queue_callback(grad)
-        if self._reduction_pending:
+        if self._is_reduction_pending:
             self._deferred_ids.add(key)
             return grad if self.takes_mean else grad * self.mesh.size()
         if key not in self._partly_used_parameters:
@@ -274,7 +276,7 @@ class GradientSync:
             self._in_autograd_grad,
         )
         self._held_gradients, self._queued_callback = {}, _no_callback
-        if self._reduction_pending:
+        if self._is_reduction_pending:
             self.reduce_deferred()
             return
         self._compare_names(summed_names)
@@ -315,8 +317,8 @@ class GradientSync:
                 "used: their gradients are summed at the end of backward. Call backward() and read the parameters' "
                 "grad."
             )
-        for (key, parameter), count in zip(self._partly_used_parameters.items(), counts, strict=True):
-            if not count:
+        for (key, parameter), num_users in zip(self._partly_used_parameters.items(), counts, strict=True):
+            if not num_users:
                 continue
             total = self._reduce(held_gradients[key] if key in held_gradients else torch.zeros_like(parameter))
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
@@ -346,8 +348,8 @@ def average_gradients(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], is_u
     """
     local_use = torch.tensor(is_used, dtype=torch.float32, device=mesh.device_type)
     counts = all_reduce(local_use, group=mesh).tolist() if parameters else []
-    for parameter, count in zip(parameters, counts, strict=True):
-        if count:
+    for parameter, num_users in zip(parameters, counts, strict=True):
+        if num_users:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = _sum_over_ranks(mesh, grad) / mesh.size()
 

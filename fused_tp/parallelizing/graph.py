@@ -18,8 +18,8 @@ def reachable_nodes(t: Tensor, *, stop_nodes: Collection[Any] = ()) -> set[Any]:
 
     Reached nodes of `stop_nodes` are included.
     """
-    first = get_gradient_edge(t).node
-    nodes, pending_nodes = {first}, [first]
+    first_node = get_gradient_edge(t).node
+    nodes, pending_nodes = {first_node}, [first_node]
     while pending_nodes:
         node = pending_nodes.pop()
         if node not in stop_nodes:
@@ -58,8 +58,8 @@ class HeadOutputs:
         self.is_available = not torch.compiler.is_compiling()
         self.nodes: list[Any] = []
         # Nodes are numbered in order of creation: nodes before the head's output belong to hidden states.
-        self._first_number = torch.autograd._get_sequence_nr() if self.is_available else 0
-        self._last_number: int | None = None
+        self._first_sequence_nr = torch.autograd._get_sequence_nr() if self.is_available else 0
+        self._last_sequence_nr: int | None = None
 
     def record(self, output: Tensor) -> None:
         """Record an output of the head."""
@@ -68,8 +68,8 @@ class HeadOutputs:
             return
         if output.grad_fn is not None:
             self.nodes.append(output.grad_fn)
-        if self._last_number is None:
-            self._last_number = torch.autograd._get_sequence_nr()
+        if self._last_sequence_nr is None:
+            self._last_sequence_nr = torch.autograd._get_sequence_nr()
 
     def record_replicated(self, tensors: Iterable[Tensor]) -> None:
         """Record that `tensors` are equal on all ranks, as the head's outputs are, although their inputs are not."""
@@ -84,8 +84,9 @@ class HeadOutputs:
         if not (self.is_available and t.requires_grad):
             return True
         other_nodes = reachable_nodes(t, stop_nodes=self.nodes).difference(self.nodes)
-        numbers = (node._sequence_nr() for node in other_nodes if not _is_leaf(node))
+        sequence_nrs = (node._sequence_nr() for node in other_nodes if not _is_leaf(node))
         return not any(
-            self._first_number <= number and (self._last_number is None or number < self._last_number)
-            for number in numbers
+            self._first_sequence_nr <= sequence_nr
+            and (self._last_sequence_nr is None or sequence_nr < self._last_sequence_nr)
+            for sequence_nr in sequence_nrs
         )

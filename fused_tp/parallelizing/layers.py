@@ -74,13 +74,13 @@ class Sharding:
     has_plain_parameters: bool = False
 
 
-def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
-    """Raise for a plan that `shard_layers` cannot apply over `ranks` ranks, before any layer is replaced.
+def check_layers(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> None:
+    """Raise for a plan that `shard_layers` cannot apply over `num_ranks` ranks, before any layer is replaced.
 
     Raises:
         TypeError: a parameter is a DTensor already.
         ValueError: the plan shards tied weights differently; a module other than its owner reads a sharded weight; a
-            dim is not a multiple of `ranks`; hooks would be lost.
+            dim is not a multiple of `num_ranks`; hooks would be lost.
     """
     dims_by_parameter: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
@@ -92,12 +92,12 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                     f"parameter {f'{name}.{key}'!r} is a DTensor already. Call parallelize on the unsharded model, "
                     "before fully_shard or any other sharding."
                 )
-            if ranks > 1 and (reason := reason_not_plain(type(parameter))) is not None:
+            if num_ranks > 1 and (reason := reason_not_plain(type(parameter))) is not None:
                 raise ValueError(
                     f"{_path(name, key)!r} cannot be converted to a DTensor: {reason}. Call parallelize before "
                     "the model is quantized or its parameters are wrapped."
                 )
-            if ranks > 1 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            if num_ranks > 1 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
                 raise ValueError(
                     f"{_path(name, key)!r} has gradient hooks, which would be lost: parallelize replaces the parameter "
                     "by a DTensor. Register the hooks after parallelize."
@@ -106,22 +106,26 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                 dims_by_parameter[id(parameter)][name] = (
                     specs[key].dim_of(parameter) if key in specs else spec_of(style).shard_dim
                 )
-            if key in specs and (size := parameter.shape[specs[key].dim_of(parameter)] // specs[key].parts) % ranks:
+            if (
+                key in specs
+                and (size := parameter.shape[specs[key].dim_of(parameter)] // specs[key].num_parts) % num_ranks
+            ):
                 raise ValueError(
                     f"{_path(name, key)!r} {tuple(parameter.shape)} cannot be sharded along dim "
-                    f"{specs[key].dim_of(parameter)}, which has {specs[key].parts} chunks of {size} elements: {size} "
-                    f"is not a multiple of the {ranks} tensor parallel ranks. Use another tensor parallel size."
+                    f"{specs[key].dim_of(parameter)}, which has {specs[key].num_parts} chunks of {size} elements: "
+                    f"{size} is not a multiple of the {num_ranks} tensor parallel ranks. Use another tensor parallel "
+                    "size."
                 )
-        _check_packed_widths(name, module, spec_of(style), ranks)
-        if ranks > 1:
+        _check_packed_widths(name, module, spec_of(style), num_ranks)
+        if num_ranks > 1:
             _check_nothing_lost(name, module, spec_of(style).convert is not None)
         if plan:
             _check_direct_reads(name, module, plan)
         if style is not None and spec_of(style).shares_rotary:
             _rotary_width(getattr(model, "config", None), module)
-    for dims in dims_by_parameter.values():
-        if len(set(dims.values())) > 1:
-            first, second = list(dims)[:2]
+    for dim_by_module in dims_by_parameter.values():
+        if len(set(dim_by_module.values())) > 1:
+            first, second = list(dim_by_module)[:2]
             raise ValueError(
                 f"{first!r} and {second!r} share a weight, but their styles in the plan, {plan.modules.get(first)!r} "
                 f"and {plan.modules.get(second)!r}, shard it differently. Use styles that shard the same dim, such as "
@@ -129,21 +133,21 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
             )
 
 
-def _check_packed_widths(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
-    """Check that a packed layer has a multiple of `ranks` features per chunk, and a multi-query layer the right widths.
+def _check_packed_widths(name: str, module: Any, spec: StyleSpec, num_ranks: int) -> None:
+    """Check the widths of a packed layer, a multiple of `num_ranks` per chunk, and of a multi-query layer.
 
     Raises:
         ValueError: the layer has other widths.
     """
-    if spec.parts > 1 and spec.shard_dim is not None:
+    if spec.num_parts > 1 and spec.shard_dim is not None:
         dim = 1 - spec.shard_dim if is_conv1d(module) else spec.shard_dim
-        check_parts(_path(name, "weight"), module.weight, PartsShard(dim, spec.parts), ranks)
+        check_parts(_path(name, "weight"), module.weight, PartsShard(dim, spec.num_parts), num_ranks)
     if spec.shares_keys:
-        inputs, outputs = features_of(module)
-        if is_conv1d(module) or outputs <= inputs:
+        num_inputs, num_outputs = features_of(module)
+        if is_conv1d(module) or num_outputs <= num_inputs:
             raise ValueError(
-                f"{name!r} has {inputs} input and {outputs} output features. 'multi_query_colwise' needs an nn.Linear "
-                "whose outputs are as many query features as inputs, then one head of keys and of values."
+                f"{name!r} has {num_inputs} input and {num_outputs} output features. 'multi_query_colwise' needs an "
+                "nn.Linear whose outputs are as many query features as inputs, then one head of keys and of values."
             )
 
 
@@ -214,13 +218,13 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             parallelize_module(module, mesh, style)
             continue
         if spec_of(style).sums_output:
-            sharded, distribution = style == "moe_tp_experts", sharding.expert_distribution
-            ranks = (
-                distribution.expert_ranks(sharded=sharded)
+            is_sharded, distribution = style == "moe_tp_experts", sharding.expert_distribution
+            expert_ranks = (
+                distribution.expert_ranks(is_sharded=is_sharded)
                 if distribution and name in distribution.names
                 else ExpertRanks(mesh)
             )
-            _parallelize_experts(module, ranks, sequence.state_function_of(name))
+            _parallelize_experts(module, expert_ranks, sequence.state_function_of(name))
         if spec_of(style).adds_once:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
         layer = shard_layer(name, module, style, sharding, memo)
@@ -245,10 +249,10 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     _share_gathers(model, plan.modules)
     for name, dims_by_argument in plan.per_head_arguments.items():
         attention: Any = model.get_submodule(name)
-        heads = max(head_counts(attention).values())  # number of query heads
+        num_heads = max(head_counts(attention).values())  # number of query heads
         argument_names = list(inspect.signature(attention.forward).parameters)
         attention.register_forward_pre_hook(
-            partial(_narrow_heads, mesh, heads, dims_by_argument, argument_names), with_kwargs=True
+            partial(_narrow_heads, mesh, num_heads, dims_by_argument, argument_names), with_kwargs=True
         )
     for name, attributes in plan.head_attributes.items():
         attention = model.get_submodule(name)
@@ -258,7 +262,7 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
 
 def _narrow_heads(
     mesh: DeviceMesh,
-    head_count: int,
+    num_heads: int,
     dims_by_argument: Mapping[str, int],
     argument_names: list[str],
     attention: nn.Module,
@@ -269,13 +273,13 @@ def _narrow_heads(
 
     `dims_by_argument` maps the names of these arguments to their dim of size heads or batch * heads.
     """
-    start, stop = shard_rows(head_count, mesh)
+    start, stop = shard_rows(num_heads, mesh)
 
     def narrow(name: str, t: Any) -> Any:
         if name not in dims_by_argument or not isinstance(t, Tensor) or t.shape[dims_by_argument[name]] == 1:
             return t
         dim = dims_by_argument[name]
-        return t.unflatten(dim, (-1, head_count)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+        return t.unflatten(dim, (-1, num_heads)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
 
     return tuple(map(narrow, argument_names, args)), {name: narrow(name, t) for name, t in kwargs.items()}
 
@@ -323,16 +327,19 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
 def distribute_experts(model: nn.Module, distribution: ExpertDistribution) -> None:
     """Distribute the experts of a model without tensor parallel ranks."""
     for name in sorted(distribution.names):
-        _parallelize_experts(model.get_submodule(name), distribution.expert_ranks(sharded=False), unsharded_state)
+        _parallelize_experts(model.get_submodule(name), distribution.expert_ranks(is_sharded=False), unsharded_state)
 
 
-def _parallelize_experts(experts: Any, ranks: ExpertRanks, current_state: Callable[[], LayerState]) -> None:
+def _parallelize_experts(experts: Any, expert_ranks: ExpertRanks, current_state: Callable[[], LayerState]) -> None:
     if takes_routing(experts):
-        use_grouped_matmuls(experts, ranks, current_state)
+        use_grouped_matmuls(experts, expert_ranks, current_state)
         return
-    share_input, sum_output = partial(_share_input, ranks.shard_ranks), partial(_sum_output, ranks.shard_ranks)
-    if ranks.expert_mesh is not None:
-        distribute_rows(experts, ranks, share_input=share_input, sum_output=sum_output)
+    share_input, sum_output = (
+        partial(_share_input, expert_ranks.shard_ranks),
+        partial(_sum_output, expert_ranks.shard_ranks),
+    )
+    if expert_ranks.expert_mesh is not None:
+        distribute_rows(experts, expert_ranks, share_input=share_input, sum_output=sum_output)
     else:
         experts.register_forward_pre_hook(share_input, with_kwargs=True)
         experts.register_forward_hook(sum_output)
@@ -381,7 +388,7 @@ def _pass_batch_size(
 ) -> HookArguments | None:
     """Pass the batch size to a layer whose input is [batch * seq, n], so that it gathers or scatters each sequence."""
     state = sequence.current_state()
-    return (args, {"batch": state.batch_size, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
+    return (args, {"batch": state.batch_size, **kwargs}) if state.is_tp_sharded and args[0].ndim == 2 else None
 
 
 _SHARD_ATTRIBUTE = "_fused_tp_part"  # attribute of a stand-in: the shard of the sequence that it replaces
@@ -398,7 +405,7 @@ def _pass_stand_in(
     NaN everywhere.
     """
     state = sequence.current_state()
-    if not state.tp_sharded:
+    if not state.is_tp_sharded:
         return None
     x = args[0] if args else next(iter(kwargs.values()))
     stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], state.local_len, x.shape[-1])
@@ -429,7 +436,7 @@ def _replace_stand_in_by_shard(
     kwargs: dict[str, Any],
 ) -> HookArguments | None:
     state = sequence.current_state()
-    if not state.tp_sharded:
+    if not state.is_tp_sharded:
         return None
     x = args[0]
     shard = getattr(
@@ -450,11 +457,11 @@ def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
     layer_groups: dict[tuple[Any, ...], list[ColumnParallelLinear]] = defaultdict(list)
     modules = dict(model.named_modules())
     for name in plan:
-        parent, _, leaf = name.rpartition(".")
+        parent, _, layer_name = name.rpartition(".")
         layer, attention = modules.get(name), attention_of(name)
         # In cross-attention q reads another tensor than k and v do.
         is_cross_attention = "cross" in parent or "encoder_attn" in parent
-        scope = attention if attention is not None else parent if leaf in GATED_PROJECTIONS else None
+        scope = attention if attention is not None else parent if layer_name in GATED_PROJECTIONS else None
         if isinstance(layer, ColumnParallelLinear) and scope is not None and not is_cross_attention:
             layer_groups[scope, attention is not None, layer.in_features, layer.weight.dtype].append(layer)
     for layers in layer_groups.values():
@@ -474,12 +481,12 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
     embeddings = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
 
     def make_predicate(name: str) -> Callable[[], bool]:
-        is_embedded = any(is_within(name, embedding) for embedding in embeddings)
-        return _gradient_predicate(name, spec_of(plan.modules.get(name)), sharding.sequence, embedded=is_embedded)
+        is_embedding = any(is_within(name, embedding) for embedding in embeddings)
+        return _gradient_predicate(name, spec_of(plan.modules.get(name)), sharding.sequence, is_embedding=is_embedding)
 
     for name, module in modules.items():
         specs = plan.parameters_of(name, module).items()
-        shards = {key: PartsShard(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in specs}
+        shards = {key: PartsShard(spec.dim_of(module.get_parameter(key)), spec.num_parts) for key, spec in specs}
         owners = {p: _path(name, p.rpartition(".")[0]) for p in find_read_parameters(module)}
         # Do not convert sharded parameters that the code reads: it would treat a plain shard as the full parameter.
         # Left as DTensors, torch raises an error.
@@ -508,26 +515,26 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
 
 def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
     """Apply `replicate_own_parameters` to `module` alone, named `name` in the model, without its submodules."""
-    embedded = isinstance(module, nn.Embedding)
-    sums = _gradient_predicate(name, spec, sharding.sequence, embedded=embedded)
-    if replicate_own_parameters(module, sharding.mesh, memo, sums_gradients=sums) and embedded:
+    is_embedding = isinstance(module, nn.Embedding)
+    predicate = _gradient_predicate(name, spec, sharding.sequence, is_embedding=is_embedding)
+    if replicate_own_parameters(module, sharding.mesh, memo, sums_gradients=predicate) and is_embedding:
         module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
 
 
 def _gradient_predicate(
-    name: str, spec: StyleSpec, sequence: SequenceSharding, *, embedded: bool
+    name: str, spec: StyleSpec, sequence: SequenceSharding, *, is_embedding: bool
 ) -> Callable[[], bool]:
     """Return a function that is true while backward must sum the gradients of the module called `name` over ranks."""
     # An embedding and its submodules run on the full sequence, because every rank has all token ids. So their gradients
     # are complete; the rank takes its shard of the output.
-    return partial(_sums_gradient, sequence, spec.sums_gradient, embedded or sequence.runs_on_full_sequence(name))
+    return partial(_sums_gradient, sequence, spec.sums_gradient, is_embedding or sequence.runs_on_full_sequence(name))
 
 
 def _sums_gradient(sequence: SequenceSharding, always_sums: bool, has_full_sequence: bool) -> bool:
-    return always_sums or (not has_full_sequence and sequence.current_state().tp_sharded)
+    return always_sums or (not has_full_sequence and sequence.current_state().is_tp_sharded)
 
 
 def _scatter_embeddings(
     sequence: SequenceSharding, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
-    return scatter(output, -2, group=mesh) if sequence.current_state().tp_sharded else output
+    return scatter(output, -2, group=mesh) if sequence.current_state().is_tp_sharded else output

@@ -66,12 +66,14 @@ def check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> No
         )
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    counts = [(name, heads) for name, heads in head_counts(config).items() if not is_kv_count(name)]
-    counts += [(_HEADS_PER_LAYER, heads) for heads in sorted({*(getattr(text_config, _HEADS_PER_LAYER, None) or ())})]
-    uneven_count = next((f"{name}={heads}" for name, heads in counts if heads % (size * tp_size)), None)
+    counts = [(name, num_heads) for name, num_heads in head_counts(config).items() if not is_kv_count(name)]
+    counts += [
+        (_HEADS_PER_LAYER, num_heads) for num_heads in sorted({*(getattr(text_config, _HEADS_PER_LAYER, None) or ())})
+    ]
+    uneven_count = next((f"{name}={num_heads}" for name, num_heads in counts if num_heads % (size * tp_size)), None)
     if size > 1 and uneven_count is not None:
         divisors = (n for n in range(2, cp_size + 1) if cp_size % n == 0)
-        usable_divisors = [n for n in divisors if all(heads % (n * tp_size) == 0 for _, heads in counts)]
+        usable_divisors = [n for n in divisors if all(num_heads % (n * tp_size) == 0 for _, num_heads in counts)]
         sizes = [1, *usable_divisors]  # a ring without Ulysses supports any number of heads
         raise ValueError(
             f"{type(model).__name__} has {uneven_count}, which is not a multiple of {tp_size} tensor parallel ranks "

@@ -36,14 +36,14 @@ from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution
 from fused_tp.parallelizing.grad_sync import GRADIENT_SYNCS_ATTRIBUTE, GradientSync, no_sync
 from fused_tp.parallelizing.hf.hf_model import (
-    TransformersSequence,
+    TransformersSequenceSharding,
     check_transformers_model,
     is_transformers_model,
     without_input_hooks,
 )
 from fused_tp.parallelizing.layers import Sharding, check_layers, distribute_experts, replicate_parameters, shard_layers
 from fused_tp.parallelizing.mesh_dims import check_ulysses, expert_tp_mesh, find_dim_meshes, split_for_ulysses
-from fused_tp.parallelizing.plain_model import PlainSequence, check_plain_model
+from fused_tp.parallelizing.plain_model import PlainSequenceSharding, check_plain_model
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, restore_hook_order
 from fused_tp.parallelizing.shard_plan import (
     ShardingPlan,
@@ -288,9 +288,9 @@ def parallelize(
     with compare_sharding(base, verify, options.model_meshes, tp=tp_mesh, cp=cp_mesh) as outcome:
         # Along a separate expert parallel dim ranks have different batches, so no rank can compute the full step alone.
         can_replay = verify is not False and options.meshes and options.separate_ep_mesh is None
-        unsharded = UnshardedModel(base) if can_replay else None
+        unsharded_model = UnshardedModel(base) if can_replay else None
         sharding = _apply_plan(base, options, model_plan)
-        _add_hooks(base, options, model_plan.sequence, sharding, unsharded)
+        _add_hooks(base, options, model_plan.sequence, sharding, unsharded_model)
     remember_code(base)
     sequence = model_plan.sequence
     sequence.min_attention_calls = (
@@ -365,7 +365,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
     # Without TP ranks, the plan is only used to locate the attention modules of a plain model; a transformers model
     # does not need it.
     has_plan = given_plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not is_hf)
-    ranks = 1 if tp_mesh is None else tp_mesh.size()
+    num_ranks = 1 if tp_mesh is None else tp_mesh.size()
     sequence: SequenceSharding
     with adapters.without_wrappers() if adapters else nullcontext():
         plan = resolve_plan(model, given_plan) if tp_mesh is not None or has_plan else ShardingPlan()
@@ -375,7 +375,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
             check_head_counts(model, plan.modules, tp_mesh.size())
             check_experts(model, plan)
         with without_input_hooks(model):
-            check_layers(model, plan, ranks)
+            check_layers(model, plan, num_ranks)
         check_buffers(model, is_hf=is_hf)
         _check_embeddings(model, parallelism)
         if is_hf:  # before `find_blocks`, whose message may request a style for a model that is not supported at all
@@ -387,15 +387,15 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
             else ([], [])
         )
         if is_hf:
-            sequence = TransformersSequence(model, parallelism)
+            sequence = TransformersSequenceSharding(model, parallelism)
         else:
             check_plain_model(model, plan.modules, parallelism)
-            sequence = PlainSequence(model, parallelism, plan.modules)
+            sequence = PlainSequenceSharding(model, parallelism, plan.modules)
         sequence.whole_blocks, sequence.expert_blocks = block_names
         if adapters:
             adapters.check(sequence.whole_blocks)
     if adapters:
-        check_layers(model, adapters.make_plan(plan), ranks)
+        check_layers(model, adapters.make_plan(plan), num_ranks)
     if parallelism.sequence_parallel:
         sequence.modules_before_layers, sequence.has_full_arguments = (
             frozenset(plan.modules_before_layers),
@@ -438,7 +438,7 @@ def _plan_experts(model: nn.Module, options: _CheckedArguments, plan: ShardingPl
         return None
     is_over_tp = ep_mesh is tp_mesh
     names = plan_experts(
-        model, plan, options.keywords.plan, ep_mesh.size(), experts_unsharded=is_over_tp or tp_mesh is None
+        model, plan, options.keywords.plan, ep_mesh.size(), are_experts_unsharded=is_over_tp or tp_mesh is None
     )
     parameter_mesh = None if is_over_tp or tp_mesh is None else expert_tp_mesh(options.mesh, str(ep_dim), tp_mesh)
     grad_factor = 1.0 if is_over_tp else 1 / ep_mesh.size()
@@ -511,16 +511,16 @@ def _apply_plan(model: nn.Module, options: _CheckedArguments, model_plan: _Model
 def _warn_of_packed_parameters(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
     """Log which parameters have one more dim than before sharding: callers may select parameters by ndim or shape."""
     dims = packed_dims(model)
-    packed = {name: (p.shape, dims[id(p)]) for name, p in model.named_parameters() if id(p) in dims}
-    if packed:
-        name, (shape, dim) = next(iter(packed.items()))
+    packed_parameters = {name: (p.shape, dims[id(p)]) for name, p in model.named_parameters() if id(p) in dims}
+    if packed_parameters:
+        name, (shape, dim) = next(iter(packed_parameters.items()))
         warn_once(
             meshes,
             f"packed parameters of {type(model).__name__}",
             "%d parameters have one more dim than in the unsharded %s, such as %r: %s instead of %s. Code that "
             "reads ndim or shape of parameters (weight decay by ndim, Muon's matrices, learning rates by fan-in) sees "
             "it: select these parameters by name.",
-            len(packed),
+            len(packed_parameters),
             type(model).__name__,
             name,
             list(shape),
@@ -533,7 +533,7 @@ def _add_hooks(
     options: _CheckedArguments,
     sequence: SequenceSharding,
     sharding: Sharding | None,
-    unsharded: UnshardedModel | None,
+    unsharded_model: UnshardedModel | None,
 ) -> None:
     """Register the hooks that shard each forward pass, check it, and sum gradients.
 
@@ -544,8 +544,8 @@ def _add_hooks(
     parallelism, meshes = options.parallelism, options.meshes
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
-    if unsharded is not None:
-        step_check = StepCheck(sequence, meshes, unsharded, was_training=model.training)
+    if unsharded_model is not None:
+        step_check = StepCheck(sequence, meshes, unsharded_model, was_training=model.training)
         loss_check = LossCheck(step_check)
         call_before_steps(model, step_check.before_step)
         model.register_forward_pre_hook(loss_check.before_forward, with_kwargs=True, prepend=True)
@@ -578,8 +578,8 @@ def _add_hooks(
         if next(module.parameters(), None) is not None:
             setattr(module, PARALLELISM_ATTRIBUTE, parallelism)
     setattr(model, SHARDING_ATTRIBUTE, sharding)
-    if unsharded is not None:
-        unsharded.record_sharded(model)
+    if unsharded_model is not None:
+        unsharded_model.record_sharded(model)
 
 
 def _peft_module() -> ModuleType | None:

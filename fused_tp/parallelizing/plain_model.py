@@ -103,18 +103,22 @@ def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
         return
     owner = type(model.get_submodule(parent))
     splitter = find_output_split(owner, leaf)
-    if splitter is None or (spec.parts > 1 and splitter == "chunk"):
+    if splitter is None or (spec.num_parts > 1 and splitter == "chunk"):
         return
     raise ValueError(
         f"{owner.__name__} splits the output of {name!r} by {splitter}(), which is not supported: the plan shards "
         f"{name!r} "
-        + ("by chunks, so the widths on a rank are smaller" if spec.parts > 1 else "as one layer, by consecutive rows")
+        + (
+            "by chunks, so the widths on a rank are smaller"
+            if spec.num_parts > 1
+            else "as one layer, by consecutive rows"
+        )
         + ". Split by .chunk(3, dim=-1) for q, k and v, or .chunk(2, dim=-1) for gate and up, which use the width on "
         f"the rank, and give {name!r} the style 'packed_colwise_3' or 'packed_colwise'; or use separate layers."
     )
 
 
-class PlainSequence(SequenceSharding):
+class PlainSequenceSharding(SequenceSharding):
     """Sequence sharding of a plain model, whose first argument is the tokens."""
 
     def __init__(self, model: nn.Module, parallelism: Parallelism, plan: Mapping[str, Style]) -> None:
@@ -186,7 +190,7 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
 
 
 def _run_with_ring_attention(
-    sequence: SequenceSharding, heads_sharded: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    sequence: SequenceSharding, are_heads_sharded: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     cp = sequence.current_state().cp
     # One mode at a time: an outer mode would intercept the ring's own attention calls.
@@ -200,7 +204,7 @@ def _run_with_ring_attention(
         dynamo.skip_code(RingAttentionMode.__torch_function__.__code__)
     _thread_state.is_in_mode = True
     try:
-        with RingAttentionMode(cp, heads_sharded):
+        with RingAttentionMode(cp, are_heads_sharded):
             return forward(*args, **kwargs)
     finally:
         _thread_state.is_in_mode = False
@@ -221,10 +225,10 @@ _thread_state = threading.local()  # attribute `is_in_mode`: True while this thr
 class RingAttentionMode(TorchFunctionMode):
     """Mode in which F.scaled_dot_product_attention computes attention over the ring."""
 
-    def __init__(self, cp: CpContext, heads_sharded: bool) -> None:
+    def __init__(self, cp: CpContext, are_heads_sharded: bool) -> None:
         super().__init__()
         self.cp = cp
-        self.heads_sharded = heads_sharded
+        self.are_heads_sharded = are_heads_sharded
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -270,5 +274,11 @@ class RingAttentionMode(TorchFunctionMode):
                 f"got shape {tuple(query.shape)}."
             )
         return self.cp.attend(
-            query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p, heads_sharded=self.heads_sharded
+            query,
+            key,
+            value,
+            causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            are_heads_sharded=self.are_heads_sharded,
         )

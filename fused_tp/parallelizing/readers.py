@@ -133,13 +133,13 @@ def _chains_by_method(definition: ast.AST) -> dict[str, frozenset[str]]:
             self_names = ["self", *[argument.arg for argument in method.args.args[:1]]]
             chains: set[str] = set()
             for node in attributes:
-                parts: list[str] = []
+                components: list[str] = []
                 base: ast.expr = node
                 while isinstance(base, ast.Attribute):
-                    parts.append(base.attr)
+                    components.append(base.attr)
                     base = base.value
                 if isinstance(base, ast.Name) and base.id in self_names and id(node) not in metadata_owners:
-                    chains.add(".".join(reversed(parts)))
+                    chains.add(".".join(reversed(components)))
             chains_by_name[method.name] = chains_by_name.get(method.name, frozenset()) | chains
     return chains_by_name
 
@@ -205,7 +205,7 @@ def _compared_names(definition: ast.ClassDef) -> Iterator[str]:
 
 
 _SPLIT_METHODS = {"split", "chunk", "tensor_split", "split_with_sizes"}
-# Methods that keep a tensor's dims; others may split off heads.
+# Methods that keep a tensor's shape. Others, such as view, may split the last dim into heads.
 _DIM_PRESERVING_METHODS = {"contiguous", "float", "to", "clone"}
 
 

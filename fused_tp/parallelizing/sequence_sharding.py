@@ -241,8 +241,8 @@ class SequenceSharding:
         """Return the positions that the model uses for `tokens`, the full sequence, if the caller passes none."""
         return torch.arange(tokens.shape[1], device=tokens.device)
 
-    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new_tokens: int) -> object | None:
-        """Return the cache of an unsharded forward pass of `new_tokens` tokens, if the CP ranks shard it; else None."""
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], num_new_tokens: int) -> object | None:
+        """Return the cache of an unsharded pass of `num_new_tokens` tokens; None if the CP ranks do not shard it."""
         return None
 
     def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
@@ -285,16 +285,16 @@ class SequenceSharding:
             self._global_loss.computed_losses = []
         self._state = UNSHARDED
         if shard is not None:
-            logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
-            tp_sharded = self.parallelism.sequence_parallel
+            are_logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
+            is_tp_sharded = self.parallelism.sequence_parallel
             untyped_model: Any = model
             if (
-                logits_sharded
+                are_logits_sharded
                 and self._global_loss
                 and not isinstance(untyped_model.loss_function, (GlobalLoss, UserLoss))
             ):
                 untyped_model.loss_function = UserLoss(untyped_model.loss_function, self._global_loss)
-            self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch_size)
+            self._state = LayerState(is_tp_sharded, shard.local_len, shard.cp, are_logits_sharded, shard.batch_size)
         self._is_in_history = not torch.compiler.is_compiling()
         if self._is_in_history:
             self._history.record(self._state)
@@ -346,7 +346,7 @@ class SequenceSharding:
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.has_full_arguments:
-            # These are embeddings. Token ids are not sharded over TP ranks here, but after they are embedded.
+            # Only embeddings are sharded over TP ranks here. Token ids are sharded after they are embedded.
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)
         arguments[token_name] = tokens
         if targets is not None and self.label_name is not None:
@@ -385,13 +385,13 @@ class SequenceSharding:
                 continue
             ids = ids[ids != ignore_index] if is_target else ids
             smallest_id, largest_id = (int(t) for t in ids.aminmax()) if ids.numel() else (0, 0)
-            id_count = self._id_counts[is_target]
-            if id_count is not None and not 0 <= smallest_id <= largest_id < id_count:
+            num_ids = self._id_counts[is_target]
+            if num_ids is not None and not 0 <= smallest_id <= largest_id < num_ids:
                 self._id_counts = _count_ids(model)  # embeddings may have been resized
-                id_count = self._id_counts[is_target]
-            if id_count is not None and not 0 <= smallest_id <= largest_id < id_count:
+                num_ids = self._id_counts[is_target]
+            if num_ids is not None and not 0 <= smallest_id <= largest_id < num_ids:
                 raise ValueError(
-                    f"{name} contains {smallest_id if smallest_id < 0 else largest_id}; ids must be 0 to {id_count - 1}"
+                    f"{name} contains {smallest_id if smallest_id < 0 else largest_id}; ids must be 0 to {num_ids - 1}"
                     + (f", or ignore_index={ignore_index}." if is_target else ".")
                 )
 
@@ -411,8 +411,8 @@ class SequenceSharding:
                     f"logits_to_keep={logits_to_keep}. Pass labels of all tokens, or of the last logits_to_keep tokens."
                 )
             full_labels = labels.new_full((len(labels), seq_len), ignore_index)
-            first = 0 if name == "shift_labels" else 1  # no kept logits precede the first label
-            full_labels[:, seq_len - logits_to_keep + first :] = labels[:, first:]
+            first_label = 0 if name == "shift_labels" else 1  # no kept logits precede the first label
+            full_labels[:, seq_len - logits_to_keep + first_label :] = labels[:, first_label:]
             arguments[name] = full_labels
 
     def _make_cp_context(self, seq_len: int, row_masks: RowMasks) -> CpContext | None:
@@ -538,10 +538,10 @@ class SequenceSharding:
     def _set_layer_state(self, state: LayerState) -> None:
         self._layers_state = state
         for layer in self._layers:
-            layer.sequence_parallel = state.tp_sharded
+            layer.sequence_parallel = state.is_tp_sharded
         if self.parallelism.loss_parallel:
             for head in self._head_layers:
-                head.gather_output = not state.logits_sharded
+                head.gather_output = not state.are_logits_sharded
 
     # ---- after forward ----
 
@@ -625,10 +625,10 @@ class SequenceSharding:
             )
         return self.gather_sequence(t, shard)
 
-    def gather_sequence(self, t: Tensor, shard: ForwardShard, *, tp_sharded: bool = False) -> Tensor:
+    def gather_sequence(self, t: Tensor, shard: ForwardShard, *, is_tp_sharded: bool = False) -> Tensor:
         """Gather `t`, a shard of the sequence along dim 1, to the full sequence on every rank; differentiable."""
         parallelism = self.parallelism
-        if tp_sharded:
+        if is_tp_sharded:
             t = gather(t, 1, group=parallelism.tp_mesh, gather_size=shard.local_len)
         if shard.cp is None:
             return t

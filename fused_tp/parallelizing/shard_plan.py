@@ -36,7 +36,7 @@ class StyleSpec:
         convert: function that returns the parallel layer to replace the module, called as
             convert(module, mesh=, memo=); None if the module is not replaced.
         shard_dim: sharded dim of the weight [out, in]; None: replicated.
-        parts: number of consecutive chunks along that dim, each of which is sharded: 2 for gate and up, 3 n for q, k
+        num_parts: consecutive chunks along that dim, each of which is sharded: 2 for gate and up, 3 n for q, k
             and v in n blocks.
         gathers_output: every rank gets all output features.
         splits_input: the module gets all input features, and therefore the full sequence.
@@ -54,7 +54,7 @@ class StyleSpec:
     module_class: type[nn.Module] = nn.Module
     convert: Callable[..., nn.Module] | None = None
     shard_dim: int | None = None
-    parts: int = 1
+    num_parts: int = 1
     gathers_output: bool = False
     splits_input: bool = False
     sums_gradient: bool = False
@@ -64,8 +64,8 @@ class StyleSpec:
     shares_rotary: bool = False
 
 
-def _packed_style(layer: type[ColumnParallelLinear | RowParallelLinear], shard_dim: int, parts: int) -> StyleSpec:
-    return StyleSpec(nn.Linear, partial(layer.from_linear, parts=parts), shard_dim, parts)
+def _packed_style(layer: type[ColumnParallelLinear | RowParallelLinear], shard_dim: int, num_parts: int) -> StyleSpec:
+    return StyleSpec(nn.Linear, partial(layer.from_linear, parts=num_parts), shard_dim, num_parts)
 
 
 UNSHARDED_STYLE = StyleSpec()
@@ -105,11 +105,11 @@ class ParameterSpec:
 
     Attributes:
         dim: sharded dim, counted from the end.
-        parts: number of consecutive chunks along it, each of which is sharded (gate and up).
+        num_parts: number of consecutive chunks along it, each of which is sharded (gate and up).
     """
 
     dim: int
-    parts: int = 1
+    num_parts: int = 1
 
     def dim_of(self, parameter: Tensor) -> int:
         """Return `dim` counted from the front; 0 for a 1-D parameter."""
@@ -119,8 +119,8 @@ class ParameterSpec:
 PARAMETER_STYLES = {
     "colwise": ParameterSpec(-2),
     "rowwise": ParameterSpec(-1),
-    "packed_colwise": ParameterSpec(-2, parts=2),
-    "packed_rowwise": ParameterSpec(-1, parts=2),
+    "packed_colwise": ParameterSpec(-2, num_parts=2),
+    "packed_rowwise": ParameterSpec(-1, num_parts=2),
     "grouped_gemm": ParameterSpec(-3),  # sharded along the dim of experts: each rank holds some experts
 }
 EXPERT_STYLES = ("moe_tp_experts", "ep_dispatch_experts")
@@ -321,8 +321,8 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
         )
     _shard_tied_embeddings(model, resolved_plan)
     specs = {name: spec_of(style) for name, style in resolved_plan.modules.items()}
-    columns = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
-    parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
+    column_layers = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in column_layers)
     for pattern, attributes in family.head_attributes.items():
         resolved_plan.head_attributes.update(dict.fromkeys(_find_matches(parents, prefix + pattern), attributes))
     for pattern, arguments in family.per_head_arguments.items():
@@ -377,13 +377,13 @@ def plan_experts(
     model: nn.Module,
     plan: ShardingPlan,
     requested_plan: str | Mapping[str, Style],
-    ep_ranks: int,
+    num_ep_ranks: int,
     *,
-    experts_unsharded: bool,
+    are_experts_unsharded: bool,
 ) -> list[str]:
-    """Return the names of the modules of experts to distribute over `ep_ranks` ranks, and adapt `plan` to it.
+    """Return the names of the modules of experts to distribute over `num_ep_ranks` ranks, and adapt `plan` to it.
 
-    `experts_unsharded`: experts are not also sharded over tensor parallel ranks of another dim.
+    `are_experts_unsharded`: experts are not also sharded over tensor parallel ranks of another dim.
 
     Raises:
         ValueError: there are no experts, or a module of experts cannot be distributed.
@@ -402,9 +402,9 @@ def plan_experts(
         )
     takes_rows = _find_family_of_model(model)[1].takes_expert_rows
     for name in names:
-        check_distributable(name, modules[name], ep_ranks, is_supported=takes_routing(modules[name]) or takes_rows)
+        check_distributable(name, modules[name], num_ep_ranks, is_supported=takes_routing(modules[name]) or takes_rows)
         keys = [f"{name}.{key}" for key in modules[name]._parameters]
-        if experts_unsharded:
+        if are_experts_unsharded:
             plan.modules[name] = "ep_dispatch_experts"
             plan.parameters.update(dict.fromkeys(keys, "grouped_gemm"))
         else:
@@ -436,10 +436,10 @@ def check_experts_not_distributed(plan: ShardingPlan, ep_dim: str | None) -> Non
 
 def _shard_tied_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
     """Add embeddings that are tied to a sharded output layer to `plan`, sharded by vocabulary like that layer."""
-    heads = [name for name, style in plan.modules.items() if spec_of(style).gathers_output]
-    weights = {id(model.get_submodule(name).weight) for name in heads}
+    output_layer_names = [name for name, style in plan.modules.items() if spec_of(style).gathers_output]
+    weight_ids = {id(model.get_submodule(name).weight) for name in output_layer_names}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and id(module.weight) in weights:
+        if isinstance(module, nn.Embedding) and id(module.weight) in weight_ids:
             plan.modules.setdefault(name, "embedding_rowwise")
 
 
@@ -485,15 +485,15 @@ def _check_expert_module(name: str, module: nn.Module, plan: ShardingPlan) -> No
             f"'colwise' or 'rowwise', or remove {name!r} and the names inside it from the plan."
         )
     # transformers sets `is_concatenated` on classes of experts: False if the columns of gate and up alternate.
-    expected_parts = 2 if getattr(module, "is_concatenated", True) else 1
+    expected_num_parts = 2 if getattr(module, "is_concatenated", True) else 1
     for key, spec in plan.parameters_of(name, module).items():
-        if key == "gate_up_proj" and hasattr(module, "is_concatenated") and spec.parts != expected_parts:
+        if key == "gate_up_proj" and hasattr(module, "is_concatenated") and spec.num_parts != expected_num_parts:
             raise ValueError(
                 f"'{name}.{key}' has the style {plan.parameters[f'{name}.{key}']!r} in the plan, which would separate "
                 "gate and up features: "
                 + (
                     "gate and up are concatenated. Use 'packed_colwise' ('packed_rowwise'"
-                    if expected_parts == 2
+                    if expected_num_parts == 2
                     else "gate and up features alternate. Use 'colwise' ('rowwise'"
                 )
                 + " for experts [in, out])."
@@ -610,20 +610,22 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if spec.shares_keys:
             counts = {key: count for key, count in counts.items() if not is_kv_count(key)}
-        blocks = max(1, spec.parts // 3)  # blocks of q, k and v, each sharded
-        if any(count % (blocks * world_size) for count in counts.values()):
-            smallest = min(counts.values())
-            sizes = [w for w in range(1, smallest + 1) if all(c % (blocks * w) == 0 for c in counts.values())]
-            heads = " and ".join(f"{key}={count}" for key, count in counts.items())
+        num_blocks = max(1, spec.num_parts // 3)  # blocks of q, k and v, each sharded
+        if any(count % (num_blocks * world_size) for count in counts.values()):
+            min_count = min(counts.values())
+            supported_sizes = [
+                w for w in range(1, min_count + 1) if all(c % (num_blocks * w) == 0 for c in counts.values())
+            ]
+            counts_text = " and ".join(f"{key}={count}" for key, count in counts.items())
             raise ValueError(
-                f"{type(model).__name__} has {heads} ({name!r}), which {world_size} tensor parallel ranks cannot share "
-                f"evenly. Use one of these TP sizes: {', '.join(map(str, sizes))}."
+                f"{type(model).__name__} has {counts_text} ({name!r}), which {world_size} tensor parallel ranks cannot "
+                f"share evenly. Use one of these TP sizes: {', '.join(map(str, supported_sizes))}."
             )
 
 
-def is_kv_count(count: str) -> bool:
-    """True if the attribute `count`, a name in HEAD_COUNT_NAMES, is the number of heads of keys and values."""
-    return "kv" in count or "key_value" in count
+def is_kv_count(attribute: str) -> bool:
+    """True if the attribute `attribute`, a name in HEAD_COUNT_NAMES, is the number of heads of keys and values."""
+    return "kv" in attribute or "key_value" in attribute
 
 
 def config_value(config: object, name: str) -> Any:
@@ -641,8 +643,8 @@ def head_counts(*sources: object) -> dict[str, int]:
     """Return the numbers of heads by attribute name, each from the first of `sources` that has the attribute."""
     counts: dict[str, int] = {}
     for source in sources:
-        text = getattr(source, "get_text_config", None)
-        source = text() if callable(text) else source
+        get_text_config = getattr(source, "get_text_config", None)
+        source = get_text_config() if callable(get_text_config) else source
         values = {key: config_value(source, key) for key in HEAD_COUNT_NAMES}
         counts = {key: n for key, n in values.items() if isinstance(n, int) and n > 0} | counts
     return counts
@@ -755,8 +757,8 @@ def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | No
 
 def _enclosing_scopes(name: str) -> list[str]:
     """Return the names of the modules that contain `name`, from its parent to the model itself, ""."""
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
+    components = name.split(".")
+    return [".".join(components[:n]) for n in range(len(components) - 1, -1, -1)]
 
 
 def is_within(scope: str, top: str) -> bool:

@@ -148,9 +148,9 @@ def _make_unset_buffer(template: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _is_unset(buffer: Tensor) -> bool:
-    always_set = buffer.dtype == torch.bool or not buffer.numel()  # no value can mark these as unset
+    is_always_set = buffer.dtype == torch.bool or not buffer.numel()  # no value can mark these as unset
     unset = unset_value(buffer.dtype)
-    return not always_set and bool((buffer.isnan() if isnan(unset) else buffer == unset).all())
+    return not is_always_set and bool((buffer.isnan() if isnan(unset) else buffer == unset).all())
 
 
 def _enclosing_names(name: str) -> Iterator[str]:
@@ -182,12 +182,12 @@ def save_pretrained(
     `state_dict` nothing is gathered, and any rank may call it alone. Before reading the folder on another rank, wait
     for rank 0 (torch.distributed.barrier()).
     """
-    all_write = bool(keywords.get("distributed_checkpoint"))  # all ranks call transformers' method, which may raise
-    writes = is_main_process or all_write
-    if state_dict is None and not all_write:
+    do_all_write = bool(keywords.get("distributed_checkpoint"))  # all ranks call transformers' method, which may raise
+    is_writer = is_main_process or do_all_write
+    if state_dict is None and not do_all_write:
         state_dict = gather_state_dict(model, rank0_only=True, device="cpu")
-        writes = is_main_process and dist.get_rank() == 0
-    if writes:
+        is_writer = is_main_process and dist.get_rank() == 0
+    if is_writer:
         # Hide the distributed_config that `integrations.trainer` sets: with it, transformers would gather again and
         # wait for all ranks.
         distributed_config = model.config.__dict__.get(_DISTRIBUTED_CONFIG)

@@ -54,7 +54,7 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, exchanges_expert_rows: 
     blocks: dict[str, None] = {}
     for name, module in modules.items():
         style = plan.modules.get(name)
-        # These see the full sequence anyway.
+        # These modules see the full sequence anyway.
         if any(
             is_within(name, outside_name) for outside_name in (*plan.modules_before_layers, *plan.modules_after_layers)
         ):
@@ -153,11 +153,11 @@ def _draws_noise(module: nn.Module) -> bool:
 
 def _find_block(name: str, modules: dict[str, nn.Module]) -> str | None:
     """Return the name of the block that the module called `name` is, or is inside; None if it is in no block."""
-    parts = name.split(".")
-    for n in range(1, len(parts) - 1):
-        if isinstance(modules[".".join(parts[:n])], nn.ModuleList):
-            prefix_lengths = range(n + 2, len(parts) + 1)
-            names = (".".join(parts[:m]) for m in prefix_lengths)
+    components = name.split(".")
+    for n in range(1, len(components) - 1):
+        if isinstance(modules[".".join(components[:n])], nn.ModuleList):
+            prefix_lengths = range(n + 2, len(components) + 1)
+            names = (".".join(components[:m]) for m in prefix_lengths)
             return next((candidate for candidate in names if not isinstance(modules[candidate], nn.ModuleList)), None)
     return None
 
@@ -193,7 +193,7 @@ def _gather_output(
     sequence: SequenceSharding, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
     state = sequence.current_state()
-    return gather(output, 1, group=mesh, gather_size=state.local_len) if state.tp_sharded else output
+    return gather(output, 1, group=mesh, gather_size=state.local_len) if state.is_tp_sharded else output
 
 
 def _argument_keys(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
@@ -226,7 +226,7 @@ def _split_input(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments | None:
-    if not sequence.current_state().tp_sharded:
+    if not sequence.current_state().is_tp_sharded:
         return None
     return _replace_arguments(argument_keys, partial(scatter, dim=1, group=mesh), args, kwargs)
 
@@ -240,7 +240,7 @@ def _gather_input(
     kwargs: dict[str, Any],
 ) -> HookArguments | None:
     state = sequence.current_state()
-    if not state.tp_sharded:
+    if not state.is_tp_sharded:
         return None
 
     def gather_full(t: Tensor) -> Tensor:
@@ -259,10 +259,10 @@ def _gather_input(
             f"sequence_parallel=True: the first argument of {type(block).__name__}, which runs on the full sequence, "
             f"must be hidden states [batch, seq, hidden], got {description}. Pass sequence_parallel=False."
         )
-    for other in (*args[1:], *kwargs.values()):
+    for argument in (*args[1:], *kwargs.values()):
         # A tensor of the shape of x is another shard, not the full sequence: with more than one token the two differ in
         # length on every rank. So all ranks raise, or none.
-        if other is not x and isinstance(other, Tensor) and other.shape == x.shape and length > 1:
+        if argument is not x and isinstance(argument, Tensor) and argument.shape == x.shape and length > 1:
             raise ValueError(
                 f"sequence_parallel=True: {type(block).__name__} runs on the full sequence, but two of its arguments "
                 f"hold shards of it, {tuple(x.shape)}, which is not supported. Pass sequence_parallel=False."
@@ -273,7 +273,7 @@ def _gather_input(
 
 def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Module, args: Any, output: Any) -> Any:
     state = sequence.current_state()
-    if not state.tp_sharded:
+    if not state.is_tp_sharded:
         return output
     first_output = output[0] if isinstance(output, tuple) else output
     length = state.local_len or 0

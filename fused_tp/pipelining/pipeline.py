@@ -194,19 +194,19 @@ def pipeline(
             "layers, but the last stage has only its own. Set model.config.output_router_logits = False."
         )
     pp_mesh = mesh[pp_dim]
-    ranks, rank = pp_mesh.size(), pp_mesh.get_local_rank()
-    schedule_kind, stages_per_rank = find_schedule(schedule, ranks, microbatches, virtual_stages)
+    num_ranks, rank = pp_mesh.size(), pp_mesh.get_local_rank()
+    schedule_kind, stages_per_rank = find_schedule(schedule, num_ranks, microbatches, virtual_stages)
     check_buffers(model, is_hf=is_hf)
     with zeros_for_meta_tensors(model):
         layer_split = find_layers(model, layers, example or _make_example(model, is_hf))
     if costs is None:
         costs = estimated_costs(model, layer_split)
-    elif len(costs) != layer_split.count:
+    elif len(costs) != layer_split.num_layers:
         raise ValueError(
-            f"costs has {len(costs)} numbers for the {layer_split.count} layers of {layer_split.container!r}. Pass one "
-            "number for each layer."
+            f"costs has {len(costs)} numbers for the {layer_split.num_layers} layers of {layer_split.container!r}. "
+            "Pass one number for each layer."
         )
-    parts = share_out(costs, ranks * stages_per_rank)
+    parts = share_out(costs, num_ranks * stages_per_rank)
     meshes = {dim: mesh[dim] for dim in dims if dim in dim_names and mesh[dim].size() > 1}
     tp_mesh, cp_mesh = (meshes.get(dim) for dim in dims)
     tied_names = _find_tied_names(model, layer_split)
@@ -229,16 +229,16 @@ def pipeline(
         verify_outputs = {name: value for name, value in verify.items() if name not in _LABEL_NAMES}
     with (
         compare_sharding(
-            model, verify_outputs, checked_meshes, tp=tp_mesh, cp=cp_mesh, rows=microbatches, is_pipeline=True
+            model, verify_outputs, checked_meshes, tp=tp_mesh, cp=cp_mesh, num_rows=microbatches, is_pipeline=True
         ) as outcome,
         compare_step(model, whole_stage, verify, checked_meshes, outcome, microbatches=microbatches),
     ):
         error_of_stage: Exception | None = None
         try:
-            for number, (stage_model, boundary) in take_stages(
-                model, layer_split, parts, schedule_kind.stages_of(rank, ranks, stages_per_rank)
+            for stage_index, (stage_model, boundary) in take_stages(
+                model, layer_split, parts, schedule_kind.stages_of(rank, num_ranks, stages_per_rank)
             ).items():
-                if number + 1 < len(parts):
+                if stage_index + 1 < len(parts):
                     setattr(stage_model, INNER_STAGE_ATTRIBUTE, True)
                 # A stage with nothing to shard is replicated over the tensor parallel ranks.
                 is_replicated = (
@@ -257,7 +257,7 @@ def pipeline(
                     parallelize(stage_model, stage_mesh, plan=_restrict_plan(stage_model, plan), **parallelize_keywords)
                 else:
                     materialize(stage_model, mesh.device_type, is_hf=is_hf)
-                stages[number] = Stage(stage_model, boundary, number, len(parts), is_hf, loss_fn)
+                stages[stage_index] = Stage(stage_model, boundary, stage_index, len(parts), is_hf, loss_fn)
         except Exception as error:
             error_of_stage = error
         _raise_on_all_ranks(pp_mesh, error_of_stage)
@@ -275,7 +275,11 @@ def pipeline(
             sequence_parallel=keywords["sequence_parallel"],
             grad_sync=grad_sync,
         )
-        outcome.sharded, outcome.modules, outcome.run = pipe, [stage.model for stage in stages.values()], pipe.eval
+        outcome.sharded_model, outcome.modules, outcome.run = (
+            pipe,
+            [stage.model for stage in stages.values()],
+            pipe.eval,
+        )
     return pipe
 
 
@@ -327,19 +331,19 @@ def _raise_on_all_ranks(pp_mesh: DeviceMesh, error: Exception | None) -> None:
     dist.all_gather_object(messages, None if error is None else str(error), group=pp_mesh.get_group())
     if error is not None:
         raise error
-    for rank, text in enumerate(messages):
-        if text is not None:
+    for rank, message in enumerate(messages):
+        if message is not None:
             raise ValueError(
                 f"Pipeline rank {rank} failed to parallelize its stage. The model is already split, so build it again. "
-                f"The error was: {text}"
+                f"The error was: {message}"
             )
 
 
 def _free_other_stages(model: nn.Module, stages: Iterable[Stage]) -> None:
     """Free the parameters of other ranks' stages, which the caller's `model` still holds."""
-    kept_modules = {module for stage in stages for module in stage.modules()}
+    own_modules = {module for stage in stages for module in stage.modules()}
     for module in model.modules():
-        if module not in kept_modules:
+        if module not in own_modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -350,21 +354,21 @@ class Stage(nn.Module):
 
     Attributes:
         model: a model of the same class as the whole one, with placeholders for the modules of other stages.
-        number: number of this stage.
-        stage_count: number of all stages.
+        stage_index: index of this stage.
+        num_stages: number of stages over all ranks.
     """
 
     def __init__(
         self,
         model: nn.Module,
         boundary: Boundary,
-        number: int,
-        stage_count: int,
+        stage_index: int,
+        num_stages: int,
         is_hf: bool,
         loss_fn: LossFunction | None,
     ) -> None:
         super().__init__()
-        self.model, self.boundary, self.number, self.stage_count = model, boundary, number, stage_count
+        self.model, self.boundary, self.stage_index, self.num_stages = model, boundary, stage_index, num_stages
         self.is_hf, self.loss_fn = is_hf, loss_fn
         self.shared_arguments: dict[str, Any] = {}  # arguments equal for all microbatches of the running batch
         self.microbatches = 1
@@ -374,7 +378,7 @@ class Stage(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        return self.number == self.stage_count - 1
+        return self.stage_index == self.num_stages - 1
 
     def forward(self, *received: Tensor, **batch: Any) -> Any:
         """Return the hidden state to send; in the last stage the loss, or the output if the batch has no labels."""
@@ -398,10 +402,10 @@ class Stage(nn.Module):
         if labels["labels"] is None:
             return output.logits if self.is_hf else output
         if self.loss_fn is not None:
-            scored = output.logits if self.is_hf else output
+            logits = output.logits if self.is_hf else output
             if self.recorded_outputs is not None:
-                self.recorded_outputs.append(scored)
-            return self.loss_fn(scored, labels["labels"]) / self.microbatches
+                self.recorded_outputs.append(logits)
+            return self.loss_fn(logits, labels["labels"]) / self.microbatches
         return output.loss * (1 if self.takes_target_count else 1 / self.microbatches)
 
     def compute_batch_loss(self, batch: Mapping[str, Any], microbatches: int) -> tuple[Tensor, float]:
@@ -414,8 +418,8 @@ class Stage(nn.Module):
         if self.loss_fn is None:
             shared_arguments.setdefault(_TARGET_COUNT_NAME, count_targets(batch))
         self.shared_arguments, self.microbatches, self.recorded_outputs = shared_arguments, microbatches, []
-        parts = {name: t.chunk(microbatches) for name, t in batch.items() if _is_split(t)}
-        loss = torch.stack([self(**{name: t[i] for name, t in parts.items()}) for i in range(microbatches)]).sum()
+        chunks = {name: t.chunk(microbatches) for name, t in batch.items() if _is_split(t)}
+        loss = torch.stack([self(**{name: t[i] for name, t in chunks.items()}) for i in range(microbatches)]).sum()
         outputs, self.recorded_outputs = self.recorded_outputs, None
         with torch.no_grad():
             if self.loss_fn is not None and all(isinstance(t, Tensor) and t.ndim for t in outputs):
@@ -429,8 +433,8 @@ class Stage(nn.Module):
         assert hidden is not None and self.hidden_spec is not None
         if (tuple(hidden.shape), hidden.dtype) != self.hidden_spec:
             raise ValueError(
-                f"Stage {self.number} returned a hidden state {tuple(hidden.shape)} of {hidden.dtype}, but the next "
-                f"stage expects {self.hidden_spec[0]} of {self.hidden_spec[1]}. Build the pipeline under the same "
+                f"Stage {self.stage_index} returned a hidden state {tuple(hidden.shape)} of {hidden.dtype}, but the "
+                f"next stage expects {self.hidden_spec[0]} of {self.hidden_spec[1]}. Build the pipeline under the same "
                 "autocast as its steps."
             )
         # torch detaches the sent tensor in place, which fails for views.
@@ -445,7 +449,7 @@ def _is_split(value: object) -> bool:
 def takes_target_count(model: nn.Module, *, is_hf: bool) -> bool:
     """True if the model divides its loss by the argument `num_items_in_batch`."""
     parameters = inspect.signature(model.forward).parameters
-    # transformers' own loss functions take it among other keywords; models with another loss would ignore it.
+    # transformers' own loss functions take it among other keywords; other loss functions would ignore it.
     takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return _TARGET_COUNT_NAME in parameters or (
         is_hf
@@ -466,27 +470,27 @@ class Pipeline:
     """Stages of this rank and the schedule that runs them.
 
     Attributes:
-        stages: stages of this rank, by number.
+        stages: stages of this rank, by index.
         parts: layers of each stage, over all ranks.
     """
 
     def __init__(
         self,
         stages: dict[int, Stage],
-        kind: ScheduleKind,
+        schedule_kind: ScheduleKind,
         layers: ModelLayers,
         parts: list[range],
         pp_mesh: DeviceMesh,
         tp_mesh: DeviceMesh | None,
         cp_mesh: DeviceMesh | None,
         microbatches: int,
-        tied: tuple[str, str] | None,
+        tied_names: tuple[str, str] | None,
         *,
         sequence_parallel: bool,
         grad_sync: bool,
     ) -> None:
         self.stages, self.parts, self.microbatches = stages, parts, microbatches
-        self._schedule_kind, self._layers, self._tied_names = kind, layers, tied
+        self._schedule_kind, self._layers, self._tied_names = schedule_kind, layers, tied_names
         self._pp_mesh, self._group = pp_mesh, pp_mesh.get_group()
         self._tp_mesh, self._cp_mesh = tp_mesh, cp_mesh
         self._sequence_parallel, self.grad_sync = sequence_parallel, grad_sync
@@ -494,17 +498,19 @@ class Pipeline:
         for stage in stages.values():
             stage.microbatches = microbatches
         self._has_unsynced_gradients = False  # True while gradients are not yet reduced over ranks
-        ranks = pp_mesh.size()
+        num_ranks = pp_mesh.size()
         self._rank_by_stage = {
-            number: rank for rank in range(ranks) for number in kind.stages_of(rank, ranks, len(parts) // ranks)
+            stage_index: rank
+            for rank in range(num_ranks)
+            for stage_index in schedule_kind.stages_of(rank, num_ranks, len(parts) // num_ranks)
         }
-        some_stage = next(iter(stages.values()))
+        any_stage = next(iter(stages.values()))
         self._is_hf, self._uses_model_loss, self._takes_target_count = (
-            some_stage.is_hf,
-            some_stage.loss_fn is None,
-            some_stage.takes_target_count,
+            any_stage.is_hf,
+            any_stage.loss_fn is None,
+            any_stage.takes_target_count,
         )
-        first_argument = next(iter(inspect.signature(some_stage.model.forward).parameters), "tokens")
+        first_argument = next(iter(inspect.signature(any_stage.model.forward).parameters), "tokens")
         self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first_argument,)
         self._batch_check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
         self._step_count = 0  # calls of `step`
@@ -576,7 +582,7 @@ class Pipeline:
 
     @contextmanager
     def preserve_steps(self) -> Iterator[None]:
-        """Context for a step that does not count, and after which schedules are made anew."""
+        """Context for a step that is not counted. Schedules are created again after it."""
         step_count = self._step_count
         try:
             yield
@@ -708,25 +714,25 @@ class Pipeline:
         tensors = self._split_arguments(batch)
         microbatch_tensors = {name: t.chunk(self.microbatches) for name, t in tensors.items()}
         shape, dtype = self._hidden_spec(batch)
-        hidden_states: dict[int, list[Any]] = {}  # outputs by the next stage's number, if this rank has that stage, too
+        hidden_states: dict[int, list[Any]] = {}  # outputs by the next stage's index, if this rank has that stage, too
         pending_sends: list[tuple[dist.Work | None, int]] = []
-        for number, stage in sorted(self.stages.items()):
+        for stage_index, stage in sorted(self.stages.items()):
             outputs = []
-            for index in range(self.microbatches):
+            for microbatch_index in range(self.microbatches):
                 stage_inputs = []
-                if number in hidden_states:
-                    stage_inputs.append(hidden_states[number][index])
-                elif number:
+                if stage_index in hidden_states:
+                    stage_inputs.append(hidden_states[stage_index][microbatch_index])
+                elif stage_index:
                     stage_inputs.append(torch.empty(shape, dtype=dtype, device=self._pp_mesh.device_type))
-                    peer = self._global_rank_of(number - 1)
-                    _wait(dist.irecv(stage_inputs[0], peer, group=self._group), peer, f"stage {number - 1}")
-                microbatch = {name: parts[index] for name, parts in microbatch_tensors.items()}
+                    peer = self._global_rank_of(stage_index - 1)
+                    _wait(dist.irecv(stage_inputs[0], peer, group=self._group), peer, f"stage {stage_index - 1}")
+                microbatch = {name: chunks[microbatch_index] for name, chunks in microbatch_tensors.items()}
                 output = stage(*stage_inputs, **microbatch)
                 outputs.append(output)
-                if not stage.is_last and number + 1 not in self.stages:
-                    peer = self._global_rank_of(number + 1)
+                if not stage.is_last and stage_index + 1 not in self.stages:
+                    peer = self._global_rank_of(stage_index + 1)
                     pending_sends.append((dist.isend(output, peer, group=self._group), peer))
-            hidden_states = {number + 1: outputs}
+            hidden_states = {stage_index + 1: outputs}
         for work, peer in pending_sends:
             _wait(work, peer, "the next stage")
         return outputs if self._has_last_stage else []
@@ -748,10 +754,10 @@ class Pipeline:
         if arguments.get("return_dict") is False:
             raise ValueError("batch has return_dict=False; a pipeline reads loss and logits by name. Remove it.")
         tensors = {name: value for name, value in arguments.items() if _is_split(value)}
-        rows = len(self._find_tokens(arguments))
-        if not rows or rows % self.microbatches:
+        num_rows = len(self._find_tokens(arguments))
+        if not num_rows or num_rows % self.microbatches:
             raise ValueError(
-                f"batch has {rows} rows, but {self.microbatches} microbatches need a positive multiple of "
+                f"batch has {num_rows} rows, but {self.microbatches} microbatches need a positive multiple of "
                 f"{self.microbatches}. Pad or shorten the batch."
             )
         for name, t in tensors.items():
@@ -760,13 +766,13 @@ class Pipeline:
                     f"batch[{name!r}] requires a gradient, but a pipeline returns no gradients of its inputs. Detach "
                     "the tensor."
                 )
-            if len(t) != rows:
+            if len(t) != num_rows:
                 if len(t) != 1:
                     raise ValueError(
-                        f"batch[{name!r}] has shape {tuple(t.shape)}, but needs {rows} rows, to be split into "
+                        f"batch[{name!r}] has shape {tuple(t.shape)}, but needs {num_rows} rows, to be split into "
                         "microbatches. Pass packed documents as position_ids [batch, seq]."
                     )
-                arguments[name] = t.expand(rows, *t.shape[1:])
+                arguments[name] = t.expand(num_rows, *t.shape[1:])
         if self._is_hf:
             arguments.setdefault("use_cache", False)
         if labels is not None and self._uses_model_loss:
@@ -789,12 +795,12 @@ class Pipeline:
             (int((part != _IGNORED_LABEL).sum()), int((part[:, 1:] != _IGNORED_LABEL).sum()))
             for part in labels.chunk(self.microbatches)
         ]
-        for index, count in enumerate(counts):
+        for microbatch_index, count in enumerate(counts):
             if count != counts[0]:
                 raise ValueError(
                     f"microbatches must have equal numbers of targets, got {counts[0][0]} in the first and {count[0]} "
-                    f"in microbatch {index}: the model's loss does not accept num_items_in_batch, so the result would "
-                    "be a mean of means. Make the numbers equal, or pass loss_fn(output, labels) to pipeline."
+                    f"in microbatch {microbatch_index}: the model's loss does not accept num_items_in_batch, so the "
+                    "result would be a mean of means. Make the numbers equal, or pass loss_fn(output, labels) to pipeline."
                 )
 
     def _report_unequal_counts(self, labels: Tensor) -> None:
@@ -845,8 +851,8 @@ class Pipeline:
     def _hidden_spec(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a microbatch's hidden state between stages."""
         tokens = self._find_tokens(batch)
-        rows, seq_len = tokens.shape[0] // self.microbatches, tokens.shape[1]
-        return (rows, self._local_seq_len(seq_len), self._layers.hidden_size), self._layers.dtype
+        num_rows, seq_len = tokens.shape[0] // self.microbatches, tokens.shape[1]
+        return (num_rows, self._local_seq_len(seq_len), self._layers.hidden_size), self._layers.dtype
 
     def _get_schedule(self, batch: Mapping[str, Any]) -> Any:
         """Return torch's schedule for batches of this shape.
@@ -860,14 +866,14 @@ class Pipeline:
             torch_stages = [
                 PipelineStage(
                     stage,
-                    number,
+                    stage_index,
                     len(self.parts),
                     torch.device(self._pp_mesh.device_type),
-                    input_args=hidden if number else (),
+                    input_args=hidden if stage_index else (),
                     output_args=torch.empty((), dtype=torch.float32, device="meta") if stage.is_last else hidden,
                     group=self._group,
                 )
-                for number, stage in sorted(self.stages.items())
+                for stage_index, stage in sorted(self.stages.items())
             ]
             self._schedules[shape] = self._schedule_kind.make_schedule(
                 torch_stages, self.microbatches, lambda loss, labels: loss
@@ -879,13 +885,13 @@ class Pipeline:
     def _local_seq_len(self, seq_len: int) -> int:
         """Return the number of tokens, out of `seq_len`, that this rank holds between layers."""
         if self._cp_mesh is not None:
-            ranks = self._cp_mesh.size()
-            if seq_len % (2 * ranks):
+            num_ranks = self._cp_mesh.size()
+            if seq_len % (2 * num_ranks):
                 raise ValueError(
-                    f"batch has {seq_len} tokens per row, but a pipeline over {ranks} context parallel ranks needs a "
-                    f"multiple of {2 * ranks}. Pad the rows."
+                    f"batch has {seq_len} tokens per row, but a pipeline over {num_ranks} context parallel ranks needs "
+                    f"a multiple of {2 * num_ranks}. Pad the rows."
                 )
-            seq_len //= ranks
+            seq_len //= num_ranks
         if self._tp_mesh is not None and self._sequence_parallel:
             start, stop = shard_range(seq_len, self._tp_mesh.size(), self._tp_mesh.get_local_rank())
             seq_len = stop - start
@@ -897,8 +903,10 @@ class Pipeline:
     def _sync_gradients(self) -> None:
         if self._cp_mesh is not None and self.grad_sync:
             mesh = self._cp_mesh
-            replicated = [p for p in self.parameters() if p.requires_grad and not has_distributed_experts(p, mesh)]
-            average_gradients(mesh, replicated, [p.grad is not None for p in replicated])
+            replicated_parameters = [
+                p for p in self.parameters() if p.requires_grad and not has_distributed_experts(p, mesh)
+            ]
+            average_gradients(mesh, replicated_parameters, [p.grad is not None for p in replicated_parameters])
         self._add_tied_gradients()
 
     def _add_tied_gradients(self) -> None:
@@ -907,18 +915,20 @@ class Pipeline:
         if self._tied_names is None or not last_stage:
             return
         tied_parameters: dict[int, nn.Parameter] = {
-            number: self.stages[number].model.get_parameter(name)
-            for number, name in zip((0, last_stage), self._tied_names, strict=True)
-            if number in self.stages
+            stage_index: self.stages[stage_index].model.get_parameter(name)
+            for stage_index, name in zip((0, last_stage), self._tied_names, strict=True)
+            if stage_index in self.stages
         }
         if not tied_parameters or not next(iter(tied_parameters.values())).requires_grad:
             return
         if len({id(p) for p in tied_parameters.values()}) < len(tied_parameters):
             return  # both stages are on this rank and share one parameter: autograd has summed both gradients
-        grads = {number: torch.zeros_like(p) if p.grad is None else p.grad for number, p in tied_parameters.items()}
+        grads = {
+            stage_index: torch.zeros_like(p) if p.grad is None else p.grad for stage_index, p in tied_parameters.items()
+        }
         if len(tied_parameters) == 1:
-            ((number, gradient),) = grads.items()
-            peer_stage = last_stage - number
+            ((stage_index, gradient),) = grads.items()
+            peer_stage = last_stage - stage_index
             peer_gradient = torch.empty_like(_local_tensor(gradient), memory_format=torch.contiguous_format)
             peer = self._global_rank_of(peer_stage)
             operations = [
@@ -928,14 +938,14 @@ class Pipeline:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             total_gradient = _local_tensor(gradient).clone()
-            total_gradient = total_gradient + peer_gradient if number == 0 else peer_gradient + total_gradient
+            total_gradient = total_gradient + peer_gradient if stage_index == 0 else peer_gradient + total_gradient
             _local_tensor(gradient).copy_(total_gradient)
         else:
             total_gradient = _local_tensor(grads[0]) + _local_tensor(grads[last_stage])
             for grad in grads.values():
                 _local_tensor(grad).copy_(total_gradient)
-        for number, parameter in tied_parameters.items():
-            parameter.grad = grads[number]
+        for stage_index, parameter in tied_parameters.items():
+            parameter.grad = grads[stage_index]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -990,7 +1000,7 @@ class Pipeline:
         Raises:
             KeyError: a name is missing.
         """
-        self._changes = None  # loading is no step
+        self._changes = None  # loading changes parameters, but is no step
         for _, stage in sorted(self.stages.items()):
             stage_state = stage.model.state_dict()
             missing_names = [name for name in stage_state if name not in state]
@@ -1031,14 +1041,14 @@ class Pipeline:
 
     def _gather_state(self) -> dict[str, Tensor]:
         """Gather the whole model's state on the CPU of global rank 0; other ranks return {}."""
-        ranks = dist.get_process_group_ranks(self._group)
-        is_gathering = 0 in ranks  # this rank's pipeline ends at global rank 0
+        global_ranks = dist.get_process_group_ranks(self._group)
+        is_gathering = 0 in global_ranks  # this rank's pipeline ends at global rank 0
         stage_tensors: dict[int, dict[str, Tensor]] = {}
-        for number, stage in sorted(self.stages.items()):
+        for stage_index, stage in sorted(self.stages.items()):
             state = stage.model.state_dict(keep_vars=True)
-            if number and number + 1 == len(self.parts) and self._tied_names is not None:
+            if stage_index and stage_index + 1 == len(self.parts) and self._tied_names is not None:
                 del state[self._tied_names[1]]
-            stage_tensors[number] = gather_tensors(state, stage.model, keep_result=is_gathering, device="cpu")
+            stage_tensors[stage_index] = gather_tensors(state, stage.model, keep_result=is_gathering, device="cpu")
         if not is_gathering:
             return {}
         descriptions = [
@@ -1046,13 +1056,13 @@ class Pipeline:
         ]
         group, device = resolve_group(self._group), self._pp_mesh.device_type
         rank_descriptions = exchange(group, "save_pretrained", descriptions)
-        transport, collector_rank = torch_dist(group, device), ranks.index(0)
+        transport, collector_rank = torch_dist(group, device), global_ranks.index(0)
         full_state: dict[str, Tensor] = {}
         with transport.abort_scope("save_pretrained"):
-            for number, tensors in sorted(stage for rank in rank_descriptions for stage in rank):
-                owner_rank = self._rank_by_stage[number]
+            for stage_index, tensors in sorted(stage for rank in rank_descriptions for stage in rank):
+                owner_rank = self._rank_by_stage[stage_index]
                 for name, shape, dtype_name in tensors:
-                    tensor = stage_tensors[number].pop(name) if owner_rank == group.rank else None
+                    tensor = stage_tensors[stage_index].pop(name) if owner_rank == group.rank else None
                     if owner_rank != collector_rank:
                         dtype = getattr(torch, dtype_name.removeprefix("torch."))
                         tensor = _send_to_rank(transport, collector_rank, owner_rank, tensor, shape, dtype, device)

@@ -16,8 +16,8 @@ class ScheduleKind:
     Attributes:
         name: name of the class, without "Schedule".
         stages_per_rank: number of stages per rank; 0: any number, two or more.
-        is_v_shaped: rank r runs the stages r and 2 * ranks - 1 - r, so that rank 0 has the first and the last stage.
-            Otherwise stage s is on rank s % ranks.
+        is_v_shaped: rank r of R runs the stages r and 2 * R - 1 - r, so that rank 0 has the first and the last stage.
+            Otherwise stage s is on rank s % R.
         splits_backward: the schedule computes the gradients of inputs and of weights separately.
         find_violated_requirement: (microbatches, ranks) -> the requirement that they violate, or None.
     """
@@ -26,13 +26,13 @@ class ScheduleKind:
     stages_per_rank: int
     is_v_shaped: bool = False
     splits_backward: bool = False
-    find_violated_requirement: Callable[[int, int], str | None] = lambda count, ranks: None
+    find_violated_requirement: Callable[[int, int], str | None] = lambda num_microbatches, num_ranks: None
 
-    def stages_of(self, rank: int, ranks: int, virtual_stages: int) -> list[int]:
-        """Numbers of the stages of `rank`."""
+    def stages_of(self, rank: int, num_ranks: int, virtual_stages: int) -> list[int]:
+        """Return the indices of the stages of `rank`."""
         if self.is_v_shaped:
-            return [rank, 2 * ranks - 1 - rank]
-        return [rank + ranks * i for i in range(virtual_stages)]
+            return [rank, 2 * num_ranks - 1 - rank]
+        return [rank + num_ranks * i for i in range(virtual_stages)]
 
     def make_schedule(self, stages: list[Any], microbatches: int, loss_fn: Callable[..., Any] | None) -> Any:
         """Create torch's schedule for this rank's stages. Gradients of microbatches are summed, not averaged."""
@@ -45,17 +45,27 @@ class ScheduleKind:
         )
 
 
-def _require_one_per_rank(count: int, ranks: int) -> str | None:
-    return None if count >= ranks else f"it needs at least one for each of the {ranks} pipeline ranks"
+def _require_one_per_rank(num_microbatches: int, num_ranks: int) -> str | None:
+    return (
+        None if num_microbatches >= num_ranks else f"it needs at least one for each of the {num_ranks} pipeline ranks"
+    )
 
 
-def _require_full_rounds(count: int, ranks: int) -> str | None:
-    rounds = max(1, count // ranks)
-    return None if count % rounds == 0 else f"it needs a multiple of {rounds}, such as {count - count % rounds}"
+def _require_full_rounds(num_microbatches: int, num_ranks: int) -> str | None:
+    num_rounds = max(1, num_microbatches // num_ranks)
+    return (
+        None
+        if num_microbatches % num_rounds == 0
+        else f"it needs a multiple of {num_rounds}, such as {num_microbatches - num_microbatches % num_rounds}"
+    )
 
 
-def _require_two_per_rank(count: int, ranks: int) -> str | None:
-    return None if count >= 2 * ranks else f"it needs at least {2 * ranks}, two for each of the {ranks} pipeline ranks"
+def _require_two_per_rank(num_microbatches: int, num_ranks: int) -> str | None:
+    return (
+        None
+        if num_microbatches >= 2 * num_ranks
+        else f"it needs at least {2 * num_ranks}, two for each of the {num_ranks} pipeline ranks"
+    )
 
 
 SCHEDULES = {
@@ -76,13 +86,13 @@ ALIASES = {"interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
 def schedule_kind(name: str) -> ScheduleKind:
     """Return the schedule with that name, case-insensitive; raise ValueError if there is none."""
-    names = {name_of_kind.lower(): name_of_kind for name_of_kind in SCHEDULES} | ALIASES
+    names = {kind_name.lower(): kind_name for kind_name in SCHEDULES} | ALIASES
     if not isinstance(name, str) or name.lower() not in names:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}.")
     return SCHEDULES[names[name.lower()]]
 
 
-def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> tuple[ScheduleKind, int]:
+def find_schedule(name: str, num_ranks: int, microbatches: int, virtual_stages: int | None) -> tuple[ScheduleKind, int]:
     """Return the schedule with that name, case-insensitive, and the number of stages per rank.
 
     Raises:
@@ -90,7 +100,7 @@ def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int 
             the message names its requirement.
     """
     kind = schedule_kind(name)
-    requirement = kind.find_violated_requirement(microbatches, ranks)
+    requirement = kind.find_violated_requirement(microbatches, num_ranks)
     if requirement is not None:
         raise ValueError(f"microbatches={microbatches} is not supported by schedule {kind.name!r}: {requirement}.")
     if kind.stages_per_rank:

@@ -34,7 +34,7 @@ class ModelLayers:
 
     Attributes:
         container: name of the ModuleList of layers.
-        count: number of layers.
+        num_layers: number of layers.
         modules_before_layers: names of modules with parameters of their own that run before the layers.
         modules_after_layers: names of modules with parameters of their own that run after the layers.
         returned_count: number of values that a layer returns, the hidden state first; 0: the hidden state alone.
@@ -42,7 +42,7 @@ class ModelLayers:
     """
 
     container: str
-    count: int
+    num_layers: int
     modules_before_layers: tuple[str, ...]
     modules_after_layers: tuple[str, ...]
     returned_count: int
@@ -77,7 +77,7 @@ def find_layers(model: nn.Module, container: str | None, example: Mapping[str, A
 
 def _check_skeleton(model: nn.Module, layers: ModelLayers, example: Mapping[str, Any]) -> None:
     """Refuse a model whose code does not run without its layers and the modules before and after them."""
-    layer_ranges = [range(1), range(1, 1), range(1, layers.count)]
+    layer_ranges = [range(1), range(1, 1), range(1, layers.num_layers)]
     skeleton, boundary = take_stages(model, layers, layer_ranges, [1])[1]
     tokens = next(t for t in example.values() if isinstance(t, Tensor) and t.ndim > 1)
     device = next((p.device for p in model.parameters()), tokens.device)
@@ -94,8 +94,8 @@ def _check_skeleton(model: nn.Module, layers: ModelLayers, example: Mapping[str,
         raise ValueError(f"{type(model).__name__} has one layer, which cannot be divided over stages.")
 
 
-def find_container(model: nn.Module, requested: str | None) -> str:
-    """Return the name of the nn.ModuleList of layers: `requested`, or the one that `find_layers` selects for None.
+def find_container(model: nn.Module, requested_name: str | None) -> str:
+    """Return the name of the nn.ModuleList of layers: `requested_name`, or the one that `find_layers` selects for None.
 
     Raises:
         ValueError: the model has no such list with parameters, or several candidates.
@@ -105,18 +105,20 @@ def find_container(model: nn.Module, requested: str | None) -> str:
     module_lists = {
         name: module for name, module in module_lists.items() if next(module.parameters(), None) is not None
     }
-    if requested is not None:
-        if requested not in module_lists:
+    if requested_name is not None:
+        if requested_name not in module_lists:
             raise ValueError(
-                f"{class_name} has no nn.ModuleList {requested!r}; it has "
+                f"{class_name} has no nn.ModuleList {requested_name!r}; it has "
                 f"{', '.join(map(repr, module_lists)) or 'none'}."
             )
-        return requested
+        return requested_name
     base_model = getattr(model, "base_model", model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base_model and name), "")
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
     planned_names = [prefix + part for part in plan if prefix + part in module_lists]
-    outermost_names = [name for name in module_lists if not any(name.startswith(f"{other}.") for other in module_lists)]
+    outermost_names = [
+        name for name in module_lists if not any(name.startswith(f"{other_name}.") for other_name in module_lists)
+    ]
     candidates = planned_names or outermost_names
     if len(candidates) != 1:
         raise ValueError(
@@ -152,7 +154,7 @@ class _Probe:
                     stack.enter_context(module.register_forward_hook(partial(self.after_layer, index)))
                 elif _has_parameters(module) and not name.startswith(layer_prefix) and not self.contains_layers(name):
                     stack.enter_context(module.register_forward_hook(partial(self.after_other_module, name)))
-            # Eval mode would hide dropout between layers.
+            # Training mode, because eval mode would hide dropout between layers.
             stack.enter_context(training_mode([self.model], training=True))
             stack.enter_context(torch.random.fork_rng())
             output = self.model(**example)
@@ -335,22 +337,22 @@ def estimated_costs(model: nn.Module, layers: ModelLayers) -> list[float]:
     """
     config: Any = getattr(model, "config", None)
     text_config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    expert_count = next(
+    num_experts = next(
         (n for key in _EXPERT_COUNT_NAMES if isinstance(n := config_value(text_config, key), int) and n), 0
     )
-    active_expert_count = next(
+    num_active_experts = next(
         (n for key in _EXPERTS_PER_TOKEN_NAMES if isinstance(n := config_value(text_config, key), int) and n),
-        expert_count,
+        num_experts,
     )
 
     def count_multiplications(module: nn.Module) -> float:
-        total = 0.0
+        num_multiplications = 0.0
         for name, submodule in module.named_modules():
             if not isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
                 numel = sum(p.numel() for p in submodule._parameters.values() if p is not None and p.ndim > 1)
-                is_expert = expert_count and ("experts" in name.split(".") or name.rpartition(".")[2] == "experts")
-                total += numel * active_expert_count / expert_count if is_expert else numel
-        return total
+                is_expert = num_experts and ("experts" in name.split(".") or name.rpartition(".")[2] == "experts")
+                num_multiplications += numel * num_active_experts / num_experts if is_expert else numel
+        return num_multiplications
 
     costs = [count_multiplications(layer) for layer in model.get_submodule(layers.container).children()]
     costs[0] += sum(count_multiplications(model.get_submodule(name)) for name in layers.modules_before_layers)
@@ -371,21 +373,22 @@ def share_out(costs: Sequence[float], stages: int) -> list[range]:
     Example:
         share_out([1, 1, 1, 3], 2)  # [range(0, 3), range(3, 4)]
     """
-    layer_count = len(costs)
-    if layer_count < stages:
+    num_layers = len(costs)
+    if num_layers < stages:
         raise ValueError(
-            f"{layer_count} layers cannot be divided over {stages} stages: each stage needs at least one layer."
+            f"{num_layers} layers cannot be divided over {stages} stages: each stage needs at least one layer."
         )
     if not all(isinstance(c, (int, float)) and 0 <= c < float("inf") for c in costs):
         raise ValueError(f"costs must be finite numbers, zero or greater, got {list(costs)}.")
     cumulative_costs = [0.0, *accumulate(costs)]
-    # best[n]: best split of the first n layers over the stages so far, (stage costs in descending order, first layers).
+    # best_splits[n]: best split of the first n layers over the stages so far: (stage costs in descending order, first
+    # layers).
     best_splits: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
     for stage in range(stages):
-        later_stages = stages - stage - 1
+        num_later_stages = stages - stage - 1
         next_best: dict[int, tuple[list[float], list[int]]] = {}
         for start, (stage_costs, starts) in best_splits.items():
-            for stop in [layer_count] if not later_stages else range(start + 1, layer_count - later_stages + 1):
+            for stop in [num_layers] if not num_later_stages else range(start + 1, num_layers - num_later_stages + 1):
                 candidate = (
                     sorted([*stage_costs, cumulative_costs[stop] - cumulative_costs[start]], reverse=True),
                     [*starts, start],
@@ -393,7 +396,7 @@ def share_out(costs: Sequence[float], stages: int) -> list[range]:
                 if stop not in next_best or candidate[0] < next_best[stop][0]:
                     next_best[stop] = candidate
         best_splits = next_best
-    starts = [*best_splits[layer_count][1], layer_count]
+    starts = [*best_splits[num_layers][1], num_layers]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
@@ -447,9 +450,9 @@ class EmbeddingPlaceholder(nn.Identity):
         self.weight = _empty_weight(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        received = self.boundary.received_hidden
-        assert received is not None
-        return torch.zeros_like(received)
+        received_hidden = self.boundary.received_hidden
+        assert received_hidden is not None
+        return torch.zeros_like(received_hidden)
 
 
 def _empty_weight(module: nn.Module) -> Tensor | None:
@@ -470,9 +473,9 @@ class OutputPlaceholder(nn.Identity):
 
 
 def take_stages(
-    model: nn.Module, layers: ModelLayers, parts: Sequence[range], numbers: Sequence[int]
+    model: nn.Module, layers: ModelLayers, parts: Sequence[range], stage_indices: Sequence[int]
 ) -> dict[int, tuple[nn.Module, Boundary]]:
-    """Build the stages with these `numbers`, each a model of the same class that shares modules with `model`.
+    """Build the stages with these `stage_indices`, each a model of the same class that shares modules with `model`.
 
     Modules without parameters that all stages need (rotary embeddings) are copied for each stage.
     """
@@ -481,8 +484,8 @@ def take_stages(
     # A model and its layers share one config, so it is not copied here; `parallelize` copies it for each stage.
     configs = {id(m.config): m.config for m in model.modules() if "config" in vars(m)}
     stages = {}
-    for stage in numbers:
-        stage_layers, boundary, last_stage = parts[stage], Boundary(), len(parts) - 1
+    for stage_index in stage_indices:
+        stage_layers, boundary, last_stage = parts[stage_index], Boundary(), len(parts) - 1
         memo: dict[int, Any] = dict(configs)
         for index, layer in enumerate(all_layers):
             memo[id(layer)] = (
@@ -498,9 +501,9 @@ def take_stages(
             )
         for name in layers.modules_before_layers:
             module = model.get_submodule(name)
-            memo[id(module)] = module if stage == 0 else EmbeddingPlaceholder(module, boundary)
+            memo[id(module)] = module if stage_index == 0 else EmbeddingPlaceholder(module, boundary)
         for name in layers.modules_after_layers:
             module = model.get_submodule(name)
-            memo[id(module)] = module if stage == last_stage else OutputPlaceholder(module)
-        stages[stage] = copy.deepcopy(model, memo), boundary
+            memo[id(module)] = module if stage_index == last_stage else OutputPlaceholder(module)
+        stages[stage_index] = copy.deepcopy(model, memo), boundary
     return stages

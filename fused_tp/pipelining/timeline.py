@@ -106,13 +106,13 @@ def draw(spans: Sequence[Span], path: str | Path) -> None:
     ranks = sorted({span.rank for span in spans})
     start = min(span.start for span in spans)
     stop = max(span.stop for span in spans)
-    stages = 1 + max(span.stage for span in spans)
+    num_stages = 1 + max(span.stage for span in spans)
     figure, axes = plt.subplots(figsize=(12, 0.7 * len(ranks) + 1.4), layout="constrained")
     for row, rank in enumerate(ranks):
         axes.barh(row, (stop - start) * 1e3, height=0.9, color="#dddddd", zorder=0)
         for span in (span for span in spans if span.rank == rank):
             left, width = (span.start - start) * 1e3, (span.stop - span.start) * 1e3
-            opacity = 1.0 if stages <= len(ranks) else 0.55 + 0.45 * (span.stage // len(ranks) % 2)
+            opacity = 1.0 if num_stages <= len(ranks) else 0.55 + 0.45 * (span.stage // len(ranks) % 2)
             axes.barh(row, width, left=left, height=0.9, color=colors[span.kind], alpha=opacity, edgecolor="white")
             if width * 120 > (stop - start) * 1e3:
                 axes.text(left + width / 2, row, span.microbatch, ha="center", va="center", fontsize=7)
@@ -120,7 +120,7 @@ def draw(spans: Sequence[Span], path: str | Path) -> None:
     axes.set_xlim(0, (stop - start) * 1e3)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
-    axes.set_title(f"{stages} stages on {len(ranks)} ranks, {bubble(spans):.0%} of the time idle", fontsize=10)
+    axes.set_title(f"{num_stages} stages on {len(ranks)} ranks, {bubble(spans):.0%} of the time idle", fontsize=10)
     handles = [Patch(color=color, label=kind) for kind, color in colors.items()] + [
         Patch(color="#dddddd", label="idle")
     ]

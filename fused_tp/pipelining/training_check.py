@@ -35,7 +35,7 @@ from fused_tp.parallelizing.checks.sharding_check import (
     add_rounding_errors,
     candidate_batches,
     least_precise_dtype,
-    model_obstacle,
+    reason_not_runnable,
 )
 from fused_tp.parallelizing.checks.step_check import (
     accepted_gradient_error,
@@ -90,7 +90,7 @@ def compare_step(
         stage: the only stage of a pipeline over one rank, which holds the whole model.
         verify: see `pipeline`.
         meshes: 1-D meshes whose ranks share the model.
-        outcome: object whose `sharded` is the pipeline on exit.
+        outcome: object whose `sharded_model` is the pipeline on exit.
 
     Raises:
         ValueError: raised on all ranks if loss or gradients differ; on a rank alone if its part of the step fails.
@@ -99,7 +99,9 @@ def compare_step(
     if verify is False or not meshes or are_checks_suspended() or not is_trained:
         yield
         return
-    whole, reason = _run_whole(model, stage, verify, microbatches, max(8, 2 * prod(mesh.size() for mesh in meshes)))
+    whole_step, reason = _run_whole(
+        model, stage, verify, microbatches, max(8, 2 * prod(mesh.size() for mesh in meshes))
+    )
     reasons = gather_over_meshes(meshes, "a step of the whole model", reason)
     if reason := next(filter(None, reasons), ""):
         warn_once(
@@ -111,26 +113,28 @@ def compare_step(
         )
         yield
         return
-    assert whole is not None
-    if whole.loss_difference > (_LOSS_DIFFERENCE if whole.dtype.itemsize > 2 else OUTPUT_BOUNDS[torch.bfloat16]):
+    assert whole_step is not None
+    if whole_step.loss_difference > (
+        _LOSS_DIFFERENCE if whole_step.dtype.itemsize > 2 else OUTPUT_BOUNDS[torch.bfloat16]
+    ):
         warn_once(
             meshes,
             "loss_fn",
             "the loss of a batch differs by %.2g from its mean over microbatches, which is a pipeline's loss: it is "
             "no mean over rows (a sum, or weights or statistics of the batch). Return a mean over the rows of a "
             "microbatch for the same loss as without a pipeline.",
-            whole.loss_difference,
+            whole_step.loss_difference,
         )
     yield
-    _compare(whole, outcome.sharded, meshes, type(model).__name__)
+    _compare(whole_step, outcome.sharded_model, meshes, type(model).__name__)
 
 
 def _run_whole(
-    model: nn.Module, stage: Any, verify: object, microbatches: int, tokens: int
+    model: nn.Module, stage: Any, verify: object, microbatches: int, num_tokens: int
 ) -> tuple[_WholeStep | None, str]:
     """Return (step of the whole model, ""), or (None, reason)."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if reason := model_obstacle(model):
+    if reason := reason_not_runnable(model):
         return None, reason
     if sum(p.numel() for p in model.parameters()) > LARGE_MODEL_PARAMETERS:
         return None, f"it has more than {LARGE_MODEL_PARAMETERS:,} parameters; compare a smaller model of this kind"
@@ -144,17 +148,21 @@ def _run_whole(
         nonlocal loss_difference
         with preserve_state([model], mode, gradients=True) as drew_random:
             _set_training_mode([model], mode)
-            total, loss_difference = stage.compute_batch_loss(copy_arguments(dict(batch)), microbatches)
-            gradients = gradients_by_backward(total, [*parameters.values()])
+            total_loss, loss_difference = stage.compute_batch_loss(copy_arguments(dict(batch)), microbatches)
+            gradients = gradients_by_backward(total_loss, [*parameters.values()])
         if drew_random() and mode is not Mode.EVAL:
             return None
         grads = {name: _zeros_if_none(grad, p) for (name, p), grad in zip(parameters.items(), gradients, strict=True)}
-        return float(total.detach()), grads
+        return float(total_loss.detach()), grads
 
     reason = "no pseudo-random batch for it is known; pass a batch with labels as verify={name: tensor}"
-    batches = [dict(verify)] if isinstance(verify, Mapping) else list(candidate_batches(model, microbatches, tokens))
+    batches = (
+        [dict(verify)] if isinstance(verify, Mapping) else list(candidate_batches(model, microbatches, num_tokens))
+    )
     for mode in Mode:
-        for batch in (labelled for one in batches for labelled in _labelled(one, device)):
+        for batch in (
+            labeled_batch for unlabeled_batch in batches for labeled_batch in _with_labels(unlabeled_batch, device)
+        ):
             try:
                 result = run(mode, batch)
                 if result is None:
@@ -163,10 +171,12 @@ def _run_whole(
                 rounding = dict[str, float]()
                 if dtype.itemsize < 4:
                     with add_rounding_errors(model, dtype):
-                        rounded = run(mode, batch)
-                    assert rounded is not None
+                        rounded_result = run(mode, batch)
+                    assert rounded_result is not None
                     norms = {name: (grad, two_norm(grad)) for name, grad in gradients.items()}
-                    rounding = gradient_errors(rounded[1], norms) | {"": _relative_error(rounded[0], loss)}
+                    rounding = gradient_errors(rounded_result[1], norms) | {
+                        "": _relative_error(rounded_result[0], loss)
+                    }
             except torch.OutOfMemoryError:
                 return None, "a step of the whole model does not fit in the memory"
             except Exception as error:
@@ -178,14 +188,14 @@ def _run_whole(
     return None, reason
 
 
-def _labelled(batch: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
+def _with_labels(batch: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield `batch` with labels: its own, or its tokens."""
-    moved = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in batch.items()}
-    if "labels" in moved:
-        yield moved
-    for t in moved.values() if "labels" not in moved else ():
+    batch_on_device = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in batch.items()}
+    if "labels" in batch_on_device:
+        yield batch_on_device
+    for t in batch_on_device.values() if "labels" not in batch_on_device else ():
         if isinstance(t, Tensor) and t.ndim > 1:
-            yield moved | {"labels": t.clone()}
+            yield batch_on_device | {"labels": t.clone()}
             return
 
 
@@ -195,85 +205,91 @@ def _set_training_mode(modules: Sequence[nn.Module], mode: Mode) -> None:
         module.train(mode is not Mode.EVAL)
 
 
-def _relative_error(found: float, expected: float) -> float:
-    return abs(found - expected) / max(abs(expected), 1e-3)
+def _relative_error(actual: float, expected: float) -> float:
+    return abs(actual - expected) / max(abs(expected), 1e-3)
 
 
-def _compare(whole: _WholeStep, pipe: Any, meshes: Sequence[DeviceMesh], class_name: str) -> None:
+def _compare(whole_step: _WholeStep, pipe: Any, meshes: Sequence[DeviceMesh], class_name: str) -> None:
     remedy = (
         "A stage has only its own layers: forward must not read other layers, tensors kept by them, or statistics of "
         "more than a microbatch, in training mode either; hooks on gradients see this rank's shards. Pass verify=False "
         "to skip this check."
     )
     try:
-        loss, gradients = _run_pipeline(whole, pipe)
+        loss, gradients = _run_pipeline(whole_step, pipe)
     except FusedTPError:
         raise
     except Exception as error:
         raise ValueError(
-            f"the pipeline of the {class_name} fails in a training step on {_describe(whole)}, on which the whole "
+            f"the pipeline of the {class_name} fails in a training step on {_describe(whole_step)}, on which the whole "
             f"model runs: {type(error).__name__}: {next(iter(str(error).splitlines()), '')} If another rank has failed "
             f"before, its error is the cause. {remedy}"
         ) from error
     errors = gradient_errors(
         {name: shard for name, (shard, _) in gradients.items()},
-        {name: (expected, two_norm(whole.gradients[name])) for name, (_, expected) in gradients.items()},
-        total_norm=sum(two_norm(gradient) ** 2 for gradient in whole.gradients.values()) ** 0.5,
+        {name: (expected, two_norm(whole_step.gradients[name])) for name, (_, expected) in gradients.items()},
+        total_norm=sum(two_norm(gradient) ** 2 for gradient in whole_step.gradients.values()) ** 0.5,
     )
-    dtype = whole.dtype
-    is_routed = dtype.itemsize < 4 and any("expert" in name for name in whole.gradients)
+    dtype = whole_step.dtype
+    is_routed = dtype.itemsize < 4 and any("expert" in name for name in whole_step.gradients)
     loss_bound = max(
-        OUTPUT_BOUNDS.get(dtype, OUTPUT_BOUNDS[torch.bfloat16]), ROUNDING_FACTOR * whole.rounding.get("", 0.0)
+        OUTPUT_BOUNDS.get(dtype, OUTPUT_BOUNDS[torch.bfloat16]), ROUNDING_FACTOR * whole_step.rounding.get("", 0.0)
     )
     bounds = {
-        name: inf if is_routed else max(accepted_gradient_error(dtype), ROUNDING_FACTOR * whole.rounding.get(name, 0.0))
+        name: inf
+        if is_routed
+        else max(accepted_gradient_error(dtype), ROUNDING_FACTOR * whole_step.rounding.get(name, 0.0))
         for name in errors
     }
     excess = {name: error / bounds[name] for name, error in errors.items() if bounds[name] <= _MAX_GRADIENT_BOUND}
     name = max(excess, key=lambda name: excess[name], default="")
-    loss_error = _relative_error(loss, whole.loss)
+    loss_error = _relative_error(loss, whole_step.loss)
     reports = gather_over_meshes(
         meshes,
         "errors of a training step",
         [loss_error / loss_bound, loss_error, excess.get(name, 0.0), name, errors.get(name, 0.0)],
     )
-    worst = max(reports, key=lambda report: report[0])
-    if worst[0] > 1:
+    worst_report = max(reports, key=lambda report: report[0])
+    if worst_report[0] > 1:
         raise ValueError(
             f"the pipeline of the {class_name} does not match the whole model: in a training step on "
-            f"{_describe(whole)} its relative error of the loss is {worst[1]:.2g}. {remedy}"
+            f"{_describe(whole_step)} its relative error of the loss is {worst_report[1]:.2g}. {remedy}"
         )
-    worst = max(reports, key=lambda report: report[2])
-    if worst[2] > 1:
+    worst_report = max(reports, key=lambda report: report[2])
+    if worst_report[2] > 1:
         raise ValueError(
             f"the pipeline of the {class_name} does not match the whole model: in a training step on "
-            f"{_describe(whole)} its relative error of the gradient of {worst[3]!r} is {worst[4]:.2g}. {remedy}"
+            f"{_describe(whole_step)} its relative error of the gradient of {worst_report[3]!r} is "
+            f"{worst_report[4]:.2g}. {remedy}"
         )
 
 
-def _describe(whole: _WholeStep) -> str:
-    rows, tokens = next(t.shape[:2] for t in whole.batch.values() if isinstance(t, Tensor) and t.ndim > 1)
-    return f"{rows} rows of {tokens} tokens"
+def _describe(whole_step: _WholeStep) -> str:
+    num_rows, num_tokens = next(t.shape[:2] for t in whole_step.batch.values() if isinstance(t, Tensor) and t.ndim > 1)
+    return f"{num_rows} rows of {num_tokens} tokens"
 
 
-def _run_pipeline(whole: _WholeStep, pipe: Any) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
-    """Return the loss, and this rank's shards of (found gradient, expected gradient) by parameter name."""
+def _run_pipeline(whole_step: _WholeStep, pipe: Any) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
+    """Return the loss, and this rank's shards of (actual gradient, expected gradient) by parameter name."""
     modules = [stage.model for stage in pipe.stages.values()]
     parameters: list[Any] = list(pipe.parameters())
-    saved = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
+    saved_grads = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     gradients: dict[str, tuple[Tensor, Tensor]] = {}
-    with preserve_state(modules, whole.mode, gradients=True), pipe.preserve_steps():
-        _set_training_mode(modules, whole.mode)
+    with preserve_state(modules, whole_step.mode, gradients=True), pipe.preserve_steps():
+        _set_training_mode(modules, whole_step.mode)
         try:
             for p in parameters:
                 p.grad = p._post_accumulate_grad_hooks = None
             device = parameters[0].device
-            loss = float(pipe.step({name: _copy_to_device(value, device) for name, value in whole.batch.items()}))
+            loss = float(pipe.step({name: _copy_to_device(value, device) for name, value in whole_step.batch.items()}))
             for module in modules:
-                found, expected = _found_shards(module, grad_sync=pipe.grad_sync), _expected_shards(module, whole)
-                gradients |= {name: (found[name], expected[name]) for name in expected}
+                actual_shards, expected_shards = (
+                    _actual_shards(module, grad_sync=pipe.grad_sync),
+                    _expected_shards(module, whole_step),
+                )
+                gradients |= {name: (actual_shards[name], expected_shards[name]) for name in expected_shards}
         finally:
-            for p, grad, hooks in saved:
+            for p, grad, hooks in saved_grads:
                 p.grad, p._post_accumulate_grad_hooks = grad, hooks
     return loss, gradients
 
@@ -282,7 +298,7 @@ def _copy_to_device(value: Any, device: torch.device) -> Any:
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def _found_shards(module: nn.Module, *, grad_sync: bool) -> dict[str, Tensor]:
+def _actual_shards(module: nn.Module, *, grad_sync: bool) -> dict[str, Tensor]:
     gradients = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
     parallelism = getattr(module, PARALLELISM_ATTRIBUTE, None)
     if parallelism is None:
@@ -296,10 +312,10 @@ def _zeros_if_none(grad: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _expected_shards(module: nn.Module, whole: _WholeStep) -> dict[str, Tensor]:
+def _expected_shards(module: nn.Module, whole_step: _WholeStep) -> dict[str, Tensor]:
     dtensors = as_dtensors(module)
     return {
-        name: shard_like(whole.gradients[name].to(p.device), dtensors.get(id(p), p))
+        name: shard_like(whole_step.gradients[name].to(p.device), dtensors.get(id(p), p))
         for name, p in module.named_parameters()
-        if name in whole.gradients
+        if name in whole_step.gradients
     }

@@ -83,9 +83,9 @@ class ParallelConfig:
             raise ValueError(f"ulysses_size={self.ulysses_size} must divide cp={self.cp}.")
         schedule_kind(self.schedule)  # raises for an unknown schedule, even if pp is 1 and the schedule is not used
         if self.pp > 1:
-            kind, stages = find_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+            kind, stages_per_rank = find_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
             object.__setattr__(self, "schedule", kind.name)
-            object.__setattr__(self, "virtual_stages", stages)
+            object.__setattr__(self, "virtual_stages", stages_per_rank)
             if self.ep > 1:
                 raise ValueError(
                     f"ep={self.ep} with pp={self.pp} is not supported: a pipeline distributes experts over its tp or "

@@ -569,7 +569,7 @@ class PlanCheck:
         try:
             plan = resolve_plan(model, "auto") if tp > 1 else ShardingPlan()
             if ep > 1:
-                plan_experts(model, plan, "auto", ep, experts_unsharded=tp == 1)
+                plan_experts(model, plan, "auto", ep, are_experts_unsharded=tp == 1)
             else:
                 check_experts_not_distributed(plan, None)
             if tp > 1:

@@ -117,15 +117,14 @@ class BatchCheck:
         different_ranks = [i for i, description in enumerate(rank_descriptions) if description != rank_descriptions[0]]
         if not different_ranks:
             return
-        names = {*rank_descriptions[0], *rank_descriptions[different_ranks[0]]}
-        names = {
-            name for name in names if rank_descriptions[0].get(name) != rank_descriptions[different_ranks[0]].get(name)
-        }
+        first, different = rank_descriptions[0], rank_descriptions[different_ranks[0]]
+        all_names = {*first, *different}
+        differing_names = {name for name in all_names if first.get(name) != different.get(name)}
         raise RankMismatchError(
-            f"the ranks of {dims} received different batches in call {call} of the model: {join_words(sorted(names))} "
-            f"differ between the first rank and rank {different_ranks[0]} of {len(rank_descriptions)}. These ranks "
-            "compute one forward pass together, so each must receive the same batch. Shard the data over data parallel "
-            "ranks only: DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
-            "rank=mesh['dp'].get_local_rank()), or num_replicas=1, rank=0 without data parallelism, with the same "
-            "seed. Ranks that sample tokens need equal random states (torch.manual_seed)."
+            f"the ranks of {dims} received different batches in call {call} of the model: "
+            f"{join_words(sorted(differing_names))} differ between the first rank and rank {different_ranks[0]} of "
+            f"{len(rank_descriptions)}. These ranks compute one forward pass together, so each must receive the same "
+            "batch. Shard the data over data parallel ranks only: DistributedSampler(dataset, "
+            "num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()), or num_replicas=1, rank=0 without data "
+            "parallelism, with the same seed. Ranks that sample tokens need equal random states (torch.manual_seed)."
         )

@@ -59,13 +59,13 @@ def widen_arguments(arguments: T) -> T:
 
 
 class Find16BitResults(TorchDispatchMode):
-    """Mode that records in `found` whether an operation has returned a 16-bit tensor."""
+    """Mode that records in `found_16_bit` whether an operation has returned a 16-bit tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.found_16_bit = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        self.found |= any(isinstance(t, Tensor) and t.dtype in _DTYPES for t in tree_leaves(results))
+        self.found_16_bit |= any(isinstance(t, Tensor) and t.dtype in _DTYPES for t in tree_leaves(results))
         return results

@@ -27,8 +27,8 @@ from fused_tp.core.store import exchange
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended
 from fused_tp.parallelizing.outputs import find_tensors
 
-# `norm_and_projection` folds a gradient into rows of this length and adds the rows. A prime: 1024 would add up the
-# columns of a weight of that width.
+# `norm_and_projection` folds a gradient into rows of this length and adds the rows. It is prime, because 1024 would
+# add up the columns of a weight of that width.
 _SKETCH_WIDTH = 1021
 # A difference between ranks is an error if it exceeds both bounds: the first relative to the norm of this gradient, the
 # second relative to the norm of all gradients. Rounding alone stays below the first, except in a gradient that should

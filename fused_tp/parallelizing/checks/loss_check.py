@@ -121,10 +121,10 @@ class _WatchedCall:
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
-        self._replicated_indices = step_check.replicated
+        self._replicated_indices = step_check.replicated_indices
         self.is_finished = False
         self._output_gradients: dict[int, Tensor] = {}  # by index of the output
-        self._output_sketches: dict[int, Tensor] = {}  # `norm_and_projection` by index of the output
+        self._output_sketches: dict[int, Tensor] = {}  # norm and random projection of each output, by output index
         self._is_queued = self._has_parameter_gradient = False
         self._handles: list[Any] = []  # of hooks on parameters
 
@@ -259,8 +259,8 @@ class _WatchedCall:
 
 
 def _describe_rank_contents(parallelism: Parallelism) -> str:
-    tokens, features = parallelism.shards_sequence, parallelism.tp_mesh is not None
-    return "one rank's " + " or ".join(["tokens"] * tokens + ["heads and features"] * features)
+    has_token_shards, has_feature_shards = parallelism.shards_sequence, parallelism.tp_mesh is not None
+    return "one rank's " + " or ".join(["tokens"] * has_token_shards + ["heads and features"] * has_feature_shards)
 
 
 def _parameter_gradients(
@@ -268,7 +268,7 @@ def _parameter_gradients(
 ) -> tuple[Sequence[Tensor | None], dict[int, Tensor]]:
     """Return the gradients of `parameters` that follow from `output_gradients`, the gradients of `outputs` by index.
 
-    The second result are the gradients of outputs that do not come from other outputs, by index.
+    The second result is the part of each output's gradient that does not come from other outputs, by index.
 
     One output may depend on another: a loss is computed from logits. The gradient of the logits then includes the
     contribution of the loss, which is subtracted here so that it is not counted twice.

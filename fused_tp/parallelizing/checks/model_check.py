@@ -150,9 +150,9 @@ class ModuleCheck:
         recorded_code, recorded_values = self._code, self._values
         self.record_code(model)
         for name, module in model.named_modules() if recorded_code else ():  # a copy of a model has no record
-            before = {**recorded_code.get(name, {}), **recorded_values.get(name, self._values[name])}
-            now = {**self._code[name], **self._values[name]}
-            changed_parts = [part for part, value in now.items() if before.get(part) != value]
+            recorded_parts = {**recorded_code.get(name, {}), **recorded_values.get(name, self._values[name])}
+            current_parts = {**self._code[name], **self._values[name]}
+            changed_parts = [part for part, value in current_parts.items() if recorded_parts.get(part) != value]
             change = name, *changed_parts
             if changed_parts and change not in self._logged_changes and is_first_rank(self.parallelism):
                 self._logged_changes.add(change)
@@ -167,8 +167,8 @@ class ModuleCheck:
     def _check_storages(self, model: nn.Module) -> None:
         current_storages = _parameter_storages(model)
         for name, parameter in model.named_parameters():
-            before, after = self.storages.get(id(parameter)), current_storages.get(id(parameter))
-            if before and after and before[0] != after[0] and before[1] == after[1]:
+            old_storage, new_storage = self.storages.get(id(parameter)), current_storages.get(id(parameter))
+            if old_storage and new_storage and old_storage[0] != new_storage[0] and old_storage[1] == new_storage[1]:
                 raise ValueError(
                     f"{name}.data was assigned, which has no effect on a DTensor: the rank's shard is unchanged. "
                     "Write in place, for example parameter.mul_(0.5) under torch.no_grad(), or load full tensors with "
@@ -207,10 +207,10 @@ def _check_values(model: nn.Module) -> None:
     first_elements = {
         name: t.detach().view(-1)[:1].float() for name, t in local_tensors.items() if t.is_floating_point()
     }
-    nonempty = {name: first for name, first in first_elements.items() if first.numel()}
-    nan_flags = torch.cat([*nonempty.values()]).isnan().tolist() if nonempty else []
+    nonempty_elements = {name: first for name, first in first_elements.items() if first.numel()}
+    nan_flags = torch.cat([*nonempty_elements.values()]).isnan().tolist() if nonempty_elements else []
     if any(nan_flags):
-        names = [name for name, is_nan in zip(nonempty, nan_flags, strict=True) if is_nan]
+        names = [name for name, is_nan in zip(nonempty_elements, nan_flags, strict=True) if is_nan]
         more_text = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ValueError(
             f"the model was built on the meta device, and {join_words(map(repr, names[:4]))}{more_text} have no values "
@@ -240,8 +240,8 @@ def callers_code(module: nn.Module) -> dict[str, object]:
     )  # fully_shard subclasses
     code: dict[str, object] = {"class": own_class, "forward": getattr(own_class, "forward", None)}
     callables = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
-    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    hooks = [hook for table in tables for hook in table.values()]
+    hook_tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    hooks = [hook for table in hook_tables for hook in table.values()]
     for parameter in module._parameters.values():
         hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
     for label, function in [*callables.items(), *((f"hook {_hook_name(hook)}", hook) for hook in hooks)]:
@@ -263,8 +263,8 @@ def _callers_values(module: nn.Module) -> dict[str, object]:
 
 def is_library_function(function: Any) -> bool:
     """True if `function`, or the function that a partial wraps, is defined in one of `_LIBRARIES`."""
-    inner = getattr(function, "func", function)
-    module_name = getattr(inner, "__module__", None) or type(inner).__module__
+    inner_function = getattr(function, "func", function)
+    module_name = getattr(inner_function, "__module__", None) or type(inner_function).__module__
     return f"{module_name}.".startswith(_LIBRARIES)
 
 
@@ -367,11 +367,11 @@ def _sample_checksum(t: Tensor) -> int | None:
 
 def _sample_indices(shape: torch.Size) -> Tensor:
     """Flat indices of a sample of each row, or of _MAX_ROWS rows if there are more. Columns vary between rows."""
-    rows, columns = shape[0], shape[1:].numel()
-    row_count = min(rows, _MAX_ROWS)
-    columns_per_row = min(columns, -(-_SAMPLE_SIZE // row_count))
-    row = (torch.arange(row_count, device="cpu") * rows // row_count).unsqueeze(1)
-    column = torch.arange(columns_per_row, device="cpu") * columns // columns_per_row + row * 7919 % (
-        columns // columns_per_row
+    num_rows, num_columns = shape[0], shape[1:].numel()
+    num_sampled_rows = min(num_rows, _MAX_ROWS)
+    columns_per_row = min(num_columns, -(-_SAMPLE_SIZE // num_sampled_rows))
+    row = (torch.arange(num_sampled_rows, device="cpu") * num_rows // num_sampled_rows).unsqueeze(1)
+    column = torch.arange(columns_per_row, device="cpu") * num_columns // columns_per_row + row * 7919 % (
+        num_columns // columns_per_row
     )
-    return (row * columns + column).flatten()
+    return (row * num_columns + column).flatten()

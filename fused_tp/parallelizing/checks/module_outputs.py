@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.core.partition import shard_range
 from fused_tp.parallelizing.forward_shard import CpContext, running_node_number
-from fused_tp.parallelizing.hf.hf_model import TransformersSequence
+from fused_tp.parallelizing.hf.hf_model import TransformersSequenceSharding
 from fused_tp.parallelizing.outputs import find_tensors
 from fused_tp.parallelizing.plain_model import CACHE_NAMES as PLAIN_CACHE_NAMES
 
@@ -30,7 +30,7 @@ ModuleOutputs = dict[str, list[list[Tensor]]]
 # Numbers of equal blocks of a dim, each of which is sharded separately: 2 for gate and up; 3 for q, k and v.
 _PACKED_BLOCK_COUNTS = (1, 2, 3)
 # Names of arguments and outputs that are caches.
-CACHE_NAMES = frozenset({*PLAIN_CACHE_NAMES, *TransformersSequence.cache_names})
+CACHE_NAMES = frozenset({*PLAIN_CACHE_NAMES, *TransformersSequenceSharding.cache_names})
 _MIN_DENOMINATOR = 1e-6  # smallest denominator of a relative error
 
 
@@ -155,11 +155,11 @@ class RankShards:
         if actual.ndim != expected.ndim:
             return None
         errors = []
-        for choices in product(
+        for dim_indices in product(
             *(self._index_choices(*sizes) for sizes in zip(expected.shape, actual.shape, strict=True))
         ):
             shard = expected
-            for dim, indices in enumerate(choices):
+            for dim, indices in enumerate(dim_indices):
                 shard = shard if indices is None else shard.index_select(dim, indices)
             errors.append(measure(actual, shard))
         # Several shards may have that shape. The right one has the smallest error: the others differ everywhere.
@@ -169,24 +169,24 @@ class RankShards:
         """Return the sets of `local_size` indices, out of `full_size`, that this rank may hold; None means all."""
         if local_size == full_size:
             return [None]
-        choices: list[Tensor] = []
-        rows, remainder = divmod(full_size, self._seq_len)
-        if rows and not remainder:  # the dim may hold the tokens of one row, or of all rows
-            offsets = torch.arange(rows, device="cpu").unsqueeze(1) * self._seq_len
-            choices += [(offsets + positions).flatten() for positions in self._positions]
+        index_choices: list[Tensor] = []
+        num_rows, remainder = divmod(full_size, self._seq_len)
+        if num_rows and not remainder:  # the dim may hold the tokens of one row, or of all rows
+            offsets = torch.arange(num_rows, device="cpu").unsqueeze(1) * self._seq_len
+            index_choices += [(offsets + positions).flatten() for positions in self._positions]
         for block_count in _PACKED_BLOCK_COUNTS:
             if full_size % block_count == 0:
                 start, stop = shard_range(full_size // block_count, self._tp_ranks, self._tp_rank)
                 offsets = torch.arange(block_count, device="cpu").unsqueeze(1) * (full_size // block_count)
-                choices.append((offsets + torch.arange(start, stop, device="cpu")).flatten())
-        return [indices for indices in choices if len(indices) == local_size]
+                index_choices.append((offsets + torch.arange(start, stop, device="cpu")).flatten())
+        return [indices for indices in index_choices if len(indices) == local_size]
 
 
 class OutputComparison:
     """Recorder of the module outputs of a parallel model; `differences` compares them with `expected`."""
 
-    def __init__(self, expected: Recording, rank_shards: RankShards) -> None:
-        self._expected_recording, self._rank_shards = expected, rank_shards
+    def __init__(self, expected_recording: Recording, rank_shards: RankShards) -> None:
+        self._expected_recording, self._rank_shards = expected_recording, rank_shards
         self._recorded_outputs: list[
             tuple[str, list[Tensor]]
         ] = []  # copies, because models may write into tensors in place
@@ -218,9 +218,9 @@ class OutputComparison:
         """Return (largest error over all calls, reason why the module is not compared), each a dict by module name."""
         errors: dict[str, float] = {}
         skip_reasons: dict[str, str] = {}
-        counts: dict[str, int] = {}
+        call_counts: dict[str, int] = {}
         for name, outputs in self._recorded_outputs:
-            call = counts[name] = counts.get(name, 0) + 1
+            call = call_counts[name] = call_counts.get(name, 0) + 1
             expected_calls = self._expected_recording.outputs.get(name, [])
             if call > len(expected_calls) or len(outputs) != len(expected_calls[call - 1]):
                 skip_reasons[name] = (

@@ -1,7 +1,7 @@
 """Add noise to constant parameters for a comparison, because constants hide how they are used.
 
-Norms start at 1; biases, gates, output layers and the second matrix of LoRA start at 0. Behind a gate of 0 nothing has
-an output or a gradient, and a gate of 0 may stay there for several steps (a learning rate that starts at 0).
+Norms start at 1; biases, gates, output layers and the second matrix of LoRA start at 0. A gate of 0 makes the outputs
+and gradients of its branch 0. It may stay 0 for several steps, for example while the learning rate is 0.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def noise_on_constants(model: nn.Module, outcome: Any) -> Iterator[None]:
     Args:
         outcome: `outcome.sharded.named_parameters()` are the parameters after sharding.
     """
-    noise, changed = _Noise(), dict[str, tuple[nn.Parameter, float]]()
+    noise, changed_parameters = _Noise(), dict[str, tuple[nn.Parameter, float]]()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             constant = _constant_value(parameter)
             if constant is not None:
-                changed[name] = parameter, constant
+                changed_parameters[name] = parameter, constant
                 parameter.add_(noise.like(parameter))
     try:
         yield
     finally:
-        sharded = dict(outcome.sharded.named_parameters())
+        sharded_parameters = dict(outcome.sharded_model.named_parameters())
         with torch.no_grad():
-            for name, (parameter, constant) in changed.items():
+            for name, (parameter, constant) in changed_parameters.items():
                 for target in {
-                    id(target): target for target in (parameter, sharded.get(name)) if target is not None
+                    id(target): target for target in (parameter, sharded_parameters.get(name)) if target is not None
                 }.values():
                     target.fill_(constant)  # also in the unsharded parameter, which the caller may still use
 
@@ -51,7 +51,7 @@ def noise_on_sharded_constants(model: nn.Module, full_parameters: Mapping[str, T
 
     On exit, the parameters of `model` are as before; `full_parameters` keep the noise.
     """
-    noise, saved = _Noise(), list[tuple[Tensor, Tensor]]()
+    noise, saved_values = _Noise(), list[tuple[Tensor, Tensor]]()
     dtensors = as_dtensors(model)
     try:
         with torch.no_grad():
@@ -60,15 +60,15 @@ def noise_on_sharded_constants(model: nn.Module, full_parameters: Mapping[str, T
                 if _constant_value(full_parameter) is None:
                     continue
                 full_parameter.add_(noise.like(full_parameter))
-                sharded: Any = dtensors.get(id(parameter), parameter)
+                sharded_parameter: Any = dtensors.get(id(parameter), parameter)
                 shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-                saved.append((shard.data, shard.detach().clone()))
+                saved_values.append((shard.data, shard.detach().clone()))
                 # `data` has a version counter of its own: autograd may have saved the parameter for a backward pass.
-                shard.data.copy_(shard_like(full_parameter, sharded))
+                shard.data.copy_(shard_like(full_parameter, sharded_parameter))
         yield
     finally:
         with torch.no_grad():
-            for data, values in saved:
+            for data, values in saved_values:
                 data.copy_(values)
 
 
@@ -89,7 +89,9 @@ def _constant_value(parameter: Tensor) -> float | None:
     if not is_dense or not parameter.is_floating_point() or not parameter.numel() or parameter.is_inference():
         return None
     values = parameter.detach()
-    first, last = (values[(i,) * parameter.ndim] for i in (0, -1))  # compared first: they rule out most tensors
-    if not bool(first == last) or (values.numel() == 1 and float(first) not in (0.0, 1.0)):
+    first_value, last_value = (
+        values[(i,) * parameter.ndim] for i in (0, -1)
+    )  # compared first: they rule out most tensors
+    if not bool(first_value == last_value) or (values.numel() == 1 and float(first_value) not in (0.0, 1.0)):
         return None
-    return float(first) if bool((values == first).all()) else None
+    return float(first_value) if bool((values == first_value).all()) else None

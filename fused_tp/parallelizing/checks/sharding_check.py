@@ -61,7 +61,7 @@ _FLOAT_OPTIONS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 OUTPUT_BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
 ROUNDING_FACTOR = 4.0  # errors up to this factor times the measured effect of rounding are accepted
 MAX_BOUND = 0.7  # a wrong output is off by about its own norm, so larger bounds could not detect it
-# By torch.get_float32_matmul_precision(): the dtype whose rounding is closest to that of fp32 matmuls.
+# For each torch.get_float32_matmul_precision(), the dtype whose rounding is closest to that of fp32 matmuls.
 _MATMUL_PRECISIONS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
 
 
@@ -71,7 +71,7 @@ class TooLongError(Exception):
 
 @dataclass
 class ShardingOutcome:
-    """The sharded model, and the outcome of `compared`.
+    """The sharded model, and the outcome of `compare_sharding`.
 
     Attributes:
         sharded: object whose `named_parameters` has the model's names: the model, or the pipeline built from it.
@@ -80,14 +80,14 @@ class ShardingOutcome:
         is_equal: True if the outputs match those of the unsharded model; False also if they were not compared.
     """
 
-    sharded: Any
+    sharded_model: Any
     modules: Sequence[nn.Module]
     run: Callable[[dict[str, Any]], Any]
     is_equal: bool = False
 
 
 def check_verify(verify: object) -> None:
-    """Raise ValueError if `compared` does not accept `verify`."""
+    """Raise ValueError if `compare_sharding` does not accept `verify`."""
     if not (isinstance(verify, (bool, Mapping)) or verify == "auto"):
         raise ValueError(f"verify must be 'auto', True, False or a dict of arguments of forward, got {verify!r}.")
 
@@ -100,7 +100,7 @@ def compare_sharding(
     *,
     tp: DeviceMesh | None,
     cp: DeviceMesh | None,
-    rows: int = 1,
+    num_rows: int = 1,
     is_pipeline: bool = False,
 ) -> Iterator[ShardingOutcome]:
     """Context manager in which the caller shards `model`; on exit it is compared with the unsharded model.
@@ -109,7 +109,7 @@ def compare_sharding(
         verify: see `parallelize`.
         meshes: 1-D meshes whose ranks share the model.
         tp, cp: the meshes among them that shard features and tokens.
-        rows: the pseudo-random batch has a multiple of this number of rows.
+        num_rows: the pseudo-random batch has a multiple of this number of rows.
         is_pipeline: the sharded model runs in eval mode only (`pipelining.training_check` compares training), and sends
             tensors of the model's dtype, so it cannot compute in fp32.
 
@@ -122,11 +122,11 @@ def compare_sharding(
         return
     failures: list[str] = []
     with ExitStack() as stack:
-        reason, runs = model_obstacle(model), list[_UnshardedRun]()
+        reason, runs = reason_not_runnable(model), list[_UnshardedRun]()
         if not reason:
             stack.enter_context(noise_on_constants(model, outcome))
-            ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
-            runs, reason = _run_unsharded(model, verify, rows, ranks, is_pipeline)
+            num_ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
+            runs, reason = _run_unsharded(model, verify, num_rows, num_ranks, is_pipeline)
         reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])
         reason = next((rank_reason for rank_reason, _ in reports if rank_reason), "")
         if reason:
@@ -157,42 +157,48 @@ def compare_sharding(
 
 
 def _compare_run(
-    unsharded: _UnshardedRun,
+    unsharded_run: _UnshardedRun,
     outcome: ShardingOutcome,
     meshes: Sequence[DeviceMesh],
     tp: DeviceMesh | None,
     cp: DeviceMesh | None,
 ) -> tuple[bool | None, str]:
-    """Run the sharded model like `unsharded`.
+    """Run the sharded model like `unsharded_run`.
 
     Returns:
         (True, "") if the outputs match, (False, error message), or (None, reason) if they cannot be compared.
     """
     class_name = type(outcome.modules[0]).__name__
-    run = _ShardedRun(unsharded, outcome, tp, cp)
-    refusal = run.run()
-    dtype_bound = OUTPUT_BOUNDS.get(unsharded.dtype, OUTPUT_BOUNDS[torch.bfloat16])
-    reports = gather_over_meshes(meshes, "outputs of the sharded model", [run.error, refusal, dtype_bound, run.failure])
+    sharded_run = _ShardedRun(unsharded_run, outcome, tp, cp)
+    unsupported_reason = sharded_run.run()
+    dtype_bound = OUTPUT_BOUNDS.get(unsharded_run.dtype, OUTPUT_BOUNDS[torch.bfloat16])
+    reports = gather_over_meshes(
+        meshes,
+        "outputs of the sharded model",
+        [sharded_run.error, unsupported_reason, dtype_bound, sharded_run.failure],
+    )
     if failure := next((report[3] for report in reports if report[3]), ""):
-        if unsharded.is_widened:  # code of the caller may not support fp32
+        if unsharded_run.is_widened:  # code of the caller may not support fp32
             return None, failure
-        raise ValueError(failure) from run.cause
-    if refusal := next((report[1] for report in reports if report[1]), ""):
-        return None, f"it does not support a batch that the unsharded model accepts: {refusal}"
+        raise ValueError(failure) from sharded_run.cause
+    if unsupported_reason := next((report[1] for report in reports if report[1]), ""):
+        return None, f"it does not support a batch that the unsharded model accepts: {unsupported_reason}"
     # Maximum over ranks, so that all decide alike even if their processors or settings round differently.
     error, bound = (max(report[field] for report in reports) for field in (0, 2))
     if OUTPUT_BOUNDS[torch.float32] < bound < error < float("inf"):
-        rounding = max(gather_over_meshes(meshes, "rounding errors of the sharded model", run.rounding_error()))
+        rounding = max(gather_over_meshes(meshes, "rounding errors of the sharded model", sharded_run.rounding_error()))
         bound = max(bound, ROUNDING_FACTOR * rounding)
     if bound > MAX_BOUND:
         return None, f"rounding alone changes outputs of the {class_name} by {bound / ROUNDING_FACTOR:.2g}"
     if error <= bound:
         return True, ""
-    names = gather_over_meshes(meshes, "the first module that differs", [run.error, run.first_difference(bound)])
+    names = gather_over_meshes(
+        meshes, "the first module that differs", [sharded_run.error, sharded_run.first_difference(bound)]
+    )
     first_module = max(names, key=lambda report: report[0])[1]
     location = "The first module whose output differs is {!r} ({}). ".format(*first_module) if first_module else ""
     return False, (
-        f"the sharded {class_name} does not match the unsharded model: on {unsharded.description} its "
+        f"the sharded {class_name} does not match the unsharded model: on {unsharded_run.description} its "
         f"relative output error is {error:.2g}, above the rounding bound {bound:g}. {location}{advice(tp, cp)} "
         "Pass verify=False to skip this check."
     )
@@ -224,7 +230,7 @@ def _report_skipped(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -
     )
 
 
-def model_obstacle(model: nn.Module) -> str:
+def reason_not_runnable(model: nn.Module) -> str:
     """Return the reason why `model` cannot run by itself, or an empty string."""
     for name, t in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(t) or t.is_meta:
@@ -242,7 +248,7 @@ class _UnshardedRun:
     Attributes:
         recording: outputs of all modules; the model's own name is "".
         arguments: keyword arguments of its forward.
-        rows, tokens: rows of a pseudo-random batch, and tokens of each row; `tokens` is 0 for the caller's batch.
+        num_rows, num_tokens: rows of a pseudo-random batch, and tokens of each row; 0 tokens for the caller's batch.
         dtype: dtype in which it computes.
         mode: mode in which both models run.
         is_routed: True if it routes tokens to experts in 16 bits, so that rounding may change the experts of some
@@ -252,8 +258,8 @@ class _UnshardedRun:
 
     recording: Recording
     arguments: dict[str, Any]
-    rows: int
-    tokens: int
+    num_rows: int
+    num_tokens: int
     dtype: torch.dtype
     mode: Mode
     is_routed: bool
@@ -261,13 +267,15 @@ class _UnshardedRun:
 
     @property
     def description(self) -> str:
-        return f"{self.rows} rows of {self.tokens} pseudo-random tokens" if self.tokens else "the given batch"
+        return (
+            f"{self.num_rows} rows of {self.num_tokens} pseudo-random tokens" if self.num_tokens else "the given batch"
+        )
 
-    def error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    def error(self, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         """Return the largest error of a token's output, or the median error over tokens if `is_routed`."""
         # If the numbers of outputs differ, some are optional: compare the first only.
-        count = len(expected) if len(found) == len(expected) else 1
-        errors = [token_errors(*pair) for pair in zip(found[:count], expected, strict=False)]
+        num_compared = len(expected) if len(actual) == len(expected) else 1
+        errors = [token_errors(*pair) for pair in zip(actual[:num_compared], expected, strict=False)]
         return max(
             (
                 float(token_error.median() if self.is_routed else token_error.max())
@@ -288,11 +296,13 @@ class _ShardedRun:
     """
 
     def __init__(
-        self, unsharded: _UnshardedRun, outcome: ShardingOutcome, tp: DeviceMesh | None, cp: DeviceMesh | None
+        self, unsharded_run: _UnshardedRun, outcome: ShardingOutcome, tp: DeviceMesh | None, cp: DeviceMesh | None
     ) -> None:
-        tokens = unsharded.tokens or next((t.shape[1] for t in find_tensors(unsharded.arguments) if t.ndim > 1), 1)
-        self._unsharded, self._outcome, self._advice = unsharded, outcome, advice(tp, cp)
-        self._comparison = OutputComparison(unsharded.recording, RankShards(tp, cp, tokens))
+        seq_len = unsharded_run.num_tokens or next(
+            (t.shape[1] for t in find_tensors(unsharded_run.arguments) if t.ndim > 1), 1
+        )
+        self._unsharded_run, self._outcome, self._advice = unsharded_run, outcome, advice(tp, cp)
+        self._comparison = OutputComparison(unsharded_run.recording, RankShards(tp, cp, seq_len))
         self._run_outputs: list[Tensor] = []
         self.error, self.failure = 0.0, ""
         self.cause: Exception | None = None
@@ -310,12 +320,12 @@ class _ShardedRun:
                 return str(error)
             self.cause = error
             self.failure = (
-                f"the sharded {type(modules[0]).__name__} fails on {self._unsharded.description}, on which the "
+                f"the sharded {type(modules[0]).__name__} fails on {self._unsharded_run.description}, on which the "
                 f"unsharded model runs: {type(error).__name__}: {str(error).rstrip('.')}. {self._advice} Pass "
                 "verify=False to skip this check."
             )
         self.error = (
-            self._unsharded.error(self._run_outputs, self._unsharded.recording.outputs[""][0])
+            self._unsharded_run.error(self._run_outputs, self._unsharded_run.recording.outputs[""][0])
             if self._run_outputs
             else 0.0
         )
@@ -325,8 +335,8 @@ class _ShardedRun:
         """Return the error of a run with rounding errors added, compared with the run without them."""
         with ExitStack() as stack:
             for module in self._outcome.modules:
-                stack.enter_context(add_rounding_errors(module, self._unsharded.dtype))
-            return self._unsharded.error(self._compute_outputs(), self._run_outputs)
+                stack.enter_context(add_rounding_errors(module, self._unsharded_run.dtype))
+            return self._unsharded_run.error(self._compute_outputs(), self._run_outputs)
 
     def first_difference(self, bound: float) -> tuple[str, str] | None:
         """Return (name, class) of the first module whose output error exceeds `bound`, or None."""
@@ -339,12 +349,12 @@ class _ShardedRun:
         return (name, class_names[name]) if name else None
 
     def _compute_outputs(self) -> list[Tensor]:
-        modules, unsharded = self._outcome.modules, self._unsharded
+        modules, unsharded_run = self._outcome.modules, self._unsharded_run
         with (
-            preserve_state(modules, unsharded.mode),
-            in_float32(modules if unsharded.is_widened else ()),
+            preserve_state(modules, unsharded_run.mode),
+            in_float32(modules if unsharded_run.is_widened else ()),
         ):
-            return output_tensors(self._outcome.run(_copy_to_device(unsharded.arguments, modules)))
+            return output_tensors(self._outcome.run(_copy_to_device(unsharded_run.arguments, modules)))
 
 
 def _is_unsupported_error(error: Exception) -> bool:
@@ -356,22 +366,22 @@ def _is_unsupported_error(error: Exception) -> bool:
     return is_own_error and isinstance(error, (ValueError, TypeError))
 
 
-def token_errors(found: Tensor, expected: Tensor) -> Tensor:
+def token_errors(actual: Tensor, expected: Tensor) -> Tensor:
     """Return for each token the norm of the difference, relative to the norm of `expected` [..., features]."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return torch.tensor([float("inf")], dtype=torch.float64, device="cpu")
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    found, expected = (
-        t.detach().to("cpu", wide).reshape(-1, t.shape[-1] if t.ndim > 1 else 1) for t in (found, expected)
+    wide_dtype = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = (
+        t.detach().to("cpu", wide_dtype).reshape(-1, t.shape[-1] if t.ndim > 1 else 1) for t in (actual, expected)
     )
-    difference = torch.where(found == expected, 0.0, found - expected).norm(dim=-1)
+    difference = torch.where(actual == expected, 0.0, actual - expected).norm(dim=-1)
     sizes = torch.where(expected.isfinite(), expected, 0.0).norm(dim=-1)
     errors = difference / torch.maximum(sizes, 0.1 * sizes.square().mean().sqrt()).clamp_min(1e-12)
     return torch.where(errors.isnan(), float("inf"), errors)
 
 
 def _run_unsharded(
-    model: nn.Module, verify: object, rows: int, ranks: int, is_pipeline: bool
+    model: nn.Module, verify: object, num_rows: int, num_ranks: int, is_pipeline: bool
 ) -> tuple[list[_UnshardedRun], str]:
     """Run the unsharded model. Return (runs, ""), or ([], reason) if it cannot be compared.
 
@@ -379,8 +389,8 @@ def _run_unsharded(
     """
     class_name, has_batch = type(model).__name__, isinstance(verify, Mapping)
     is_large = sum(p.numel() for p in model.parameters() if p.is_floating_point()) > LARGE_MODEL_PARAMETERS
-    rows *= 1 if is_large else 2  # one short row keeps the comparison of a large model cheap
-    tokens = max(4 if is_large else 8, 2 * ranks)
+    num_rows *= 1 if is_large else 2  # one short row keeps the comparison of a large model cheap
+    num_tokens = max(4 if is_large else 8, 2 * num_ranks)
     reason = f"no pseudo-random batch for {class_name}.forward is known; pass a batch as verify={{name: tensor}}"
     start = time.monotonic()
 
@@ -401,44 +411,46 @@ def _run_unsharded(
         ):
             dtype = least_precise_dtype(model)
             model(**_copy_to_device(arguments, [model]))
-        if operations.found or (drew_random() and mode is not Mode.EVAL):
+        if operations.found_16_bit or (drew_random() and mode is not Mode.EVAL):
             return None
         # Under autocast, modules compute in a less precise dtype than that of the parameters.
-        found_dtypes = {t.dtype for t in recording.tensors() if t.is_floating_point()}
-        dtype = max({dtype, *found_dtypes}, key=lambda one: torch.finfo(one).eps)
+        output_dtypes = {t.dtype for t in recording.tensors() if t.is_floating_point()}
+        dtype = max({dtype, *output_dtypes}, key=lambda output_dtype: torch.finfo(output_dtype).eps)
         is_routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
-        return _UnshardedRun(recording, arguments, rows, 0 if has_batch else tokens, dtype, mode, is_routed, is_widened)
+        return _UnshardedRun(
+            recording, arguments, num_rows, 0 if has_batch else num_tokens, dtype, mode, is_routed, is_widened
+        )
 
     modes = Mode if model.training and not is_pipeline else (Mode.EVAL,)
-    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(candidate_batches(model, rows, tokens))
+    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(candidate_batches(model, num_rows, num_tokens))
     for mode, batch in itertools.product(modes, candidates):
         try:
-            unsharded = run(mode, batch, is_widened=False)
+            unsharded_run = run(mode, batch, is_widened=False)
         except TooLongError:
             return [], f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this processor"
         except Exception as error:
             reason = f"the unsharded {class_name} fails on {[*batch]}: {type(error).__name__}: {error}"
             continue
-        if unsharded is None:
+        if unsharded_run is None:
             continue
-        outputs = unsharded.recording.outputs[""][0]
+        outputs = unsharded_run.recording.outputs[""][0]
         if not outputs:
             return [], f"{class_name}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in outputs):
             return [], f"the unsharded {class_name} returns NaN"
-        widened = None
+        widened_run = None
         if not (is_large or is_pipeline) and has_16_bit_parameters(model):
             with suppress(Exception):  # code of the caller may not support fp32
-                widened = run(mode, batch, is_widened=True)
-        return [unsharded, *([] if widened is None else [widened])], ""
+                widened_run = run(mode, batch, is_widened=True)
+        return [unsharded_run, *([] if widened_run is None else [widened_run])], ""
     return [], reason
 
 
 @contextmanager
 def _fast_linears(model: nn.Module) -> Iterator[None]:
     """Compute the nn.Linear layers of `model` by the kernels for few rows, up to three times as fast as torch's."""
-    usable = nn.Linear.forward.__module__ == nn.Linear.__module__  # not replaced by the caller
-    layers = [m for m in model.modules() if usable and type(m) is nn.Linear and "forward" not in vars(m)]
+    is_usable = nn.Linear.forward.__module__ == nn.Linear.__module__  # not replaced by the caller
+    layers = [m for m in model.modules() if is_usable and type(m) is nn.Linear and "forward" not in vars(m)]
     for layer in layers:
         vars(layer)["forward"] = partial(_linear_forward, layer)
     try:
@@ -466,7 +478,7 @@ def least_precise_dtype(model: nn.Module) -> torch.dtype:
 def add_rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Add a rounding error to the outputs and gradients of the innermost modules, in this context.
 
-    It is that of `dtype`, or that of the output's own dtype if this is less precise, as under autocast.
+    The error is that of `dtype`, or that of the output's dtype if the output is less precise, as under autocast.
     """
 
     def perturb(t: Tensor) -> Tensor:
@@ -484,8 +496,8 @@ def add_rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             output.register_hook(perturb)
         return output
 
-    innermost = [module for module in model.modules() if not any(True for _ in module.children())]
-    handles = [module.register_forward_hook(perturb_output) for module in innermost]
+    innermost_modules = [module for module in model.modules() if not any(True for _ in module.children())]
+    handles = [module.register_forward_hook(perturb_output) for module in innermost_modules]
     try:
         yield
     finally:
@@ -493,54 +505,60 @@ def add_rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             handle.remove()
 
 
-def candidate_batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+def candidate_batches(model: nn.Module, num_rows: int, num_tokens: int) -> Iterator[dict[str, Any]]:
     """Yield sets of keyword arguments that `model` may accept, the most likely set first."""
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
 
-    def random_ids(count: int, excluded: Collection[Any] = ()) -> Tensor:
-        allowed_ids = torch.tensor([i for i in range(min(count, 4096)) if i not in excluded] or [0], **_ID_OPTIONS)
-        return allowed_ids[torch.randint(len(allowed_ids), (rows, tokens), generator=generator, **_ID_OPTIONS)]
+    def random_ids(num_ids: int, excluded: Collection[Any] = ()) -> Tensor:
+        allowed_ids = torch.tensor([i for i in range(min(num_ids, 4096)) if i not in excluded] or [0], **_ID_OPTIONS)
+        return allowed_ids[torch.randint(len(allowed_ids), (num_rows, num_tokens), generator=generator, **_ID_OPTIONS)]
 
     def random_numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, **_FLOAT_OPTIONS).to(next(model.parameters()).dtype)
 
     if is_transformers_model(model):
         config: Any = model.config
-        text = config.get_text_config(decoder=True)
-        token_values = [value for item in (config, text) for name, value in vars(item).items() if "token" in name]
+        text_config = config.get_text_config(decoder=True)
+        token_values = [
+            value
+            for config_part in (config, text_config)
+            for name, value in vars(config_part).items()
+            if "token" in name
+        ]
         # A config may list several end-of-text tokens.
-        special = [i for value in token_values for i in (value if isinstance(value, (list, tuple)) else [value])]
-        vocabulary = getattr(text, "vocab_size", 0)
+        special_ids = [i for value in token_values for i in (value if isinstance(value, (list, tuple)) else [value])]
+        vocab_size = getattr(text_config, "vocab_size", 0)
         batch: dict[str, Any] = {}
-        if "input_ids" in names and vocabulary:
-            batch["input_ids"] = random_ids(vocabulary, special)
+        if "input_ids" in names and vocab_size:
+            batch["input_ids"] = random_ids(vocab_size, special_ids)
         if config.is_encoder_decoder and "decoder_input_ids" in names:
-            batch["decoder_input_ids"] = random_ids(vocabulary)
-        vision = getattr(config, "vision_config", config)
-        size, channels = (getattr(vision, name, None) for name in ("image_size", "num_channels"))
+            batch["decoder_input_ids"] = random_ids(vocab_size)
+        vision_config = getattr(config, "vision_config", config)
+        image_size, num_channels = (getattr(vision_config, name, None) for name in ("image_size", "num_channels"))
         needs_pixels = "pixel_values" in names and model.main_input_name == "pixel_values"
-        if needs_pixels and isinstance(size, int) and isinstance(channels, int):
-            batch["pixel_values"] = random_numbers(rows, channels, size, size)
+        if needs_pixels and isinstance(image_size, int) and isinstance(num_channels, int):
+            batch["pixel_values"] = random_numbers(num_rows, num_channels, image_size, image_size)
         if "use_cache" in names:
             batch["use_cache"] = False
         if batch:
             yield batch
         return
-    required = [
+    required_names = [
         name
-        for name, item in names.items()
-        if item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+        for name, parameter in names.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    first = next(iter(names), "")
-    positions = {name: torch.arange(tokens, **_ID_OPTIONS) for name in required[1:] if "position" in name}
-    if not first or len(positions) < len(required) - 1:
+    first_name = next(iter(names), "")
+    positions = {name: torch.arange(num_tokens, **_ID_OPTIONS) for name in required_names[1:] if "position" in name}
+    if not first_name or len(positions) < len(required_names) - 1:
         return
     embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if embeddings:
-        yield {first: random_ids(min(embeddings)), **positions}
+        yield {first_name: random_ids(min(embeddings)), **positions}
     for width in dict.fromkeys(module.in_features for module in model.modules() if isinstance(module, nn.Linear)):
-        yield {first: random_numbers(rows, tokens, width), **positions}
+        yield {first_name: random_numbers(num_rows, num_tokens, width), **positions}
         return
 
 

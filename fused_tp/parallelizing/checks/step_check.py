@@ -1,9 +1,9 @@
 """Compare the first training steps of a parallel model with the unsharded model: outputs and gradients.
 
-The comparison runs at the first 2 calls that require gradients and at the 10th, 100th, ..., because what forward does
-may depend on the batch and change with time; and at the first call with other trainable parameters. It also runs at
-each call that is due (`is_check_due`), if the callers' code, the mode, arguments or autocast differ from the calls
-compared before:
+The comparison runs at the first 2 calls that require gradients and at the 10th, 100th, ..., because forward may depend
+on the batch and change with time. It runs at the first call with other trainable parameters. It also runs at each call
+that is due (`is_check_due`) if the callers' code, the mode, arguments or autocast differ from those of all compared
+calls:
 
 | model     | computes                                                                                             |
 |-----------|------------------------------------------------------------------------------------------------------|
@@ -97,7 +97,7 @@ class StepCheck:
     Args:
         sequence: object that shards the sequence of each forward pass.
         meshes: 1-D meshes whose ranks share the model.
-        unsharded: state of the model before it is sharded.
+        unsharded_model: state of the model before it is sharded.
         was_training: True if the comparison after sharding ran in training mode, so that eval mode is to be compared.
 
     Raises:
@@ -108,21 +108,21 @@ class StepCheck:
         self,
         sequence: SequenceSharding,
         meshes: Sequence[DeviceMesh],
-        unsharded: UnshardedModel,
+        unsharded_model: UnshardedModel,
         *,
         was_training: bool = False,
     ) -> None:
-        self.sequence, self.parallelism, self.meshes, self.unsharded = (
+        self.sequence, self.parallelism, self.meshes, self.unsharded_model = (
             sequence,
             sequence.parallelism,
             tuple(meshes),
-            unsharded,
+            unsharded_model,
         )
         self.calls = 0
         self.evaluations_to_try = FIRST_CALLS if was_training else 0
         self.is_compared = False  # True if the running call has been compared
         # Indices of the running call's outputs that every rank has in full and that require gradients.
-        self.replicated: frozenset[int] = frozenset()
+        self.replicated_indices: frozenset[int] = frozenset()
         self.output_shapes: dict[object, list[torch.Size]] = {}  # of the sharded model, by `_shapes_key`
         self._compared_keys: set[object] = set()  # `_call_key` of each call that has been compared
         self._code: Any = None  # the callers' code in the model at the last comparison
@@ -158,15 +158,17 @@ class StepCheck:
         arguments = self._named_arguments(args, kwargs)
         key = _call_key(model, arguments)
         needs_comparison = is_repetition or key not in self._compared_keys or code != self._code
-        ranks = gather_over_meshes(self.meshes, "a training step", [needs_comparison, self._obstacle(model, arguments)])
-        if not any(is_needed for is_needed, _ in ranks):
+        rank_reports = gather_over_meshes(
+            self.meshes, "a training step", [needs_comparison, self._reason_not_comparable(model, arguments)]
+        )
+        if not any(is_needed for is_needed, _ in rank_reports):
             return
         if code != self._code:
             self.output_shapes.clear()
         self._compared_keys.add(key)
         self._code = code
         reason = (
-            next((rank_reason for _, rank_reason in ranks if rank_reason), "")
+            next((rank_reason for _, rank_reason in rank_reports if rank_reason), "")
             or _StepComparison(self, model, args, kwargs, arguments).compare()
         )
         if not reason and _is_small_16_bit(model):
@@ -181,7 +183,7 @@ class StepCheck:
         """Compare the outputs of the first call in eval mode that has no obstacle, such as a cache."""
         self.evaluations_to_try -= 1
         arguments = self._named_arguments(args, kwargs)
-        if any(gather_over_meshes(self.meshes, "a call in eval mode", self._obstacle(model, arguments))):
+        if any(gather_over_meshes(self.meshes, "a call in eval mode", self._reason_not_comparable(model, arguments))):
             return
         self.evaluations_to_try = 0
         reason = _StepComparison(self, model, args, kwargs, arguments, with_gradients=False).compare()
@@ -196,7 +198,7 @@ class StepCheck:
     def _compare_in_float32(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the step once more in fp32, in which no rounding hides errors, unless the model does not allow it."""
         device = next(model.parameters()).device.type
-        replicated = self.replicated
+        replicated_indices = self.replicated_indices
         with in_float32([model]), torch.autocast(device, enabled=False):
             args, kwargs = widen_arguments((args, kwargs))
             arguments = self._named_arguments(args, kwargs)
@@ -206,7 +208,7 @@ class StepCheck:
                 raise
             except (RuntimeError, TypeError):
                 pass  # the caller's code does not support fp32 on shards
-        self.replicated = replicated
+        self.replicated_indices = replicated_indices
 
     def before_step(self, model: nn.Module) -> None:
         """Log that no step was compared, if an optimizer steps and these hooks have not run."""
@@ -241,7 +243,7 @@ class StepCheck:
             return self.sequence.find_tokens(arguments)[1]
         return next((t for t in find_tensors(arguments) if t.ndim > 1), None)
 
-    def _obstacle(self, model: nn.Module, arguments: dict[str, Any]) -> str:
+    def _reason_not_comparable(self, model: nn.Module, arguments: dict[str, Any]) -> str:
         """Return the reason why this rank cannot compare, or ""."""
         parameters = [*model.parameters()]
         if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -255,17 +257,17 @@ class StepCheck:
         tokens = self.call_tokens(arguments)
         if tokens is not None and self.sequence.is_too_short(tokens.shape[1]):
             return "its sequence has fewer tokens than there are ranks"
-        if reason := self.unsharded.reason_not_restorable(model):
+        if reason := self.unsharded_model.reason_not_restorable(model):
             return reason
         try:
             as_dtensors(model)
         except ValueError:
             return "another library has replaced its parameters by shards of other shapes"
-        ranks = 1
+        num_ranks = 1
         for mesh in self.meshes:
-            ranks *= mesh.size()
+            num_ranks *= mesh.size()
         needed_bytes = 2 * sum(p.numel() * p.element_size() for p in parameters)
-        free_bytes = _free_memory(parameters[0].device, ranks)
+        free_bytes = _free_memory(parameters[0].device, num_ranks)
         if needed_bytes > _MEMORY_SHARE * free_bytes:
             return (
                 f"full parameters and gradients take {needed_bytes / 1e9:.3g} GB, more than {_MEMORY_SHARE:.0%} of the "
@@ -293,16 +295,16 @@ def _is_small_16_bit(model: nn.Module) -> bool:
     return has_16_bit_parameters(model) and sum(p.numel() for p in model.parameters()) <= LARGE_MODEL_PARAMETERS
 
 
-def _free_memory(device: torch.device, ranks: int) -> float:
-    """Return the free memory in bytes for each of `ranks`. CPU ranks share the memory of the machine."""
+def _free_memory(device: torch.device, num_ranks: int) -> float:
+    """Return the free memory in bytes for each of `num_ranks`. CPU ranks share the memory of the machine."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return float(free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     with suppress(OSError):  # systems without /proc
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):  # includes file caches, which the kernel can drop
-                return int(line.split()[1]) * 1024 / ranks
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / ranks
+                return int(line.split()[1]) * 1024 / num_ranks
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / num_ranks
 
 
 @dataclass
@@ -397,9 +399,9 @@ class _StepComparison:
             reason: reason why this rank has no full parameters, or "".
         """
         meshes, known_shapes = self.check.meshes, self.check.output_shapes
-        unsharded: _UnshardedStep | None = None
+        unsharded_step: _UnshardedStep | None = None
         if not reason:
-            unsharded, reason = self._unsharded_step(known_shapes[key])
+            unsharded_step, reason = self._unsharded_step(known_shapes[key])
         self.full_parameters = {}  # free the memory before the sharded model runs
         if reasons := [
             rank_reason
@@ -407,9 +409,9 @@ class _StepComparison:
             if rank_reason
         ]:
             return str(reasons[0])
-        assert unsharded is not None
-        expected, weights, expected_gradients = unsharded.outputs, unsharded.weights, unsharded.gradients
-        self.check.replicated = frozenset(weights)
+        assert unsharded_step is not None
+        expected, weights, expected_gradients = unsharded_step.outputs, unsharded_step.weights, unsharded_step.gradients
+        self.check.replicated_indices = frozenset(weights)
         variables: dict[VariableId, Any] = {}
         with isolated_passes(self.model, self.mode, gradients=self.with_gradients, written=variables):
             outputs = self._run()
@@ -421,13 +423,13 @@ class _StepComparison:
             self.rank_shards = RankShards(self.tp, self.cp, documents[-1], documents)
         output_error = self._output_error(outputs, expected)
         del outputs
-        buffer_names = self._different_buffers(unsharded.written_buffers, buffers)
+        buffer_names = self._different_buffers(unsharded_step.written_buffers, buffers)
         reports = gather_over_meshes(meshes, "shapes and buffers", [has_known_shapes, buffer_names])
         if not all(has_shapes for has_shapes, _ in reports):
             known_shapes.pop(key)
             return "its outputs have other shapes than in an equal call before"
         self._report_buffers([name for _, names in reports for name in names])
-        self._compare_variables(unsharded, variables)
+        self._compare_variables(unsharded_step, variables)
         errors: dict[str, float] = {}
         gradient_error: float | None = None
         if expected_gradients is not None and gradients is not None:
@@ -435,10 +437,13 @@ class _StepComparison:
             gradient_error = max(errors.values(), default=0.0)
         bound = OUTPUT_BOUNDS.get(self.dtype, OUTPUT_BOUNDS[torch.bfloat16])
         gradient_bound = inf if self.is_routed else accepted_gradient_error(self.dtype)
-        ranks = gather_over_meshes(meshes, "errors of a training step", [output_error, gradient_error])
-        if any(error is None for _, error in ranks):  # gradients are compared on all ranks or on none
+        rank_errors = gather_over_meshes(meshes, "errors of a training step", [output_error, gradient_error])
+        if any(error is None for _, error in rank_errors):  # gradients are compared on all ranks or on none
             errors, expected_gradients = {}, None
-        if max(error for error, _ in ranks) <= bound and max(error or 0.0 for _, error in ranks) <= gradient_bound:
+        if (
+            max(error for error, _ in rank_errors) <= bound
+            and max(error or 0.0 for _, error in rank_errors) <= gradient_bound
+        ):
             return ""
         self._gather_parameters()
         if any(gather_over_meshes(meshes, "packed documents", self._mixes_documents())):
@@ -470,19 +475,19 @@ class _StepComparison:
         name = max(excess, key=lambda name: excess[name], default="")
         local_report = [output_error / bound, output_error, excess.get(name, 0.0), name, errors.get(name, 0.0), bound]
         # Ranks may measure different effects of rounding: all use the largest excess of any rank, to decide alike.
-        ranks = gather_over_meshes(self.check.meshes, "errors that rounding explains", local_report)
-        class_name, bound = type(self.model).__name__, max(report[-1] for report in ranks)
+        rank_reports = gather_over_meshes(self.check.meshes, "errors that rounding explains", local_report)
+        class_name, bound = type(self.model).__name__, max(report[-1] for report in rank_reports)
         if bound > MAX_BOUND:
             return f"rounding alone changes its outputs by {bound / ROUNDING_FACTOR:.2g}"
-        if max(report[0] for report in ranks) > 1:
+        if max(report[0] for report in rank_reports) > 1:
             raise ValueError(
                 f"the parallel {class_name} does not match the unsharded model: on the batch of this step its relative "
-                f"output error is {max(report[1] for report in ranks):.2g}, above the rounding bound {bound:.2g}. "
-                f"{self._describe_first_difference(bound)}{advice(self.tp, self.cp)} "
+                f"output error is {max(report[1] for report in rank_reports):.2g}, above the rounding bound "
+                f"{bound:.2g}. {self._describe_first_difference(bound)}{advice(self.tp, self.cp)} "
                 "Pass verify=False to parallelize to skip this check."
             )
-        if max(report[2] for report in ranks) > 1:
-            _, _, _, name, error, _ = max(ranks, key=lambda report: report[2])
+        if max(report[2] for report in rank_reports) > 1:
+            _, _, _, name, error, _ = max(rank_reports, key=lambda report: report[2])
             raise ValueError(
                 f"the gradient of {name!r} in the parallel {class_name} does not match the unsharded model: on the "
                 f"batch of this step its relative error is {error:.2g}. {self._describe_first_difference(bound)}"
@@ -495,13 +500,13 @@ class _StepComparison:
         """Return the outputs for the call's arguments; `replacements` replaces some of them, by id."""
 
         self.input_copies = {name: t.detach().clone().requires_grad_() for name, t in self.trained_inputs.items()}
-        # Not the leaves themselves, into which a model must not write.
-        given = {id(self.trained_inputs[name]): copy.clone() for name, copy in self.input_copies.items()}
-        given |= replacements or {}
+        # Clones, because a model must not write into the leaves themselves.
+        replacement_by_id = {id(self.trained_inputs[name]): copy.clone() for name, copy in self.input_copies.items()}
+        replacement_by_id |= replacements or {}
 
         def copy_argument(value: Any) -> Any:
-            if id(value) in given:
-                return given[id(value)]
+            if id(value) in replacement_by_id:
+                return replacement_by_id[id(value)]
             return value.detach().clone() if isinstance(value, Tensor) else value
 
         args, kwargs = tree_map(copy_argument, (self.args, dict(self.kwargs)))
@@ -509,10 +514,10 @@ class _StepComparison:
 
     def _gather_parameters(self) -> str:
         """Gather full parameters; return the reason if that fails, or "". A collective call."""
-        named = dict(self.model.named_parameters(remove_duplicate=False))
+        named_parameters = dict(self.model.named_parameters(remove_duplicate=False))
         try:
             self.full_parameters = _hooked_parameters(
-                named, gather_tensors(named, self.model, keep_result=True, device=None)
+                named_parameters, gather_tensors(named_parameters, self.model, keep_result=True, device=None)
             )
         except FusedTPError:
             raise
@@ -525,7 +530,7 @@ class _StepComparison:
     @contextmanager
     def _unsharded(self, written: dict[VariableId, Any] | None = None) -> Iterator[Callable[[], bool]]:
         with (
-            self.check.unsharded.restore(self.model, self.full_parameters),
+            self.check.unsharded_model.restore(self.model, self.full_parameters),
             preserve_state([self.model], self.mode, gradients=self.with_gradients, written=written) as drew_random,
         ):
             yield drew_random
@@ -535,12 +540,12 @@ class _StepComparison:
         class_name = type(self.model).__name__
         parameters = {name: self.full_parameters[name] for name in self.trainable}
         for mode in Mode if self.model.training else (Mode.EVAL,):
-            self.mode, what, variables = mode, "the unsharded", dict[VariableId, Any]()
+            self.mode, description, variables = mode, "the unsharded", dict[VariableId, Any]()
             try:
                 with self._unsharded(variables) as drew_random:
                     with _time_limit(self.model, TIME_LIMIT_SECONDS):
                         outputs = self._run()
-                    what = "backward of the unsharded"
+                    description = "backward of the unsharded"
                     buffers = self._small_buffers()
                     weights = _output_weights(shapes, outputs, self.token_mask)
                     # Inside this context, which restores buffers on exit: backward may read them.
@@ -550,7 +555,7 @@ class _StepComparison:
             except torch.OutOfMemoryError:
                 return None, _OUT_OF_MEMORY
             except Exception as error:
-                return None, f"{what} {class_name} fails: {type(error).__name__}: {error}"
+                return None, f"{description} {class_name} fails: {type(error).__name__}: {error}"
             if not drew_random():
                 break
         if not outputs:
@@ -582,10 +587,11 @@ class _StepComparison:
 
     def _local_gradients(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
         """Return this rank's shards of the sharded model's gradients, by name. A collective call."""
-        inputs = {name: gradients.pop(name) for name in self.input_copies}
+        input_gradients = {name: gradients.pop(name) for name in self.input_copies}
         shards = gradient_shards(self.model, self.check.parallelism, gradients, is_summed=False)
         return shards | {
-            name: torch.zeros_like(self.input_copies[name]) if grad is None else grad for name, grad in inputs.items()
+            name: torch.zeros_like(self.input_copies[name]) if grad is None else grad
+            for name, grad in input_gradients.items()
         }
 
     def _gradients(
@@ -614,15 +620,15 @@ class _StepComparison:
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
-    def _different_buffers(self, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of the buffers in `expected`, which forward writes, that have other values in `found`."""
+    def _different_buffers(self, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the buffers in `expected`, which forward writes, that have other values in `actual`."""
         bound = _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
         return [
             name
             for name, t in expected.items()
-            if name in found
-            and t.shape == found[name].shape
-            and two_norm(t.double() - found[name].double()) > bound * max(two_norm(t.double()), 1e-6)
+            if name in actual
+            and t.shape == actual[name].shape
+            and two_norm(t.double() - actual[name].double()) > bound * max(two_norm(t.double()), 1e-6)
         ]
 
     def _report_buffers(self, names: Sequence[str]) -> None:
@@ -636,21 +642,24 @@ class _StepComparison:
                 names[0],
             )
 
-    def _compare_variables(self, unsharded: _UnshardedStep, found: Mapping[VariableId, Any]) -> None:
-        """Log the first variable that has another value in `found` than in `unsharded`. A collective call."""
-        expected = unsharded.written_variables
-        names = [variable.description for variable in self._different_variables(expected, found)]
+    def _compare_variables(self, unsharded_step: _UnshardedStep, actual: Mapping[VariableId, Any]) -> None:
+        """Log the first variable that has another value in `actual` than in `unsharded_step`. A collective call."""
+        expected = unsharded_step.written_variables
+        names = [variable.description for variable in self._different_variables(expected, actual)]
         if self.is_routed or not any(gather_over_meshes(self.check.meshes, "variables", names)):
             return
         self._gather_parameters()
-        repeated: dict[VariableId, Any] = {}
+        repeated_variables: dict[VariableId, Any] = {}
         parameters = {name: self.full_parameters[name] for name in self.trainable}
-        with self._unsharded(repeated):
-            self._gradients(self._run(), unsharded.weights, parameters | self.input_copies)
+        with self._unsharded(repeated_variables):
+            self._gradients(self._run(), unsharded_step.weights, parameters | self.input_copies)
         self.full_parameters = {}
         # Times, for example, differ from run to run.
-        varying = {*self._different_variables(expected, repeated), *(expected.keys() - repeated.keys())}
-        names = [v.description for v in self._different_variables(expected, found) if v not in varying]
+        varying_variables = {
+            *self._different_variables(expected, repeated_variables),
+            *(expected.keys() - repeated_variables.keys()),
+        }
+        names = [v.description for v in self._different_variables(expected, actual) if v not in varying_variables]
         names = [
             name for rank_names in gather_over_meshes(self.check.meshes, "variables", names) for name in rank_names
         ]
@@ -664,39 +673,42 @@ class _StepComparison:
             )
 
     def _different_variables(
-        self, expected: Mapping[VariableId, Any], found: Mapping[VariableId, Any]
+        self, expected: Mapping[VariableId, Any], actual: Mapping[VariableId, Any]
     ) -> list[VariableId]:
         bound = _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
 
-        def differs(one: Any, other: Any) -> bool:
-            one, other = (
-                t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64, device="cpu") for t in (one, other)
+        def differs(expected_value: Any, actual_value: Any) -> bool:
+            expected_value, actual_value = (
+                t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64, device="cpu")
+                for t in (expected_value, actual_value)
             )
-            if one.shape != other.shape:
+            if expected_value.shape != actual_value.shape:
                 return True
-            one, other = one.double(), other.double().to(one.device)
-            return two_norm(one - other) > bound * max(two_norm(one), 1e-6)
+            expected_value, actual_value = expected_value.double(), actual_value.double().to(expected_value.device)
+            return two_norm(expected_value - actual_value) > bound * max(two_norm(expected_value), 1e-6)
 
-        return [v for v, value in expected.items() if v in found and differs(value, found[v])]
+        return [v for v, value in expected.items() if v in actual and differs(value, actual[v])]
 
-    def _output_error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    def _output_error(self, actual_outputs: Sequence[Tensor], expected_outputs: Sequence[Tensor]) -> float:
         """Return the largest error of a token's output. If there is a loss, other outputs may be this rank's shards."""
         # If the numbers of outputs differ, some are optional: compare the first only.
-        count = len(expected) if len(found) == len(expected) else 1
-        has_loss = any(not t.ndim for t in expected)
-        worst = 0.0
-        for actual, reference in zip(found[:count], expected, strict=False):
-            if actual.shape != reference.shape and not has_loss:
+        num_compared = len(expected_outputs) if len(actual_outputs) == len(expected_outputs) else 1
+        has_loss = any(not t.ndim for t in expected_outputs)
+        max_error = 0.0
+        for actual, expected in zip(actual_outputs[:num_compared], expected_outputs, strict=False):
+            if actual.shape != expected.shape and not has_loss:
                 return inf
-            if actual.shape != reference.shape and self.token_mask is not None:
+            if actual.shape != expected.shape and self.token_mask is not None:
                 continue  # some of this rank's tokens are padding
-            actual, reference = _mask_tokens(actual, self.token_mask), _mask_tokens(reference, self.token_mask)
-            worst = max(worst, self.rank_shards.error(actual.detach(), reference.detach(), self._token_error) or 0.0)
-        return worst
+            actual, expected = _mask_tokens(actual, self.token_mask), _mask_tokens(expected, self.token_mask)
+            max_error = max(
+                max_error, self.rank_shards.error(actual.detach(), expected.detach(), self._token_error) or 0.0
+            )
+        return max_error
 
-    def _token_error(self, found: Tensor, expected: Tensor) -> float:
+    def _token_error(self, actual: Tensor, expected: Tensor) -> float:
         """Return the largest error of a token, or the median error over tokens if `is_routed`."""
-        errors = token_errors(found, expected)
+        errors = token_errors(actual, expected)
         return float(errors.median() if self.is_routed else errors.max()) if errors.numel() else 0.0
 
     def _mixes_documents(self) -> bool:
@@ -704,16 +716,16 @@ class _StepComparison:
         documents, tokens = self.check.sequence.documents, self.tokens
         if len(documents) < 3 or tokens is None:
             return False
-        first_length, seq = documents[1], tokens.shape[1]
+        first_length, seq_len = documents[1], tokens.shape[1]
 
-        def later_outputs(changed: Tensor) -> list[Tensor]:
+        def run_later_documents(changed: Tensor) -> list[Tensor]:
             with self._unsharded(), torch.no_grad():
                 outputs = self._run({id(tokens): changed})
-            return [t[:, first_length:] for t in outputs if t.ndim > 1 and t.shape[1] == seq]
+            return [t[:, first_length:] for t in outputs if t.ndim > 1 and t.shape[1] == seq_len]
 
         changed_tokens = tokens.detach().clone()
         changed_tokens[:, :first_length] = tokens[:, -1:].detach()
-        pairs = zip(later_outputs(tokens), later_outputs(changed_tokens), strict=True)
+        pairs = zip(run_later_documents(tokens), run_later_documents(changed_tokens), strict=True)
         return any(not torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in pairs)
 
     def _rounding_errors(
@@ -729,10 +741,10 @@ class _StepComparison:
                 else None
             )
         error = self._output_error(outputs, expected)
-        rounded = self._expected_gradients(gradients)
-        if expected_gradients is None or rounded is None:
+        rounded_gradients = self._expected_gradients(gradients)
+        if expected_gradients is None or rounded_gradients is None:
             return error, {}
-        shards = {name: shard for name, (shard, _) in rounded.items()}
+        shards = {name: shard for name, (shard, _) in rounded_gradients.items()}
         return error, gradient_errors(shards, expected_gradients, share=self.norm_share)
 
     def _describe_first_difference(self, bound: float) -> str:
@@ -742,11 +754,11 @@ class _StepComparison:
         comparison = OutputComparison(recording, self.rank_shards)
         with isolated_passes(self.model, self.mode), comparison.recording_outputs([self.model]):  # with gradients
             self._run()
-        first = first_difference(comparison.differences()[0], bound)[0]
-        names = gather_over_meshes(self.check.meshes, "the first module that differs", first or "")
+        first_name = first_difference(comparison.differences()[0], bound)[0]
+        names = gather_over_meshes(self.check.meshes, "the first module that differs", first_name or "")
         name = next(filter(None, names), "")
-        kind = type(self.model.get_submodule(name)).__name__
-        return f"The first module whose output differs is {name!r} ({kind}). " if name else "All outputs agree. "
+        class_name = type(self.model.get_submodule(name)).__name__
+        return f"The first module whose output differs is {name!r} ({class_name}). " if name else "All outputs agree. "
 
 
 @contextmanager
@@ -794,13 +806,19 @@ def gradient_shards(
     for name, p in model.named_parameters():
         if name not in gradients:
             continue
-        sharded: Any = dtensors.get(id(p), p)
+        sharded_parameter: Any = dtensors.get(id(p), p)
         shard: Any = gradients[name]
         if isinstance(shard, DTensor):  # with torch's own styles, it may be a partial sum
-            shard = shard.redistribute(placements=sharded.placements).to_local()
+            shard = shard.redistribute(placements=sharded_parameter.placements).to_local()
         if shard is None:
-            shard = torch.zeros_like(sharded.to_local() if isinstance(sharded, DTensor) else sharded)
-        if cp is not None and not has_distributed_experts(sharded, cp) and not (is_summed and parallelism.grad_sync):
+            shard = torch.zeros_like(
+                sharded_parameter.to_local() if isinstance(sharded_parameter, DTensor) else sharded_parameter
+            )
+        if (
+            cp is not None
+            and not has_distributed_experts(sharded_parameter, cp)
+            and not (is_summed and parallelism.grad_sync)
+        ):
             shard = all_reduce(shard.contiguous(), group=cp)
             shard = shard if parallelism.grad_sync else shard / cp.size()
         shards[name] = shard
@@ -812,14 +830,14 @@ def gradients_by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tens
 
     For reentrant checkpoints, which do not support torch.autograd.grad.
     """
-    saved = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
+    saved_grads = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     try:
         for p in parameters:
             p.grad = p._post_accumulate_grad_hooks = None
         total.backward()
         return [p.grad for p in parameters]
     finally:
-        for p, grad, hooks in saved:
+        for p, grad, hooks in saved_grads:
             p.grad, p._post_accumulate_grad_hooks = grad, hooks
 
 
@@ -834,7 +852,7 @@ def accepted_gradient_error(dtype: torch.dtype) -> float:
 
 
 def gradient_errors(
-    found: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
     expected: Mapping[str, tuple[Tensor, float]],
     total_norm: float | None = None,
     share: float = _TOTAL_NORM_SHARE,
@@ -848,10 +866,10 @@ def gradient_errors(
     """
     if total_norm is None:
         total_norm = sum(norm**2 for _, norm in expected.values() if norm < inf) ** 0.5
-    least_norm = max(share * total_norm, 1e-30)
+    min_norm = max(share * total_norm, 1e-30)
     errors = {}
     for name, (shard, norm) in expected.items():
-        error = two_norm(found[name].to(shard.device) - shard) / max(norm, least_norm)
+        error = two_norm(actual[name].to(shard.device) - shard) / max(norm, min_norm)
         errors[name] = error if error == error else inf
     return errors
 
@@ -884,12 +902,12 @@ def _mask_tokens(t: Tensor, token_mask: Tensor | None) -> Tensor:
     return t.masked_fill(~token_mask.to(t.device).view(*token_mask.shape, *[1] * (t.ndim - 2)), 0)
 
 
-def _hooked_parameters(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _hooked_parameters(parameters: Mapping[str, Tensor], full_parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return full parameters by name, with the callers' gradient hooks of the sharded parameters."""
     parameters_by_id: dict[int, nn.Parameter] = {}
     for name, parameter in parameters.items():
         if id(parameter) not in parameters_by_id:
-            full_parameter = nn.Parameter(full[name], requires_grad=parameter.requires_grad)
+            full_parameter = nn.Parameter(full_parameters[name], requires_grad=parameter.requires_grad)
             parameters_by_id[id(parameter)] = full_parameter
             for hook in (parameter._backward_hooks or {}).values():
                 if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("fused_tp."):
@@ -900,10 +918,10 @@ def _hooked_parameters(parameters: Mapping[str, Tensor], full: Mapping[str, Tens
 @contextmanager
 def _time_limit(model: nn.Module, seconds: float) -> Iterator[None]:
     """Context in which a forward pass of `model` raises `TooLongError` after `seconds`."""
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
 
     def stop_in_time(module: nn.Module, args: object) -> None:
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise TooLongError
 
     handles = [module.register_forward_pre_hook(stop_in_time) for module in model.modules()]

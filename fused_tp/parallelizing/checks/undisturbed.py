@@ -95,20 +95,22 @@ def preserve_state(
         for t, is_buffer in _tensors_to_save(models)
         if not t.is_meta
     ]
-    state = _reachable_state(modules)
-    state_tensors = {id(t): (t, t.detach().clone(), tensor_version(t)) for t in _state_tensors(module_states, state)}
+    reachable_state = _reachable_state(modules)
+    state_tensors = {
+        id(t): (t, t.detach().clone(), tensor_version(t)) for t in _state_tensors(module_states, reachable_state)
+    }
     try:
         with (
-            _restore_on_exit([container for _, container in state]) as saved_containers,
+            _restore_on_exit([container for _, container in reachable_state]) as saved_containers,
             torch.random.fork_rng(_initialized_gpus()),
             torch.set_grad_enabled(gradients),
             suspend_checks(),
             _hide_saved_tensors(),
         ):
             torch.manual_seed(0)
-            for device, seed in zip((None, *_initialized_gpus()), random_states, strict=False):
-                torch.set_rng_state(seed) if device is None else torch.cuda.set_rng_state(seed, device)
-            states = current_random_states()
+            for device, random_state in zip((None, *_initialized_gpus()), random_states, strict=False):
+                torch.set_rng_state(random_state) if device is None else torch.cuda.set_rng_state(random_state, device)
+            initial_states = current_random_states()
             for module in modules:
                 module.training &= mode is not Mode.EVAL
                 if _COMPILED_ATTRIBUTE in vars(module):
@@ -119,28 +121,28 @@ def preserve_state(
             try:
                 yield lambda: drew_random
             finally:
-                drew_random = not all(map(torch.equal, states, current_random_states()))
+                drew_random = not all(map(torch.equal, initial_states, current_random_states()))
                 if written is not None:
-                    variables = [*_variables(module_states, state, saved_containers)]
+                    variables = [*_variables(module_states, reachable_state, saved_containers)]
                     written.update(
                         (variable, value.detach().clone() if isinstance(value, torch.Tensor) else value)
-                        for variable, before, value in variables
-                        if _is_written(before, value, state_tensors)
+                        for variable, saved_value, value in variables
+                        if _is_written(saved_value, value, state_tensors)
                     )
     finally:
-        for saved in module_states:
-            module, attributes = saved.module, saved.attributes
+        for module_state in module_states:
+            module, attributes = module_state.module, module_state.attributes
             if type(module).__module__.startswith("fused_tp."):
                 names = ("training", _COMPILED_ATTRIBUTE, *_dropout_names(module))
                 vars(module).update({name: attributes[name] for name in names if name in attributes})
             else:
-                saved.apply()
+                module_state.apply()
         with torch.no_grad():
             for t, value, version in state_tensors.values():
                 if tensor_version(t) != version:
                     t.detach().copy_(value)
             for t, is_buffer, value, version in saved_tensors:
-                # Batch norm writes its running statistics without a new version.
+                # Batch norm updates its running statistics without incrementing the tensor's version counter.
                 can_compare = is_buffer and type(t) is torch.Tensor and t.layout == torch.strided
                 is_written = tensor_version(t) != version or (can_compare and not torch.equal(t, value))
                 if is_written:
@@ -159,7 +161,7 @@ def _tensors_to_save(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor
 
 @contextmanager
 def _hide_saved_tensors() -> Iterator[None]:
-    """Hide saved tensors from the caller's hooks: an activation checkpoint around the context counts its tensors."""
+    """Hide saved tensors from the caller's hooks, because an activation checkpoint counts the tensors that it sees."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         yield
         return
@@ -188,28 +190,28 @@ def current_random_states() -> list[torch.Tensor]:
 
 def _reachable_state(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
     """Return (name, value) of the containers, closure cells and assigned globals that the callers' code can reach."""
-    found: dict[object, tuple[str, Any]] = {}
-    seen: set[int] = set()
+    reachable_state: dict[object, tuple[str, Any]] = {}
+    seen_ids: set[int] = set()
 
     def add(value: Any, depth: int, name: str) -> None:
-        if depth > _MAX_DEPTH or isinstance(value, _LEAF_TYPES) or id(value) in seen:
+        if depth > _MAX_DEPTH or isinstance(value, _LEAF_TYPES) or id(value) in seen_ids:
             return
-        seen.add(id(value))
-        parts: Iterable[Any] = ()
+        seen_ids.add(id(value))
+        children: Iterable[Any] = ()
         if type(value) in _CONTAINER_TYPES:
-            found[id(value)] = name, value
-            parts = islice(value.values() if isinstance(value, dict) else value, _MAX_ENTRIES)
+            reachable_state[id(value)] = name, value
+            children = islice(value.values() if isinstance(value, dict) else value, _MAX_ENTRIES)
         elif isinstance(value, partial):
-            parts = (value.func, *value.args, *value.keywords.values())
+            children = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, MethodType):
-            parts = (value.__func__, value.__self__)
+            children = (value.__func__, value.__self__)
         elif isinstance(value, FunctionType):
             name = value.__qualname__
-            parts = () if is_library_function(value) else _reachable_values(value, found)
+            children = () if is_library_function(value) else _reachable_values(value, reachable_state)
         elif _is_of_callers_class(value):
-            parts = (vars(value),)
-        for part in parts:
-            add(part, depth + 1, name)
+            children = (vars(value),)
+        for child in children:
+            add(child, depth + 1, name)
 
     for module in modules:
         for value in callers_code(module).values():
@@ -222,28 +224,28 @@ def _reachable_state(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
             for value in () if is_library_function(base) else vars(base).values():
                 if isinstance(value, FunctionType):
                     add(value, 0, value.__qualname__)
-    return [*found.values()]
+    return [*reachable_state.values()]
 
 
-def _reachable_values(function: FunctionType, found: dict[object, tuple[str, Any]]) -> Iterator[Any]:
+def _reachable_values(function: FunctionType, reachable_state: dict[object, tuple[str, Any]]) -> Iterator[Any]:
     """Yield the values in the closure of `function` and of the globals that it names.
 
-    The cells of the closure, and the globals that are tensors or that the function assigns to, are added to `found`.
+    Add to `reachable_state` the cells of the closure, and the globals that are tensors or that the function assigns to.
     """
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        found[id(cell)] = f"{name} of {function.__qualname__}", cell
+        reachable_state[id(cell)] = f"{name} of {function.__qualname__}", cell
         yield _cell_contents(cell)
     for code in _nested_codes(function.__code__):
         for name in code.co_names:
             value = function.__globals__.get(name)
             if isinstance(value, torch.Tensor):
-                found[id(function.__globals__), name] = name, (function.__globals__, name, value)
+                reachable_state[id(function.__globals__), name] = name, (function.__globals__, name, value)
             yield value
         for instruction in dis.get_instructions(code):
             if instruction.opname == "STORE_GLOBAL" and instruction.argval in function.__globals__:
                 name = instruction.argval
                 assigned = function.__globals__, name, function.__globals__[name]
-                found[id(function.__globals__), name] = name, assigned
+                reachable_state[id(function.__globals__), name] = name, assigned
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
@@ -259,9 +261,9 @@ def _is_of_callers_class(value: object) -> bool:
 
     Objects of installed packages are not restored, because threads of those packages may be using them.
     """
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    filename = getattr(sys.modules.get(type(value).__module__), "__file__", None)
     is_main = type(value).__module__ == "__main__"
-    is_outside = is_main or (file is not None and not file.startswith(_INSTALL_PATHS))
+    is_outside = is_main or (filename is not None and not filename.startswith(_INSTALL_PATHS))
     return is_outside and not is_library_function(type(value)) and hasattr(value, "__dict__")
 
 
@@ -277,8 +279,8 @@ def _entries(container: Any) -> Iterable[tuple[object, Any]]:
     if isinstance(container, CellType):
         return [("", _cell_contents(container))]
     if isinstance(container, tuple):
-        names, name, _ = container
-        return [(name, names.get(name))]
+        namespace, name, _ = container
+        return [(name, namespace.get(name))]
     if isinstance(container, dict):
         return islice(container.items(), _MAX_ENTRIES)
     return islice(enumerate(container), _MAX_ENTRIES) if isinstance(container, list) else ()
@@ -299,7 +301,7 @@ def _state_tensors(module_states: Sequence[ModuleState], state: Sequence[tuple[s
 
 
 def _variables(
-    module_states: Sequence[ModuleState], state: Sequence[tuple[str, Any]], saved: Sequence[Any]
+    module_states: Sequence[ModuleState], state: Sequence[tuple[str, Any]], saved_values: Sequence[Any]
 ) -> Iterator[tuple[VariableId, Any, Any]]:
     """Yield (variable, value before, value now) of variables and attributes of modules."""
     for module_state in module_states:
@@ -310,41 +312,43 @@ def _variables(
             if key not in MODULE_DICTS and key != "training":
                 variable = VariableId(id(module_state.module), key, f"attribute {key!r} of a {name}")
                 yield variable, module_state.attributes.get(key), value
-    for (name, container), before in zip(state, saved, strict=True):
-        values_before: dict[object, Any] = {"": before} if isinstance(container, CellType) else {}
+    for (name, container), saved_value in zip(state, saved_values, strict=True):
+        values_before: dict[object, Any] = {"": saved_value} if isinstance(container, CellType) else {}
         if isinstance(container, tuple):
             values_before = {container[1]: container[2]}
         elif not isinstance(container, CellType):
-            values_before = dict(_entries(before))
+            values_before = dict(_entries(saved_value))
         for key, value in _entries(container):
             description = f"variable {name}" if key == "" else f"entry {str(key)[:40]!r} of a variable of {name}"
             yield VariableId(id(container), repr(key)[:80], description), values_before.get(key), value
 
 
-def _is_written(before: Any, value: Any, state_tensors: Mapping[int, tuple[torch.Tensor, torch.Tensor, Any]]) -> bool:
+def _is_written(
+    saved_value: Any, value: Any, state_tensors: Mapping[int, tuple[torch.Tensor, torch.Tensor, Any]]
+) -> bool:
     if type(value) is torch.Tensor:
-        return before is not value or (
+        return saved_value is not value or (
             id(value) in state_tensors and tensor_version(value) != state_tensors[id(value)][2]
         )
-    return isinstance(value, (int, float)) and not (type(before) is type(value) and before == value)
+    return isinstance(value, (int, float)) and not (type(saved_value) is type(value) and saved_value == value)
 
 
 @contextmanager
 def _restore_on_exit(state: Sequence[Any]) -> Iterator[list[Any]]:
     """Restore the contents of `state` on exit; `state` is a result of `_reachable_state`. Yields copies of it."""
-    saved = [
+    saved_values = [
         _cell_contents(container) if isinstance(container, CellType) else copy.copy(container) for container in state
     ]
     try:
-        yield saved
+        yield saved_values
     finally:
-        for container, value in zip(state, saved, strict=True):
+        for container, value in zip(state, saved_values, strict=True):
             if isinstance(container, CellType):
                 if _cell_contents(container) is not value:
                     container.cell_contents = value
             elif isinstance(container, tuple):
-                names, name, previous = container
-                names[name] = previous
+                namespace, name, previous = container
+                namespace[name] = previous
             elif _entry_ids(container) == _entry_ids(value):
                 pass  # unchanged: do not write, because another thread of the caller may be writing
             elif isinstance(container, list):

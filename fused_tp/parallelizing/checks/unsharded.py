@@ -36,7 +36,7 @@ _RESTORED_SEPARATELY = {"_parameters", "_buffers"}  # `restore` fills these itse
 class _ObjectId:
     """Identity of a module or tensor, without a reference that would keep its memory alive."""
 
-    number: int
+    object_id: int
 
 
 def _identity(value: object) -> object:
@@ -121,7 +121,7 @@ class UnshardedModel:
 
     Example:
         >>> unsharded = UnshardedModel(model)
-        >>> sharded(model)
+        >>> shard(model)
         >>> unsharded.record_sharded(model)
         >>> with unsharded.restore(model, full_parameters):
         ...     model(tokens)                          # on this rank alone
@@ -145,7 +145,8 @@ class UnshardedModel:
             name: ModuleState.from_module(module).without_tensors() for name, module in model.named_modules()
         }
         self._sharded_modules = {name: weakref.ref(module) for name, module in model.named_modules()}
-        for name, original_state in self._original_states.items():  # keep only buffers that the replacing layer lacks
+        # Keep only the buffers that the replacement layer does not have.
+        for name, original_state in self._original_states.items():
             new_buffers = self._sharded_states[name].dicts["_buffers"] if name in self._sharded_states else {}
             original_state.dicts["_buffers"] = {
                 k: None if k in new_buffers else v for k, v in original_state.dicts["_buffers"].items()

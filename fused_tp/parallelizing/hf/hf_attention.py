@@ -174,7 +174,9 @@ def _attend_over_ranks(
         )
     query = _rescale_query(module, query, distributor)
     dropout = kwargs.get("dropout", 0.0)
-    out = distributor.attend(query, key, value, dropout_p=dropout, heads_sharded=holds_sharded_heads(module), **options)
+    out = distributor.attend(
+        query, key, value, dropout_p=dropout, are_heads_sharded=holds_sharded_heads(module), **options
+    )
     return out.transpose(1, 2).contiguous()
 
 

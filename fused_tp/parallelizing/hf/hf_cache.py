@@ -83,8 +83,8 @@ class ShardedCacheLayer:
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         # Before transformers 5 the argument holds the positions of the new tokens.
-        new_tokens = query_length if isinstance(query_length, int) else len(query_length)
-        return self.column_count + new_tokens, 0
+        num_new_tokens = query_length if isinstance(query_length, int) else len(query_length)
+        return self.column_count + num_new_tokens, 0
 
     def get_seq_length(self) -> int:
         return self.column_count
@@ -114,9 +114,9 @@ class ShardedCacheLayer:
                 "crop of a cache that is sharded over context parallel ranks needs sequences of equal length, got "
                 f"{self.cache.lengths}. Use a cache of another class than DynamicCache."
             )
-        removed_tokens = min(abs(tokens_to_remove), self.column_count)
-        self.cache.crop(max(0, self.cache.length - removed_tokens))
-        self.column_count -= removed_tokens
+        num_removed = min(abs(tokens_to_remove), self.column_count)
+        self.cache.crop(max(0, self.cache.length - num_removed))
+        self.column_count -= num_removed
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.column_count:
@@ -170,8 +170,10 @@ class CachedPass:
         return out
 
 
-def make_cached_pass(arguments: dict[str, Any], new_tokens: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
-    """Describe a pass of `new_tokens` tokens over the cache in `arguments`.
+def make_cached_pass(
+    arguments: dict[str, Any], num_new_tokens: int, mesh: DeviceMesh, config: Any
+) -> CachedPass | None:
+    """Describe a pass of `num_new_tokens` tokens over the cache in `arguments`.
 
     Returns None if each rank holds the full cache.
 
@@ -195,11 +197,11 @@ def make_cached_pass(arguments: dict[str, Any], new_tokens: int, mesh: DeviceMes
         cache.layer_class_to_replicate = None
         arguments["past_key_values"] = cache
     layers = tuple(cache.layers)
-    new_lengths = _count_new_tokens(arguments.get("attention_mask"), layers[0], new_tokens)
+    new_lengths = _count_new_tokens(arguments.get("attention_mask"), layers[0], num_new_tokens)
     tokens, token_checksum = arguments.get("input_ids"), 0
     if tokens is not None and (tokens.is_cpu or settings.check_ranks()):
         token_checksum = checksum(tokens.cpu().numpy().tobytes())
-    return CachedPass(layers, layers[0].column_count + new_tokens, new_lengths, token_checksum)
+    return CachedPass(layers, layers[0].column_count + num_new_tokens, new_lengths, token_checksum)
 
 
 def is_sharded(cache: Any) -> bool:
@@ -227,16 +229,16 @@ def _has_only_left_padding(mask: Any) -> bool:
     return bool(is_token[:, -1:].all()) and not bool((is_token[:, :-1] & ~is_token[:, 1:]).any())
 
 
-def _count_new_tokens(mask: Tensor | None, layer: ShardedCacheLayer, new_tokens: int) -> list[int] | None:
+def _count_new_tokens(mask: Tensor | None, layer: ShardedCacheLayer, num_new_tokens: int) -> list[int] | None:
     cached_lengths, cached_columns = layer.cache.lengths, layer.column_count
     if mask is None:
         unmasked_lengths, new_lengths = [cached_columns] * len(cached_lengths), None
     else:
-        if not _has_only_left_padding(mask) or mask.shape[1] != cached_columns + new_tokens:
+        if not _has_only_left_padding(mask) or mask.shape[1] != cached_columns + num_new_tokens:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; with a cache of {cached_columns} tokens that is "
-                f"sharded over context parallel ranks it must be [batch, {cached_columns + new_tokens}], with padding "
-                "only on the left."
+                f"sharded over context parallel ranks it must be [batch, {cached_columns + num_new_tokens}], with "
+                "padding only on the left."
             )
         is_token = mask.bool()
         unmasked_lengths, new_lengths = (

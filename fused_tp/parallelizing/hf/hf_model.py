@@ -130,7 +130,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
         head = model.get_output_embeddings()
         name = next((name for name, module in model.named_modules() if module is head), None)
         spec = spec_of(None if name is None else plan.get(name))
-        if spec.shard_dim != 0 or spec.parts > 1 or spec.shares_keys:
+        if spec.shard_dim != 0 or spec.num_parts > 1 or spec.shares_keys:
             option = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
             raise ValueError(
                 f"{option}=True needs the output layer of {class_name} ({name!r}) sharded by columns; add "
@@ -159,13 +159,13 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
         implementation == "eager",
         has_custom_attention or (not is_over_cp and family.supports_eager_sequences),
     )
-    # Models with a state: transformers sets `_supports_attention_backend` to False for all of them, even if their
-    # attention can be replaced. modeling_utils is skipped because it contains ATTENTION_REGISTRY for all models.
+    # State-space layers: transformers sets _supports_attention_backend to False for these models even where their
+    # attention can be replaced. Skip modeling_utils: its source names ATTENTION_REGISTRY for every model.
     bases = (base for base in type(model).__mro__ if base.__module__ != "transformers.modeling_utils")
     model_files = (sys.modules.get(base.__module__) for base in bases)
     is_replaceable = model._supports_attention_backend or has_state_layers
-    # Over CP ranks every attention module must use the interface. That its file contains ATTENTION_REGISTRY does not
-    # prove this, so only families marked `uses_configured_attention` are trusted.
+    # Over CP ranks every attention module must use the interface. A file that contains ATTENTION_REGISTRY may also have
+    # modules that do not use it, so only families marked `uses_configured_attention` are accepted.
     can_use_interface = not is_over_cp or family.uses_configured_attention
     is_replaceable = (
         is_replaceable
@@ -253,13 +253,13 @@ def _is_base_model(model: PreTrainedModel) -> bool:
     Rejected: `model.base_model is model`, which is also True if the class lacks the submodule that `base_model_prefix`
     names, as Llama4ForCausalLM does.
     """
-    forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    forwards = (vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base))
     takes_labels = any("labels" in inspect.signature(forward).parameters for forward in forwards)
     # loss_type is checked too, because question answering models have a loss, but no argument named labels.
     return not takes_labels and model.loss_type is None and model.get_output_embeddings() is None
 
 
-class TransformersSequence(SequenceSharding):
+class TransformersSequenceSharding(SequenceSharding):
     """Sequence sharding of transformers models: argument names, and checks for unsupported arguments."""
 
     token_names = ("input_ids", "inputs_embeds")
@@ -324,36 +324,36 @@ class TransformersSequence(SequenceSharding):
             parallelism.computes_loss or self.is_base_model or len(entry_modules) > 1
         ):
             routers = _find_recorded_routers(model, entry_modules[0])
-            have_full_sequence = all(map(self.runs_on_full_sequence, routers))
-            if routers and (have_full_sequence or all(map(self.may_get_flat_tokens, routers))):
+            is_full_sequence = all(map(self.runs_on_full_sequence, routers))
+            if routers and (is_full_sequence or all(map(self.may_get_flat_tokens, routers))):
                 self._returns_router_logits = True
-                entry_modules[0].register_forward_hook(partial(self._gather_router_logits, have_full_sequence))
+                entry_modules[0].register_forward_hook(partial(self._gather_router_logits, is_full_sequence))
 
     def _gather_attentions(self, base: nn.Module, args: Any, output: Any) -> None:
         """Replace attention weights [batch, heads of this rank, seq, seq] in the output of `base` with those of all."""
         weights = getattr(output, "attentions", None)
         config: Any = base.config  # of `base`, such as an image tower, which has heads of its own
-        heads = getattr(config.get_text_config(decoder=True), "num_attention_heads", None)
-        if weights is None or not isinstance(heads, int):
+        num_heads = getattr(config.get_text_config(decoder=True), "num_attention_heads", None)
+        if weights is None or not isinstance(num_heads, int):
             return
         mesh = self.parallelism.tp_mesh
         output["attentions"] = tuple(
-            gather(t, 1, group=mesh, gather_size=heads)
-            if isinstance(t, Tensor) and t.ndim == 4 and t.shape[1] < heads
+            gather(t, 1, group=mesh, gather_size=num_heads)
+            if isinstance(t, Tensor) and t.ndim == 4 and t.shape[1] < num_heads
             else t
             for t in weights
         )
 
-    def _gather_router_logits(self, have_full_sequence: bool, base: nn.Module, args: Any, output: Any) -> None:
+    def _gather_router_logits(self, is_full_sequence: bool, base: nn.Module, args: Any, output: Any) -> None:
         """Replace the router logits in the output of `base`, if present, with the logits of all tokens, in order.
 
         Args:
-            have_full_sequence: the logits cover all tokens already, because routers run on the full sequence.
+            is_full_sequence: the logits cover all tokens already, because routers run on the full sequence.
         """
         state, logits = self.current_state(), getattr(output, "router_logits", None)
-        if not state.tp_sharded or logits is None:
+        if not state.is_tp_sharded or logits is None:
             return
-        if not have_full_sequence:
+        if not is_full_sequence:
             rows = (t.unflatten(0, (state.batch_size, -1)) for t in logits)
             mesh, length = self.parallelism.tp_mesh, state.local_len
             logits = tuple(gather(t, 1, group=mesh, gather_size=length).flatten(0, 1) for t in rows)
@@ -370,7 +370,7 @@ class TransformersSequence(SequenceSharding):
 
     def _gather_scored_states(self, base: nn.Module, args: Any, output: Any) -> None:
         state = self.current_state()
-        if self._scored_targets is not None and state.tp_sharded:
+        if self._scored_targets is not None and state.is_tp_sharded:
             mesh, length = self.parallelism.tp_mesh, state.local_len
             output.last_hidden_state = gather(output.last_hidden_state, 1, group=mesh, gather_size=length)
 
@@ -485,10 +485,10 @@ class TransformersSequence(SequenceSharding):
         mesh = self.parallelism.tp_mesh
         needs_tokens = self.family.supports_eager_sequences or self.family.needs_tokens
         if mesh is not None and self.parallelism.sequence_parallel and needs_tokens:
-            cp_ranks = 1 if self.parallelism.cp_mesh is None else self.parallelism.cp_mesh.size()
+            num_cp_ranks = 1 if self.parallelism.cp_mesh is None else self.parallelism.cp_mesh.size()
             # Shards of context parallel ranks have one of these two lengths.
-            for tokens in (seq_len // cp_ranks, -(-seq_len // cp_ranks)):
-                start, stop = shard_range(tokens, mesh.size(), mesh.size() - 1)
+            for num_tokens in (seq_len // num_cp_ranks, -(-seq_len // num_cp_ranks)):
+                start, stop = shard_range(num_tokens, mesh.size(), mesh.size() - 1)
                 if start == stop:  # without tokens, these models fail in a view [-1, 0, hidden]
                     return True
         return super().is_too_short(seq_len)
@@ -506,7 +506,7 @@ class TransformersSequence(SequenceSharding):
         positions: Tensor = getattr(counter, f"create_position_ids_from_{argument_name}")(tokens, counter.padding_idx)
         return positions
 
-    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new_tokens: int) -> CachedPass | None:
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], num_new_tokens: int) -> CachedPass | None:
         cache = arguments.get("past_key_values")
         if cache is None and arguments.get("use_cache") is not True:
             return None
@@ -516,7 +516,7 @@ class TransformersSequence(SequenceSharding):
             return None
         self._check_attention()
         assert self.parallelism.cp_mesh is not None  # checked by the caller
-        return make_cached_pass(arguments, new_tokens, self.parallelism.cp_mesh, self.config)
+        return make_cached_pass(arguments, num_new_tokens, self.parallelism.cp_mesh, self.config)
 
     def _check_sharded_cache_call(self, model: nn.Module, arguments: dict[str, Any]) -> None:
         """Raise ValueError for calls that attention over a sharded cache does not support."""
@@ -618,7 +618,9 @@ class TransformersSequence(SequenceSharding):
         if not self.is_base_model:
             t = self.gather_tokens(t, shard)
         else:
-            t = self.gather_sequence(t, shard, tp_sharded=self.parallelism.sequence_parallel and not self.gather_after)
+            t = self.gather_sequence(
+                t, shard, is_tp_sharded=self.parallelism.sequence_parallel and not self.gather_after
+            )
         keep = shard.logits_to_keep
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]

@@ -35,23 +35,23 @@ class Targets:
     Attributes:
         full_targets: target of each token of the full sequence, [batch, seq].
         are_shifted: True if they were computed from labels, so that the last token has no target.
-        count: the argument num_items_in_batch, by which the loss is divided; None for the number of targets.
+        num_items: the argument num_items_in_batch, by which the loss is divided; None for the number of targets.
     """
 
     full_targets: Tensor
     are_shifted: bool
-    count: Any
+    num_items: Any
 
 
 def take_targets(arguments: dict[str, Any], ignore_index: int) -> Targets:
     """Remove the targets of a forward pass from `arguments`, and return them."""
     labels, targets = arguments.pop("labels", None), arguments.pop("shift_labels", None)
-    arguments["labels"], count = None, arguments.get("num_items_in_batch")
+    arguments["labels"], num_items = None, arguments.get("num_items_in_batch")
     if targets is not None:
-        return Targets(targets, False, count)
+        return Targets(targets, False, num_items)
     if labels is None:
         raise ValueError(f"{SCORES_ARGUMENT}=True needs targets. Pass labels or shift_labels.")
-    return Targets(shift_targets(labels, ignore_index), True, count)
+    return Targets(shift_targets(labels, ignore_index), True, num_items)
 
 
 def shard_targets(targets: Targets, shard: ForwardShard) -> Tensor:
@@ -84,6 +84,6 @@ def gather_scores(output: Any, shard: ForwardShard, gather_full: Callable[[Tenso
                 "output_router_logits=False, or with router_aux_loss_coef=0.0 in TRL)."
             )
     if shard.cp is not None:
-        count = output["label_mask"].sum() if targets.count is None else targets.count
-        output["loss"] = -output["log_probs"].sum() / count
+        num_items = output["label_mask"].sum() if targets.num_items is None else targets.num_items
+        output["loss"] = -output["log_probs"].sum() / num_items
     return output

@@ -91,9 +91,8 @@ def _is_supported(layer: nn.Module, function_names: set[str]) -> bool:
     """True if the forward of `layer` calls exactly `function_names`; transformers may change these calls."""
     forward: Any = inspect.unwrap(type(layer).forward)
     called_functions = find_called_functions(forward)
-    if (
-        "forward" in vars(layer) or called_functions.keys() != function_names
-    ):  # kernels from the hub replace the forward of an instance
+    # The Hugging Face kernels hub replaces `forward` on the instance.
+    if "forward" in vars(layer) or called_functions.keys() != function_names:
         return False
     return all(
         REPLACEMENTS[name][1] <= {*inspect.signature(function).parameters}
@@ -138,7 +137,7 @@ def _subclass_over_ranks(layer_class: type[nn.Module]) -> type[nn.Module]:
         original_forward.__closure__,
     )
     copied_forward.__kwdefaults__ = original_forward.__kwdefaults__
-    # torch.compile would read the globals of the original file.
+    # Not compiled: torch.compile would read the globals of the original file.
     forward_over_ranks = torch.compiler.disable(copied_forward)
 
     @wraps(layer_class.forward)  # keeps the signature, which transformers reads
@@ -147,8 +146,7 @@ def _subclass_over_ranks(layer_class: type[nn.Module]) -> type[nn.Module]:
         cp: CpContext | None = None if sequence is None else sequence.current_state().cp
         if cp is None:
             return layer_class.forward(self, *args, **kwargs)
-        # These forwards pass unknown keywords on to the functions, so REPLACEMENTS receive `cp`. Without it they would
-        # raise.
+        # These forwards pass unknown keywords on to the functions that they call, so REPLACEMENTS receive `cp`.
         return forward_over_ranks(self, *args, cp=cp, **kwargs)
 
     # Keep the name of the class, because libraries identify layers by it.
@@ -255,8 +253,8 @@ def _run_delta_rule(
 
     `g` and `beta` are [batch, seq, heads, ...].
     """
-    runs, (batch, _, heads, dv), dk = _context_runs(cp), value.shape, key.shape[-1]
-    identity = torch.eye(dk, dtype=torch.float32, device=value.device).expand(batch, heads, dk, dk)
+    runs, (batch, _, num_heads, dv), dk = _context_runs(cp), value.shape, key.shape[-1]
+    identity = torch.eye(dk, dtype=torch.float32, device=value.device).expand(batch, num_heads, dk, dk)
     kwargs |= {"initial_state": functional.pad(identity, (dv, 0)), "output_final_state": True}
     value = functional.pad(value, (0, dk))
     run_inputs = zip(*(x.split(runs.local_lengths, dim=1) for x in (query, key, value, g, beta)), strict=True)
@@ -303,12 +301,12 @@ def _run_state_space(
         run_states.append(torch.cat([final_state.float().flatten(2), decays[:, -1].unsqueeze(-1)], -1))
     zeros, final_states = _gather_runs(run_states, runs, cp)
     states = [zeros[..., :-1]]
-    for packed in final_states[: runs.preceding_counts[-1]]:
-        states.append(packed[..., -1:] * states[-1] + packed[..., :-1])
+    for state_and_decay in final_states[: runs.preceding_counts[-1]]:
+        states.append(state_and_decay[..., -1:] * states[-1] + state_and_decay[..., :-1])
     outs = []
     for n, (out, decays, c) in zip(runs.preceding_counts, run_results, strict=True):
-        batch, _, heads, p = out.shape
-        state = states[n].view(batch, c.shape[2], heads // c.shape[2], p, -1)  # heads of a group share one C
+        batch, _, num_heads, p = out.shape
+        state = states[n].view(batch, c.shape[2], num_heads // c.shape[2], p, -1)  # heads of a group share one C
         carried_output = torch.einsum("blgn,bghpn->blghp", c.float(), state).flatten(2, 3) * decays.unsqueeze(-1)
         outs.append((out + carried_output).to(out.dtype))
     return torch.cat(outs, 1)
