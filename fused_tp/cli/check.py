@@ -127,7 +127,7 @@ def check(arguments: argparse.Namespace) -> CheckReport:
 
     config = parallel_config(arguments)
     make_model = model_maker(arguments.model, layers=arguments.layers, changes=dict(map(_parse_setting, arguments.set)))
-    options: dict[str, Any] = {"rows": arguments.batch_size, "seq": arguments.seq, "packed": arguments.packed}
+    options: dict[str, Any] = {"rows": arguments.batch_size, "seq_len": arguments.seq, "packed": arguments.packed}
     return check_model(
         make_model,
         config,

@@ -108,7 +108,7 @@ def run_rank(settings: TrainSettings) -> int:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds()))
     try:
         with TrainingRun(settings) as run:
-            log = RunLog(run, writes=dist.get_rank() == 0)
+            log = RunLog(run, is_writer=dist.get_rank() == 0)
             log.start()
             for step in run.steps():
                 log.log_step(step)

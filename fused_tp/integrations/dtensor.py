@@ -199,12 +199,12 @@ class _StyledModule(nn.Module):
             out = out.redistribute(placements=[target_layout])
         return out.to_local() if self._style.use_local_output else out
 
-    def _reduce_output(self, reduce: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
+    def _reduce_output(self, reduce: Callable[[int | None], Tensor], shape: tuple[int, ...], num_dims: int) -> Tensor:
         """Return the output of global `shape` in the style's output layout.
 
-        `reduce(dim)` reduce-scatters it along `dim`, one of its first `dims` dims; `reduce(None)` all-reduces it.
+        `reduce(dim)` reduce-scatters it along `dim`, one of its first `num_dims` dims; `reduce(None)` all-reduces it.
         """
-        dim = _shard_dim(_with_positive_dim(self._style.output_layouts[0], len(shape)), dims)
+        dim = _shard_dim(_with_positive_dim(self._style.output_layouts[0], len(shape)), num_dims)
         return self._convert_output(reduce(dim), Replicate() if dim is None else Shard(dim), shape)
 
 
@@ -317,6 +317,6 @@ def _with_positive_dim(layout: Placement, ndim: int) -> Placement:
     return Shard(layout.dim % ndim) if isinstance(layout, Shard) and ndim else layout
 
 
-def _shard_dim(layout: Placement, dims: int) -> int | None:
-    """Return the sharded dim of `layout` if it is one of the first `dims`, which the op gathers or scatters."""
-    return layout.dim if isinstance(layout, Shard) and layout.dim < dims else None
+def _shard_dim(layout: Placement, num_dims: int) -> int | None:
+    """Return the sharded dim of `layout` if it is one of the first `num_dims`, which the op gathers or scatters."""
+    return layout.dim if isinstance(layout, Shard) and layout.dim < num_dims else None

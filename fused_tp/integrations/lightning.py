@@ -30,7 +30,7 @@ from fused_tp.parallelizing.mesh import DIM_ORDER, make_mesh
 
 T = TypeVar("T", bound=type)
 
-_METADATA = "meta.pt"  # Lightning's name for the part of a checkpoint besides weights and optimizers
+_METADATA_FILENAME = "meta.pt"  # Lightning's name for the part of a checkpoint besides weights and optimizers
 _BATCH_DIMS = ("dp_replicate", "dp_shard", "ep")
 
 
@@ -98,21 +98,21 @@ class _ParallelStrategy:
                 f"the mesh has {' and '.join(sharded_dims)}, but configure_model did not shard the model over these "
                 "ranks. Call fused_tp.parallelize(self.model, self.device_mesh) in configure_model."
             )
-        replicas = self.distributed_sampler_kwargs["num_replicas"]
-        if replicas > 1 and not any(isinstance(module, FSDPModule) for module in self.model.modules()):
+        num_replicas = self.distributed_sampler_kwargs["num_replicas"]
+        if num_replicas > 1 and not any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ValueError(
-                f"there are {replicas} groups of ranks with different batches, whose gradients are not averaged. "
+                f"there are {num_replicas} groups of ranks with different batches, whose gradients are not averaged. "
                 "Apply fully_shard over fused_tp.fsdp_mesh(self.device_mesh) to the model in configure_model."
             )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        names, replicas, rank = self.device_mesh.mesh_dim_names or (), 1, 0
+        names, num_replicas, rank = self.device_mesh.mesh_dim_names or (), 1, 0
         for name in _BATCH_DIMS:
             if name in names:
                 mesh = self.device_mesh[name]
-                replicas, rank = replicas * mesh.size(), rank * mesh.size() + mesh.get_local_rank()
-        return {"num_replicas": replicas, "rank": rank}
+                num_replicas, rank = num_replicas * mesh.size(), rank * mesh.size() + mesh.get_local_rank()
+        return {"num_replicas": num_replicas, "rank": rank}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
@@ -122,28 +122,29 @@ class _ParallelStrategy:
         folder = Path(self.broadcast(filepath))
         state = {"state_dict": checkpoint.pop("state_dict")}
         optimizers = checkpoint.pop("optimizer_states", [])
-        state |= {f"optimizer_{number}": optimizer for number, optimizer in enumerate(optimizers)}
+        state |= {f"optimizer_{optimizer_index}": optimizer for optimizer_index, optimizer in enumerate(optimizers)}
         dcp.save(original_shapes(self.model, state), checkpoint_id=str(folder))
         if torch.distributed.get_rank() == 0:
-            torch.save(checkpoint, folder / _METADATA)
+            torch.save(checkpoint, folder / _METADATA_FILENAME)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         folder = Path(self.broadcast(checkpoint_path))
-        if not (folder / _METADATA).exists():  # a checkpoint file written by one process, or no checkpoint at all
+        # Without metadata, the path is a checkpoint file written by one process, or no checkpoint at all.
+        if not (folder / _METADATA_FILENAME).exists():
             strategy: Any = super()
             checkpoint: dict[str, Any] = strategy.load_checkpoint(folder, weights_only)
             return checkpoint
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
-        for number, optimizer in enumerate(self.optimizers):
-            state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
+        for optimizer_index, optimizer in enumerate(self.optimizers):
+            state[f"optimizer_{optimizer_index}"] = get_optimizer_state_dict(self.model, optimizer)
         strict = self.lightning_module.strict_loading
-        # None means True, as in the torch.load of the metadata below.
+        # None means True, as in the call of torch.load below.
         is_plain_data = weights_only is not False
         planner = (PlainPlanner if is_plain_data else DefaultLoadPlanner)(allow_partial_load=not strict)
         reader = (PlainReader if is_plain_data else dcp.FileSystemReader)(folder)
         dcp.load(original_shapes(self.model, state), storage_reader=reader, planner=planner)
         set_model_state_dict(self.model, state["state_dict"], options=StateDictOptions(strict=strict))
-        for number, optimizer in enumerate(self.optimizers):
-            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{number}"])
-        metadata: dict[str, Any] = torch.load(folder / _METADATA, weights_only=weights_only)
+        for optimizer_index, optimizer in enumerate(self.optimizers):
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{optimizer_index}"])
+        metadata: dict[str, Any] = torch.load(folder / _METADATA_FILENAME, weights_only=weights_only)
         return metadata

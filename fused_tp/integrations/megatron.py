@@ -241,11 +241,11 @@ class FusedVocabParallelEmbedding(VocabParallelEmbedding):
         Returns [seq / ranks, batch, embedding_dim] if reduce_scatter_embeddings, else [batch, seq, embedding_dim].
         """
         ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_
-        on_other_ranks = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
-        rows = (ids - self.vocab_start_index).masked_fill(on_other_ranks, 0)
-        # As in the parent class: indexing has a deterministic gradient on GPUs, F.embedding has not.
-        vectors = self.weight[rows] if self.deterministic_mode else F.embedding(rows, self.weight)
-        partial_sum = vectors.masked_fill(on_other_ranks.unsqueeze(-1), 0)
+        is_on_other_rank = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
+        rows = (ids - self.vocab_start_index).masked_fill(is_on_other_rank, 0)
+        # As in the parent class: on GPUs the gradient of indexing is deterministic, that of F.embedding is not.
+        embeddings = self.weight[rows] if self.deterministic_mode else F.embedding(rows, self.weight)
+        partial_sum = embeddings.masked_fill(is_on_other_rank.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             return reduce_scatter(partial_sum, 0, group=self.tp_group)
         return all_reduce(partial_sum, group=self.tp_group)

@@ -183,8 +183,8 @@ def _choose_attention(cp_group: Any, cp_comm_type: str | None, pg_collection: An
     )
 
 
-def _document_keywords(packed_seq_params: Any, causal: bool, ranks: int) -> dict[str, Any]:
-    """Return the keyword arguments of attention over packed documents sharded over `ranks` context parallel ranks."""
+def _document_keywords(packed_seq_params: Any, causal: bool, num_ranks: int) -> dict[str, Any]:
+    """Return the keywords of attention over packed documents sharded over `num_ranks` context parallel ranks."""
     if packed_seq_params.qkv_format != "thd":
         raise ValueError(f"qkv_format of packed_seq_params must be 'thd', got {packed_seq_params.qkv_format!r}.")
     if (
@@ -208,9 +208,9 @@ def _document_keywords(packed_seq_params: Any, causal: bool, ranks: int) -> dict
         # One copy to the CPU, for the check below and for the op.
         keywords[name] = (bounds if padded_bounds is None else padded_bounds).cpu()
         lengths = keywords[name].diff()
-        if ranks > 1 and bool((lengths % (2 * ranks)).any()):
+        if num_ranks > 1 and bool((lengths % (2 * num_ranks)).any()):
             raise ValueError(
-                f"each document must have a multiple of {2 * ranks} tokens, because Megatron-Core splits it into "
-                f"{2 * ranks} equal chunks, got {lengths.tolist()}. Pad the documents."
+                f"each document must have a multiple of {2 * num_ranks} tokens, because Megatron-Core splits it into "
+                f"{2 * num_ranks} equal chunks, got {lengths.tolist()}. Pad the documents."
             )
     return keywords

@@ -48,7 +48,7 @@ from fused_tp.ops.ring_attention import ring_attention
 AttentionResult: TypeAlias = "Tensor | tuple[Tensor, Tensor, None]"
 
 __all__ = [
-    f"{name}{kind}_func"
+    f"{name}{suffix}_func"
     for name in (
         "ring_flash_attn",
         "zigzag_ring_flash_attn",
@@ -56,7 +56,7 @@ __all__ = [
         "zigzag_ring_flash_attn_varlen",
         "llama3_flash_attn_varlen",
     )
-    for kind in ("", "_kvpacked", "_qkvpacked")
+    for suffix in ("", "_kvpacked", "_qkvpacked")
 ] + ["llama3_flash_attn_prepare_cu_seqlens"]
 
 
@@ -283,26 +283,28 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
 
 
 def _make_packed_variant(
-    function: Callable[..., AttentionResult], name: str, count: int
+    function: Callable[..., AttentionResult], name: str, num_packed: int
 ) -> Callable[..., AttentionResult]:
-    """Variant of `function` with its last `count` of (q, k, v) stacked in one tensor, in a dim before the heads."""
+    """Variant of `function` with the last `num_packed` of (q, k, v) stacked in one tensor, along a dim before heads."""
 
     def call(*args: Any, **keywords: Any) -> AttentionResult:
         call_arguments = signature.bind(*args, **keywords).arguments
         packed_tensor = call_arguments.pop(name)
-        if packed_tensor.ndim < 3 or packed_tensor.shape[-3] != count:
+        if packed_tensor.ndim < 3 or packed_tensor.shape[-3] != num_packed:
             raise ValueError(
-                f"{name} must have shape [..., {count}, heads, head_dim], got {tuple(packed_tensor.shape)}."
+                f"{name} must have shape [..., {num_packed}, heads, head_dim], got {tuple(packed_tensor.shape)}."
             )
-        separate_tensors = () if count == 3 else (call_arguments.pop("q"),)
+        separate_tensors = () if num_packed == 3 else (call_arguments.pop("q"),)
         return function(*separate_tensors, *packed_tensor.unbind(-3), **call_arguments)
 
     function_signature = inspect.signature(function)
     packed_parameter = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Tensor")
     parameters = list(function_signature.parameters.values())
-    signature = function_signature.replace(parameters=[*parameters[: 3 - count], packed_parameter, *parameters[3:]])
+    signature = function_signature.replace(
+        parameters=[*parameters[: 3 - num_packed], packed_parameter, *parameters[3:]]
+    )
     call.__name__ = call.__qualname__ = function.__name__.replace("_func", f"_{name}packed_func")
-    call.__doc__ = f"`{function.__name__}` of {name} [..., {count}, heads, head_dim]."
+    call.__doc__ = f"`{function.__name__}` of {name} [..., {num_packed}, heads, head_dim]."
     vars(call)["__signature__"] = signature
     return call
 

@@ -70,8 +70,8 @@ class _Projections(Module):
         self.sequence_dim = config.sequence_dim
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        # Store the mesh here instead of reading the current mesh in forward: only torchtitan's training step sets that,
-        # so other calls would return a rank's partial sum.
+        # Store the mesh here instead of reading the current mesh in forward: only torchtitan's training step sets the
+        # current mesh, so other calls would return a rank's partial sum.
         self.tp_mesh = parallel_dims.get_optional_mesh("tp")
         super().parallelize(parallel_dims)
 
@@ -95,8 +95,8 @@ class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
             return FusedQKVLinear.forward(self, x)
         with spmd.no_typecheck():
             (qkv,) = self.run_column(x, self.wqkv)
-            parts = qkv.unflatten(-1, (-1, self.r_dim, self.head_dim)).split([self.heads_per_kv, 1, 1], dim=-2)
-            q, k, v = (part.flatten(2, 3).contiguous() for part in parts)
+            qkv_parts = qkv.unflatten(-1, (-1, self.r_dim, self.head_dim)).split([self.heads_per_kv, 1, 1], dim=-2)
+            q, k, v = (part.flatten(2, 3).contiguous() for part in qkv_parts)
         return q, k, v
 
 
@@ -207,10 +207,10 @@ def _attend(
     keywords["is_unsharded"] = mesh is None
     if bounds_of_rows is None:
         return ring_attention_from_head(q, k, v, mesh, **keywords)
-    rows = [slice(i, i + 1) for i in range(q.shape[0])]
+    row_slices = [slice(i, i + 1) for i in range(q.shape[0])]
     outs = [
         ring_attention_from_head(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **keywords)
-        for row, bounds in zip(rows, bounds_of_rows, strict=True)
+        for row, bounds in zip(row_slices, bounds_of_rows, strict=True)
     ]
     return torch.cat(outs)
 
@@ -267,14 +267,14 @@ def _varlen_ring(
 ) -> Tensor:
     if out_transform is not None:
         raise NotImplementedError("out_transform is not supported over context parallel ranks. Pass None.")
-    bounds, rows = attention_masks.cu_seq_q.cpu().long(), q.shape[0]
-    row_length = int(bounds[-1]) // rows
+    bounds, num_rows = attention_masks.cu_seq_q.cpu().long(), q.shape[0]
+    row_length = int(bounds[-1]) // num_rows
     if row_length != q.shape[1] * mesh.size():
         raise ValueError(
-            f"attention_masks covers {rows} rows of {row_length} tokens, but {mesh.size()} ranks hold {q.shape[1]} "
+            f"attention_masks covers {num_rows} rows of {row_length} tokens, but {mesh.size()} ranks hold {q.shape[1]} "
             "tokens of each row. Pass the VarlenMetadata of the full batch, created before its tokens are sharded."
         )
-    starts = [row * row_length for row in range(rows)]
+    starts = [row * row_length for row in range(num_rows)]
     bounds_of_rows = [bounds[(bounds >= start) & (bounds <= start + row_length)] - start for start in starts]
     return _attend(q, k, v, mesh, bounds_of_rows, scale=scale, window=window)
 

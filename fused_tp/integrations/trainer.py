@@ -64,8 +64,8 @@ def parallel_trainer(kind: T) -> T:
 
 
 @cache
-def _make_parallel_class(kind: Any) -> Any:
-    return type(f"Parallel{kind.__name__}", (_ParallelTrainer, kind), {"__doc__": kind.__doc__})
+def _make_parallel_class(base_class: Any) -> Any:
+    return type(f"Parallel{base_class.__name__}", (_ParallelTrainer, base_class), {"__doc__": base_class.__doc__})
 
 
 def mark_as_sharded(model: nn.Module) -> None:
@@ -76,16 +76,16 @@ def mark_as_sharded(model: nn.Module) -> None:
     """
     base_model, parallelism = _base_model(model), _parallelism_of(model)
     meshes = [mesh for mesh in (parallelism.cp_mesh, parallelism.tp_mesh) if mesh is not None]
-    batch_ranks, index = 1, 0  # of the ranks that share a batch
+    num_batch_ranks, index = 1, 0  # of the ranks that share a batch
     for mesh in meshes:
-        batch_ranks, index = batch_ranks * mesh.size(), index * mesh.size() + mesh.get_local_rank()
-    if dist.get_rank() % batch_ranks != index:
+        num_batch_ranks, index = num_batch_ranks * mesh.size(), index * mesh.size() + mesh.get_local_rank()
+    if dist.get_rank() % num_batch_ranks != index:
         raise ValueError(
-            f"the {batch_ranks} ranks that share a batch must have consecutive numbers, because Trainer gives the same "
-            f"batch to {batch_ranks} consecutive ranks; rank {dist.get_rank()} has index {index} among them. Make 'cp' "
-            "and 'tp' the last dims of the mesh, as make_mesh does."
+            f"the {num_batch_ranks} ranks that share a batch must have consecutive numbers, because Trainer gives the "
+            f"same batch to {num_batch_ranks} consecutive ranks; rank {dist.get_rank()} has index {index} among them. "
+            "Make 'cp' and 'tp' the last dims of the mesh, as make_mesh does."
         )
-    replicas, is_fsdp = dist.get_world_size() // batch_ranks, isinstance(base_model, FSDPModule)
+    replicas, is_fsdp = dist.get_world_size() // num_batch_ranks, isinstance(base_model, FSDPModule)
     if replicas > 1 and not is_fsdp:
         raise ValueError(
             f"there are {replicas} groups of ranks with different batches, whose gradients Trainer does not average "
@@ -103,8 +103,8 @@ def mark_as_sharded(model: nn.Module) -> None:
         )
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    base_model._is_distributed_loading_by_transformers, base_model._tp_size = True, batch_ranks
-    base_model.config.distributed_config = DistributedConfig(tp_size=batch_ranks, tp_plan={}, fsdp_size=replicas)
+    base_model._is_distributed_loading_by_transformers, base_model._tp_size = True, num_batch_ranks
+    base_model.config.distributed_config = DistributedConfig(tp_size=num_batch_ranks, tp_plan={}, fsdp_size=replicas)
     if is_fsdp:
         base_model._is_fsdp_managed_module = True
 
@@ -174,7 +174,7 @@ class _ParallelTrainer:
         own_gather = self.gather_function
         self.gather_function = partial(_gather_without_copies, self.accelerator, self.get_tp_size(), own_gather)
         try:
-            output = trainer.evaluation_loop(*args, **kwargs)  # resets gather_function itself at the end
+            output = trainer.evaluation_loop(*args, **kwargs)  # resets gather_function at the end
         except BaseException:
             self.gather_function = own_gather
             raise
@@ -266,13 +266,13 @@ def _check_settings(settings: Any, parallelism: Parallelism) -> None:
         )
 
 
-def _gather_without_copies(accelerator: Any, copies: int, gather_for_metrics: Any, tensors: Any) -> Any:
-    """Gather `tensors` for metrics from one of every `copies` consecutive ranks, which have equal batches."""
+def _gather_without_copies(accelerator: Any, num_copies: int, gather_for_metrics: Any, tensors: Any) -> Any:
+    """Gather `tensors` for metrics from one of every `num_copies` consecutive ranks, which have equal batches."""
     gather, world_size = accelerator.gather, accelerator.num_processes
 
     def gather_once(tensors: Any) -> Any:
         return tree_map(
-            lambda t: t.unflatten(0, (-1, copies, len(t) // world_size))[:, 0].flatten(0, 1), gather(tensors)
+            lambda t: t.unflatten(0, (-1, num_copies, len(t) // world_size))[:, 0].flatten(0, 1), gather(tensors)
         )
 
     with mock.patch.object(accelerator, "gather", gather_once):

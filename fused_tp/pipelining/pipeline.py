@@ -800,7 +800,8 @@ class Pipeline:
                 raise ValueError(
                     f"microbatches must have equal numbers of targets, got {counts[0][0]} in the first and {count[0]} "
                     f"in microbatch {microbatch_index}: the model's loss does not accept num_items_in_batch, so the "
-                    "result would be a mean of means. Make the numbers equal, or pass loss_fn(output, labels) to pipeline."
+                    "result would be a mean of means. Make the numbers equal, or pass loss_fn(output, labels) to "
+                    "pipeline."
                 )
 
     def _report_unequal_counts(self, labels: Tensor) -> None:

@@ -119,13 +119,13 @@ class ParallelConfig:
         Raises:
             ValueError: the other sizes do not divide `ranks`.
         """
-        other_ranks = self.world_size // self.dp_shard
-        if ranks % other_ranks:
+        num_other_ranks = self.world_size // self.dp_shard
+        if ranks % num_other_ranks:
             raise ValueError(
-                f"the number of ranks must be a multiple of {other_ranks} for {self.shown(without='dp_shard')}, got "
-                f"{ranks}; use {ranks - ranks % other_ranks or other_ranks}."
+                f"the number of ranks must be a multiple of {num_other_ranks} for {self.shown(without='dp_shard')}, "
+                f"got {ranks}; use {ranks - ranks % num_other_ranks or num_other_ranks}."
             )
-        return replace(self, dp_shard=ranks // other_ranks)
+        return replace(self, dp_shard=ranks // num_other_ranks)
 
     def shown(self, without: str = "") -> str:
         """Format the sizes above 1 for messages, such as "pp2 x tp4"; "one rank" if all are 1."""
@@ -187,24 +187,39 @@ class ParallelConfig:
         """
         problems = []
         for attention in shape.attention:
-            for head_kind, count in (("attention heads", attention.heads), ("key/value heads", attention.kv_heads)):
+            for head_kind, num_heads in (
+                ("attention heads", attention.num_heads),
+                ("key/value heads", attention.num_kv_heads),
+            ):
                 # A single key/value head (multi-query attention) is replicated: every rank computes it.
-                if attention.sharded and count % self.tp and not (head_kind == "key/value heads" and count == 1):
-                    problems.append(f"tp={self.tp} does not divide the {count} {head_kind}; {_divisors(count)} do")
-            if attention.heads % (attention.kv_heads or 1):
+                if (
+                    attention.is_sharded
+                    and num_heads % self.tp
+                    and not (head_kind == "key/value heads" and num_heads == 1)
+                ):
+                    problems.append(
+                        f"tp={self.tp} does not divide the {num_heads} {head_kind}; {_divisors(num_heads)} do"
+                    )
+            if attention.num_heads % (attention.num_kv_heads or 1):
                 problems.append(
-                    f"the {attention.kv_heads} key/value heads do not divide the {attention.heads} attention heads"
+                    f"the {attention.num_kv_heads} key/value heads do not divide the {attention.num_heads} attention "
+                    "heads"
                 )
-            if attention.heads // self.tp % self.ulysses_size or attention.kv_heads // self.tp % self.ulysses_size:
+            if (
+                attention.num_heads // self.tp % self.ulysses_size
+                or attention.num_kv_heads // self.tp % self.ulysses_size
+            ):
                 problems.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
         if self.ep > 1 and not shape.experts:
             problems.append(f"ep={self.ep} needs experts, but the model has none")
-        for experts in shape.experts:
-            if experts % self.ep:
-                problems.append(f"ep={self.ep} does not divide the {experts} experts; {_divisors(experts)} do")
-        stages = self.pp * (self.virtual_stages or 1)
-        if stages > shape.layers:
-            problems.append(f"pp={self.pp} needs {stages} layers for {stages} stages, got {shape.layers} layers")
+        for num_experts in shape.experts:
+            if num_experts % self.ep:
+                problems.append(f"ep={self.ep} does not divide the {num_experts} experts; {_divisors(num_experts)} do")
+        num_stages = self.pp * (self.virtual_stages or 1)
+        if num_stages > shape.layers:
+            problems.append(
+                f"pp={self.pp} needs {num_stages} layers for {num_stages} stages, got {shape.layers} layers"
+            )
         if seq is not None and self.cp > 1 and self.pp > 1 and seq % (2 * self.cp):
             problems.append(f"seq={seq} must be a multiple of {2 * self.cp} for cp={self.cp} in a pipeline")
         if global_batch is not None and global_batch % (self.data_parallel * self.microbatches):
@@ -276,5 +291,5 @@ def field_names() -> tuple[str, ...]:
     return tuple(field.name for field in fields(ParallelConfig))
 
 
-def _divisors(count: int) -> str:
-    return join_words([str(n) for n in range(1, min(count, 64) + 1) if count % n == 0])
+def _divisors(number: int) -> str:
+    return join_words([str(n) for n in range(1, min(number, 64) + 1) if number % n == 0])

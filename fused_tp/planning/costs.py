@@ -115,15 +115,15 @@ class _ParameterGroup:
     """Parameters that are distributed in the same way over data parallel ranks.
 
     Attributes:
-        count: number of parameters on a rank before data parallelism shards them.
-        shards: number of ranks that shard them.
-        copies: number of ranks that replicate them.
+        num_parameters: number of parameters on a rank before data parallelism shards them.
+        num_shards: number of ranks that shard them.
+        num_replicas: number of ranks that replicate them.
         neighbor_distance: distance in ranks between two neighbors of such a group.
     """
 
-    count: float
-    shards: int
-    copies: int
+    num_parameters: float
+    num_shards: int
+    num_replicas: int
     neighbor_distance: int
 
 
@@ -231,32 +231,37 @@ class CostModel:
         return self._matmul_seconds(out_features, in_features, self.tokens, precision, result_bytes=8)
 
     def _collective_seconds(
-        self, nbytes: float, ranks: int, neighbor_distance: int, passes: int = 1, uses_torch_distributed: bool = False
+        self,
+        nbytes: float,
+        num_ranks: int,
+        neighbor_distance: int,
+        num_passes: int = 1,
+        uses_torch_distributed: bool = False,
     ) -> float:
         """Return the seconds of an all-gather or reduce-scatter.
 
         Args:
             nbytes: bytes of the gathered tensor.
-            ranks: number of participating ranks.
+            num_ranks: number of participating ranks.
             neighbor_distance: number of ranks of the inner mesh dims, that is, the distance in ranks between two
                 neighbors.
-            passes: 2 for an all-reduce.
+            num_passes: 2 for an all-reduce.
             uses_torch_distributed: True if torch.distributed communicates, at `Machine.message_bandwidth`, instead of
                 fused_tp's transport.
         """
-        if ranks == 1:
+        if num_ranks == 1:
             return 0.0
         machine = self.machine
-        local_ranks = max(1, min(ranks, machine.ranks_per_node // neighbor_distance))
+        num_local_ranks = max(1, min(num_ranks, machine.ranks_per_node // neighbor_distance))
         bandwidth, latency = machine.link_bandwidth, machine.link_latency
         if uses_torch_distributed:
             bandwidth, latency = machine.message_bandwidth or bandwidth, machine.message_latency or latency
         bandwidth *= self.constants.links
-        if local_ranks < ranks:
-            # Each GPU has a network adapter, so the local ranks together have `local_ranks` times its bandwidth.
-            bandwidth = min(bandwidth, machine.network_bandwidth * self.constants.network * local_ranks)
+        if num_local_ranks < num_ranks:
+            # Each GPU has a network adapter, so the local ranks together have `num_local_ranks` times its bandwidth.
+            bandwidth = min(bandwidth, machine.network_bandwidth * self.constants.network * num_local_ranks)
             latency = machine.network_latency
-        return passes * (latency * log2(ranks) + nbytes * (ranks - 1) / ranks / bandwidth)
+        return num_passes * (latency * log2(num_ranks) + nbytes * (num_ranks - 1) / num_ranks / bandwidth)
 
     def _overlapped_seconds(self, collective_seconds: float, compute_seconds: float) -> float:
         """Return the seconds of a collective that overlap with `compute_seconds` seconds of compute."""
@@ -284,8 +289,8 @@ class CostModel:
 
     def _layer_time(self, layer: Layer) -> tuple[StepTime, StepTime]:
         tp, tokens, hidden, kernel_seconds = self.config.tp, self.tokens, self.shape.hidden, self.constants.kernel
-        # Bytes per token: in 2 bytes each, the sum reads two tensors and writes one, and the norm reads and writes one;
-        # dropout adds its mask of one byte.
+        # Bytes per token at 2 bytes per element: the residual add reads two tensors and writes one, the norm reads one
+        # and writes one (10 bytes per feature). Dropout adds a mask of 1 byte.
         bytes_between_blocks = (10 + self.software.dropout) * hidden / self.sequence_ranks
         forward, backward = StepTime(), StepTime()
         for attention in layer.attention:
@@ -357,11 +362,11 @@ class CostModel:
             self._matmul_seconds(tokens, row_features, hidden),
             self._grad_weight_matmul_seconds(hidden, row_features),
         )
-        element_count = tokens * hidden / self.constants.fused_links
+        num_elements = tokens * hidden / self.constants.fused_links
         gather_seconds = self._collective_seconds(
-            (1 if self.precision == "fp8" else self.element_bytes) * element_count, tp, 1
+            (1 if self.precision == "fp8" else self.element_bytes) * num_elements, tp, 1
         )
-        scatter_seconds = self._collective_seconds(self.element_bytes * element_count, tp, 1)
+        scatter_seconds = self._collective_seconds(self.element_bytes * num_elements, tp, 1)
         forward = StepTime(matmul=column_seconds[0] + row_seconds[0])
         backward = StepTime(matmul=sum(column_seconds[1:]) + sum(row_seconds[1:]))
         if self.config.sequence_parallel:
@@ -399,39 +404,43 @@ class CostModel:
 
     def _attention_time(self, attention: Attention) -> tuple[StepTime, StepTime]:
         """Return forward and backward time of attention, with the ring of keys and values."""
-        cp, tp = self.config.cp, self.config.tp if attention.sharded else 1
-        heads, head_dim = attention.heads / tp, attention.head_dim
+        cp, tp = self.config.cp, self.config.tp if attention.is_sharded else 1
+        num_local_heads, head_dim = attention.num_heads / tp, attention.head_dim
         if self.software.attention == "flash":
             flops_per_second = self.machine.attention_flops * (self.constants.ring_attention if cp > 1 else 1)
             forward_seconds = (
-                4 * self.tokens * attention.attended_tokens(self.seq) * heads * head_dim / flops_per_second
+                4 * self.tokens * attention.attended_tokens(self.seq) * num_local_heads * head_dim / flops_per_second
             )
             forward, backward = StepTime(attention=forward_seconds), StepTime(attention=2.5 * forward_seconds)
         else:
-            score_count = self.tokens * self.seq * heads
-            matmul_count = self.microbatch_rows * heads
+            num_scores = self.tokens * self.seq * num_local_heads
+            num_matmuls = self.microbatch_rows * num_local_heads
             query_tokens = self.seq / cp
             launch_seconds = 2 * self.constants.kernel  # two batched matmuls launch two kernels for all heads and rows
             matmul_seconds = self._matmul_seconds(query_tokens, self.seq, head_dim, self._dense_precision)
             matmul_seconds += (
                 self._matmul_seconds(query_tokens, head_dim, self.seq, self._dense_precision) - launch_seconds
             )
-            products_seconds = matmul_count * matmul_seconds + launch_seconds
+            products_seconds = num_matmuls * matmul_seconds + launch_seconds
             # Bytes per score: 2 written, 4 for softmax, 5 for dropout with its mask, 2 read.
-            softmax_seconds = self._pointwise_seconds((2 + 4 + 5 * self.software.dropout + 2) * score_count)
+            softmax_seconds = self._pointwise_seconds((2 + 4 + 5 * self.software.dropout + 2) * num_scores)
             forward = StepTime(attention=products_seconds + softmax_seconds)
             backward = StepTime(attention=2 * (products_seconds + softmax_seconds))
             if self.software.attention == "selective":
                 backward += StepTime(recompute=products_seconds / 2 + softmax_seconds)
         ring_seconds = 0.0
         if cp > 1 and self.config.ulysses_size == 1:
-            gathered_bytes = 2 * self.element_bytes * cp * self.tokens * attention.kv_heads * head_dim / tp
+            gathered_bytes = 2 * self.element_bytes * cp * self.tokens * attention.num_kv_heads * head_dim / tp
             step_seconds = self._collective_seconds(gathered_bytes, cp, tp) / (cp - 1)
             overlapped_seconds = self._overlapped_seconds(step_seconds, forward.attention / cp)
             ring_seconds = (cp - 1) * (step_seconds - overlapped_seconds + OVERLAP_COST * overlapped_seconds)
         elif cp > 1:
             sent_bytes = (
-                self.tokens * (2 * attention.heads + 2 * attention.kv_heads) * head_dim / tp * self.element_bytes
+                self.tokens
+                * (2 * attention.num_heads + 2 * attention.num_kv_heads)
+                * head_dim
+                / tp
+                * self.element_bytes
             )
             ring_seconds = self._collective_seconds(sent_bytes, cp, tp)
         return forward + StepTime(cp=ring_seconds), backward + StepTime(cp=2 * ring_seconds)
@@ -496,17 +505,17 @@ class CostModel:
                 )
                 idle_seconds = max(forward.total * layers_per_rank, mean_rank_seconds - 2 * weight_grad_seconds)
             bubble_seconds = (pp - 1) / self.stages_per_rank * idle_seconds
-            sending_ranks = config.tp if self.software.split_sends else self.sequence_ranks
-            stage_ranks = config.tp * config.cp * config.data_parallel
+            num_sending_ranks = config.tp if self.software.split_sends else self.sequence_ranks
+            num_stage_ranks = config.tp * config.cp * config.data_parallel
             message_seconds = self._collective_seconds(
-                2 * self.element_bytes * self.tokens * self.shape.hidden / sending_ranks,
+                2 * self.element_bytes * self.tokens * self.shape.hidden / num_sending_ranks,
                 2,
-                stage_ranks,
+                num_stage_ranks,
                 uses_torch_distributed=True,
             )
             # Interleaved stages compute other microbatches during a message, which hides it.
-            exposed_messages = 2 * (microbatches if self.stages_per_rank == 1 else 0) + 2 * (pp - 1)
-            step_time += StepTime(bubble=bubble_seconds, pp=exposed_messages * message_seconds)
+            num_exposed_messages = 2 * (microbatches if self.stages_per_rank == 1 else 0) + 2 * (pp - 1)
+            step_time += StepTime(bubble=bubble_seconds, pp=num_exposed_messages * message_seconds)
         # Bytes per parameter; bf16 adds an fp32 copy of the weights.
         adam_bytes = 28 if self.precision == "fp32" else 32
         optimizer_seconds = self._memory_seconds(adam_bytes * self._optimized_parameters, self.constants.optimizer)
@@ -528,12 +537,15 @@ class CostModel:
             compute_seconds = self.layers_on_rank * layer_forward_seconds, self.layers_on_rank * layer_backward_seconds
             reduce_seconds, gather_seconds = 0.0, 0.0
             for group in self._parameter_groups:
-                passes = 2 if group.shards == 1 else 1
+                num_passes = 2 if group.num_shards == 1 else 1
                 reduce_seconds += collective_seconds(
-                    gradient_bytes * group.count, group.shards * group.copies, group.neighbor_distance, passes
+                    gradient_bytes * group.num_parameters,
+                    group.num_shards * group.num_replicas,
+                    group.neighbor_distance,
+                    num_passes,
                 )
                 gather_seconds += collective_seconds(
-                    self.element_bytes * group.count, group.shards, group.neighbor_distance
+                    self.element_bytes * group.num_parameters, group.num_shards, group.neighbor_distance
                 )
             if not can_overlap:
                 return reduce_seconds + gather_seconds
@@ -545,17 +557,17 @@ class CostModel:
             )
         gather_seconds, scatter_seconds, reduce_replicas_seconds = 0.0, 0.0, 0.0  # per layer
         for group in self._parameter_groups:
-            layer_parameters = group.count / self.layers_on_rank
+            layer_parameters = group.num_parameters / self.layers_on_rank
             gather_seconds += collective_seconds(
-                self.element_bytes * layer_parameters, group.shards, group.neighbor_distance
+                self.element_bytes * layer_parameters, group.num_shards, group.neighbor_distance
             )
             scatter_seconds += collective_seconds(
-                gradient_bytes * layer_parameters, group.shards, group.neighbor_distance
+                gradient_bytes * layer_parameters, group.num_shards, group.neighbor_distance
             )
             reduce_replicas_seconds += collective_seconds(
-                gradient_bytes * layer_parameters / group.shards,
-                group.copies,
-                group.neighbor_distance * group.shards,
+                gradient_bytes * layer_parameters / group.num_shards,
+                group.num_replicas,
+                group.neighbor_distance * group.num_shards,
                 passes=2,
             )
         # Gradients are reduced after the last microbatch. A pipeline gathers parameters once per step; without a
@@ -637,22 +649,27 @@ class CostModel:
         config = self.config
         distributed_experts = self._sum_on_largest_rank(self._expert_parameters) if config.ep > 1 else 0.0
         groups = []
-        for count, replicas in ((self._parameters_on_rank - distributed_experts, config.ep), (distributed_experts, 1)):
+        for num_parameters, num_ep_replicas in (
+            (self._parameters_on_rank - distributed_experts, config.ep),
+            (distributed_experts, 1),
+        ):
             if self.software.shards == "optimizer":
-                ranks = config.data_parallel // config.ep * replicas * config.cp
-                shards, copies = (ranks, 1) if config.dp_shard * config.ep > 1 else (1, ranks)
+                num_ranks = config.data_parallel // config.ep * num_ep_replicas * config.cp
+                num_shards, num_replicas = (num_ranks, 1) if config.dp_shard * config.ep > 1 else (1, num_ranks)
             elif config.is_sharded:
-                shards, copies = config.dp_shard * config.cp * replicas, config.dp_replicate
+                num_shards, num_replicas = config.dp_shard * config.cp * num_ep_replicas, config.dp_replicate
             else:  # cp ranks replicate parameters, too
-                shards, copies = 1, config.cp * replicas
-            if count:
-                groups.append(_ParameterGroup(count, shards, copies, config.tp * config.ep // replicas))
+                num_shards, num_replicas = 1, config.cp * num_ep_replicas
+            if num_parameters:
+                groups.append(
+                    _ParameterGroup(num_parameters, num_shards, num_replicas, config.tp * config.ep // num_ep_replicas)
+                )
         return groups
 
     @cached_property
     def _optimized_parameters(self) -> float:
         """Number of parameters whose optimizer state the rank keeps."""
-        return sum(group.count / group.shards for group in self._parameter_groups)
+        return sum(group.num_parameters / group.num_shards for group in self._parameter_groups)
 
     @cached_property
     def memory(self) -> Memory:
@@ -702,8 +719,10 @@ class CostModel:
             2 * (block.saved_features / tp + block.saved_replicated_features) for block in layer.blocks
         )
         if self.software.attention == "unfused":
-            heads = sum(attention.heads / (tp if attention.sharded else 1) for attention in layer.attention)
-            saved_features += (4 + self.software.dropout) * heads * self.seq
+            num_local_heads = sum(
+                attention.num_heads / (tp if attention.is_sharded else 1) for attention in layer.attention
+            )
+            saved_features += (4 + self.software.dropout) * num_local_heads * self.seq
         return self.tokens * saved_features * self.element_bytes / 2
 
     @property

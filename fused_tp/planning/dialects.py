@@ -73,7 +73,10 @@ def _find_dialect(keys: list[str], field_names: tuple[str, ...]) -> Dialect:
             libraries_of_key[key].append("ParallelConfig")
     for key, names in libraries_of_key.items():
         if not names:
-            known_keys = [*field_names, *(word for d in DIALECTS.values() for word in (*d.field_of_key, *d.other_keys))]
+            known_keys = [
+                *field_names,
+                *(known_key for d in DIALECTS.values() for known_key in (*d.field_of_key, *d.other_keys)),
+            ]
             similar_keys = difflib.get_close_matches(key, known_keys, 1)
             raise ValueError(
                 f"{key!r} is not a key of ParallelConfig or of {', '.join(DIALECTS)}."

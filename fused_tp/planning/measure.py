@@ -60,15 +60,15 @@ Case = Callable[[], object]
 class LlamaSizes:
     """Sizes of the Llama model whose layers are measured."""
 
-    rows: int
+    num_rows: int
     seq: int
     hidden: int
     intermediate: int
-    heads: int
+    num_heads: int
 
     @property
-    def tokens(self) -> int:
-        return self.rows * self.seq
+    def num_tokens(self) -> int:
+        return self.num_rows * self.seq
 
     @property
     def config(self) -> Any:
@@ -80,8 +80,8 @@ class LlamaSizes:
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_hidden_layers=LAYER_COUNT,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads // 2,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_heads // 2,
         )
 
     @cached_property
@@ -90,10 +90,10 @@ class LlamaSizes:
 
 
 LARGE_SIZES = {
-    "cpu": LlamaSizes(rows=4, seq=256, hidden=384, intermediate=1024, heads=8),
-    "cuda": LlamaSizes(rows=4, seq=4096, hidden=4096, intermediate=14336, heads=32),  # enough to fill a GPU
+    "cpu": LlamaSizes(num_rows=4, seq=256, hidden=384, intermediate=1024, num_heads=8),
+    "cuda": LlamaSizes(num_rows=4, seq=4096, hidden=4096, intermediate=14336, num_heads=32),  # enough to fill a GPU
 }
-SMALL_SIZES = LlamaSizes(rows=1, seq=16, hidden=64, intermediate=128, heads=4)
+SMALL_SIZES = LlamaSizes(num_rows=1, seq=16, hidden=64, intermediate=128, num_heads=4)
 
 
 def measure_machine(name: str = "this machine") -> Machine:
@@ -113,15 +113,15 @@ def measure_machine(name: str = "this machine") -> Machine:
     Example:
         >>> machine = measure_machine("workstation")  # under torchrun; or `fused-tp plan --measure FILE`
     """
-    ranks = dist.get_world_size()
-    if ranks > 1 and ranks % 2:
-        raise ValueError(f"the number of ranks must be even, because links are measured in pairs, got {ranks}.")
+    num_ranks = dist.get_world_size()
+    if num_ranks > 1 and num_ranks % 2:
+        raise ValueError(f"the number of ranks must be even, because links are measured in pairs, got {num_ranks}.")
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks)
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     sizes = LARGE_SIZES[device.type]
-    return machine_from_timings(_time_cases(_make_cases(sizes, device)), sizes, ranks, Machine(
+    return machine_from_timings(_time_cases(_make_cases(sizes, device)), sizes, num_ranks, Machine(
         name=name,
         peak_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
         matmul_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
@@ -130,24 +130,26 @@ def measure_machine(name: str = "this machine") -> Machine:
         memory_bandwidth=1.0,
         link_bandwidth=1.0,
         network_bandwidth=1.0,
-        ranks_per_node=ranks,
+        ranks_per_node=num_ranks,
         overlaps=device.type != "cpu",
         source=f"measured with torch {torch.__version__}; between nodes: as torch.distributed within this one",
     ))  # fmt: skip
 
 
-def machine_from_timings(case_seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, machine: Machine) -> Machine:
+def machine_from_timings(
+    case_seconds: Mapping[str, float], sizes: LlamaSizes, num_ranks: int, machine: Machine
+) -> Machine:
     """Return `machine` with the numbers computed from the `case_seconds` of all cases.
 
     With one rank there are no links; link and network bandwidth are then set to the memory bandwidth.
     """
     (precision,) = machine.peak_flops
     element_bytes = 4 if precision == "fp32" else 2
-    tokens, hidden, intermediate = sizes.tokens, sizes.hidden, sizes.intermediate
+    num_tokens, hidden, intermediate = sizes.num_tokens, sizes.hidden, sizes.intermediate
     copy_bandwidth = 2 * _COPY_BYTES / case_seconds["copy"]
-    moved_bytes = 3 * element_bytes * (tokens * (hidden + intermediate) + hidden * intermediate)
+    moved_bytes = 3 * element_bytes * (num_tokens * (hidden + intermediate) + hidden * intermediate)
     matmul_flops = {
-        precision: 6 * tokens * hidden * intermediate / (case_seconds["linear"] - moved_bytes / copy_bandwidth)
+        precision: 6 * num_tokens * hidden * intermediate / (case_seconds["linear"] - moved_bytes / copy_bandwidth)
     }
     parameters = sum(layer.parameters for layer in sizes.shape.stack)
     constants = HardwareConstants(
@@ -159,14 +161,16 @@ def machine_from_timings(case_seconds: Mapping[str, float], sizes: LlamaSizes, r
         optimizer=28 * parameters / copy_bandwidth / case_seconds["optimizer"],
         fused_matmul=case_seconds["linear"] / case_seconds["fused linear"],
         # Each of two ranks computes half.
-        ring_attention=case_seconds["attention"] / min(ranks, 2) / case_seconds["ring"],
+        ring_attention=case_seconds["attention"] / min(num_ranks, 2) / case_seconds["ring"],
     )
     rates: dict[str, Any] = {
         "peak_flops": matmul_flops,
         "matmul_flops": matmul_flops,
         "memory_bandwidth": copy_bandwidth,
     }
-    rates["attention_flops"] = 3.5 * 2 * tokens * sizes.seq * hidden / case_seconds["attention"]  # backward: 2.5 times
+    rates["attention_flops"] = (
+        3.5 * 2 * num_tokens * sizes.seq * hidden / case_seconds["attention"]
+    )  # backward: 2.5 times
     machine = replace(machine, **rates, constants=constants)
 
     # Solve for `pointwise` and `kernel_seconds` with a small and a large layer:
@@ -178,17 +182,17 @@ def machine_from_timings(case_seconds: Mapping[str, float], sizes: LlamaSizes, r
     ]
     extra_memory_bound = large_layer.memory_bound - small_layer.memory_bound
     pointwise = extra_memory_bound / max(memory_bound[1] - memory_bound[0], extra_memory_bound)
-    kernel_count = (
+    num_kernels = (
         _layer_time(replace(machine, constants=replace(constants, kernel=1.0)), SMALL_SIZES).total - small_layer.total
     )
-    kernel_seconds = max(memory_bound[0] - small_layer.memory_bound / pointwise, memory_bound[0] / 10) / kernel_count
+    kernel_seconds = max(memory_bound[0] - small_layer.memory_bound / pointwise, memory_bound[0] / 10) / num_kernels
     constants = replace(constants, pointwise=pointwise, kernel=kernel_seconds)
     machine = replace(machine, constants=constants)
-    if ranks == 1:
+    if num_ranks == 1:
         return replace(machine, link_bandwidth=copy_bandwidth, network_bandwidth=copy_bandwidth)
 
-    def seconds_per_collective(case: str, baseline: str, collectives: int) -> float:
-        return max((case_seconds[case] - case_seconds[baseline]) / LAYER_COUNT / collectives, 1e-6)
+    def seconds_per_collective(case: str, baseline: str, num_collectives: int) -> float:
+        return max((case_seconds[case] - case_seconds[baseline]) / LAYER_COUNT / num_collectives, 1e-6)
 
     # With sequence parallelism a layer runs 4 collectives in forward and 6 in backward. FSDP2 runs 3 per layer: two
     # all-gathers of its parameters and one reduce-scatter of its gradients.
@@ -213,7 +217,7 @@ def machine_from_timings(case_seconds: Mapping[str, float], sizes: LlamaSizes, r
         machine,
         constants=constants,
         link_latency=link_latency,
-        link_bandwidth=element_bytes * tokens * hidden / 2 / collective_seconds,
+        link_bandwidth=element_bytes * num_tokens * hidden / 2 / collective_seconds,
         message_latency=message_latency,
         message_bandwidth=message_bandwidth,
         network_latency=message_latency,
@@ -225,7 +229,12 @@ def _layer_time(machine: Machine, sizes: LlamaSizes, config: ParallelConfig = ON
     """Return the predicted time of a layer, forward and backward."""
     (precision,) = machine.peak_flops
     forward, backward = CostModel(
-        shape=sizes.shape, config=config, machine=machine, seq=sizes.seq, global_batch=sizes.rows, precision=precision
+        shape=sizes.shape,
+        config=config,
+        machine=machine,
+        seq=sizes.seq,
+        global_batch=sizes.num_rows,
+        precision=precision,
     ).mean_layer_times
     return forward + backward
 
@@ -246,9 +255,9 @@ def _make_cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
         torch.manual_seed(0)  # the same on all ranks
         model = AutoModelForCausalLM.from_config(sizes.config, dtype=dtype).to(device)
         parallelize_model(model)
-        tokens = torch.zeros(sizes.rows, sizes.seq, dtype=torch.int64, device=device)
+        tokens = torch.zeros(sizes.num_rows, sizes.seq, dtype=torch.int64, device=device)
         # Two documents in each row, so that transformers builds a mask.
-        positions = (torch.arange(sizes.seq, device=device) % (sizes.seq // 2)).expand(sizes.rows, -1)
+        positions = (torch.arange(sizes.seq, device=device) % (sizes.seq // 2)).expand(sizes.num_rows, -1)
 
         def run() -> None:
             model.zero_grad()
@@ -262,13 +271,19 @@ def _make_cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
         return run, update
 
     source, target = (torch.zeros(_COPY_BYTES, device=device, dtype=torch.uint8) for _ in range(2))
-    tokens, hidden, intermediate = sizes.tokens, sizes.hidden, sizes.intermediate
-    x, w, dy = random_tensor(tokens, hidden), random_tensor(intermediate, hidden), random_tensor(tokens, intermediate)
+    num_tokens, hidden, intermediate = sizes.num_tokens, sizes.hidden, sizes.intermediate
+    x, w, dy = (
+        random_tensor(num_tokens, hidden),
+        random_tensor(intermediate, hidden),
+        random_tensor(num_tokens, intermediate),
+    )
     linear_inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
-    q, k, v = (random_tensor(sizes.rows, sizes.heads, sizes.seq, sizes.hidden // sizes.heads) for _ in range(3))
+    q, k, v = (
+        random_tensor(sizes.num_rows, sizes.num_heads, sizes.seq, sizes.hidden // sizes.num_heads) for _ in range(3)
+    )
     attention_inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     attend: Any = F.scaled_dot_product_attention
-    mask = torch.ones(sizes.rows, 1, sizes.seq, sizes.seq, dtype=torch.bool, device=device).tril()
+    mask = torch.ones(sizes.num_rows, 1, sizes.seq, sizes.seq, dtype=torch.bool, device=device).tril()
     (few_layers_case, few_update_case), (many_layers_case, many_update_case) = (
         make_layers(SMALL_SIZES),
         make_layers(sizes),
@@ -293,8 +308,10 @@ def _make_cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
     )
     if pair_size == 1:
         return cases
-    short_row_sizes = replace(sizes, rows=1, seq=SMALL_SIZES.seq)
-    half_sequence, full_sequence = (random_tensor(sizes.rows, seq, sizes.hidden) for seq in (sizes.seq // 2, sizes.seq))
+    short_row_sizes = replace(sizes, num_rows=1, seq=SMALL_SIZES.seq)
+    half_sequence, full_sequence = (
+        random_tensor(sizes.num_rows, seq, sizes.hidden) for seq in (sizes.seq // 2, sizes.seq)
+    )
 
     def shard_over_tp(model: nn.Module) -> None:
         parallelize(model, pair_mesh, sequence_parallel=True)
@@ -325,8 +342,8 @@ def _time_cases(cases: Mapping[str, Case]) -> dict[str, float]:
     for _ in range(ROUNDS):
         for name, run in cases.items():
             run()
-            calls = max(3, int(ROUND_SECONDS / _max_over_ranks(_time_call(run))))
-            seconds = _max_over_ranks(statistics.median(_time_call(run) for _ in range(calls)))
+            num_calls = max(3, int(ROUND_SECONDS / _max_over_ranks(_time_call(run))))
+            seconds = _max_over_ranks(statistics.median(_time_call(run) for _ in range(num_calls)))
             best_seconds[name] = min(seconds, best_seconds.get(name, seconds))
     return best_seconds
 

@@ -104,19 +104,19 @@ def count_model(model: Any) -> ModelShape:
     plan_check = PlanCheck(model, model_layers, name)
     counter = _LayerCounter(hidden, text_config, plan_check.plan)
     layers_by_kind = [counter.count_layer(kind) for kind in model_layers.layer_kinds]
-    tied = output is not None and output.weight is embedding.weight
+    is_tied = output is not None and output.weight is embedding.weight
     output_parameters = (
         [] if output is None else [param for param in model_layers.outside_parameters if param.module is output]
     )
-    embedding_parameters = [param for param in model_layers.outside_parameters if tied or param.module is not output]
+    embedding_parameters = [param for param in model_layers.outside_parameters if is_tied or param.module is not output]
     return ModelShape(
         name=name,
         hidden=hidden,
         vocab=config_value(text_config, "vocab_size") or (0 if output is None else features_of(output)[1]),
-        stack=tuple(layers_by_kind[number] for number in model_layers.kind_numbers),
+        stack=tuple(layers_by_kind[kind_index] for kind_index in model_layers.kind_indices),
         embedding=counter.sum_weights(_first_occurrences(embedding_parameters)),
         output=counter.sum_weights(output_parameters),
-        tied=tied,
+        tied=is_tied,
         notes=(
             *model_layers.notes,
             *counter.notes(model_layers, layers_by_kind),
@@ -151,8 +151,8 @@ class _ModuleParameter:
         """True if the parameter belongs to routed experts."""
         if "experts" in self.path.split("."):
             return True
-        count = _first_positive_int(_EXPERT_COUNT_NAMES, self.module)
-        return self.parameter.ndim == 3 and not isinstance(self.module, _ConvNd) and count == len(self.parameter)
+        num_experts = _first_positive_int(_EXPERT_COUNT_NAMES, self.module)
+        return self.parameter.ndim == 3 and not isinstance(self.module, _ConvNd) and num_experts == len(self.parameter)
 
     @property
     def is_matmul_weight(self) -> bool:
@@ -166,15 +166,15 @@ class _LayerBlocks:
     Attributes:
         container: name of the nn.ModuleList of layers; "" if none is found, and the model then counts as one layer.
         layer_kinds: distinct layers, each represented by its first layer.
-        kind_numbers: index into `layer_kinds` for each layer.
+        kind_indices: index into `layer_kinds` for each layer.
         outside_parameters: parameters outside the layers.
-        refusal: message of the error that features raise if they need a list of layers; "" if there is a list.
+        unsupported_reason: message of the error that features raise if they need a list of layers; "" if there is one.
         modules: the layers.
         notes: messages about the choice of layers.
     """
 
     def __init__(self, model: Any) -> None:
-        self.container, self.refusal = "", ""
+        self.container, self.unsupported_reason = "", ""
         self.notes: list[str] = []
         self._find_container(model)
         container_prefix = f"{self.container}."
@@ -186,27 +186,27 @@ class _LayerBlocks:
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                number, layer_path = -1, path
+                layer_index, layer_path = -1, path
                 if self.container and path.startswith(container_prefix):
                     index, _, layer_path = path.removeprefix(container_prefix).partition(".")
-                    number = int(index)
+                    layer_index = int(index)
                 elif not self.container and not isinstance(module, nn.Embedding) and module is not output:
-                    number = 0
+                    layer_index = 0
                 module_parameter = _ModuleParameter(
                     path, layer_path, module, key, parameter, id(parameter) not in seen_ids
                 )
                 seen_ids.add(id(parameter))
-                (self.outside_parameters if number < 0 else layer_parameters.setdefault(number, [])).append(
+                (self.outside_parameters if layer_index < 0 else layer_parameters.setdefault(layer_index, [])).append(
                     module_parameter
                 )
         self.modules = list(model.get_submodule(self.container).children()) if self.container else [model]
         layer_types = config_value(model.config.get_text_config(), "layer_types") or ()
-        kind_number_of_signature: dict[object, int] = {}
+        kind_index_of_signature: dict[object, int] = {}
         self.layer_kinds: list[_LayerKind] = []
-        self.kind_numbers = []
-        for number, module in enumerate(self.modules):
-            layer_type = layer_types[number] if self.container and number < len(layer_types) else ""
-            parameters = layer_parameters.get(number, [])
+        self.kind_indices = []
+        for layer_index, module in enumerate(self.modules):
+            layer_type = layer_types[layer_index] if self.container and layer_index < len(layer_types) else ""
+            parameters = layer_parameters.get(layer_index, [])
             signature = (
                 layer_type,
                 type(module),
@@ -216,17 +216,17 @@ class _LayerBlocks:
                 ),
                 tuple(getattr(submodule, "sliding_window", None) for submodule in module.modules()),
             )
-            if signature not in kind_number_of_signature:
-                kind_number_of_signature[signature] = len(self.layer_kinds)
-                self.layer_kinds.append(_LayerKind(number, module, layer_type, parameters))
-            self.kind_numbers.append(kind_number_of_signature[signature])
+            if signature not in kind_index_of_signature:
+                kind_index_of_signature[signature] = len(self.layer_kinds)
+                self.layer_kinds.append(_LayerKind(layer_index, module, layer_type, parameters))
+            self.kind_indices.append(kind_index_of_signature[signature])
 
     def _find_container(self, model: Any) -> None:
         try:
             self.container = find_container(model, None)
             return
         except ValueError as error:
-            self.refusal = str(error)
+            self.unsupported_reason = str(error)
         text_config = model.config.get_text_config()
         for name, module in model.named_modules():
             if name and getattr(module, "config", None) is text_config and text_config is not model.config:
@@ -234,19 +234,19 @@ class _LayerBlocks:
                     self.container = f"{name}.{find_container(module, None)}"
                 except ValueError:
                     continue
-                self.refusal = ""
+                self.unsupported_reason = ""
                 self.notes.append(
                     f"The layers of {self.container} are counted; pass layers={self.container!r} to build."
                 )
                 return
-        self.notes.append(f"The model is counted as a single layer that runs once: {self.refusal}")
+        self.notes.append(f"The model is counted as a single layer that runs once: {self.unsupported_reason}")
 
 
 @dataclass(frozen=True)
 class _LayerKind:
     """First of a set of equal layers, with its index, module and parameters."""
 
-    number: int
+    layer_index: int
     module: nn.Module
     layer_type: str
     parameters: list[_ModuleParameter]
@@ -257,9 +257,9 @@ def drop_repeated_layers(model: nn.Module, model_layers: _LayerBlocks) -> None:
     if model_layers.container:
         layers: Any = model.get_submodule(model_layers.container)
         layers._modules.clear()
-        for number, kind in enumerate(model_layers.layer_kinds):
+        for kind_index, kind in enumerate(model_layers.layer_kinds):
             layers.append(kind.module)
-            prefix = f"{model_layers.container}.{number}"
+            prefix = f"{model_layers.container}.{kind_index}"
             kind.parameters[:] = [
                 replace(param, path=f"{prefix}.{param.layer_path}" if param.layer_path else prefix)
                 for param in kind.parameters
@@ -301,13 +301,13 @@ class _LayerCounter:
     def count_layer(self, kind: _LayerKind) -> Layer:
         dense_parameters = [param for param in kind.parameters if not param.is_expert]
         expert_parameters = [param for param in kind.parameters if param.is_expert]
-        experts, experts_per_token = self._expert_counts(kind, expert_parameters) if expert_parameters else (0, 0)
-        expert_share = experts_per_token / experts if experts else 1.0
+        num_experts, experts_per_token = self._expert_counts(kind, expert_parameters) if expert_parameters else (0, 0)
+        expert_share = experts_per_token / num_experts if num_experts else 1.0
         return Layer(
             name=type(kind.module).__name__,
             weights=self.sum_weights(_first_occurrences(dense_parameters)),
             expert_weights=self.sum_weights(_first_occurrences(expert_parameters)),
-            experts=experts,
+            experts=num_experts,
             experts_per_token=experts_per_token,
             blocks=tuple(self._yield_blocks(kind, expert_share)),
             attention=tuple(self._yield_attention(kind)),
@@ -321,13 +321,13 @@ class _LayerCounter:
         }
         packed_counts = (len(param.parameter) for param in expert_parameters if param.parameter.ndim == 3)
         modules = [module for module in kind.module.modules() if type(module).__name__ != "ModuleList"]
-        experts = (
+        num_experts = (
             len(expert_names)
             or next(packed_counts, 0)
             or _first_positive_int(_EXPERT_COUNT_NAMES, *modules, self.text_config)
         )
-        return experts, min(
-            experts, _first_positive_int(_EXPERTS_PER_TOKEN_NAMES, *modules, self.text_config, default=experts)
+        return num_experts, min(
+            num_experts, _first_positive_int(_EXPERTS_PER_TOKEN_NAMES, *modules, self.text_config, default=num_experts)
         )
 
     def _yield_blocks(self, kind: _LayerKind, expert_share: float) -> Iterator[Block]:
@@ -337,12 +337,12 @@ class _LayerCounter:
             if param.is_matmul_weight:
                 groups.setdefault(_submodule_of_layer(param.layer_path), []).append(param)
         pending_parameters: list[_ModuleParameter] = []
-        for number, group in enumerate(groups.values(), 1):
+        for group_index, group in enumerate(groups.values(), 1):
             block = self._make_block([*pending_parameters, *group], expert_share)
             # Column-parallel matmuls without a row-parallel one form a block together with the next group.
             pending_parameters = (
                 [*pending_parameters, *group]
-                if block.column_features and not block.row_features and number < len(groups)
+                if block.column_features and not block.row_features and group_index < len(groups)
                 else []
             )
             if not pending_parameters:
@@ -373,7 +373,7 @@ class _LayerCounter:
     def _is_row_parallel(self, param: _ModuleParameter) -> bool:
         """True if the weight, if sharded, is row-parallel: it maps back to the hidden state."""
         if param.is_expert:
-            return any(word in f"{param.layer_path}.{param.key}" for word in _DOWN_PROJECTION_SUBSTRINGS)
+            return any(substring in f"{param.layer_path}.{param.key}" for substring in _DOWN_PROJECTION_SUBSTRINGS)
         return spec_of(self.plan.modules.get(param.path)).shard_dim == 1
 
     def _saved_features(self, param: _ModuleParameter) -> int:
@@ -381,10 +381,10 @@ class _LayerCounter:
         *batch_sizes, out_features, in_features = param.parameter.shape
         if isinstance(param.module, _ConvNd):
             return int(param.parameter.shape[0])
-        count = 1
+        num_matmuls = 1
         for size in batch_sizes:
-            count *= size
-        return count * int(in_features if out_features == self.hidden else out_features)
+            num_matmuls *= size
+        return num_matmuls * int(in_features if out_features == self.hidden else out_features)
 
     def _yield_attention(self, kind: _LayerKind) -> Iterator[Attention]:
         for path, module in kind.module.named_modules():
@@ -416,31 +416,33 @@ class _LayerCounter:
             head_counts(module),
             head_counts(getattr(module, "config", None), self.text_config),
         )
-        heads = next((n for key, n in (module_counts or config_counts).items() if not is_kv_count(key)), 0)
+        num_heads = next((n for key, n in (module_counts or config_counts).items() if not is_kv_count(key)), 0)
         # Value features of all heads.
-        value_features = next(iter([*output_in_features, *query_features]), head_features * heads or self.hidden)
+        value_features = next(iter([*output_in_features, *query_features]), head_features * num_heads or self.hidden)
         if (
             head_features
             and value_features % head_features == 0
             and not any(not is_kv_count(key) for key in module_counts)
         ):
-            heads = value_features // head_features
-        value_head_dim = value_features / max(heads, 1)
+            num_heads = value_features // head_features
+        value_head_dim = value_features / max(num_heads, 1)
         score_head_dim = _first_positive_int(("qk_head_dim", "head_dim"), module) or value_head_dim
         key_projection = linears.get("k_proj") or linears.get("key")
         is_latent = _first_positive_int(("qk_head_dim", "kv_lora_rank"), module) > 0
         if is_latent:
-            kv_heads = heads
+            num_kv_heads = num_heads
         elif key_projection is not None and features_of(key_projection)[1] % score_head_dim == 0:
-            kv_heads = int(features_of(key_projection)[1] // score_head_dim)
+            num_kv_heads = int(features_of(key_projection)[1] // score_head_dim)
         else:
-            kv_heads = next((n for key, n in (module_counts | config_counts).items() if is_kv_count(key)), heads)
+            num_kv_heads = next(
+                (n for key, n in (module_counts | config_counts).items() if is_kv_count(key)), num_heads
+            )
         return Attention(
-            heads=heads,
-            kv_heads=kv_heads,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=(score_head_dim + value_head_dim) / 2,
             window=window,
-            sharded=any(self.sharded_numel(param) for param in parameters),
+            is_sharded=any(self.sharded_numel(param) for param in parameters),
         )
 
     def _find_window(self, module: nn.Module, layer_type: str) -> int | None:
@@ -454,17 +456,17 @@ class _LayerCounter:
 
     def notes(self, model_layers: _LayerBlocks, layers_by_kind: list[Layer]) -> Iterator[str]:
         """Yield messages about operations that the cost model omits."""
-        counts = Counter(model_layers.kind_numbers)
+        counts = Counter(model_layers.kind_indices)
         mixer_counts: Counter[str] = Counter()
-        for number, (kind, layer) in enumerate(zip(model_layers.layer_kinds, layers_by_kind, strict=True)):
-            mixer_counts.update(dict.fromkeys(_mixer_names(kind.module), counts[number]))
+        for kind_index, (kind, layer) in enumerate(zip(model_layers.layer_kinds, layers_by_kind, strict=True)):
+            mixer_counts.update(dict.fromkeys(_mixer_names(kind.module), counts[kind_index]))
             if layer.experts and layer.experts_per_token == layer.experts:
                 yield f"Each token is assumed to use all {layer.experts} experts of {layer.name}."
         if not mixer_counts and not any(layer.attention for layer in layers_by_kind):
-            mixer_counts.update(dict.fromkeys((layer.name for layer in layers_by_kind), len(model_layers.kind_numbers)))
+            mixer_counts.update(dict.fromkeys((layer.name for layer in layers_by_kind), len(model_layers.kind_indices)))
         if mixer_counts:
             mixer_list = join_words(
-                f"{name} (in {count} of {len(model_layers.kind_numbers)} layers)"
+                f"{name} (in {count} of {len(model_layers.kind_indices)} layers)"
                 for name, count in mixer_counts.items()
             )
             yield f"Only matmuls with weights are counted in {mixer_list}, not other operations on tokens or features."
@@ -481,7 +483,11 @@ def _mixer_names(layer: nn.Module) -> Iterator[str]:
         elif not path or _has_attention(module) or takes_routing(module):
             continue
         elif "attention" in name.lower():  # report the innermost attention class, not its wrappers
-            if not any("attention" in type(one).__name__.lower() for one in module.modules() if one is not module):
+            if not any(
+                "attention" in type(submodule).__name__.lower()
+                for submodule in module.modules()
+                if submodule is not module
+            ):
                 yield name
         elif "expert" not in name.lower() and "activation" not in name.lower():
             keys = module._parameters.keys() - {"weight"}
@@ -490,8 +496,8 @@ def _mixer_names(layer: nn.Module) -> Iterator[str]:
 
 
 def _submodule_of_layer(layer_path: str) -> str:
-    head, dot, _ = layer_path.partition(".")
-    return head if dot else ""
+    first_name, dot, _ = layer_path.partition(".")
+    return first_name if dot else ""
 
 
 def _first_positive_int(names: Iterable[str], *sources: object, default: int = 0) -> int:
@@ -508,7 +514,7 @@ def _has_attention(module: nn.Module) -> bool:
 
 @cache
 def _has_softmax(module_class: Any) -> bool:
-    has_attention_name = any(word in module_class.__name__.lower() for word in ("attention", "attn"))
+    has_attention_name = any(substring in module_class.__name__.lower() for substring in ("attention", "attn"))
     for base in module_class.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
             functions = (inspect.unwrap(value) for value in vars(base).values() if inspect.isfunction(value))
@@ -532,7 +538,7 @@ def _outside_notes(parameters: list[_ModuleParameter], output: nn.Module | None)
         if param.is_matmul_weight and param.module is not output:
             numel_of_module[".".join(param.path.split(".")[:2])] += param.parameter.numel()
     if numel_of_module:
-        names = join_words(f"{name} ({count / 1e6:,.1f} million)" for name, count in numel_of_module.items())
+        names = join_words(f"{name} ({numel / 1e6:,.1f} million)" for name, numel in numel_of_module.items())
         yield f"Weights outside the layers: {names}. Their memory is counted, their operations are not."
 
 
@@ -548,19 +554,21 @@ class PlanCheck:
             self.plan = choose_intermediate_styles(model, resolve_plan(model, "auto"))
         except (TypeError, ValueError):
             self.plan = ShardingPlan()  # `check` raises with the reason
-        self._find_cached_refusal: Callable[..., str] = cache(self._find_refusal)
+        self._find_cached_unsupported_reason: Callable[..., str] = cache(self._find_unsupported_reason)
 
     def check(self, config: ParallelConfig) -> None:
         """Raise ValueError with the reason if `build` would reject the model in `config`."""
         needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
-        refusal = self.model_layers.refusal if needs_layers else ""
-        refusal = refusal or self._find_cached_refusal(
+        unsupported_reason = self.model_layers.unsupported_reason if needs_layers else ""
+        unsupported_reason = unsupported_reason or self._find_cached_unsupported_reason(
             config.tp, config.cp > 1, config.ep, config.sequence_parallel, config.loss_parallel
         )
-        if refusal:
-            raise ValueError(f"{self.name} cannot run at {config.shown()}: {refusal}")
+        if unsupported_reason:
+            raise ValueError(f"{self.name} cannot run at {config.shown()}: {unsupported_reason}")
 
-    def _find_refusal(self, tp: int, has_cp: bool, ep: int, sequence_parallel: bool, loss_parallel: bool) -> str:
+    def _find_unsupported_reason(
+        self, tp: int, has_cp: bool, ep: int, sequence_parallel: bool, loss_parallel: bool
+    ) -> str:
         model = self.model
         mesh: Any = object()  # placeholder: these checks only compare the mesh with None
         parallelism = Parallelism(

@@ -42,18 +42,18 @@ class Attention:
     """Softmax attention of a layer.
 
     Attributes:
-        heads, kv_heads: number of query heads and of key/value heads; for latent attention (arXiv:2405.04434) the heads
-            computed from the latents.
+        num_heads, num_kv_heads: number of query heads and of key/value heads; for latent attention (arXiv:2405.04434)
+            the heads computed from the latents.
         head_dim: features of a head; if queries and values differ, the mean of both.
         window: number of tokens that a token attends to; None: all previous tokens.
-        sharded: True if heads are sharded over tensor parallel ranks.
+        is_sharded: True if heads are sharded over tensor parallel ranks.
     """
 
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: float
     window: int | None = None
-    sharded: bool = True
+    is_sharded: bool = True
 
     def attended_tokens(self, seq: int) -> float:
         """Return the mean number of tokens that a token in a row of `seq` tokens attends to."""
@@ -115,8 +115,8 @@ class Layer:
     @property
     def active_parameters(self) -> int:
         """Number of parameters that one token uses."""
-        active = self.expert_weights.count * self.experts_per_token // self.experts if self.experts else 0
-        return self.weights.count + active
+        num_active = self.expert_weights.count * self.experts_per_token // self.experts if self.experts else 0
+        return self.weights.count + num_active
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,21 +151,21 @@ class ModelShape:
         return tuple(dict.fromkeys(self.stack))
 
     @cached_property
-    def _kind_numbers(self) -> tuple[int, ...]:
-        numbers = {kind: number for number, kind in enumerate(self.layer_kinds)}
-        return tuple(numbers[layer] for layer in self.stack)
+    def _kind_indices(self) -> tuple[int, ...]:
+        kind_index_of_layer = {kind: kind_index for kind_index, kind in enumerate(self.layer_kinds)}
+        return tuple(kind_index_of_layer[layer] for layer in self.stack)
 
     @property
     def layers(self) -> int:
         """Number of layers."""
         return len(self.stack)
 
-    def layer_counts_of_stages(self, stage_count: int) -> list[tuple[int, ...]]:
-        """Return the number of layers of each kind in each of `stage_count` pipeline stages.
+    def layer_counts_of_stages(self, num_stages: int) -> list[tuple[int, ...]]:
+        """Return the number of layers of each kind in each of `num_stages` pipeline stages.
 
-        If `stage_count` does not divide the number of layers, the first stages have one layer more.
+        If `num_stages` does not divide the number of layers, the first stages have one layer more.
         """
-        return _count_kinds_per_stage(self._kind_numbers, len(self.layer_kinds), stage_count)
+        return _count_kinds_per_stage(self._kind_indices, len(self.layer_kinds), num_stages)
 
     @cached_property
     def attention(self) -> tuple[Attention, ...]:
@@ -207,39 +207,41 @@ class ModelShape:
         Eq. 3 of Narayanan et al. (arXiv:2104.04473) without recomputation: 6 FLOPs per matmul weight that a token uses,
         plus full attention, including the scores that a causal mask hides. A window limits attention to its tokens.
         """
-        counts = Counter(self._kind_numbers)
+        counts = Counter(self._kind_indices)
         weights, attention_features = float(self.output.count), 0.0
-        for number, kind in enumerate(self.layer_kinds):
+        for kind_index, kind in enumerate(self.layer_kinds):
             weights += (
-                counts[number]
+                counts[kind_index]
                 * self.hidden
                 * sum(block.column_features + block.row_features + block.replicated_features for block in kind.blocks)
             )
             for attention in kind.attention:
                 window = min(seq, attention.window or seq)
-                attention_features += counts[number] * attention.heads * attention.head_dim * window
+                attention_features += counts[kind_index] * attention.num_heads * attention.head_dim * window
         return tokens * (6 * weights + 12 * attention_features)
 
     def summary(self) -> dict[str, Any]:
         """Return the sizes as plain numbers, which distinguish models whose parameters have the same shapes."""
-        heads = [(attention.heads, attention.kv_heads) for layer in self.stack for attention in layer.attention]
+        head_counts = [
+            (attention.num_heads, attention.num_kv_heads) for layer in self.stack for attention in layer.attention
+        ]
         return {
             "layers": self.layers,
             "hidden": self.hidden,
             "vocab": self.vocab,
-            "heads": max((query_heads for query_heads, _ in heads), default=0),
-            "kv_heads": max((kv_heads for _, kv_heads in heads), default=0),
+            "heads": max((query_heads for query_heads, _ in head_counts), default=0),
+            "kv_heads": max((kv_heads for _, kv_heads in head_counts), default=0),
             "tied": self.tied,
             "experts_per_token": max(layer.experts_per_token for layer in self.stack),
         }
 
 
 @lru_cache(maxsize=64)
-def _count_kinds_per_stage(kind_numbers: tuple[int, ...], kind_count: int, stage_count: int) -> list[tuple[int, ...]]:
-    layers_per_stage, extra_layers = divmod(len(kind_numbers), stage_count)
-    starts = [stage * layers_per_stage + min(stage, extra_layers) for stage in range(stage_count + 1)]
-    kinds_of_stages = [kind_numbers[start:stop] for start, stop in pairwise(starts)]
-    return [tuple(part.count(kind) for kind in range(kind_count)) for part in kinds_of_stages]
+def _count_kinds_per_stage(kind_indices: tuple[int, ...], num_kinds: int, num_stages: int) -> list[tuple[int, ...]]:
+    layers_per_stage, num_extra_layers = divmod(len(kind_indices), num_stages)
+    starts = [stage * layers_per_stage + min(stage, num_extra_layers) for stage in range(num_stages + 1)]
+    kinds_of_stages = [kind_indices[start:stop] for start, stop in pairwise(starts)]
+    return [tuple(part.count(kind) for kind in range(num_kinds)) for part in kinds_of_stages]
 
 
 def decoder_shape(
@@ -275,10 +277,10 @@ def decoder_shape(
     head_dim = hidden // heads if head_dim is None else head_dim
     query_features, qkv_features = heads * head_dim, (heads + 2 * kv_heads) * head_dim
     active_features = intermediate * (experts_per_token if experts else 1)
-    up_projection_count = 2 if gated else 1
+    num_up_projections = 2 if gated else 1
     attention_parameters, mlp_parameters = (
         hidden * (qkv_features + query_features),
-        (up_projection_count + 1) * hidden * intermediate,
+        (num_up_projections + 1) * hidden * intermediate,
     )
     dense_parameters, expert_parameters = (
         (attention_parameters, experts * mlp_parameters) if experts else (attention_parameters + mlp_parameters, 0)
@@ -297,13 +299,13 @@ def decoder_shape(
                 has_pointwise_ops=gated,
             ),
             Block(
-                column_features=up_projection_count * active_features,
+                column_features=num_up_projections * active_features,
                 row_features=active_features,
-                saved_features=(up_projection_count + 1) * active_features,
+                saved_features=(num_up_projections + 1) * active_features,
                 has_experts=experts > 0,
             ),
         ),
-        attention=(Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim),),
+        attention=(Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim),),
         tensor_count=9 if gated else 8,  # projections and two norms
     )
     embedding = Weights(vocab * hidden, vocab * hidden)

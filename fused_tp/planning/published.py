@@ -42,10 +42,10 @@ def mean_error(rows: list[PublishedResult]) -> float:
     return sum(abs(row.error) for row in rows) / len(rows)
 
 
-def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **other_sizes: Any) -> ModelShape:
+def gpt(name: str, num_layers: int, hidden_size: int, num_heads: int, vocab: int, **other_sizes: Any) -> ModelShape:
     """Return the shape of a GPT: ungrouped heads, an MLP of 4 x hidden features without a gate."""
-    other_sizes = {"intermediate": 4 * hidden, "gated": False} | other_sizes
-    return decoder_shape(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **other_sizes)
+    other_sizes = {"intermediate": 4 * hidden_size, "gated": False} | other_sizes
+    return decoder_shape(name, layers=num_layers, hidden=hidden_size, heads=num_heads, vocab=vocab, **other_sizes)
 
 
 def _make_config(dp: int, microbatches: int, virtual_stages: int = 1, **sizes: Any) -> ParallelConfig:
@@ -72,13 +72,18 @@ _RECOMPUTATION_TABLE = (
 
 
 def _recomputation_models(recomputes_all: bool, keeps_scores: bool = False) -> Iterator[CostModel]:
-    for name, (layers, hidden, heads), (pp, virtual_stages, batch, microbatch_rows), _, _ in _RECOMPUTATION_TABLE:
+    for name, (num_layers, hidden_size, num_heads), (
+        pp,
+        virtual_stages,
+        batch,
+        microbatch_rows,
+    ), _, _ in _RECOMPUTATION_TABLE:
         config = _make_config(
             1, batch // microbatch_rows, virtual_stages, pp=pp, tp=8, recompute="full" if recomputes_all else "none",
             sequence_parallel=not recomputes_all and not keeps_scores,
         )  # fmt: skip
         yield CostModel(
-            shape=gpt(name, layers, hidden, heads, 51200, tied=True),
+            shape=gpt(name, num_layers, hidden_size, num_heads, 51200, tied=True),
             config=config,
             machine=MACHINES["a100"],
             seq=2048,
@@ -151,25 +156,25 @@ STRONG_SCALING = ((96, 47), (4608, 42))
 
 
 def _megatron_core_model(
-    name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, gpus: int, batch: int
+    name: str, num_heads: int, hidden_size: int, num_layers: int, tp: int, pp: int, num_gpus: int, batch: int
 ) -> CostModel:
     """Return the cost model of a Megatron-Core row.
 
     Some sizes are not published. Microbatches are assumed to have one row, as in Megatron-LM's examples of GPT-3. The
     stages per rank and the recomputation are assumed to be those with the lowest predicted time.
     """
-    dp = gpus // (tp * pp)
+    dp = num_gpus // (tp * pp)
     models = [
         CostModel(
-            shape=gpt(name, layers, hidden, heads, 131072),
+            shape=gpt(name, num_layers, hidden_size, num_heads, 131072),
             config=_make_config(dp, batch // dp, virtual_stages, tp=tp, pp=pp, recompute=recompute),
             machine=MACHINES["h100"],
             seq=4096,
             global_batch=batch,
             software=_MEGATRON_CORE_SOFTWARE,
         )
-        for virtual_stages in (range(1, layers // pp + 1) if pp > 1 else (1,))
-        if layers % (pp * virtual_stages) == 0
+        for virtual_stages in (range(1, num_layers // pp + 1) if pp > 1 else (1,))
+        if num_layers % (pp * virtual_stages) == 0
         for recompute in ("none", "full")
     ]
     return min(
@@ -192,17 +197,19 @@ def weak_scaling_rows() -> list[PublishedResult]:
     ]
 
 
-def strong_scaling(gpus: int) -> CostModel:
-    """Return the cost model of the 177B model with a batch of 1152 on `gpus` GPUs."""
-    return _megatron_core_model("177B", 96, 12288, 96, 8, 6, gpus, 1152)
+def strong_scaling(num_gpus: int) -> CostModel:
+    """Return the cost model of the 177B model with a batch of 1152 on `num_gpus` GPUs."""
+    return _megatron_core_model("177B", 96, 12288, 96, 8, 6, num_gpus, 1152)
 
 
 def strong_scaling_rows() -> list[PublishedResult]:
     """Return MFU in percent for the 177B model with a fixed batch."""
     return [
-        PublishedResult(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
-        for gpus, mfu in STRONG_SCALING
-        for model in [strong_scaling(gpus)]
+        PublishedResult(
+            name=f"177B, {num_gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu
+        )
+        for num_gpus, mfu in STRONG_SCALING
+        for model in [strong_scaling(num_gpus)]
     ]
 
 
@@ -230,8 +237,17 @@ _NEMO_SUMMARY = (
 def nemo_rows() -> list[PublishedResult]:
     """Return the MFU of NeMo 24.12 in percent of the FP8 peak."""
     rows = []
-    for shape, (gpus, batch, microbatch_rows, seq, tp, pp, cp, virtual_stages), tokens_per_second, _ in _NEMO_SUMMARY:
-        dp = gpus // (tp * pp * cp)
+    for shape, (
+        num_gpus,
+        batch,
+        microbatch_rows,
+        seq,
+        tp,
+        pp,
+        cp,
+        virtual_stages,
+    ), tokens_per_second, _ in _NEMO_SUMMARY:
+        dp = num_gpus // (tp * pp * cp)
         model = CostModel(
             shape=shape,
             config=_make_config(dp, batch // (dp * microbatch_rows), virtual_stages, tp=tp, pp=pp, cp=cp),
@@ -244,7 +260,7 @@ def nemo_rows() -> list[PublishedResult]:
         published = 100 * shape.flops(tokens_per_second, seq) / model.machine.peak("fp8")
         rows.append(
             PublishedResult(
-                name=f"{shape.name}, {gpus} GPUs", model=model, published=published, predicted=100 * model.mfu
+                name=f"{shape.name}, {num_gpus} GPUs", model=model, published=published, predicted=100 * model.mfu
             )
         )
     return rows
@@ -296,17 +312,17 @@ _TORCHTITAN_TABLE: tuple[tuple[str, int, int, str, bool, float], ...] = (
 def torchtitan_rows() -> list[PublishedResult]:
     """Return MFU in percent. torchtitan recomputes selected ops; the prediction omits this recomputation."""
     rows = []
-    for machine, gpus, rows_of_rank, precision, is_compiled, tokens_per_second in _TORCHTITAN_TABLE:
+    for machine, num_gpus, num_rows_of_rank, precision, is_compiled, tokens_per_second in _TORCHTITAN_TABLE:
         model = CostModel(
             shape=SHAPES["llama-3-8b"],
-            config=_make_config(gpus, 1),
+            config=_make_config(num_gpus, 1),
             machine=MACHINES[machine],
             seq=8192,
-            global_batch=gpus * rows_of_rank,
+            global_batch=num_gpus * num_rows_of_rank,
             precision=precision,
         )
         published = 100 * model.shape.flops(tokens_per_second, 8192) / model.machine.peak(precision)
-        name = f"Llama-3-8B, {gpus} {machine.upper()}, {precision}{', torch.compile' if is_compiled else ''}"
+        name = f"Llama-3-8B, {num_gpus} {machine.upper()}, {precision}{', torch.compile' if is_compiled else ''}"
         rows.append(PublishedResult(name=name, model=model, published=published, predicted=100 * model.mfu))
     return rows
 

@@ -215,8 +215,8 @@ def _data_parallel_sizes(shape: ModelShape, dp: int, pp: int) -> Iterator[dict[s
 def _valid_configs(
     shape: ModelShape, sizes: dict[str, Any], dp: int, seq: int, global_batch: int
 ) -> Iterator[ParallelConfig]:
-    for rows in MICROBATCH_ROWS:
-        if global_batch % (dp * rows):
+    for num_rows in MICROBATCH_ROWS:
+        if global_batch % (dp * num_rows):
             continue
         for virtual in VIRTUAL_STAGES if sizes["pp"] > 1 else (1,):
             schedule: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
@@ -225,7 +225,7 @@ def _valid_configs(
                     **sizes,
                     **schedule,
                     **sharding_options,
-                    "microbatches": global_batch // (dp * rows),
+                    "microbatches": global_batch // (dp * num_rows),
                 }
                 recompute_options = [{}, {"recompute": "full"}]
                 valid_configs = [

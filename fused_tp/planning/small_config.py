@@ -153,38 +153,49 @@ def small_config(config_class: Any, **changes: Any) -> Any:
 
     default_config = config_class()
     field_names = {*default_config.to_dict(), *getattr(config_class, "attribute_map", {})}
-    layers = 2
+    num_layers = 2
     for value in _per_layer_lists(default_config).values():
         layer_types = [str(layer_type) for layer_type in value]
-        layers = max([layers, *(layer_types.index(layer_type) + 1 for layer_type in set(layer_types))])
-    layers = min(layers, 8)
+        num_layers = max([num_layers, *(layer_types.index(layer_type) + 1 for layer_type in set(layer_types))])
+    num_layers = min(num_layers, 8)
     sizes = {name: value for name, value in SMALL_VALUES.items() if name in field_names} | depth_overrides(
-        default_config, layers
+        default_config, num_layers
     )
     default_values = default_config.to_dict()
     for name in [*sizes]:
         has_switch = name == "sliding_window" and "use_sliding_window" in field_names
-        if default_values.get(name, 0) is None and any(part in name for part in OPTIONAL_SUBSTRINGS) and not has_switch:
+        if (
+            default_values.get(name, 0) is None
+            and any(substring in name for substring in OPTIONAL_SUBSTRINGS)
+            and not has_switch
+        ):
             del sizes[name]
     for name, value in default_values.items():
-        if name not in sizes and any(part in name for part in FACTOR_SUBSTRINGS) and value == 1 and value is not True:
+        if (
+            name not in sizes
+            and any(substring in name for substring in FACTOR_SUBSTRINGS)
+            and value == 1
+            and value is not True
+        ):
             sizes[name] = 0.7 if isinstance(value, float) else 2
     sized_layer_types = sizes.get("layer_types") or ()
     if "sliding_window" in sizes and {*sized_layer_types} == {"full_attention"} and sizes["sliding_window"]:
         # The default config leaves the window unused.
         sizes["layer_types"] = ["sliding_attention", *sized_layer_types[1:]]
     random_names = (
-        name for name in field_names if any(part in name for part in RANDOM_SUBSTRINGS) and not name.startswith("is_")
+        name
+        for name in field_names
+        if any(substring in name for substring in RANDOM_SUBSTRINGS) and not name.startswith("is_")
     )
     random_values = {name: default_values.get(name) for name in random_names}
-    sizes |= {name: type(number)(0) for name, number in random_values.items() if isinstance(number, int | float)}
+    sizes |= {name: type(default)(0) for name, default in random_values.items() if isinstance(default, int | float)}
     if "qk_rope_head_dim" in field_names:  # latent attention: head_dim is the size of the rotary part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= MODEL_TYPE_VALUES.get(config_class.model_type, {})
     for name in config_class.sub_configs:
-        part = getattr(default_config, name, None)
-        if name not in sizes and isinstance(part, PreTrainedConfig):
-            sizes[name] = small_config(type(part))
+        sub_config = getattr(default_config, name, None)
+        if name not in sizes and isinstance(sub_config, PreTrainedConfig):
+            sizes[name] = small_config(type(sub_config))
     alias_targets: dict[str, str] = getattr(config_class, "attribute_map", {})
     changed_fields = {
         alias_targets.get(name, name) for name in changes
@@ -194,11 +205,11 @@ def small_config(config_class: Any, **changes: Any) -> Any:
     return config
 
 
-def depth_overrides(config: Any, layers: int) -> dict[str, Any]:
-    """Return overrides that reduce `config` to `layers` layers: the number of layers, and shortened per-layer lists."""
+def depth_overrides(config: Any, num_layers: int) -> dict[str, Any]:
+    """Return overrides that reduce `config` to `num_layers` layers: their number, and shortened per-layer lists."""
     field_names = {*config.to_dict(), *getattr(type(config), "attribute_map", {})}
-    layer_lists = {name: value[:layers] for name, value in _per_layer_lists(config).items()}
-    return {name: layers for name in DEPTH_FIELDS if name in field_names} | layer_lists
+    layer_lists = {name: value[:num_layers] for name, value in _per_layer_lists(config).items()}
+    return {name: num_layers for name in DEPTH_FIELDS if name in field_names} | layer_lists
 
 
 def _per_layer_lists(config: Any) -> dict[str, list[Any]]:

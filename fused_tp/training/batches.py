@@ -155,9 +155,9 @@ class DistributedBatches:
                     "dataset and the same arguments on all ranks; DistributedBatches shards the batches."
                 )
 
-    def _check_last_batch(self, samples: int) -> None:
-        """Raise ValueError if the last batch of an epoch with `samples` left cannot be split evenly over ranks."""
-        last_batch_size = samples % self.global_batch_size
+    def _check_last_batch(self, num_samples: int) -> None:
+        """Raise ValueError if the last batch of an epoch with `num_samples` left cannot be split evenly over ranks."""
+        last_batch_size = num_samples % self.global_batch_size
         if not self._drop_last and last_batch_size % self._dp_size:
             raise ValueError(_uneven_batch_message(last_batch_size, self._dp_size))
 
@@ -192,8 +192,8 @@ class DistributedBatches:
         while self.epochs is None or self.epoch < self.epochs:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
-            for batch, samples, state in self._remaining_batches():
-                self.samples, self._dataset_state = self.samples + samples, state
+            for batch, num_samples, state in self._remaining_batches():
+                self.samples, self._dataset_state = self.samples + num_samples, state
                 yield batch
                 if self._iterator_token is not token:
                     raise RuntimeError(
@@ -208,8 +208,8 @@ class DistributedBatches:
 
     def _remaining_batches(self) -> Iterator[tuple[Any, int, Any]]:
         """Yield (batch of this rank, number of samples in the global batch, state of the dataset after it)."""
-        # A DataLoader draws a seed from its generator. With the global one, a resumed run would draw one number more
-        # than an uninterrupted run.
+        # A DataLoader draws a seed from its generator. From the global generator, a resumed run would draw one number
+        # more than an uninterrupted run.
         loader_keywords = {**self._loader_keywords, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
         # That seed is drawn on the default device, where a CPU generator would raise if the default is a GPU.
         cpu = torch.device("cpu")
@@ -249,46 +249,46 @@ class _RankBatches(IterableDataset[Any]):
 
     def __init__(self, batches: DistributedBatches) -> None:
         self._dataset, self._collate = batches.dataset, batches._collate
-        self._skipped_samples, self._saves_dataset_state = batches.samples, batches._saves_dataset_state
+        self._num_skipped_samples, self._saves_dataset_state = batches.samples, batches._saves_dataset_state
         self._state = batches._dataset_state if self._saves_dataset_state else None
         self._global_batch_size, self._drop_last = batches.global_batch_size, batches._drop_last
         self._dp_rank, self._dp_size = batches._dp_rank, batches._dp_size
 
     def __iter__(self) -> Iterator[tuple[Any, int, Any]]:
         worker_info = get_worker_info()
-        worker, workers = (0, 1) if worker_info is None else (worker_info.id, worker_info.num_workers)
+        worker, num_workers = (0, 1) if worker_info is None else (worker_info.id, worker_info.num_workers)
         # Hide the workers from the dataset: `datasets`, for one, would yield only 1/W of its samples to each worker.
         data_worker._worker_info = None
         if self._state is not None:
             self._dataset.load_state_dict(self._state)
         stream = iter(self._dataset)
         if self._state is None:
-            skipped_count = sum(1 for _ in islice(stream, self._skipped_samples))
-            if skipped_count < self._skipped_samples:
+            num_skipped = sum(1 for _ in islice(stream, self._num_skipped_samples))
+            if num_skipped < self._num_skipped_samples:
                 raise ValueError(
-                    f"dataset yielded only {skipped_count} samples, but the position is after "
-                    f"{self._skipped_samples}. Pass the dataset of the saved run."
+                    f"dataset yielded only {num_skipped} samples, but the position is after "
+                    f"{self._num_skipped_samples}. Pass the dataset of the saved run."
                 )
-        for number in count():
+        for batch_index in count():
             samples = list(islice(stream, self._global_batch_size))
             if not samples or (self._drop_last and len(samples) < self._global_batch_size):
                 return
-            rank_samples, remainder = divmod(len(samples), self._dp_size)
+            num_rank_samples, remainder = divmod(len(samples), self._dp_size)
             if remainder:
                 raise ValueError(_uneven_batch_message(len(samples), self._dp_size))
             state = self._dataset.state_dict() if self._saves_dataset_state else None
-            if number % workers == worker:
-                yield self._collate(samples[rank_samples * self._dp_rank :][:rank_samples]), len(samples), state
+            if batch_index % num_workers == worker:
+                yield self._collate(samples[num_rank_samples * self._dp_rank :][:num_rank_samples]), len(samples), state
 
 
 def _identity(batch: Any) -> Any:
     return batch
 
 
-def _uneven_batch_message(samples: int, ranks: int) -> str:
+def _uneven_batch_message(num_samples: int, num_ranks: int) -> str:
     return (
-        f"the last batch of an epoch has {samples} samples, which is not a multiple of the {ranks} data parallel "
-        "ranks; pass drop_last=True, or change the length of the dataset."
+        f"the last batch of an epoch has {num_samples} samples, which is not a multiple of the {num_ranks} data "
+        "parallel ranks; pass drop_last=True, or change the length of the dataset."
     )
 
 

@@ -135,7 +135,7 @@ def check_model(
 
 
 def random_batch(
-    model: nn.Module, config: ParallelConfig, *, rows: int | None = None, seq: int = 24, packed: bool = False
+    model: nn.Module, config: ParallelConfig, *, rows: int | None = None, seq_len: int = 24, packed: bool = False
 ) -> dict[str, Any]:
     """Return random tokens [rows, seq] and labels for `model`, under the names of its forward's parameters.
 
@@ -153,33 +153,37 @@ def random_batch(
             raise ValueError(f"{type(model).__name__}.forward has no parameter {name}; pass a batch of its parameters.")
     model_config: Any = getattr(model, "config", None)
     embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    vocabulary = model_config.get_text_config().vocab_size if is_hf else max(embeddings, default=0)
-    if not vocabulary:
+    vocab_size = model_config.get_text_config().vocab_size if is_hf else max(embeddings, default=0)
+    if not vocab_size:
         raise ValueError(f"{type(model).__name__} has no nn.Embedding, so its tokens are unknown; pass a batch.")
     rows = 2 * config.data_parallel * config.microbatches if rows is None else rows
-    tokens = torch.randint(vocabulary, (rows, seq), generator=torch.Generator().manual_seed(1), device="cpu")
+    tokens = torch.randint(vocab_size, (rows, seq_len), generator=torch.Generator().manual_seed(1), device="cpu")
     batch: dict[str, Any] = {"input_ids" if is_hf else next(iter(parameters)): tokens, "labels": tokens}
     if is_hf:
         batch["use_cache"] = False
     if packed:
-        first_length = seq // 3
-        document_positions = [torch.arange(length, device="cpu") for length in (first_length, seq - first_length)]
-        batch["position_ids"] = torch.cat(document_positions).expand(rows, seq)
+        first_length = seq_len // 3
+        document_positions = [torch.arange(length, device="cpu") for length in (first_length, seq_len - first_length)]
+        batch["position_ids"] = torch.cat(document_positions).expand(rows, seq_len)
     return batch
 
 
-def _split_batch(batch: Batch, count: int) -> list[dict[str, Any]]:
-    """Split the batch into `count` equal microbatches, those of all data parallel ranks in rank order."""
-    rows = len(_find_tokens(batch))
-    if rows % count:
-        raise ValueError(f"The batch has {rows} rows; use a multiple of {count}, the microbatches of all ranks.")
-    microbatch_rows = rows // count
+def _split_batch(batch: Batch, num_microbatches: int) -> list[dict[str, Any]]:
+    """Split the batch into `num_microbatches` equal microbatches, those of all data parallel ranks in rank order."""
+    num_rows = len(_find_tokens(batch))
+    if num_rows % num_microbatches:
+        raise ValueError(
+            f"The batch has {num_rows} rows; use a multiple of {num_microbatches}, the microbatches of all ranks."
+        )
+    microbatch_rows = num_rows // num_microbatches
 
     def slice_rows(value: Any, index: int) -> Any:
-        has_rows = isinstance(value, Tensor) and value.ndim and len(value) == rows
+        has_rows = isinstance(value, Tensor) and value.ndim and len(value) == num_rows
         return value[index * microbatch_rows :][:microbatch_rows] if has_rows else value
 
-    microbatches = [{name: slice_rows(value, index) for name, value in batch.items()} for index in range(count)]
+    microbatches = [
+        {name: slice_rows(value, index) for name, value in batch.items()} for index in range(num_microbatches)
+    ]
     if (
         isinstance(batch.get("labels"), Tensor)
         and len({int(count_targets(microbatch)) for microbatch in microbatches}) > 1
@@ -200,9 +204,9 @@ def _find_tokens(batch: Batch) -> Tensor:
 
 def _document_bounds(batch: Batch) -> tuple[int, tuple[int, ...]]:
     """Return the number of tokens per row, and the document bounds in each row; () for one document."""
-    seq, positions = _find_tokens(batch).shape[1], batch.get("position_ids")
+    seq_len, positions = _find_tokens(batch).shape[1], batch.get("position_ids")
     document_starts = [] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
-    return seq, (*document_starts, seq) if len(document_starts) > 1 else ()
+    return seq_len, (*document_starts, seq_len) if len(document_starts) > 1 else ()
 
 
 def _list_models(parallel: nn.Module | Pipeline) -> list[nn.Module]:
@@ -239,11 +243,11 @@ def _step_parallel(model: nn.Module | Pipeline, microbatches: list[dict[str, Any
     """Run `own_microbatches` on the parallel model and return their mean loss."""
     if isinstance(model, Pipeline):
         rank_microbatches = [microbatches[i] for i in own_microbatches]
-        rows = len(_find_tokens(rank_microbatches[0]))
+        num_rows = len(_find_tokens(rank_microbatches[0]))
 
         def join_rows(name: str) -> Any:
             value = rank_microbatches[0][name]
-            has_rows = isinstance(value, Tensor) and value.ndim and len(value) == rows
+            has_rows = isinstance(value, Tensor) and value.ndim and len(value) == num_rows
             return torch.cat([microbatch[name] for microbatch in rank_microbatches]) if has_rows else value
 
         return float(model.step({name: join_rows(name) for name in rank_microbatches[0]}))
@@ -252,10 +256,10 @@ def _step_parallel(model: nn.Module | Pipeline, microbatches: list[dict[str, Any
     )
 
 
-def _forward_backward(model: nn.Module, microbatch: dict[str, Any], seed: int, microbatch_count: int) -> float:
+def _forward_backward(model: nn.Module, microbatch: dict[str, Any], seed: int, num_microbatches: int) -> float:
     torch.manual_seed(seed)  # dropout of replicated tensors must be equal on all ranks
     loss = model(**microbatch).loss
-    (loss / microbatch_count).backward()
+    (loss / num_microbatches).backward()
     return float(loss.detach())
 
 
@@ -325,9 +329,9 @@ def _make_report(
     own_findings = {"losses": losses, "errors": module_errors, "skipped": not_compared}
     findings_of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(findings_of_ranks, {**own_findings, "gradients": gradients, "counts": dict(call_counts)})
-    skipped: dict[str, str] = {}
+    skip_reasons: dict[str, str] = {}
     for findings in findings_of_ranks:
-        skipped |= findings["skipped"]
+        skip_reasons |= findings["skipped"]
     errors = {
         name: {
             rank: findings["errors"][name]
@@ -341,7 +345,7 @@ def _make_report(
         1
     ]:
         enclosing_module = next((enclosing for enclosing in enclosing_names(name) if enclosing in errors), "")
-        skipped[name] = (
+        skip_reasons[name] = (
             f"its output differs, but the output of {enclosing_module or 'the model'}, which contains it, is right"
         )
         del errors[name]
@@ -362,7 +366,7 @@ def _make_report(
             for _, loss, expected_loss in findings["losses"]
         ),
         outputs=errors,
-        skipped=skipped,
+        skipped=skip_reasons,
         gradients=dict(sorted((worst_gradients | missing_gradients).items(), key=lambda item: -item[1])),
         communicated=_max_by_key(findings["counts"] for findings in findings_of_ranks),
     )

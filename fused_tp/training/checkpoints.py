@@ -255,8 +255,8 @@ class CheckpointManager:
         self, folder: Path, tensors: dict[str, Any], rank_state: _RankState, common_values: dict[str, Any]
     ) -> None:
         try:
-            ranks = self._gather_on_rank_0(rank_state)
-            self._run_on_rank_0(lambda: self._remove_unfinished(folder, ranks))
+            rank_states = self._gather_on_rank_0(rank_state)
+            self._run_on_rank_0(lambda: self._remove_unfinished(folder, rank_states))
             with _suppress_no_group_warning(self._group):
                 dcp.save(
                     tensors,
@@ -268,7 +268,7 @@ class CheckpointManager:
             common_values["checksums"] = {
                 name: value for checksums in rank_checksums for name, value in checksums.items()
             }
-            self._run_on_rank_0(lambda: self._write_complete(folder, common_values, ranks))
+            self._run_on_rank_0(lambda: self._write_complete(folder, common_values, rank_states))
         except BaseException as error:  # torch's CheckpointException is not an Exception
             reason = _EXITED_DURING_SAVE if self._is_exiting else _describe_error(error)
             message = f"The checkpoint of step {common_values['step']} was not written to {folder}: {reason}"
@@ -276,8 +276,8 @@ class CheckpointManager:
             self._write_error = FusedTPError(message)
             self._write_error.__cause__ = error
 
-    def _remove_unfinished(self, folder: Path, ranks: list[_RankState]) -> None:
-        if len(steps := {rank_state.step for rank_state in ranks}) > 1:
+    def _remove_unfinished(self, folder: Path, rank_states: list[_RankState]) -> None:
+        if len(steps := {rank_state.step for rank_state in rank_states}) > 1:
             raise ValueError(f"all ranks must save the same step, got {join_words(map(str, sorted(steps)))}.")
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -294,15 +294,21 @@ class CheckpointManager:
                 checksums[path.name] = None
         return checksums
 
-    def _write_complete(self, folder: Path, common_values: dict[str, Any], ranks: list[_RankState]) -> None:
+    def _write_complete(self, folder: Path, common_values: dict[str, Any], rank_states: list[_RankState]) -> None:
         optimizer = {
             "kind": None if self._optimizer is None else type(self._optimizer).__name__,
-            "groups": [group for rank_state in ranks for group in rank_state.optimizer["groups"]],
-            "values": {name: values for rank_state in ranks for name, values in rank_state.optimizer["values"].items()},
+            "groups": [group for rank_state in rank_states for group in rank_state.optimizer["groups"]],
+            "values": {
+                name: values for rank_state in rank_states for name, values in rank_state.optimizer["values"].items()
+            },
         }
         if unreadable_files := [name for name, value in common_values["checksums"].items() if value is None]:
             raise OSError(f"{folder / unreadable_files[0]} was written but cannot be read.")
-        content = {**common_values, "random": [rank_state.random_state for rank_state in ranks], "optimizer": optimizer}
+        content = {
+            **common_values,
+            "random": [rank_state.random_state for rank_state in rank_states],
+            "optimizer": optimizer,
+        }
         with open(folder / f"{COMPLETE_FILE}.part", "wb") as file:
             torch.save(content, file)
             file.flush()
@@ -456,7 +462,7 @@ class CheckpointManager:
         states: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         load_targets: dict[str, dict[str, Tensor]] = {}
-        for number, group in enumerate(optimizer.param_groups):
+        for group_index, group in enumerate(optimizer.param_groups):
             options_of_parameter: dict[str, Any] = {}  # options by parameter name
             first_index = index
             for index, parameter in enumerate(group["params"], first_index):
@@ -464,7 +470,8 @@ class CheckpointManager:
                 name = next((name for name in parameter_names if name in options_by_name), None)
                 if name is None:
                     raise ValueError(
-                        f"{folder} has no optimizer state of {parameter_names[0]!r}, which is in param group {number}."
+                        f"{folder} has no optimizer state of {parameter_names[0]!r}, which is in param group "
+                        f"{group_index}."
                     )
                 options_of_parameter[name] = options_by_name[name]
                 tensors = {
@@ -483,8 +490,9 @@ class CheckpointManager:
                 name for name, options in options_of_parameter.items() if repr(options) != repr(shared_options)
             ]:
                 raise ValueError(
-                    f"param group {number} contains {next(iter(options_of_parameter))!r} and {different_names[0]!r}, "
-                    f"which {folder} has in groups with different options, such as lr. Put them into separate groups."
+                    f"param group {group_index} contains {next(iter(options_of_parameter))!r} and "
+                    f"{different_names[0]!r}, which {folder} has in groups with different options, such as lr. Put "
+                    "them into separate groups."
                 )
             group_options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**group_options, **shared_options, "params": [*range(first_index, index)]})
@@ -500,12 +508,12 @@ class CheckpointManager:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         model_parameter_ids = {id(p) for module in self._modules for p in module.parameters()}
-        for number, group in enumerate(optimizer.param_groups):
+        for group_index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in model_parameter_ids:
                     raise ValueError(
-                        f"param group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                        "is not in the model. Create the optimizer after parallelize, fully_shard and pipeline."
+                        f"param group {group_index} of the optimizer has a parameter of shape {tuple(parameter.shape)} "
+                        "that is not in the model. Create the optimizer after parallelize, fully_shard and pipeline."
                     )
 
     def _collect_optimizer_state(self, shapes: OriginalShapes) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -627,11 +635,11 @@ class _LoadedCheckpoint(NamedTuple):
 
 def _compute_checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
-    value = 0
+    checksum = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):
-            value = zlib.crc32(chunk, value)
-    return value
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _damaged_message(path: Path, reason: str) -> str:

@@ -99,11 +99,15 @@ def analyze(traces: Sequence[RankTrace]) -> ExposureReport:
 
 
 def _make_rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[RankTrace]) -> RankTime:
-    steps, compute_seconds, exposed_seconds = trace.steps, trace.compute.length, trace.exposed_communication.length
+    num_steps, compute_seconds, exposed_seconds = (
+        trace.num_steps,
+        trace.compute_intervals.length,
+        trace.exposed_communication.length,
+    )
     communication_seconds = Intervals(communication[:2] for communication in trace.communication).length
     exposed_collective_seconds = (
         Intervals(communication[:2] for communication in trace.communication if not communication.is_message)
-        .without(trace.compute)
+        .without(trace.compute_intervals)
         .length
     )
     waited_seconds = fmean(waits.values()) if waits else 0.0
@@ -112,13 +116,13 @@ def _make_rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[
     )
     return RankTime(
         trace.rank,
-        step=trace.seconds / steps,
-        compute=compute_seconds / steps,
-        hidden=(communication_seconds - exposed_seconds) / steps,
-        exposed=exposed_collective_seconds / steps,
-        bubble=(exposed_seconds - exposed_collective_seconds) / steps,
-        idle=(trace.seconds - compute_seconds - exposed_seconds) / steps,
-        waited_for=waited_seconds / steps,
+        step=trace.seconds / num_steps,
+        compute=compute_seconds / num_steps,
+        hidden=(communication_seconds - exposed_seconds) / num_steps,
+        exposed=exposed_collective_seconds / num_steps,
+        bubble=(exposed_seconds - exposed_collective_seconds) / num_steps,
+        idle=(trace.seconds - compute_seconds - exposed_seconds) / num_steps,
+        waited_for=waited_seconds / num_steps,
         cause=cause,
         more=extra_seconds,
     )
@@ -137,7 +141,7 @@ def _find_cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_s
     }
     cause = max(extra_seconds, key=extra_seconds.__getitem__, default="")
     return (
-        (cause, extra_seconds[cause] / trace.steps)
+        (cause, extra_seconds[cause] / trace.num_steps)
         if cause and extra_seconds[cause] > waited_seconds / 4
         else ("", 0.0)
     )
@@ -179,14 +183,14 @@ def _sum_waits_by_rank(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int,
 def _sum_op_times(traces: Sequence[RankTrace]) -> list[OpTime]:
     """Return the times by op and group, in descending order of exposed time."""
     totals: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    steps = sum(trace.steps for trace in traces)
+    num_steps = sum(trace.num_steps for trace in traces)
     for trace in traces:
         for communication in trace.communication:
             exposed_seconds = trace.exposed_communication.covered_length(communication.start, communication.stop)
             for index, value in enumerate(
                 (1, exposed_seconds, communication.stop - communication.start - exposed_seconds)
             ):
-                totals[communication.op, communication.group.name, communication.is_message][index] += value / steps
+                totals[communication.op, communication.group.name, communication.is_message][index] += value / num_steps
     times = [OpTime(*key, *values) for key, values in totals.items()]
     return sorted(
         (op_time for op_time in times if op_time.exposed + op_time.hidden > 0), key=lambda op_time: -op_time.exposed

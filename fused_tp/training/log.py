@@ -25,15 +25,15 @@ class RunLog:
 
     Args:
         run: the run to log; its settings name the folder.
-        writes: True on rank 0.
+        is_writer: True on rank 0.
     """
 
-    def __init__(self, run: TrainingRun, *, writes: bool) -> None:
-        self._run, self._writes = run, writes
+    def __init__(self, run: TrainingRun, *, is_writer: bool) -> None:
+        self._run, self._is_writer = run, is_writer
         self._settings = run.settings
         self._summary_writer: Any = None
         self._machine: Machine | None = None
-        if not writes:
+        if not is_writer:
             return
         if self._settings.machine is not None:
             self._machine = find_machine(self._settings.machine)
@@ -78,7 +78,7 @@ class RunLog:
 
     def log_step(self, step: TrainingStep) -> None:
         """Log a step."""
-        if not self._writes:
+        if not self._is_writer:
             return
         flops = self._run.shape.flops(step.tokens, self._settings.data.seq)
         waited_share = step.waited / step.seconds
@@ -101,22 +101,22 @@ class RunLog:
                 f"{step.memory / 2**30:.2f} GiB" + (", skipped: gradients overflowed" if step.skipped else "")
             )
 
-    def log_evaluation(self, number: int, loss: float | None, sample: str | None) -> None:
-        """Log the evaluation loss and the sample after step `number`."""
-        if not self._writes:
+    def log_evaluation(self, step: int, loss: float | None, sample: str | None) -> None:
+        """Log the evaluation loss and the sample after step `step`."""
+        if not self._is_writer:
             return
         if loss is not None:
-            self._record("evaluation", {"number": number, "loss": loss})
-            self._print(f"step {number}: evaluation loss {loss:.4f}")
+            self._record("evaluation", {"number": step, "loss": loss})
+            self._print(f"step {step}: evaluation loss {loss:.4f}")
             if self._summary_writer is not None:
-                self._summary_writer.add_scalar("evaluation loss", loss, number)
+                self._summary_writer.add_scalar("evaluation loss", loss, step)
         if sample is not None:
-            self._record("sample", {"number": number, "text": sample})
-            self._print(f"step {number}: sample {sample!r}")
+            self._record("sample", {"number": step, "text": sample})
+            self._print(f"step {step}: sample {sample!r}")
 
     def close(self) -> None:
         """Name the exported model, close tensorboard's file, and draw report.png if matplotlib is installed."""
-        if not self._writes:
+        if not self._is_writer:
             return
         if (folder := self._settings.export) is not None:
             self._print(f"The model is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r}).")
@@ -135,7 +135,7 @@ class RunLog:
             raise OSError(error.errno, error.strerror, str(self._file)) from None
 
     def _print(self, line: str) -> None:
-        if self._writes:
+        if self._is_writer:
             print(line, file=sys.stdout, flush=True)
 
 
@@ -156,10 +156,10 @@ def draw_report(folder: Path) -> None:
     steps = log["step"]
     if not steps:
         return
-    numbers = [step["number"] for step in steps]
+    step_numbers = [step["number"] for step in steps]
     figure = Figure(figsize=(8, 8), layout="constrained")
     loss_axes, speed_axes, waiting_axes = figure.subplots(3, 1, sharex=True)
-    loss_axes.plot(numbers, [step["loss"] for step in steps], label="training")
+    loss_axes.plot(step_numbers, [step["loss"] for step in steps], label="training")
     if log["evaluation"]:
         loss_axes.plot(
             [evaluation["number"] for evaluation in log["evaluation"]],
@@ -169,10 +169,10 @@ def draw_report(folder: Path) -> None:
         )
     loss_axes.set_ylabel("loss per token")
     loss_axes.legend()
-    speed_axes.plot(numbers, [step["tokens_per_second"] for step in steps])
+    speed_axes.plot(step_numbers, [step["tokens_per_second"] for step in steps])
     speed_axes.set_ylabel("tokens per second")
     speed_axes.set_ylim(bottom=0)
-    waiting_axes.plot(numbers, [100 * step["waited"] / step["seconds"] for step in steps])
+    waiting_axes.plot(step_numbers, [100 * step["waited"] / step["seconds"] for step in steps])
     waiting_axes.set_ylabel("waiting for peers, % of a step")
     waiting_axes.set_ylim(0, 100)
     waiting_axes.set_xlabel("step")

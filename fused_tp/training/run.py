@@ -74,7 +74,7 @@ class LossScale:
     PATIENCE = 1000
 
     def __init__(self, state: dict[str, Any], is_used: bool) -> None:
-        # `extra` of the checkpoint, which may be of a run with other precision.
+        # `extra` of the checkpoint. The run that saved it may have had another precision.
         self._state, self._is_used = (state, is_used)
         if not is_used:
             for name in ("loss_scale", "good_steps"):
@@ -183,7 +183,7 @@ class TrainingRun:
         ]
         own_shape = self._extra_state["shape"]
         self.done_steps = checkpoints.restore() or 0
-        # restore() compares parameter shapes, which are equal for other numbers of heads and for untied weights.
+        # restore() compares parameter shapes only, which are equal for other numbers of heads and for untied weights.
         for name, value in self._extra_state.setdefault("shape", own_shape).items():
             if name != "name" and value != own_shape.get(name, value):
                 raise ValueError(
@@ -226,18 +226,18 @@ class TrainingRun:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         loss = self._forward_backward(batch)
         norm = self._clip_gradients()
-        skipped = not math.isfinite(norm)
-        if skipped and not self._loss_scale.can_decrease:
+        is_skipped = not math.isfinite(norm)
+        if is_skipped and not self._loss_scale.can_decrease:
             raise FloatingPointError(
                 f"the gradients of step {self.done_steps + 1} are not finite (loss {loss}, norm {norm}), and fp16 "
                 "overflow is not the cause; lower the learning rate, or check the rows of this step. The model was not "
                 "changed."
             )
-        if not skipped:
+        if not is_skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        self._loss_scale.update(not skipped)
+        self._loss_scale.update(not is_skipped)
         self.done_steps += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -247,7 +247,7 @@ class TrainingRun:
         )
         tokens = self.settings.global_batch * self.settings.data.seq
         return TrainingStep(
-            self.done_steps, loss, norm, learning_rate, tokens, seconds, mean_waited, skipped, int(memory)
+            self.done_steps, loss, norm, learning_rate, tokens, seconds, mean_waited, is_skipped, int(memory)
         )
 
     def _forward_backward(self, batch: Mapping[str, Tensor]) -> float:
@@ -343,8 +343,8 @@ class TrainingRun:
         position = len(tokens) - 1
         length_multiple = 2 * self.config.cp * self.config.tp
         padded_tokens = tokens + [0] * (-len(tokens) % length_multiple)
-        rows = self.config.microbatches if self.config.pp > 1 else 1
-        input_ids = torch.tensor(padded_tokens, dtype=torch.int64, device=self.device).expand(rows, -1)
+        num_rows = self.config.microbatches if self.config.pp > 1 else 1
+        input_ids = torch.tensor(padded_tokens, dtype=torch.int64, device=self.device).expand(num_rows, -1)
         with self._autocast():
             if not isinstance(self.model, Pipeline):
                 self.model.eval()
@@ -531,13 +531,13 @@ def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW
     )
 
 
-def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> float:
-    """Return the fraction of the learning rate for step `step` (from 0) of `steps`."""
+def learning_rate_share(settings: OptimizerSettings, step: int, num_steps: int) -> float:
+    """Return the fraction of the learning rate for step `step` (from 0) of `num_steps`."""
     if step < settings.warmup:
         return (step + 1) / (settings.warmup + 1)
     if settings.decay == "constant":
         return 1.0
-    progress = min(1.0, (step - settings.warmup) / max(1, steps - 1 - settings.warmup))
+    progress = min(1.0, (step - settings.warmup) / max(1, num_steps - 1 - settings.warmup))
     decayed_share = 1 - progress if settings.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return settings.final_share + (1 - settings.final_share) * decayed_share
 
@@ -573,7 +573,7 @@ def _check_vocabulary(key: str, rows: PackedText, vocab: int) -> None:
             )
 
 
-def check_sizes(settings: TrainSettings, ranks: int) -> None:
+def check_sizes(settings: TrainSettings, num_ranks: int) -> None:
     """Check the parallel sizes against the model and the batch, and the folder of `export`, before ranks are started.
 
     Raises:
@@ -584,4 +584,4 @@ def check_sizes(settings: TrainSettings, ranks: int) -> None:
     with _raise_as_value_error("the model", settings.model.config):
         model = make_meta_model(config)
     model_shape = count_model(model)
-    settings.parallel_config(ranks).check(model_shape, seq=settings.data.seq, global_batch=settings.global_batch)
+    settings.parallel_config(num_ranks).check(model_shape, seq=settings.data.seq, global_batch=settings.global_batch)

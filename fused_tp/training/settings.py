@@ -59,7 +59,7 @@ class OptimizerSettings(_SettingsPart):
     learning_rate: Annotated[float, Field(gt=0), FINITE] = 3e-4
     warmup: NonNegativeInt = 0
     decay: Literal["constant", "linear", "cosine"] = "cosine"
-    final_share: Annotated[float, Field(ge=0, le=1)] = 0.1  # fraction of the learning rate at the last step
+    final_share: Annotated[float, Field(ge=0, le=1)] = 0.1  # learning rate at the last step, over `learning_rate`
     betas: tuple[BetaFloat, BetaFloat] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0), FINITE] = 1e-8
     weight_decay: Annotated[float, Field(ge=0), FINITE] = 0.1
@@ -175,20 +175,22 @@ class TrainSettings(_SettingsPart):
         try:
             return cls.model_validate(mapping)
         except ValidationError as error:
-            raise ValueError("; ".join(_error_text(one).rstrip(".") for one in error.errors()) + ".") from None
+            raise ValueError(
+                "; ".join(_error_text(error_details).rstrip(".") for error_details in error.errors()) + "."
+            ) from None
 
     def minimum_ranks(self) -> int:
         """Return the minimum number of ranks: the product of the sizes in `parallel`."""
         return _make_parallel_config(self.parallel).world_size
 
-    def parallel_config(self, ranks: int) -> ParallelConfig:
-        """Create the `ParallelConfig` for `ranks` ranks.
+    def parallel_config(self, num_ranks: int) -> ParallelConfig:
+        """Create the `ParallelConfig` for `num_ranks` ranks.
 
         Raises:
             ValueError: `parallel` does not support that number of ranks.
         """
         parallel_keys = dict(self.parallel)
-        return _make_parallel_config({"world_size": ranks} | parallel_keys)
+        return _make_parallel_config({"world_size": num_ranks} | parallel_keys)
 
 
 def _make_parallel_config(parallel_keys: dict[str, Any]) -> ParallelConfig:

@@ -153,11 +153,11 @@ def _read_dataset_rows(path: Path) -> Iterator[str | list[int]]:
     column = "input_ids" if "input_ids" in table.column_names else "text"
     if column not in table.column_names:
         raise ValueError(f"The dataset {path} needs a column 'text' or 'input_ids', got {table.column_names}.")
-    for number, row in enumerate(table[column]):
+    for row_index, row in enumerate(table[column]):
         if not (isinstance(row, str) if column == "text" else _are_tokens(row)):
             requirement = "a string" if column == "text" else "a list of integers from 0"
             raise ValueError(
-                f"{column} of row {number} of the dataset {path} must be {requirement}, got {reprlib.repr(row)}."
+                f"{column} of row {row_index} of the dataset {path} must be {requirement}, got {reprlib.repr(row)}."
             )
         yield row
 
@@ -181,12 +181,14 @@ def _read_documents(path: Path) -> Iterator[str | list[int]]:
     for file in files:
         if file.suffix == ".jsonl":
             with file.open("rb") as lines:  # splits at \n only, unlike splitlines
-                for number, line in enumerate(lines, 1):
+                for line_number, line in enumerate(lines, 1):
                     try:
                         if line.strip():
                             yield _parse_text(line)
                     except (ValueError, KeyError, TypeError) as error:
                         requirement = 'it must be a JSON object in UTF-8 whose "text" is a string'
-                        raise ValueError(f"Line {number} of {file} is {reprlib.repr(line)}; {requirement}.") from error
+                        raise ValueError(
+                            f"Line {line_number} of {file} is {reprlib.repr(line)}; {requirement}."
+                        ) from error
         elif file.is_file() and (path.is_file() or file.suffix in TEXT_SUFFIXES):
             yield file.read_text(errors="replace")

@@ -59,7 +59,7 @@ class RankTrace:
 
     Attributes:
         groups: groups of the rank, by torch's group names.
-        steps: number of steps that the trace covers; 1 if it has no step ranges.
+        num_steps: number of steps that the trace covers; 1 if it has no step ranges.
         exposed_communication: communication that is not overlapped by compute.
         seconds_by_module: time that is not exposed communication, by module, or by op outside of modules.
     """
@@ -67,9 +67,9 @@ class RankTrace:
     rank: int
     world_size: int
     groups: Mapping[str, TraceGroup]
-    steps: int
+    num_steps: int
     seconds: float
-    compute: Intervals
+    compute_intervals: Intervals
     communication: list[Communication]
     exposed_communication: Intervals
     seconds_by_module: Mapping[str, float]
@@ -141,26 +141,26 @@ def _read_trace(file: Path) -> RankTrace:
         raise ValueError(f"{file} has no events; record at least one step, on a CPU or a GPU.")
     start, stop = covered_events[0].start, max(event.stop for event in covered_events)
     if device_events:
-        compute, communication, work_ranges = _split_gpu_events(events, groups)
+        compute_intervals, communication, work_ranges = _split_gpu_events(events, groups)
     else:
-        compute, communication, work_ranges = _split_cpu_events(
+        compute_intervals, communication, work_ranges = _split_cpu_events(
             [e for e in events if start <= e.start and e.stop <= stop], groups
         )
         work_ranges.append(_WorkRange(start, stop, OUTSIDE_MODULES))
-    exposed_communication = Intervals(span[:2] for span in communication).without(compute)
+    exposed_communication = Intervals(span[:2] for span in communication).without(compute_intervals)
     seconds_by_module: dict[str, float] = defaultdict(float)
     for span in work_ranges:
         busy_seconds = span.stop - span.start - exposed_communication.covered_length(span.start, span.stop)
         seconds_by_module[span.label] += busy_seconds
         seconds_by_module[span.enclosing_label] -= busy_seconds
-    step_count, world_size = len({step.name for step in steps}) or 1, int(info.get("world_size", 1))
+    num_steps, world_size = len({step.name for step in steps}) or 1, int(info.get("world_size", 1))
     return RankTrace(
         int(rank),
         world_size,
         groups,
-        step_count,
+        num_steps,
         stop - start,
-        compute,
+        compute_intervals,
         communication,
         exposed_communication,
         seconds_by_module,
@@ -223,7 +223,7 @@ def _split_cpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]
     )
     compute_spans, wait_spans = list[tuple[float, float]](), list[tuple[float, float]]()
     communication, work_ranges = list[Communication](), list[_WorkRange]()
-    # By start of an op; the last "waited" range inside an op has its total.
+    # By start of an op. The last "waited" range inside an op states the total time that the op waited.
     waited_ops: dict[float, tuple[_Event, float, TraceGroup]] = {}
     gloo_op_starts: set[float] = set()  # starts of ops whose communication appears in gloo's ranges
     for event, op, module in _attribute_events(event for event in thread_events if event.thread == main_thread):
@@ -260,15 +260,14 @@ def _attribute_events(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event
     forward created the autograd node; outside modules, the op itself. Ranges of a thread are nested, except gloo's.
     """
     stacks: dict[Any, list[tuple[_Event, _Event | None, str]]] = defaultdict(list)
-    forward_modules: dict[
-        int, str
-    ] = {}  # module by sequence number of an op; the op's autograd node has the same number
+    # Module by sequence number of an op. The autograd node of the op has the same number.
+    forward_modules: dict[int, str] = {}
     for event in events:
         stack = stacks[event.thread]
         while stack and stack[-1][0].stop <= event.start:
             stack.pop()
         op, enclosing_label = stack[-1][1:] if stack else (None, OUTSIDE_MODULES)
-        label, number = enclosing_label, event.args.get("Sequence number", -1)
+        label, sequence_nr = enclosing_label, event.args.get("Sequence number", -1)
         is_range = event.category == "user_annotation" and not event.name.startswith(("gloo:", "fused_tp::"))
         if op is not None or _STEP_NAME.fullmatch(event.name) or _WAIT_NAME.fullmatch(event.name):
             pass
@@ -276,16 +275,16 @@ def _attribute_events(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event
             op, label = event, _op_name(event) if enclosing_label == OUTSIDE_MODULES else enclosing_label
         elif event.name.startswith(_AUTOGRAD_PREFIX):
             label = (
-                f"backward of {forward_modules[number]}"
-                if number in forward_modules
+                f"backward of {forward_modules[sequence_nr]}"
+                if sequence_nr in forward_modules
                 else event.name.removeprefix(_AUTOGRAD_PREFIX)
             )
         elif is_range or event.name.startswith("nn.Module: "):
             label = event.name.removeprefix("nn.Module: ")
         elif enclosing_label == OUTSIDE_MODULES and _COMPUTE_NAME.match(event.name):
             label = event.name
-        elif event.category == "cpu_op" and number >= 0:
-            forward_modules.setdefault(number, enclosing_label)
+        elif event.category == "cpu_op" and sequence_nr >= 0:
+            forward_modules.setdefault(sequence_nr, enclosing_label)
         yield event, op, _WorkRange(event.start, event.stop, label, enclosing_label)
         if event.category in ("user_annotation", "cpu_op", "python_function") and not event.name.startswith("gloo:"):
             stack.append((event, op, label))

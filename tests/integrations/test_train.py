@@ -313,7 +313,7 @@ def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
     """Write the log of a run, and return the error of a run with gradients that are not finite."""
     settings = TrainSettings.from_mapping(given)
     with TrainingRun(settings) as run:
-        log = RunLog(run, writes=True)
+        log = RunLog(run, is_writer=True)
         log.start()
         for step in run.steps():
             log.log_step(step)
@@ -329,7 +329,7 @@ def first_lines(group: dist.ProcessGroup, given: dict[str, Any], capture: Path) 
         contextlib.redirect_stdout(file),
         TrainingRun(TrainSettings.from_mapping(given)) as run,
     ):
-        RunLog(run, writes=True).start()
+        RunLog(run, is_writer=True).start()
     return capture.read_text()
 
 

@@ -55,7 +55,7 @@ def layers(machine: Machine, sizes: LlamaSizes, **spread: int) -> float:
         config=ParallelConfig(**spread),
         machine=machine,
         seq=sizes.seq,
-        global_batch=sizes.rows,
+        global_batch=sizes.num_rows,
         precision="fp32",
     ).mean_layer_times
     return LAYER_COUNT * (forward + backward).total

@@ -198,7 +198,7 @@ def test_layers_of_several_kinds() -> None:
     halves = of_rank(pp=2, microbatches=8).memory.weights / 2
     assert halves == 30 * sparse.parameters + moe.embedding.count
     cut = of_rank(tp=2).memory.weights / 2
-    assert moe.parameters / 2 < cut < 0.6 * moe.parameters and not any(one.sharded for one in moe.attention)
+    assert moe.parameters / 2 < cut < 0.6 * moe.parameters and not any(one.is_sharded for one in moe.attention)
 
 
 def test_shared_layers_cost_memory_once_and_operations_each_time() -> None:
@@ -248,7 +248,7 @@ def test_what_parallelize_refuses_is_not_planned() -> None:
 def test_heads_that_differ_by_layer() -> None:
     """The config of such a model has no single number of heads."""
     pytest.importorskip("transformers")
-    assert [one.heads for one in find_shape("dots3_note").attention] == [128, 64]
+    assert [one.num_heads for one in find_shape("dots3_note").attention] == [128, 64]
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
